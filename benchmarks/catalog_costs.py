@@ -1,6 +1,6 @@
 """What keys cost: memory of a dataset of a million objects here and in each engine, listing, and the first batch.
 
-The keys are as long as ImageNet's, with sizes and entity tags of 16 bytes, as a listing of S3 or a manifest gives them.
+The keys are as long as ImageNet's, with sizes and entity tags of 16 bytes, as a listing of S3 or a table gives them.
 No object is read: the dataset gives its indices, and holds what an `ObjectDataset` holds.
 
     python benchmarks/catalog_costs.py
@@ -12,9 +12,7 @@ import argparse
 import functools
 import os
 import resource
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from harness import describe_machine, interleave, interleave_figures, parse_arguments
@@ -39,16 +37,17 @@ class Indices(hr.AsyncDataset[int]):
         return index
 
 
-def write_manifest(path: Path, keys: int) -> None:
-    with path.open("w") as file:
-        file.write("key,size,etag\n")
-        for number in range(keys):
-            key = f"train/n{number // 1300:08d}/n{number // 1300:08d}_{number:07d}.JPEG"
-            file.write(f'{key},{100_000 + number},"""{number:032x}"""\n')
+def columns(keys: int) -> dict[str, list[Any]]:
+    return {
+        "key": [f"train/n{number // 1300:08d}/n{number // 1300:08d}_{number:07d}.JPEG" for number in range(keys)],
+        "size": [100_000 + number for number in range(keys)],
+        "etag": [f'"{number:032x}"' for number in range(keys)],
+    }
 
 
-def opened(manifest: Path) -> hr.ObjectDataset:
-    return hr.ObjectDataset.from_manifest(hr.Store("s3://bucket", options={"skip_signature": True}), manifest)
+def opened(table: dict[str, list[Any]]) -> hr.ObjectDataset:
+    store = hr.Store("s3://bucket", options={"skip_signature": True})
+    return hr.ObjectDataset.from_table(store, table, size="size", etag="etag")
 
 
 def cpu() -> float:
@@ -56,9 +55,9 @@ def cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def read_manifest(manifest: Path, keys: int) -> float:
+def read_table(table: dict[str, list[Any]], keys: int) -> float:
     began = cpu()
-    if len(opened(manifest)) != keys:
+    if len(opened(table)) != keys:
         raise RuntimeError("keys are missing: this run does not count")
     return (cpu() - began) / keys * 1e6
 
@@ -91,42 +90,29 @@ def main() -> None:
     arguments = parse_arguments(parser, rounds=1, keys=20_000, listed=3_000)
     keys, listed = arguments.keys, arguments.listed
     print(describe_machine())
-    with tempfile.TemporaryDirectory() as folder:
-        few, many = Path(folder) / "few.csv", Path(folder) / "many.csv"
-        write_manifest(few, 1000)
-        write_manifest(many, keys)
-        small, large = opened(few), opened(many)
-        print(f"{held_bytes(large) / keys:.1f} bytes a key, of which {len(large.keys[0])} are the key's own")
-        reading = interleave(
-            {"manifest (CSV)": functools.partial(read_manifest, many, keys)},
-            rounds=arguments.rounds,
-            unit="µs of CPU a key",
-        )
-        reading.show(against="manifest (CSV)")
-        starts = {
-            f"{engines} engines, {name}": functools.partial(start, dataset, engines)
-            for name, dataset in (("1,000 keys", small), (f"{keys:,} keys", large))
-            for engines in (1, 2, 4)
-        }
-        units = ("ms to the first batch", "MB of each engine's own")
-        for table in interleave_figures(starts, rounds=arguments.rounds, units=units):
-            table.show(against="1 engines, 1,000 keys")
+    table = columns(keys)
+    small, large = opened(columns(1000)), opened(table)
+    held = large._keys.nbytes + 8 * keys + (0 if large._etags is None else large._etags.nbytes)
+    print(f"{held / keys:.1f} bytes a key, of which {len(large.keys[0])} are the key's own")
+    reading = interleave(
+        {"table": functools.partial(read_table, table, keys)}, rounds=arguments.rounds, unit="µs of CPU a key"
+    )
+    reading.show(against="table")
+    starts = {
+        f"{engines} engines, {name}": functools.partial(start, dataset, engines)
+        for name, dataset in (("1,000 keys", small), (f"{keys:,} keys", large))
+        for engines in (1, 2, 4)
+    }
+    units = ("ms to the first batch", "MB of each engine's own")
+    for figures in interleave_figures(starts, rounds=arguments.rounds, units=units):
+        figures.show(against="1 engines, 1,000 keys")
     with serve(listed, 8, latency=0.0) as store:
         print(f"listing {listed:,} keys; the store: {store.kind}")
         units = ("µs of CPU a key", "keys/s, on shared cores")
-        for table in interleave_figures(
+        for figures in interleave_figures(
             {"listing": functools.partial(listing, store, listed)}, rounds=arguments.rounds, units=units
         ):
-            table.show(against="listing")
-
-
-def held_bytes(dataset: hr.ObjectDataset) -> int:
-    """Bytes of keys, sizes and entity tags."""
-    sizes, etags = dataset._sizes, dataset._etags
-    assert sizes is not None
-    assert etags is not None
-    assert etags._digests is not None
-    return dataset._keys.nbytes + len(sizes) * sizes.itemsize + len(etags._digests)
+            figures.show(against="listing")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import functools
 import os
 import subprocess
@@ -116,16 +115,14 @@ class Reader:
         url: of the endpoint.
         size: the objects.
         name: of the folder with them.
-        folder: for the manifest.
     """
 
-    def __init__(self, url: str, size: Size, name: str, folder: Path) -> None:
-        manifest = folder / f"{name}.csv"
-        with manifest.open("w", newline="") as file:
-            rows = csv.writer(file)
-            rows.writerow(["key", "size", "etag"])
-            etag = f'"{MODIFIED:x}-{size.nbytes:x}"'
-            rows.writerows([f"{number}.bin", size.nbytes, etag] for number in range(size.objects))
+    def __init__(self, url: str, size: Size, name: str) -> None:
+        table = {
+            "key": [f"{number}.bin" for number in range(size.objects)],
+            "size": [size.nbytes] * size.objects,
+            "etag": [f'"{MODIFIED:x}-{size.nbytes:x}"'] * size.objects,
+        }
         options = {
             "endpoint": url,
             "region": "us-east-1",
@@ -134,7 +131,8 @@ class Reader:
             "virtual_hosted_style_request": False,
             "client_options": {"allow_http": True, "allow_invalid_certificates": True},
         }
-        self._objects = hr.ObjectDataset.from_manifest(hr.Store(f"s3://{name}", options=options), manifest)
+        store = hr.Store(f"s3://{name}", options=options)
+        self._objects = hr.ObjectDataset.from_table(store, table, size="size", etag="etag")
         self._size = size
         self._open = functools.partial(
             hr.DataLoader,
@@ -267,7 +265,7 @@ def main() -> None:
 def measure_reads(sizes: Sequence[str], rounds: int) -> None:
     with stores(sizes) as endpoints, tempfile.TemporaryDirectory() as folder:
         readers = {
-            f"{each}, {scheme}": Reader(url, SIZES[each], bucket_of(each), Path(folder))
+            f"{each}, {scheme}": Reader(url, SIZES[each], bucket_of(each))
             for each in sizes
             for scheme, url in endpoints.items()
         }

@@ -26,7 +26,7 @@ FLOORS = (
     {"_core.cache"},
     {"_core.interface"},
     {"_core.shards", "_core.transport"},
-    {"_core.manifest", "_core.pool"},
+    {"_core.pool"},
     {"_core.engine", "_core.device"},
     {"_core.runtime"},
     {"_core.consumer"},

@@ -367,11 +367,10 @@ def test_directory_is_given_by_any_type_of_path(tmp_path, kind):
     dataset = ObjectDataset(kind(folder))
     assert bytes(dataset[0].data) == b"data"
     assert dataset.cache(kind(tmp_path / "cache"))[0].key == "a.bin"
-    dataset.write_manifest(kind(tmp_path / "m.csv"))
-    assert ObjectDataset.from_manifest(kind(folder), kind(tmp_path / "m.csv")).keys == dataset.keys
-    (tmp_path / "labels.csv").write_text(f"key,label\n{folder / 'a.bin'},7\n")
-    labelled = ObjectDataset.from_csv(kind(folder), kind(tmp_path / "labels.csv"))
-    assert (labelled[0].key, labelled[0].label) == ("a.bin", "7")
+    for _ in range(2):
+        assert ObjectDataset(kind(folder), listing_file=kind(tmp_path / "listing.parquet")).keys == dataset.keys
+    labelled = ObjectDataset.from_table(kind(folder), {"key": [str(folder / "a.bin")], "label": [7]}, label="label")
+    assert (labelled[0].key, labelled[0].label) == ("a.bin", 7)
 
 
 def test_relative_path_is_resolved_when_the_dataset_is_made(monkeypatch, tmp_path):

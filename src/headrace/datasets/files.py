@@ -13,8 +13,8 @@ import aiofiles
 from headrace._core.eventloop.blocking import run_blocking
 from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.interface.reprs import sample_repr
-from headrace._core.manifest.labels import Labels, align_labels
 from headrace._core.shards.discovery import glob_expression
+from headrace._core.store.catalog import Labels, align_labels
 from headrace._core.store.redaction import redact_url
 from headrace.errors import EmptyListingError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple, Self, SupportsIndex
 
@@ -10,15 +11,16 @@ import anyio.to_thread
 
 from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.reprs import sample_repr
-from headrace._core.manifest.labels import Labels
-from headrace._core.manifest.object_list import ObjectList, ObjectOptions
-from headrace._core.manifest.table_file import PathOrUrl
+from headrace._core.store.catalog import UNKNOWN, Catalog, Labels, StringArray, align_labels
+from headrace._core.store.checksums import check_form
 from headrace._core.store.listing import list_objects
-from headrace._core.store.store import StoreLike
+from headrace._core.store.redaction import redact_url
+from headrace._core.store.store import StoreLike, as_store
+from headrace._core.store.tables import ListingFile, read_table
 from headrace._core.transport.pickling import out_of_band
 from headrace.datasets.cached import Cacheable, Extent
 
-__all__ = ["ObjectDataset", "ObjectOptions", "ObjectSample"]
+__all__ = ["ObjectDataset", "ObjectSample"]
 
 
 class ObjectSample(NamedTuple):
@@ -49,7 +51,7 @@ def _restore_sample(key: str, data: bytes | memoryview, label: object) -> Object
     return ObjectSample(key, memoryview(data).toreadonly(), label)
 
 
-class ObjectDataset(ObjectList, Cacheable[ObjectSample]):
+class ObjectDataset(Cacheable[ObjectSample]):
     """The objects under a URL, one sample each: `ObjectSample(key, data, label)`.
 
     The store is listed once, when the dataset is made; the keys are sorted, so an index means the same object every
@@ -73,17 +75,16 @@ class ObjectDataset(ObjectList, Cacheable[ObjectSample]):
             `keys` (of the sorted listing, if there are none).
         checksums: what each object's bytes must be, as ``algorithm:hexadecimal`` (sha256, sha1, md5, crc32); given as
             `labels` are. None for an object that has none.
-        manifest: a file that keeps the listing, a path or a URL: where it is there, it is read and nothing is listed;
-            where not, it is written after the listing. It must be of this store and `suffix`. Its name says which
-            format it is, as for `from_manifest`.
+        listing_file: the path of a Parquet file that keeps the listing: where it is there, it is read and nothing is
+            listed; where not, it is written after the listing. It must be of this store and `suffix`. Needs
+            ``headrace[parquet]``.
 
     Raises:
         EmptyListingError: nothing was listed, or nothing that ends in `suffix`.
         StoreUnreachableError: no answer within `timeout`, on every attempt.
         StoreError: the store refused, or failed otherwise.
         ForkedError: this process is a fork of one that had used a store.
-        ManifestError: `manifest` is of another listing, or damaged.
-        ValueError: an argument makes no sense.
+        ValueError: an argument makes no sense, or `listing_file` is of another listing or damaged.
 
     Example:
         >>> import pathlib, tempfile
@@ -103,15 +104,14 @@ class ObjectDataset(ObjectList, Cacheable[ObjectSample]):
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
         checksums: Labels = None,
-        manifest: PathOrUrl | None = None,
+        listing_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        catalog, cache = self._configure(store, keys, suffix, manifest)
-        if catalog is None and cache is not None:
-            catalog = cache.read()
+        file = self._configure(store, keys, suffix, listing_file)
+        catalog = Catalog(StringArray(keys)) if keys is not None else file.read() if file is not None else None
         if catalog is None:
             catalog = background_loop().run(list_objects(self._client, suffix))
-            if cache is not None:
-                cache.write(catalog)
+            if file is not None:
+                file.write(catalog)
         self._hold(catalog, labels, checksums)
 
     @classmethod
@@ -123,26 +123,117 @@ class ObjectDataset(ObjectList, Cacheable[ObjectSample]):
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
         checksums: Labels = None,
-        manifest: PathOrUrl | None = None,
+        listing_file: str | os.PathLike[str] | None = None,
     ) -> Self:
         """Make a dataset without blocking the caller's loop, be it asyncio, uvloop or trio.
 
         Cancelling it ends the listing. Arguments and errors are those of the class.
         """
         dataset = cls.__new__(cls)
-        catalog, cache = dataset._configure(store, keys, suffix, manifest)
-        if catalog is None and cache is not None:
-            catalog = await anyio.to_thread.run_sync(cache.read, abandon_on_cancel=True)
+        file = dataset._configure(store, keys, suffix, listing_file)
+        catalog = None if keys is None else Catalog(StringArray(keys))
+        if file is not None:
+            catalog = await anyio.to_thread.run_sync(file.read, abandon_on_cancel=True)
         if catalog is None:
             listing = background_loop().start(list_objects(dataset._client, suffix))
             try:
                 catalog = await anyio.to_thread.run_sync(listing.result, abandon_on_cancel=True)
             finally:
                 listing.cancel()
-            if cache is not None:
-                await anyio.to_thread.run_sync(cache.write, catalog)
+            if file is not None:
+                await anyio.to_thread.run_sync(file.write, catalog)
         dataset._hold(catalog, labels, checksums)
         return dataset
+
+    @classmethod
+    def from_table(
+        cls,
+        store: StoreLike,
+        table: Any,
+        *,
+        key: str = "key",
+        label: str | Sequence[str] | None = None,
+        size: str | None = None,
+        etag: str | None = None,
+        checksum: str | None = None,
+    ) -> Self:
+        """Make a dataset of the objects in the rows of a table, in their order. Nothing is listed.
+
+        An object of unknown size is read by one GET of its first 16 MiB, whose answer has the size. With the size an
+        object is one GET of a known range, or several of a large one; with the entity tag it must be that version (of a
+        size alone, an object that has grown since comes cut off there; one that has shrunk is an error).
+
+        Args:
+            store: where the objects are.
+            table: a pyarrow table, a pandas or polars frame, or a dict of columns.
+            key: the column of the keys, relative to the store's URL, or full URLs under it. Several rows may have one
+                key: each is a sample.
+            label: the column of the labels; several for tuples; None for no labels.
+            size: the column of the sizes in bytes.
+            etag: the column of the entity tags.
+            checksum: the column of the checksums, as for the class.
+
+        Raises:
+            ValueError: the table has no row or lacks a column, or a value is not a key under the store's URL, a size or
+                a checksum.
+
+        Example:
+            >>> import pathlib, tempfile
+            >>> folder = pathlib.Path(tempfile.mkdtemp())
+            >>> _ = (folder / "7.bin").write_bytes(b"seven")
+            >>> data = ObjectDataset.from_table(folder, {"key": ["7.bin"], "class": ["cat"]}, label="class")
+            >>> data[0].key, data[0].label
+            ('7.bin', 'cat')
+        """
+        dataset = cls.__new__(cls)
+        dataset._configure(store)
+        url = dataset._client.url
+        catalog = read_table(table, url, key=key, label=label, size=size, etag=etag, checksum=checksum)
+        dataset._hold(catalog, None, None)
+        return dataset
+
+    def _configure(
+        self,
+        store: StoreLike,
+        keys: Sequence[str] | None = None,
+        suffix: str | tuple[str, ...] | None = None,
+        listing_file: str | os.PathLike[str] | None = None,
+    ) -> ListingFile | None:
+        """Check the arguments, and hold the store."""
+        if isinstance(keys, str):
+            raise TypeError("keys= must be a sequence of keys, not one str")
+        if keys is not None and (suffix is not None or listing_file is not None):
+            raise ValueError("suffix= and listing_file= are about a listing, and with keys= nothing is listed")
+        if keys is not None and len(keys) == 0:
+            raise ValueError("keys= is empty: a dataset needs at least one key")
+        self._client = as_store(store)._client
+        return None if listing_file is None else ListingFile(listing_file, self._client.url, suffix)
+
+    def _hold(self, catalog: Catalog, labels: Labels, checksums: Labels) -> None:
+        self._keys, self._sizes, self._etags = catalog.keys, catalog.sizes, catalog.etags
+        self._labels = catalog.labels if labels is None else align_labels(labels, self._keys)
+        self._checksums = catalog.checksums
+        if checksums is not None:
+            given = align_labels(checksums, self._keys) or ()
+            for checksum in given:
+                if checksum is not None:
+                    check_form(checksum)
+            self._checksums = StringArray(checksum or "" for checksum in given)
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The key of each sample, in the order of their indices."""
+        return self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({redact_url(self._client.url)!r}, {len(self)} keys)"
+
+    def sample_key(self, index: int) -> str:
+        """The key at `index`."""
+        return self._keys[index]
 
     async def aget(self, index: int) -> ObjectSample:
         """Fetch the object at `index`; as with a list, negative indices count from the end.
@@ -159,20 +250,29 @@ class ObjectDataset(ObjectList, Cacheable[ObjectSample]):
 
     def extent(self, index: int) -> Extent:
         """Which bytes the object at `index` is, for a cache; raises `IndexError` if there is none."""
-        key = self._key(index)
-        etag = None if self._etags is None else self._etags[index]
-        size = self._size(index)
-        return Extent(self._client.store_id, key, etag, 0, None if size < 0 else size, self._checksum(index))
+        key, size, etag, checksum = self._object(index)
+        return Extent(self._client.store_id, key, etag, 0, None if size == UNKNOWN else size, checksum)
 
     def read_bytes(self, index: int) -> Awaitable[memoryview]:
         """Fetch the bytes of the object at `index`; errors are those of `aget`."""
-        key = self._key(index)
-        etag = None if self._etags is None else self._etags[index]
-        size, checksum = self._size(index), self._checksum(index)
-        if size < 0:
+        key, size, etag, checksum = self._object(index)
+        if size == UNKNOWN:
             return self._client.read_all(key, index=index, etag=etag, checksum=checksum)
         return self._client.read(key, 0, size, index=index, size=size, etag=etag, checksum=checksum)
 
     def sample_of(self, index: int, data: memoryview) -> ObjectSample:
         """The sample at `index`, of its bytes."""
         return ObjectSample(self._keys[index], data, None if self._labels is None else self._labels[index])
+
+    def _object(self, index: int) -> tuple[str, int, str | None, str | None]:
+        """Key, size, entity tag and checksum."""
+        try:
+            key = self._keys[index]
+        except IndexError:
+            raise IndexError(f"index {index} is out of range for {self!r}") from None
+        return (
+            key,
+            UNKNOWN if self._sizes is None else self._sizes[index],
+            None if self._etags is None else self._etags[index] or None,
+            None if self._checksums is None else self._checksums[index] or None,
+        )

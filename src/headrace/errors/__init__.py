@@ -24,7 +24,6 @@
     ├── CacheFolderError (PermissionError)      other users can write to the cache's folder
     ├── ShortStreamError (ValueError)           a stream gave fewer samples than declared
     ├── StateError (ValueError)                 a saved state is damaged, or of another loader, dataset or sampler
-    ├── ManifestError (ValueError)              a list of objects or labels is malformed
     ├── ShardError (ValueError)                 a shard is damaged or malformed
     │   ├── TruncatedShardError (EOFError)      it ends too early
     │   └── UnsafeMemberError                   a tar member with an unsafe path or type
@@ -43,7 +42,6 @@ from headrace.errors.base import HeadraceError
 from headrace.errors.data import (
     ChecksumError,
     EmptyListingError,
-    ManifestError,
     ObjectChangedError,
     ObjectNotFoundError,
     ShardError,
@@ -93,7 +91,6 @@ __all__ = [
     "LoaderClosedError",
     "LoaderTimeoutError",
     "LostBatchError",
-    "ManifestError",
     "MissingExtraError",
     "NotPicklableError",
     "ObjectChangedError",

@@ -1,4 +1,4 @@
-"""Errors of stores, shards and manifests."""
+"""Errors of stores and shards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from headrace.errors.base import HeadraceError
 __all__ = [
     "ChecksumError",
     "EmptyListingError",
-    "ManifestError",
     "ObjectChangedError",
     "ObjectNotFoundError",
     "ShardError",
@@ -16,27 +15,6 @@ __all__ = [
     "TruncatedShardError",
     "UnsafeMemberError",
 ]
-
-
-class ManifestError(HeadraceError, ValueError):
-    """A file that lists objects or their labels is malformed, or does not match the dataset.
-
-    Attributes:
-        source: the file's path or URL, without secrets.
-        line: line, or Parquet row, from 1; None if the whole file is concerned.
-        column: column; None if none in particular is concerned.
-    """
-
-    source: str | None = None
-    line: int | None = None
-    column: str | int | None = None
-
-    def __init__(self, what: str, *, source: str, line: int | None = None, column: str | int | None = None) -> None:
-        where = source if line is None else f"{source}, line {line}"
-        super().__init__(f"{where}: {what}" if column is None else f"{where}, column {column!r}: {what}")
-        self.source = source
-        self.line = line
-        self.column = column
 
 
 class ShardError(HeadraceError, ValueError):

@@ -1,4 +1,4 @@
-"""Given checksums are of a known form, and entity tags of a listing come back as they were."""
+"""Given checksums are of a known form."""
 
 import hashlib
 import zlib
@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace._core.store.checksums import check_form, matches
-from headrace._core.store.etags import Etags
 
 
 @given(st.binary(max_size=100))
@@ -28,17 +27,3 @@ def test_each_algorithm_tells_its_own_bytes_from_others(data):
 def test_a_checksum_of_another_form_is_refused(wrong):
     with pytest.raises(ValueError, match="algorithm:hexadecimal"):
         check_form(wrong)
-
-
-TAGS = st.one_of(
-    st.none(),
-    st.text(min_size=1, max_size=8),
-    st.binary(min_size=16, max_size=16).map(lambda digest: f'"{digest.hex()}"'),
-)
-
-
-@given(st.lists(TAGS, min_size=1))
-def test_tags_come_back_as_they_were_packed_or_not(tags):
-    kept = Etags(tags)
-    assert [kept[i] for i in range(len(tags))] == tags
-    assert [kept[i - len(tags)] for i in range(len(tags))] == tags

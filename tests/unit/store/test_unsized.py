@@ -1,7 +1,6 @@
 """An object of unknown size is one request if it is small, and parts of one version if it is large."""
 
 import hashlib
-import json
 
 import obstore
 import pytest
@@ -115,11 +114,10 @@ def test_what_does_not_stop_to_change_is_an_error(server):
         read(server, "large")
 
 
-def test_of_a_version_that_was_given_no_other_comes(server, tmp_path):
-    (tmp_path / "m.jsonl").write_text(json.dumps({"key": "large", "etag": hashlib.md5(BODY).hexdigest()}))
-    dataset = ObjectDataset.from_manifest(
-        Store(server.url, options=server.store_options, retry=QUICK), tmp_path / "m.jsonl"
-    )
+def test_of_a_version_that_was_given_no_other_comes(server):
+    table = {"key": ["large"], "etag": [hashlib.md5(BODY).hexdigest()]}
+    store = Store(server.url, options=server.store_options, retry=QUICK)
+    dataset = ObjectDataset.from_table(store, table, etag="etag")
     assert bytes(dataset[0].data) == BODY
     server.misbehave(Fault("overwrite", key="large", skip=2, times=1, body="another"))
     with pytest.raises(ObjectChangedError, match="'large'"):

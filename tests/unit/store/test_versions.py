@@ -55,11 +55,12 @@ def test_large_object_that_never_stays_is_an_error():
 
 
 @each_kind
-def test_large_object_of_known_size_is_of_one_version(headers, tmp_path):
+def test_large_object_of_known_size_is_of_one_version(headers):
     old, new = b"a" * (LARGE + 100), b"b" * (LARGE + 100)
-    (tmp_path / "m.csv").write_text(f"key,size\nx,{len(old)}\n")
     with answering(overwritten(old, new, headers, after=2)) as url:
-        dataset = hr.ObjectDataset.from_manifest(hr.Store(url, retry=QUICK), tmp_path / "m.csv")
+        dataset = hr.ObjectDataset.from_table(
+            hr.Store(url, retry=QUICK), {"key": ["x"], "size": [len(old)]}, size="size"
+        )
         with pytest.raises(ObjectChangedError):
             dataset[0]
 

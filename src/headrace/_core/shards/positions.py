@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from headrace._core.interface.resumable import State, expect_int, expect_list, expect_state
 from headrace._core.shards.discovery import Shard
-from headrace._core.store.etags import same_tag
-from headrace._core.store.head import Head
+from headrace._core.store.head import Head, same_tag
 from headrace.errors import StateError
 
 

@@ -17,8 +17,7 @@ from headrace._core.store import forks
 from headrace._core.store.backoff import Tries
 from headrace._core.store.checksums import matches
 from headrace._core.store.errors import NATIVE_ERRORS, Cause, RequestFailure, classify_error
-from headrace._core.store.etags import strong
-from headrace._core.store.head import Head, InitialRead, check_bytes, check_version
+from headrace._core.store.head import Head, InitialRead, check_bytes, check_version, strong
 from headrace._core.store.list_requests import ListRequests
 from headrace._core.store.ranges import run_all
 from headrace._core.store.redaction import redact_url

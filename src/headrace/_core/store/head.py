@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace._core.store.checksums import matches
 from headrace._core.store.errors import Cause, RequestFailure
-from headrace._core.store.etags import same_tag, strong
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -87,3 +86,24 @@ def check_bytes(
     if checksum is not None and not matches(data, checksum):
         return RequestFailure(Cause.DAMAGED)
     return data
+
+
+def strong(etag: str | None) -> str | None:
+    """The tag if reads can be conditional on it: a weak tag matches nothing (RFC 9110, section 13.1.1)."""
+    return None if etag is None or etag.startswith("W/") else etag
+
+
+def same_tag(wanted: str | None, found: str | None) -> bool:
+    """Whether an answer may be of the requested version; some servers ignore `If-Match`.
+
+    Azure's listings leave out the quotes that its answers have, and proxies make strong tags weak.
+
+    Example:
+        >>> same_tag("0x8DE", '"0x8DE"'), same_tag('"a"', 'W/"b"'), same_tag('"a"', None)
+        (True, False, True)
+    """
+    return wanted is None or found is None or _value(wanted) == _value(found)
+
+
+def _value(etag: str) -> str:
+    return etag.removeprefix("W/").strip('"')

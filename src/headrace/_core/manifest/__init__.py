@@ -1,1 +1,0 @@
-"""Manifests and tables of keys: reading, writing, validation."""

@@ -1,0 +1,175 @@
+"""Objects named by a table, and a listing that is kept in a file: the same samples without a listing."""
+
+import os
+import signal
+
+import numpy as np
+import pandas
+import pyarrow
+import pytest
+
+from headrace._core.store.catalog import Catalog
+from headrace._core.store.store import Store
+from headrace._core.store.tables import ListingFile
+from headrace.datasets.objects import ObjectDataset
+from headrace.errors import ChecksumError, EmptyListingError, ObjectChangedError
+
+COLUMNS = {"id": [1, 2, 3], "key": ["d.txt", "a.jpg", "a.jpg"], "species": ["cat", "dog", "dog"]}
+TABLES = {
+    "dict": COLUMNS,
+    "NumPy": {name: np.array(column) for name, column in COLUMNS.items()},
+    "pandas": pandas.DataFrame(COLUMNS, index=[7, 8, 9]),
+    "pyarrow": pyarrow.table(COLUMNS),
+    "record batch": pyarrow.RecordBatch.from_pydict(COLUMNS),
+}
+
+
+@pytest.fixture
+def store(server):
+    return Store(server.url + "/train", options=server.store_options, retry=1)
+
+
+def samples(dataset):
+    return [(sample.key, bytes(sample.data), sample.label) for sample in map(dataset.__getitem__, range(len(dataset)))]
+
+
+@pytest.mark.counts
+@pytest.mark.parametrize("kind", TABLES)
+def test_rows_of_a_table_are_samples_in_order_without_listing(server, store, kind):
+    dataset = ObjectDataset.from_table(store, TABLES[kind], label="species")
+    assert samples(dataset) == [("d.txt", b"d.txt", "cat"), ("a.jpg", b"a.jpg", "dog"), ("a.jpg", b"a.jpg", "dog")]
+    assert server.requests()["LIST"] == 0
+
+
+def test_label_of_several_columns_is_a_tuple_and_labels_keep_their_types(store):
+    labels = [label for _, _, label in samples(ObjectDataset.from_table(store, COLUMNS, label=["id", "species"]))]
+    assert labels == [(1, "cat"), (2, "dog"), (3, "dog")]
+    number = ObjectDataset.from_table(store, TABLES["pandas"], label="id")[2].label
+    assert (number, type(number)) == (3, int)
+    assert ObjectDataset.from_table(store, COLUMNS)[0].label is None
+
+
+@pytest.mark.counts
+def test_sizes_etags_and_checksums_of_a_table_are_used(server, store):
+    listed = ObjectDataset(store)
+    etags = [listed.extent(index).version.strip('"') for index in range(2)]
+    table = pandas.DataFrame(
+        {
+            "key": ["a.jpg", "b.jpg", "d.txt"],
+            "size": [5, None, 5],
+            "tag": [*etags, None],
+            "sum": [None, None, "md5:" + "0" * 32],
+        }
+    )
+    dataset = ObjectDataset.from_table(store, table, size="size", etag="tag", checksum="sum")
+    server.misbehave()
+    assert [bytes(dataset[index].data) for index in range(2)] == [b"a.jpg", b"b.jpg"]
+    assert server.seen()[0].span == "bytes=0-4"
+    with pytest.raises(ChecksumError):
+        dataset[2]
+    for name in ("a.jpg", "b.jpg"):
+        server.put(f"train/{name}", b"A.JPG")
+    for index in range(2):
+        with pytest.raises(ObjectChangedError):
+            dataset[index]
+
+
+def test_urls_and_paths_under_the_datasets_are_keys(server, store, tmp_path):
+    table = {"key": [server.url + "/train/a.jpg", "b.jpg"]}
+    assert list(ObjectDataset.from_table(store, table).keys) == ["a.jpg", "b.jpg"]
+    (tmp_path / "a.bin").write_bytes(b"local")
+    for key in (str(tmp_path / "a.bin"), (tmp_path / "a.bin").as_uri(), "a.bin"):
+        assert bytes(ObjectDataset.from_table(tmp_path, {"key": [key]})[0].data) == b"local"
+
+
+@pytest.mark.parametrize("key", ["../secret", "a/../../secret", "..\\secret", "/etc/hostname"])
+def test_key_outside_the_directory_reads_nothing(tmp_path, key):
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "train").mkdir()
+    dataset = ObjectDataset.from_table(tmp_path / "train", {"key": [key]})
+    with pytest.raises((ValueError, OSError)):
+        dataset[0]
+
+
+@pytest.mark.parametrize(
+    ("table", "columns", "why"),
+    [
+        ({"key": []}, {}, "no rows"),
+        (COLUMNS, {"label": "class"}, "no column 'class'; its columns are 'id', 'key', 'species'"),
+        (TABLES["pyarrow"], {"key": "name"}, "no column 'name'"),
+        (COLUMNS, {"key": "id"}, "row 0: the key must be text, but got 1"),
+        ({"key": ["a", ""]}, {}, "row 1: the key must be text"),
+        ({"key": ["a", None]}, {}, "row 1"),
+        ({"key": ["s3://me:secret@other/a?sig=hush"]}, {}, r"row 0: s3://other/a is not under .*s3://bucket/train"),
+        ({"key": ["a"], "size": [-1]}, {"size": "size"}, "-1 is not a number of bytes"),
+        ({"key": ["a"], "size": [1.5]}, {"size": "size"}, "1.5 is not a number of bytes"),
+        ({"key": ["a"], "sum": ["x"]}, {"checksum": "sum"}, "algorithm:hexadecimal"),
+        ({"key": ["a"], "label": [1, 2]}, {"label": "label"}, "column 'label' has 2 rows, and column 'key' has 1"),
+    ],
+    ids=repr,
+)
+def test_table_that_makes_no_sense_is_refused_before_any_request(table, columns, why):
+    with pytest.raises(ValueError, match=why) as refused:
+        ObjectDataset.from_table("s3://bucket/train", table, **columns)
+    assert "hush" not in str(refused.value)
+
+
+# A listing that is kept
+
+
+@pytest.mark.counts
+async def test_listing_is_kept_in_a_file(server, store, tmp_path):
+    path = tmp_path / "listing.parquet"
+    first = ObjectDataset(store, listing_file=path)
+    server.put("train/later.jpg", b"later")
+    second, third = ObjectDataset(store, listing_file=path), await ObjectDataset.open(store, listing_file=str(path))
+    assert server.requests()["LIST"] == 1
+    for dataset in (second, third):
+        assert [dataset.extent(index) for index in range(5)] == [first.extent(index) for index in range(5)]
+        assert len(dataset) == 5
+    assert os.listdir(tmp_path) == ["listing.parquet"]
+
+
+def test_listing_file_of_another_listing_is_refused(server, store, tmp_path):
+    path = tmp_path / "listing.parquet"
+    ObjectDataset(store, suffix=".jpg", listing_file=path)
+    assert len(ObjectDataset(store, suffix=(".jpg",), listing_file=path)) == 2
+    with pytest.raises(ValueError, match="delete it to list again"):
+        ObjectDataset(store, listing_file=path)
+    with pytest.raises(ValueError, match="delete it to list again"):
+        ObjectDataset(Store(server.url + "/trainer", options=server.store_options), suffix=".jpg", listing_file=path)
+    with pytest.raises(EmptyListingError):
+        ObjectDataset(store, suffix=".gif", listing_file=tmp_path / "empty.parquet")
+    assert os.listdir(tmp_path) == ["listing.parquet"], "an empty listing is not kept"
+
+
+def test_damaged_listing_file_is_an_error_and_never_another_listing(store, tmp_path):
+    path = tmp_path / "listing.parquet"
+    expected = ObjectDataset(store, listing_file=path).keys
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 29):
+        path.write_bytes(whole[:at])
+        with pytest.raises(ValueError, match="delete it"):
+            ObjectDataset(store, listing_file=path)
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        try:
+            assert ObjectDataset(store, listing_file=path).keys == expected, at
+        except ValueError as error:
+            assert str(path) in str(error)  # noqa: PT017 - a bit that means nothing changes nothing
+
+
+def test_listing_file_is_unchanged_after_its_writer_is_killed(store, tmp_path):
+    path = tmp_path / "listing.parquet"
+    listed = ObjectDataset(store, listing_file=path)
+    before = path.read_bytes()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)  # written, but not yet renamed
+            ListingFile(path, "s3://bucket/other", None).write(Catalog(listed._keys, listed._sizes, listed._etags))
+        finally:
+            os._exit(1)
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    assert path.read_bytes() == before

@@ -263,7 +263,7 @@ def main() -> None:
 
 
 def measure_reads(sizes: Sequence[str], rounds: int) -> None:
-    with stores(sizes) as endpoints, tempfile.TemporaryDirectory() as folder:
+    with stores(sizes) as endpoints:
         readers = {
             f"{each}, {scheme}": Reader(url, SIZES[each], bucket_of(each))
             for each in sizes

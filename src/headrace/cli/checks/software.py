@@ -28,7 +28,7 @@ __all__ = [
 SLOW_CLOCKS = frozenset({"hpet", "acpi_pm", "refined-jiffies", "jiffies"})
 REQUIRED = ("torch", "numpy", "anyio", "obstore", "uvloop", "aiofiles", "cloudpickle")
 OPTIONAL = (  # module, what it is for, how it is installed
-    ("pyarrow", "Parquet datasets and manifests", "'headrace[parquet]'"),
+    ("pyarrow", "Parquet datasets and listing files", "'headrace[parquet]'"),
     ("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd", "shards in zstd", "'headrace[zstd]'"),
     ("boto3", "profiles of AWS", "'headrace[aws]'"),
     ("aiohttp", "headrace.testing, the demo", "'headrace[testing]'"),

@@ -10,7 +10,7 @@ from headrace._core.interface.resumable import State, expect_int
 from headrace._core.shards.compression import SUFFIXES as compression_suffixes
 from headrace._core.shards.compression import without_suffix
 from headrace._core.shards.discovery import Shard, Shards
-from headrace._core.shards.shard_reader import Decoder
+from headrace._core.shards.reading import Decoder
 from headrace._core.shards.stream import ShardedStream, StreamOptions
 from headrace.errors import ShardError
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 from headrace._core.interface.background_loop import background_loop
 from headrace._core.interface.distributed import RankChoice, Remainder
 from headrace._core.interface.map_style import AsyncDataset
-from headrace._core.shards.discovery import Shard, Shards, find_shards
+from headrace._core.shards.discovery import Shards, find_shards
 from headrace._core.shards.parquet.file import Footer, RowGroup, read_footers, require_pyarrow
 from headrace._core.shards.parquet.row_groups import RowGroupStream
-from headrace._core.shards.partition import PartStream
+from headrace._core.shards.part_stream import PartStream
 from headrace._core.shards.positions import Part
 from headrace._core.store.store import StoreLike
 from headrace.errors import ShardError
@@ -168,9 +168,6 @@ class ParquetDataset(PartStream[Any]):
 
     def _part_count(self) -> int:
         return len(self._groups)
-
-    def _part_shard(self, part: int) -> Shard:
-        return self._groups[part].shard
 
     def _sample_counts(self) -> Sequence[int]:
         return [self._samples_of(group) for group in self._groups]

@@ -6,10 +6,8 @@ from collections import Counter
 
 import anyio
 
-from headrace._core.shards.chunks import ReadAhead
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.interleave import InterleavedShards
-from headrace._core.shards.shard_reader import Decoder
+from headrace._core.shards.reading import Decoder, InterleavedShards, ReadAhead
 from headrace._core.store.head import Head, InitialRead
 
 CHUNK = 10

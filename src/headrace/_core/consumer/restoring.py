@@ -213,7 +213,7 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
             )
     streams = [state.streams[reader] for reader in readers for state in ordered]
     parts = [expect_state(state, "stream") for state in streams]
-    from headrace._core.shards.merging import is_part_state, merge_part_states  # with the stores, for restoring only
+    from headrace._core.shards.division import is_part_state, merge_part_states  # with the stores, for restoring only
 
     if all(map(is_part_state, parts)):
         position = max(map(_position, streams)) * lanes_of_rank
@@ -243,7 +243,7 @@ def _streams(
 ) -> Mapping[int | None, Mapping[str, object]]:
     lanes = begun.lanes or 1
     if begun.merged:
-        from headrace._core.shards.merging import is_part_state  # as above
+        from headrace._core.shards.division import is_part_state  # as above
 
         states = [expect_state(state, "stream") for state in begun.merged]
         if is_part_state(states[0]):

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from headrace._core.interface.operation import Mark, ReplayOperation
 from headrace._core.interface.order import Order
-from headrace._core.interface.resumable import State
 from headrace._core.seeding import batch_seed
 
 T = TypeVar("T")
@@ -37,7 +36,6 @@ class ShuffleBuffer(ReplayOperation[T]):
         self._ahead_errors = 0  # errors before them
         self._ahead_mark: Mark | None = None  # the position before it
         self._samples: list[T] = []  # left of the window that is given
-        self._length = self._window_errors = 0  # samples of that window, errors before them
         self._random = random.Random()
         self._ended = False
         self._closed = False
@@ -63,9 +61,8 @@ class ShuffleBuffer(ReplayOperation[T]):
             raise StopAsyncIteration
         self._mark = self._latest_mark()
         self._random.seed(batch_seed(self._order.key(), 0, self._window))
-        self._samples, self._length, self._window_errors = self._ahead, len(self._ahead), self._ahead_errors
         self._window += 1
-        self._ahead, self._ahead_errors, self._ahead_mark = [], 0, None
+        self._samples, self._ahead, self._ahead_errors, self._ahead_mark = self._ahead, [], 0, None
         return self._samples
 
     async def _read_one(self) -> None:
@@ -86,18 +83,6 @@ class ShuffleBuffer(ReplayOperation[T]):
             return self._mark
         mark, errors = self._ahead_mark or self._new_mark(), self._ahead_errors
         return Mark(self._given - errors, self._errors - errors, mark.position)
-
-    def state_dict(self) -> State:
-        state = super().state_dict()
-        if self._reread.left:
-            return state
-        rest: State | None = None
-        if self._samples:  # for a reader that continues after the window
-            after = self._ahead_mark or self._new_mark()
-            given = self._length - len(self._samples)
-            rest = {"given": given, "length": self._length, "errors": self._window_errors}
-            rest["after"] = after.position()["inner"]
-        return {**state, "rest": rest}
 
     async def aclose(self) -> None:
         self._closed = True

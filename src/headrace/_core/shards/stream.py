@@ -9,13 +9,11 @@ from typing import ClassVar, Literal, TypedDict, TypeVar, Unpack
 
 from headrace._core.call_site import users_stacklevel
 from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions
-from headrace._core.shards.chunks import ReadAhead
 from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.interleave import InterleavedShards
-from headrace._core.shards.partition import PartStream
+from headrace._core.shards.part_stream import PartStream
 from headrace._core.shards.positions import Part, names_digest
-from headrace._core.shards.shard_reader import Decoder, ShardReader
+from headrace._core.shards.reading import Decoder, InterleavedShards, ReadAhead, ShardReader
 from headrace._core.store.store import StoreLike
 
 T_co = TypeVar("T_co", covariant=True)
@@ -151,9 +149,6 @@ class ShardedStream(PartStream[T_co]):
 
     def _part_count(self) -> int:
         return len(self._shards)
-
-    def _part_shard(self, part: int) -> Shard:
-        return self._shards[part]
 
     def _sample_counts(self) -> Sequence[int] | None:
         return self._counts

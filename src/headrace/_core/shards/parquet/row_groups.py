@@ -166,7 +166,7 @@ class RowGroupStream(ResumableIterator[object]):
         prefetch_bytes: int,
     ) -> None:
         self._groups = groups
-        self._queue = PartQueue(parts, len(groups))
+        self._queue = PartQueue(parts, len(groups), lambda part: groups[part].shard)
         self._rows, self._as_rows = rows, as_rows
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
         self._pending: deque[PartPosition] = deque()  # restored, or opened by the queue and too large to prefetch yet
@@ -200,10 +200,7 @@ class RowGroupStream(ResumableIterator[object]):
         return self._queue.to_state([current], prefetched=len(self._readers) - 1 + len(self._pending))
 
     def load_state_dict(self, state: State) -> None:
-        positions = self._queue.restore(state)
-        for position in positions:
-            position.version_of(self._groups[position.part].shard)
-        self._pending.extend(positions)
+        self._pending.extend(position for position, _ in self._queue.restore(state))
 
     async def aclose(self) -> None:
         """Stop reading; no request is in flight when this returns."""
@@ -227,13 +224,15 @@ class RowGroupStream(ResumableIterator[object]):
     def _fill(self) -> None:
         """Read further groups ahead of the first one, which counts until its bytes are there."""
         while len(self._readers) - (bool(self._readers) and self._readers[0][0].fetched) < self._prefetch_row_groups:
-            position = self._pending.popleft() if self._pending else self._queue.pop()
-            if position is None:
-                return
+            if not self._pending:
+                if (opened := self._queue.pop()) is None:
+                    return
+                self._pending.append(opened[0])
+            position = self._pending[0]
             group = self._groups[position.part]
             if self._readers and self._bytes + group.stored_bytes > self._prefetch_bytes:
-                self._pending.appendleft(position)
                 return
+            self._pending.popleft()
             reader = _RowGroupReader(group, self._rows, self._as_rows, position, self._fill)
             self._bytes += reader.size
             self._readers.append((reader, position))

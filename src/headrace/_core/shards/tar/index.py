@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace._core.interface.block_reader import end_all
-from headrace._core.shards.chunks import ChunkReader, ReadAhead
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import PartPosition
-from headrace._core.shards.shard_reader import Decoder, ShardReader
+from headrace._core.shards.reading import ChunkReader, Decoder, ReadAhead, ShardReader
 from headrace._core.shards.tar.format import TarParser
 from headrace._core.shards.tar.samples import SampleGrouper, SampleMembers
 from headrace.errors import ObjectNotFoundError, StoreError

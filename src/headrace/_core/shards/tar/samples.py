@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace._core.interface.resumable import State, expect_int, expect_list
-from headrace._core.shards.shard_reader import Decoder
+from headrace._core.shards.reading import Decoder
 from headrace._core.shards.tar.format import MEMBER_LIMIT, Member, TarParser
 from headrace.errors import ShardError
 

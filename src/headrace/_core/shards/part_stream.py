@@ -1,26 +1,31 @@
-"""Base of streams of parts (shards, row groups): the order of an epoch, and the division among ranks and workers."""
+"""Streams of parts (shards, row groups): the order of an epoch, the share of each reader, and its position."""
 
 from __future__ import annotations
 
 import functools
 import random
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from typing import ClassVar, NamedTuple, TypeVar, cast
 
 from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
 from headrace._core.interface.iterable_style import AsyncIterableDataset
-from headrace._core.interface.operators import EqualLength, Split, Take
+from headrace._core.interface.operators import EqualLength, Split
 from headrace._core.interface.order import FollowsEpoch, Order, current_repetition
-from headrace._core.interface.resumable import ResumableIterator, State, expect_int, expect_state
+from headrace._core.interface.resumable import ResumableIterator, State, expect_int, expect_list, expect_state
 from headrace._core.interface.shuffle_buffer import ShuffleBuffer
-from headrace._core.shards.discovery import Shard
-from headrace._core.shards.part_iterator import Occasion, PartIterator
-from headrace._core.shards.positions import Part, PartPosition, names_digest
-from headrace._core.shards.redistribution import Dealing, Division, Readers, deal_parts
-from headrace._core.shards.windows import WindowRest
+from headrace._core.shards.division import Division, Readers, deal_parts, reader_of
+from headrace._core.shards.positions import Part, names_digest
+from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)
+
+
+class Occasion(NamedTuple):
+    """When a stream is read: its order depends on it."""
+
+    epoch: int
+    repetition: int
 
 
 class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
@@ -60,9 +65,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Start a pass."""
         rank = self._ranks.shard()
-        return PartIterator(
-            _Reader(self, rank, rank.in_worker()), Occasion(self._current_epoch(), current_repetition.get())
-        )
+        return PartIterator(self, rank, rank.in_worker(), Occasion(self._current_epoch(), current_repetition.get()))
 
     def __len__(self) -> int:
         """The number of samples of this rank in this epoch.
@@ -136,10 +139,6 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """The names of the parts, in the order given by the user, without secrets."""
 
     @abstractmethod
-    def _part_shard(self, part: int) -> Shard:
-        """The object that a part is in."""
-
-    @abstractmethod
     def _read(self, parts: Sequence[Part]) -> ResumableIterator[object]:
         """Start reading the samples of some parts."""
 
@@ -179,90 +178,91 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         return max(lengths)
 
 
-class _Reader:
-    """One reader of a stream; a `PartReader`."""
+class PartIterator(ResumableIterator[T_co]):
+    """The samples of one reader in one epoch; its state says which stream, reader and epoch it is of.
 
-    def __init__(self, stream: PartStream[object], rank: ShardOptions, shard: ShardOptions) -> None:
-        self.name = type(stream).__name__
-        self.index = shard.index
-        self.readers = Readers(shard.count, rank.count)
-        self.parts = stream._part_count()
-        self.alike = stream._by_sample and not stream._buffer_size
-        self._stream, self._rank, self._shard = stream, rank, shard
+    The state of another epoch can be loaded: the iterator then continues in that epoch's order.
 
-    def options(self) -> Mapping[str, object]:
-        return self._stream._options()
+    Args:
+        stream: the stream.
+        rank: the rank.
+        shard: the reader: the rank, or a worker or lane of it.
+        occasion: the epoch.
+    """
 
-    def start(
-        self, occasion: Occasion, divisions: Sequence[Division], leaf: State | None = None
-    ) -> ResumableIterator[object]:
+    def __init__(self, stream: PartStream[T_co], rank: ShardOptions, shard: ShardOptions, occasion: Occasion) -> None:
+        self._stream, self._rank, self._shard, self._occasion = stream, rank, shard, occasion
+        self._readers = Readers(shard.count, rank.count)
+        self._divisions: list[Division] = []
+        self._fixed: State | None = None  # the part of the state that stays the same
+        self._samples = self._start()
+
+    def __anext__(self) -> Awaitable[T_co]:
+        return self._samples.__anext__()
+
+    def state_dict(self) -> State:
+        if self._fixed is None:
+            self._fixed = {
+                "of": self._stream._options(),
+                "reader": [self._shard.index, *self._readers],
+                **self._occasion._asdict(),
+                "divisions": [division.to_state() for division in self._divisions],
+            }
+        return {**self._fixed, "stream": self._samples.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        stream, name = self._stream, type(self._stream).__name__
+        saved, present = expect_state(state, "of"), stream._options()
+        different = [option for option in {**present, **saved} if saved.get(option) != present.get(option)]
+        if different:
+            listed = "; ".join(f"{one} was {saved.get(one)!r}, and is {present.get(one)!r}" for one in different)
+            raise StateError(f"the state does not fit this {name}: {listed}")
+        self._occasion = Occasion(expect_int(state, "epoch"), expect_int(state, "repetition"))
+        parts = stream._part_count()
+        self._divisions = [Division.from_state(one, parts) for one in expect_list(state, "divisions")]
+        self._fixed = None
+        if state.get("reader") is None:  # merged of all readers
+            self._samples = self._start(None if state.get("stream") is None else expect_state(state, "stream"))
+            return
+        index, readers = reader_of(state)
+        if not stream.divides_samples and (index, readers) != (self._shard.index, self._readers):
+            raise StateError(
+                f"the state does not fit this {name}: it was saved by reader {index} of {readers.number} "
+                f"({readers.ranks} ranks), and this is reader {self._shard.index} of {self._readers.number} "
+                f"({self._readers.ranks} ranks). Readers are ranks, or the workers of ranks in a torch loader. For "
+                f"another number of them, merge the states of all ranks by headrace.merge_states"
+            )
+        self._samples = self._start()
+        self._samples.load_state_dict(expect_state(state, "stream"))
+
+    async def aclose(self) -> None:
+        await self._samples.aclose()
+
+    def _start(self, whole: State | None = None) -> ResumableIterator[T_co]:
+        """Start to read; nothing is read before the first `anext`. `whole` is the position of readers that read all."""
         stream, shard = self._stream, self._shard
-        order = stream._order(*occasion)
-        own = order if stream._by_sample else order[shard.index :: shard.count]
-        if divisions:
-            dealt = deal_parts(self._dealing(order), divisions, self.readers)[self.index]
-            parts, length = dealt.parts, dealt.length
-            if stream._by_sample or (not parts and length and stream._remainder in ("pad", "repeat")):
-                parts = own
-            for part in parts:
-                if isinstance(part, PartPosition):
-                    part.version_of(stream._part_shard(part.part))
+        by_sample, remainder = stream._by_sample, stream._remainder
+        order = stream._order(*self._occasion)
+        parts: Sequence[Part] = order if by_sample else order[shard.index :: shard.count]
+        if self._divisions:
+            dealt_order, counts = ([], None) if by_sample else (order, stream._sample_counts())
+            dealt = deal_parts(dealt_order, counts, remainder, self._divisions, self._readers)[shard.index]
+            length = dealt.length
+            if not by_sample and (dealt.parts or not length or remainder not in ("pad", "repeat")):
+                parts = dealt.parts
         else:
-            parts, length = own, stream._length(self._rank, shard, order)
-        samples = self._unbuffered(shard, parts, length, leaf)
+            length = stream._length(self._rank, shard, order)
+
+        def start() -> ResumableIterator[T_co]:
+            samples = cast("ResumableIterator[T_co]", stream._read(parts))
+            if whole is not None:
+                samples.load_state_dict(whole)
+            return samples
+
+        def start_share() -> ResumableIterator[T_co]:
+            return Split(start, shard, remainder) if by_sample else start()
+
+        samples = start_share() if length is None else EqualLength(start_share, length, remainder)
         if not stream._buffer_size:
             return samples
-        return ShuffleBuffer(samples, stream._buffer_size, self._buffer_order(occasion, self.index))
-
-    def start_window(
-        self, occasion: Occasion, divisions: Sequence[Division], window: WindowRest
-    ) -> ResumableIterator[Any]:
-        stream = self._stream
-        order = stream._order(*occasion)
-        shard = ShardOptions(window.index, window.readers.count)
-        before = expect_state(window.shuffle, "inner")
-        length = expect_int(before, "length") if before.get("operation") == EqualLength.operation else None
-        parts: Sequence[Part] = order
-        if not stream._by_sample:
-            parts = deal_parts(self._dealing(order), divisions[: window.divisions], window.readers)[shard.index].parts
-        rest = expect_state(window.shuffle, "rest")
-        count, errors = expect_int(rest, "length"), expect_int(rest, "errors")
-        samples = Take(self._unbuffered(shard, parts, length), count)
-        shuffled = ShuffleBuffer(samples, stream._buffer_size, self._buffer_order(occasion, shard.index))
-        read: State = {"given": errors + window.start, "errors": errors}
-        inner: State = {"operation": Take.operation, "count": count, "left": count, "inner": before}
-        shuffled.load_state_dict({**window.shuffle, **read, "inner": inner})
-        return Take(shuffled, window.size)
-
-    def own_windows(
-        self, occasion: Occasion, divisions: Sequence[Division], windows: Sequence[WindowRest]
-    ) -> list[WindowRest]:
-        if not windows:
-            return []
-        dealing = self._dealing(self._stream._order(*occasion))
-        own = deal_parts(dealing, divisions, self.readers, [window.size for window in windows])[self.index].windows
-        return [windows[number].part(start, stop) for number, start, stop in own]
-
-    def _unbuffered(
-        self, shard: ShardOptions, parts: Sequence[Part], length: int | None, leaf: State | None = None
-    ) -> ResumableIterator[object]:
-        stream = self._stream
-
-        def start() -> ResumableIterator[object]:
-            samples = stream._read(parts)
-            if leaf is not None:
-                samples.load_state_dict(leaf)
-            return samples
-
-        def start_share() -> ResumableIterator[object]:
-            return Split(start, shard, stream._remainder) if stream._by_sample else start()
-
-        return start_share() if length is None else EqualLength(start_share, length, stream._remainder)
-
-    def _dealing(self, order: Sequence[int]) -> Dealing:
-        if self._stream._by_sample:
-            return Dealing((), None, self._stream._remainder)  # each reader reads all parts
-        return Dealing(order, self._stream._sample_counts(), self._stream._remainder)
-
-    def _buffer_order(self, occasion: Occasion, index: int) -> Order:
-        return Order(self._stream._seed, occasion.epoch, occasion.repetition, 1 + index)
+        return ShuffleBuffer(samples, stream._buffer_size, Order(stream._seed, *self._occasion, 1 + shard.index))

@@ -1,0 +1,235 @@
+"""What the readers of a stream of parts had left when they were stopped, divided anew among another number of readers.
+
+A merged state has the positions of all readers. Each new reader computes its share from them and the order of the
+epoch, by pure functions, so that all compute the same. Parts are dealt whole, in turn; where readers must give equal
+numbers of samples, and those of the parts are known, by ranges of samples.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+from headrace._core.interface.distributed import Remainder
+from headrace._core.interface.resumable import State, expect_int, expect_list, expect_state
+from headrace._core.shards.positions import Part, PartPosition, opened_parts, position_in
+from headrace.errors import StateError
+
+_SAME = ("of", "epoch", "repetition", "divisions")
+_ALL = 1 << 53  # more parts than a reader can have: it has read all of its own, and reads them again
+
+
+class Readers(NamedTuple):
+    """The readers of a stream: its ranks, each of them divided among its workers in a torch loader."""
+
+    number: int
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The positions of all readers when what they had left was dealt anew.
+
+    Attributes:
+        readers: those that were stopped.
+        opened: for each of them, how many of its parts it had opened.
+        rests: the positions in those that were open.
+        left: samples that they were still to give together, if `samples_per_rank` was declared.
+    """
+
+    readers: Readers
+    opened: tuple[int, ...]
+    rests: tuple[PartPosition, ...]
+    left: int | None
+
+    def to_state(self) -> State:
+        """As JSON values."""
+        rests = [rest.to_state() for rest in self.rests]
+        return {"readers": list(self.readers), "opened": list(self.opened), "rests": rests, "left": self.left}
+
+    @classmethod
+    def from_state(cls, state: object, parts: int) -> Division:
+        """The reverse of `to_state`, for a stream of `parts` parts.
+
+        Raises:
+            StateError: the state is damaged.
+        """
+        state = expect_state({"division": state}, "division")
+        readers = Readers(*_ints(state, "readers", length=2))
+        if not 0 < readers.ranks <= readers.number:
+            raise StateError(f"the state is damaged: {readers}")
+        opened = _ints(state, "opened", length=readers.number)
+        rests = [PartPosition.from_state(rest, parts) for rest in expect_list(state, "rests")]
+        left = None if state.get("left") is None else expect_int(state, "left")
+        return cls(readers, tuple(opened), tuple(rests), left)
+
+
+class Dealt(NamedTuple):
+    """What one reader reads.
+
+    Attributes:
+        parts: its parts, in order.
+        length: the number of samples that it must give; None for all that it reads.
+    """
+
+    parts: Sequence[Part]
+    length: int | None
+
+
+def deal_parts(
+    order: Sequence[int],
+    counts: Sequence[int] | None,
+    remainder: Remainder,
+    divisions: Sequence[Division],
+    readers: Readers,
+) -> list[Dealt]:
+    """What each of `readers` reads after one division or several in succession.
+
+    Args:
+        order: the numbers of all parts in the order of the epoch.
+        counts: number of samples in each part, by its number; None if unknown.
+        remainder: policy for readers with unequal numbers of samples.
+        divisions: one after the other.
+        readers: those for which the last division is made.
+    """
+    place = {part: position for position, part in enumerate(order)}
+
+    def in_order(part: Part) -> tuple[int, int]:
+        position = position_in(part)
+        return place[position.part], position.given
+
+    first = divisions[0].readers.number
+    dealt = [Dealt(order[index::first], None) for index in range(first)]
+    for number, division in enumerate(divisions):
+        after = divisions[number + 1].readers if number + 1 < len(divisions) else readers
+        untouched = [part for own, opened in zip(dealt, division.opened, strict=True) for part in own.parts[opened:]]
+        left = [*division.rests, *sorted(untouched, key=in_order)]
+        equal = after.ranks > 1 and remainder != "keep"
+        if equal and division.left is None and counts is not None:
+            dealt = list(_deal_samples(left, counts, after.number, remainder))
+            continue
+        length = None
+        if division.left is not None:
+            up = after.number - 1 if remainder in ("pad", "repeat") else 0
+            length = (division.left + up) // after.number
+        dealt = [Dealt(left[index :: after.number], length) for index in range(after.number)]
+    return dealt
+
+
+def _deal_samples(left: Sequence[Part], counts: Sequence[int], readers: int, remainder: Remainder) -> Iterator[Dealt]:
+    """Deal ranges of samples of equal length; a part at the border of two ranges is read by both readers.
+
+    ``"drop"`` leaves out the last samples: they are the last reader's, which does not come to them, so that they are
+    there to be dealt when the stream is divided again. The last ranges of ``"pad"`` and ``"repeat"`` overlap.
+    """
+    positions = [position_in(part) for part in left]
+    sizes = [max(0, (counts[one.part] if one.stop is None else one.stop) - one.given) for one in positions]
+    ends = list(accumulate(sizes))
+    total = ends[-1] if ends else 0
+    length = total // readers if remainder == "drop" else -(-total // readers)
+    for index in range(readers):
+        start = min(index * length, total - length)
+        stop = total if index == readers - 1 else start + length
+        parts: list[Part] = []
+        for number in range(bisect_right(ends, start), len(left)):
+            size, before = sizes[number], ends[number] - sizes[number]
+            first, last = max(0, start - before), min(size, stop - before)
+            if first < last:
+                cut = replace(positions[number].after(first), stop=positions[number].given + last)
+                parts.append(left[number] if (first, last) == (0, size) else cut)
+            if ends[number] >= stop:
+                break
+        yield Dealt(parts, length)
+
+
+def is_part_state(state: State) -> bool:
+    """Whether a state is that of a reader of a stream of parts, or merged of all its readers."""
+    return state.keys() >= {"of", "reader", "divisions"}
+
+
+def reader_of(state: State) -> tuple[int, Readers]:
+    """The reader of a state: its number, and how many there were.
+
+    Raises:
+        StateError: the state is damaged.
+    """
+    index, count, ranks = _ints(state, "reader", length=3)
+    if not index < count or not 0 < ranks <= count:
+        raise StateError(f"the state is damaged: reader {index} of {count}, {ranks} ranks")
+    return index, Readers(count, ranks)
+
+
+def merge_part_states(states: Sequence[State]) -> State:
+    """Merge the states of the readers of a stream: each reader that loads it continues with its share of what is left.
+
+    What was in a shuffle buffer is read again from the start of the buffer's window, so that up to a buffer of samples
+    of each reader is given again.
+
+    Args:
+        states: of the iterators of all readers at the same time, in order.
+
+    Returns:
+        A state for `PartIterator.load_state_dict`, the same for each new reader.
+
+    Raises:
+        StateError: the states are not of all readers of one stream in one epoch.
+    """
+    first = states[0]
+    of, divisions = expect_state(first, "of"), expect_list(first, "divisions")
+    _, readers = reader_of(first)
+    for index, state in enumerate(states):
+        if reader_of(state) != (index, readers._replace(number=len(states))):
+            raise StateError(
+                f"state {index} of {len(states)} is of reader {state.get('reader')}: merge those of all ranks"
+            )
+        different = [name for name in _SAME if state.get(name) != first.get(name)]
+        if different:
+            what = f"{different[0]!r} is {first.get(different[0])!r} and {state.get(different[0])!r}"
+            raise StateError(f"the states are not of one stream in one epoch: {what}")
+    by_sample = of.get("split") == "samples"
+    opened: list[int] = []
+    rests: list[PartPosition] = []
+    leaves: list[State] = []
+    left = 0
+    for state in states:
+        stream, given, again = expect_state(state, "stream"), 0, False
+        if stream.get("operation") == "shuffle":
+            given = expect_int(stream, "given") - expect_int(stream, "errors")
+            stream = expect_state(stream, "inner")
+        if stream.get("operation") == "equal length":
+            left += max(0, expect_int(stream, "left") - given)
+            again = expect_int(stream, "restarts") > 0
+            stream = expect_state(stream, "inner")
+        if by_sample:
+            if stream.get("operation") == "split":
+                if expect_int(stream, "given"):
+                    raise StateError(
+                        "a state was saved after an error, between two samples of it: merge those saved later"
+                    )
+                stream = expect_state(stream, "inner")
+            leaves.append(stream)
+            opened.append(0)
+        else:
+            count, positions = opened_parts(stream)
+            opened.append(_ALL if again else count)
+            rests += [] if again else positions
+    places = [(count, [(one.part, one.given) for one in open]) for count, open in map(opened_parts, leaves)]
+    if any(place != places[0] for place in places):
+        raise StateError("the ranks are at different positions in the stream: merge states saved after the same step")
+    declared = of.get("samples_per_rank") is not None
+    division = Division(readers, tuple(opened), tuple(rests), left if declared else None)
+    return {
+        "of": of,
+        "epoch": expect_int(first, "epoch"),
+        "repetition": expect_int(first, "repetition"),
+        "divisions": [*divisions, division.to_state()],
+        "reader": None,
+        "stream": leaves[0] if by_sample else None,
+    }
+
+
+def _ints(state: State, name: str, length: int) -> list[int]:
+    return [expect_int({name: value}, name) for value in expect_list(state, name, length=length)]

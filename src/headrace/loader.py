@@ -24,10 +24,9 @@ from headrace._core.device.streams import resolve
 from headrace._core.error_policy import error_policy
 from headrace._core.interface.compositions import unwrap
 from headrace._core.interface.kinds import DatasetKind, kind_of
-from headrace._core.interface.reprs import dataset_repr, function_name
 from headrace._core.interface.torch_adapters import torch_readable, without_adapter
-from headrace._core.interface.unused_options import warn_of_unused
 from headrace._core.runtime.select import check_engines
+from headrace._core.text import dataset_repr, function_name
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.collate import default_collate
 from headrace.options import (
@@ -175,8 +174,6 @@ class DataLoader(TorchDataLoader[T_co]):
             check_pin_memory_device(pin_memory_device, device)
         source, maps = unwrap(dataset)
         kind = kind_of(source)
-        batched = batch_size is not None or batch_sampler is not None
-        warn_of_unused(checked, source, kind, batched=batched)
         policy = error_policy(checked["on_error"])
         self._control = LoaderControl(LoaderSpec(source, kind, maps, checked, policy, device))
         check_engines(

@@ -89,39 +89,6 @@ class Stream(hr.AsyncIterableDataset):
         yield 0
 
 
-@pytest.mark.parametrize(
-    ("dataset", "options", "named", "reason"),
-    [
-        (range(4), {"concurrency": 256}, "concurrency=256", "range is a torch dataset"),
-        (range(4), {"hedge": "auto", "memory_budget": 1}, "memory_budget=1, hedge='auto'", "torch dataset"),
-        (range(4), {"retry": 3}, "retry=.*", "torch dataset"),
-        (range(4), {"placement": "process", "num_workers": 1}, "placement='process'", "torch dataset"),
-        (iter([0]), {"concurrency": 8}, "concurrency=8", "torch dataset"),
-        (Stream(), {"concurrency": 8}, "concurrency=8", "Stream is a stream"),
-        (Stream(), {"memory_budget": 1 << 20}, "memory_budget=1048576", "a stream"),
-        (ByBatches(), {"hedge": "auto"}, "hedge='auto'", "ByBatches is fetched from by agets"),
-    ],
-)
-def test_option_without_effect_is_a_warning_at_the_users_line(dataset, options, named, reason):
-    with pytest.warns(UserWarning, match=f"^{named}: without effect, since .*{reason}") as caught:
-        hr.DataLoader(dataset, **options).close()
-    assert [each.filename for each in caught] == [__file__]
-
-
-@pytest.mark.parametrize(
-    ("dataset", "options"),
-    [
-        (range(4), {"concurrency": "auto", "memory_budget": None, "hedge": None, "on_error": "skip", "seed": 1}),
-        (range(4), {"placement": "thread", "num_workers": 1}),  # where it is read in any case
-        (Stream(), {"retry": 3, "memory_budget": None}),
-        (ByIndex(), {"hedge": "auto", "concurrency": 8, "memory_budget": 1, "retry": 3}),
-        (ByBatches(), {"hedge": "auto", "batch_size": None}),  # samples one by one: with aget
-    ],
-)
-def test_option_with_an_effect_is_no_warning(dataset, options):
-    hr.DataLoader(dataset, **options).close()  # warnings are errors in tests
-
-
 def test_options_are_shown_with_type_and_default_in_signature_and_help():
     parameters = inspect.signature(hr.DataLoader).parameters
     text = pydoc.render_doc(hr.DataLoader, renderer=pydoc.plaintext)

@@ -146,7 +146,6 @@ def test_the_table_has_the_rows_that_are_tested():
     assert list(table()) == list(ROWS)
 
 
-@pytest.mark.filterwarnings("ignore:placement='process'. without effect:UserWarning")  # torch datasets
 @pytest.mark.parametrize("change", COLUMNS)
 @pytest.mark.parametrize("row", ROWS)
 def test_the_table_is_true(row, change):

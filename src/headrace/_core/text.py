@@ -1,9 +1,11 @@
-"""Shortened text for error messages and records."""
+"""Shortened text for error messages and records; short reprs of datasets, samples and functions."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import Any
 
 LIMIT = 200  # characters
 LIST_ITEMS = 8  # shown of a list
@@ -44,3 +46,24 @@ def shorten_list(items: Sequence[object] | Iterable[object], count: int) -> str:
     """
     shown = ", ".join(map(short_repr, islice(items, LIST_ITEMS)))
     return f"[{shown}]" if count <= LIST_ITEMS else f"[{shown}, … {count} in all]"
+
+
+_short = reprlib.Repr()
+_short.maxother = 200  # characters
+
+
+def dataset_repr(dataset: Any) -> str:
+    """The repr of a dataset, shortened: of a list of a million keys only the first few."""
+    return _short.repr(dataset)
+
+
+def function_name(function: Any) -> str:
+    """The qualified name of a function; of another callable the name of its class."""
+    return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+def sample_repr(sample: Any) -> str:
+    """The repr of a named tuple, with the number of bytes instead of its field `data`."""
+    fields = (f"{name}=<{len(value):,} bytes>" if name == "data" else f"{name}={value!r}"
+              for name, value in zip(sample._fields, sample, strict=True))  # fmt: skip
+    return f"{type(sample).__name__}({', '.join(fields)})"

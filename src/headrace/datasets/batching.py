@@ -11,8 +11,8 @@ from typing import Any
 from headrace._core.interface.compositions import require_stream
 from headrace._core.interface.iterable_style import AsyncIterableDataset
 from headrace._core.interface.operation import Mark, ReplayOperation
-from headrace._core.interface.reprs import dataset_repr
 from headrace._core.interface.traversal import propagate_epoch
+from headrace._core.text import dataset_repr
 from headrace.errors import StateError
 
 __all__ = ["batch_by_tokens"]

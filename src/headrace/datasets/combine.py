@@ -13,9 +13,9 @@ from headrace._core.interface.map_style import FirstSamples
 from headrace._core.interface.multi_streams import ConcatenatedStreams, MixedStreams
 from headrace._core.interface.operators import Stop
 from headrace._core.interface.pipe import Pipe
-from headrace._core.interface.reprs import dataset_repr, function_name
 from headrace._core.interface.resumable import is_stateful, start_stream
 from headrace._core.interface.traversal import propagate_epoch
+from headrace._core.text import dataset_repr, function_name
 
 __all__ = ["concat", "from_async_iterable", "mix", "pipe", "shuffle", "split", "take"]
 

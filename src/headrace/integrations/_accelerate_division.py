@@ -13,10 +13,10 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from headrace._core.consumer.sampling import SeededRandomSampler
 from headrace._core.interface.compositions import unwrap
-from headrace._core.interface.replication import is_replicated
-from headrace._core.interface.reprs import dataset_repr
 from headrace._core.interface.torch_adapters import without_adapter
+from headrace._core.interface.traversal import splits_by_rank
 from headrace._core.rankinfo import RankInfo, provided_rank
+from headrace._core.text import dataset_repr
 from headrace.integrations._accelerate_loader import Division, PreparedLoader
 from headrace.integrations._batchwise import BatchwiseBatches, BatchwiseSampler
 
@@ -188,10 +188,9 @@ def _check_rank(sampler: DistributedSampler[Any], rank: RankInfo) -> None:
 
 def _check_stream(loader: PreparedLoader[Any], rank: RankInfo) -> None:
     stream, _ = unwrap(without_adapter(loader.dataset))
-    if rank.world_size > 1 and is_replicated(stream):
+    if rank.world_size > 1 and not splits_by_rank(stream):
         raise ValueError(
             f"each of {rank.world_size} ranks would read all of {dataset_repr(loader.dataset)}: split the stream by "
-            f"its .split() or by headrace.split(), or let it read the part of its rank, which "
-            f"headrace.get_rank_info() returns in __aiter__ or __iter__. A stream that is not the same on all ranks "
-            f"declares this by an attribute: splits_by_rank = True"
+            f"its .split(), or let it read the part of its rank, which headrace.get_rank_info() returns in __aiter__ "
+            f"or __iter__, and declare this by an attribute: splits_by_rank = True"
         )

@@ -7,9 +7,8 @@ from typing import Any
 
 from headrace._core.interface.compositions import unwrap
 from headrace._core.interface.kinds import kind_of
-from headrace._core.interface.replication import is_divided_by_sample
-from headrace._core.interface.reprs import dataset_repr
 from headrace._core.interface.torch_adapters import without_adapter
+from headrace._core.text import dataset_repr
 from headrace.errors import StateError
 from headrace.loader import DataLoader
 
@@ -122,7 +121,7 @@ class HeadraceDataLoader:
     def _is_shared(self) -> bool:
         """Whether the state is the same on all ranks."""
         source, _ = unwrap(without_adapter(self.loader.dataset))
-        return not kind_of(source).is_iterable or is_divided_by_sample(source)
+        return not kind_of(source).is_iterable or getattr(source, "divides_samples", False)
 
     def _key(self) -> str:
         return f"dp_rank_{self._dp_rank}"

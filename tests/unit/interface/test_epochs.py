@@ -183,7 +183,6 @@ def epochs_of(loader, count=3):
     return [torch.cat(list(loader)).tolist() for _ in range(count)]
 
 
-@pytest.mark.filterwarnings("ignore:placement='process'. without effect:UserWarning")  # torch datasets
 @pytest.mark.parametrize(("placement", "num_workers"), PLACES)
 @pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS)
 def test_epochs_have_different_reproducible_orders(make, placement, num_workers):

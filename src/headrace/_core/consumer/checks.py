@@ -12,7 +12,7 @@ from headrace._core.consumer.cursor_sampler import CursorSampler
 from headrace._core.consumer.spec import LoaderSpec, TorchLoader
 from headrace._core.interface.distributed import check_given_rank
 from headrace._core.interface.kinds import DatasetKind
-from headrace._core.interface.replication import is_replicated
+from headrace._core.interface.traversal import splits_by_rank
 from headrace._core.rankinfo import RankInfo
 
 
@@ -27,14 +27,14 @@ def check_stream(spec: LoaderSpec, rank: RankInfo, workers: int, done: set[str])
                 f"num_workers=0. If {name} divides itself by torch.utils.data.get_worker_info(), say so by the base "
                 f"class torch.utils.data.IterableDataset"
             )
-    if rank.world_size > 1 and spec.kind.is_iterable and "ranks" not in done:
+    if rank.world_size > 1 and spec.kind is DatasetKind.ASYNC_ITERABLE and "ranks" not in done:
         done.add("ranks")
-        if is_replicated(spec.source):
+        if not splits_by_rank(spec.source):
             _warn(
-                f"each of {rank.world_size} ranks reads all of {name}: they train on the same samples. Split the "
-                f"stream by its .split() or by headrace.split(), or have it read the part of its rank, which "
-                f"headrace.get_rank_info() returns in __aiter__ or __iter__. A stream that is not the same on all "
-                f"ranks declares this by an attribute: splits_by_rank = True"
+                f"each of {rank.world_size} ranks reads all of {name}, unless it splits itself: they train on the same "
+                f"samples. Split it by its .split(), or have it read the part of its rank, which "
+                f"headrace.get_rank_info() returns in __aiter__, and declare this by an attribute: "
+                f"splits_by_rank = True"
             )
 
 

@@ -50,7 +50,6 @@ from headrace._core.failure import Failure, Stage
 from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.interface.merged import remainder_of
 from headrace._core.interface.order import counted_epoch
-from headrace._core.interface.replication import is_divided_by_sample
 from headrace._core.interface.resumable import State, is_stateful
 from headrace._core.interface.torch_adapters import without_adapter
 from headrace._core.interface.traversal import propagate_epoch, translates_epochs
@@ -186,7 +185,7 @@ class LoaderControl:
     def is_of_rank(self, loader: TorchLoader) -> bool:
         """Whether each rank has a state of its own; the same on all ranks."""
         if self.spec.kind.is_iterable:
-            return not is_divided_by_sample(self.spec.source)
+            return not getattr(self.spec.source, "divides_samples", False)
         return not loader.in_order or not self._order(loader).is_of_all_ranks
 
     def batches_left(self, loader: TorchLoader, rank: RankInfo) -> int | None:
@@ -323,7 +322,7 @@ class LoaderControl:
             ranks=start.ranks,
             workers=(begun.lanes or 0) if kind.is_async else loader.num_workers,
             rank=rank,
-            of_rank=stream and not is_divided_by_sample(spec.source),
+            of_rank=stream and not getattr(spec.source, "divides_samples", False),
             keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
             before_first=session.state_dict if isinstance(session, InlineSession) else lambda: None,
         )

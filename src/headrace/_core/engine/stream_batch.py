@@ -12,6 +12,7 @@ from typing import Any
 from headrace._core.batches import BatchPlan, RawBatch
 from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
+from headrace._core.interface.pipe import Pipe
 from headrace._core.interface.resumable import State, expect_int
 from headrace.errors import StateError
 
@@ -210,11 +211,11 @@ def _ended_a_generator(error: BaseException) -> bool:
     """Whether `error` came out of a generator function of the user's, which gives nothing more then.
 
     It is found by the first frame outside of headrace that the error passed through. A generator further inside may
-    have served a single sample. `headrace.pipe` calls its function again.
+    have served a single sample. `pipe` calls its function again.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
-        if module == "headrace._core.interface.repeat_and_pipe":
+        if module == Pipe.__module__:
             return False
         if module.partition(".")[0] != "headrace":
             return bool(frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR))

@@ -15,8 +15,8 @@ from headrace._core.interface.fetch_plan import ConcatComposition
 from headrace._core.interface.joined_reads import ReadRange, Views
 from headrace._core.interface.kinds import Capabilities, capabilities, fetch_all, sample_key
 from headrace._core.interface.map_style import ComposedDataset, get_item
-from headrace._core.interface.reprs import dataset_repr
 from headrace._core.store.ranges import Ranges
+from headrace._core.text import dataset_repr
 
 
 class Concatenation(ConcatComposition, ComposedDataset[object]):

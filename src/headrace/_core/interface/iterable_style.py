@@ -15,12 +15,12 @@ from headrace._core.interface.kinds import check_times
 from headrace._core.interface.operation import InContext
 from headrace._core.interface.operators import Repeat, Split, Take
 from headrace._core.interface.order import FollowsEpoch
-from headrace._core.interface.reprs import dataset_repr, function_name
 from headrace._core.interface.resumable import start_stream
 from headrace._core.interface.shuffle_buffer import ShuffleBuffer
 from headrace._core.interface.steps import Step, Steps
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.rankinfo import bound
+from headrace._core.text import dataset_repr, function_name
 
 T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")

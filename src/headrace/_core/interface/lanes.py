@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace._core.interface.reprs import dataset_repr
 from headrace._core.interface.traversal import child_datasets
+from headrace._core.text import dataset_repr
 
 
 def why_not_by_lanes(stream: object) -> str | None:

@@ -14,9 +14,9 @@ from headrace._core.interface.background_loop import read_blocking
 from headrace._core.interface.fetch_plan import Composition, Functions, MapComposition, apply_functions, plan
 from headrace._core.interface.joined_reads import ReadRange, Views
 from headrace._core.interface.kinds import Capabilities, capabilities, check_times, fetch_all, sample_key
-from headrace._core.interface.reprs import dataset_repr, function_name
 from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.store.ranges import Ranges
+from headrace._core.text import dataset_repr, function_name
 
 T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")

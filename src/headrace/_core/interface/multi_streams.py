@@ -8,8 +8,8 @@ from headrace._core.interface.fetch_plan import ConcatComposition
 from headrace._core.interface.iterable_style import AsyncIterableDataset
 from headrace._core.interface.operators import Concat, Mix, Stop
 from headrace._core.interface.order import FollowsEpoch
-from headrace._core.interface.reprs import dataset_repr
 from headrace._core.interface.traversal import propagate_epoch
+from headrace._core.text import dataset_repr
 
 
 class _MultiStream(FollowsEpoch, AsyncIterableDataset[object]):

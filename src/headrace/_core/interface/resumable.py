@@ -15,8 +15,8 @@ from typing import Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 from headrace._core.call_site import users_stacklevel
 from headrace._core.interface.kinds import has_method
 from headrace._core.interface.order import StreamSeeds, seeds_of, spawn_key, stream_seeds
-from headrace._core.interface.reprs import dataset_repr
 from headrace._core.notes import add_note
+from headrace._core.text import dataset_repr
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)

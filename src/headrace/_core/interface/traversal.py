@@ -88,3 +88,8 @@ def _epoch_followers(part: Any, visited: set[int]) -> Iterator[Any]:
         for child in child_datasets(value):
             if not (isinstance(part, Sampler) and isinstance(child, Dataset)):  # the sampler's data source
                 yield from _epoch_followers(child, visited)
+
+
+def splits_by_rank(stream: Any) -> bool:
+    """Whether a stream, or a part of it, reads only its rank's part, as `split`, and streams of shards."""
+    return any(getattr(part, "splits_by_rank", False) for part in walk_datasets(stream))

@@ -208,8 +208,8 @@ thread.join()
 def test_progress_program_shows_its_line():
     done = subprocess.run([sys.executable, "-c", PROGRESS], capture_output=True, text=True, timeout=80, check=True)
     assert done.stdout == "step 50: loss 0.02\nstep 100: loss 0.01\n"
-    *_, last = done.stderr.splitlines()
-    shape = r"train epoch 0, batch 100/100, [\d,]+ samples/s, in \d+ s, waited \d+ %, limit: [a-z-]+"
+    last = done.stderr.replace("\r", "\n").splitlines()[-1]
+    shape = r"train epoch 0: 100%.* 100/100 .*, [\d,]+ samples/s, waiting \d+ %, limit: [a-z-]+"
     assert re.match(shape, last)
     assert re.search(f"^{shape}", text_of("docs/seeing.md"), re.M)
 

@@ -9,7 +9,6 @@ from headrace.datasets.objects import ObjectSample
 from headrace.samplers import Permutation
 from headrace.telemetry.counters import LoaderStats, SkipRecord
 from headrace.telemetry.headspace import Headspace
-from headrace.telemetry.progress import Progress
 from headrace.telemetry.report import Report
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "LoaderStats",
     "ObjectSample",
     "Permutation",
-    "Progress",
     "Randomized",
     "RankInfo",
     "Report",

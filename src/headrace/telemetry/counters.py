@@ -8,13 +8,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from headrace._core.batches import HostBatch, RequestCounts
 from headrace._core.failure import Failure, Stage
 from headrace._core.text import short_repr, shorten
 from headrace.telemetry.batch_log import BatchLog
 
-__all__ = ["Counters", "LoaderStats", "SkipRecord"]
+__all__ = ["Counters", "LoaderStats", "SkipRecord", "counters_of"]
 
 KEPT = 100  # skips of which a record is kept
 MESSAGE_LIMIT = 500  # characters of an exception's message in it
@@ -231,3 +232,19 @@ class Counters:
             placement=self.placement,
             requests=self.requests,
         )
+
+
+def counters_of(loader: Any, function: str) -> Counters:
+    """The counters of a loader.
+
+    Raises:
+        TypeError: it is no `DataLoader`.
+    """
+    counters = getattr(getattr(loader, "_control", None), "counters", None)
+    if not isinstance(counters, Counters):
+        kind = type(loader)
+        raise TypeError(
+            f"{function}() needs a headrace.DataLoader, but got {kind.__module__}.{kind.__qualname__}; "
+            f"of a loader that a trainer has wrapped, give the one that it was made of"
+        )
+    return counters

@@ -6,13 +6,13 @@ import bisect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Self
 
 from headrace.telemetry.batch_log import BatchRecord
-from headrace.telemetry.counters import Counters
+from headrace.telemetry.counters import Counters, counters_of
 from headrace.telemetry.metrics import HISTOGRAMS, METRICS, Histogram, Metric, Reading, Totals
 
-__all__ = ["Distribution", "Export", "ExportedLoader", "ExportedLoaders", "counters_of"]
+__all__ = ["Distribution", "Export", "ExportedLoader", "ExportedLoaders"]
 
 
 class Distribution:
@@ -180,19 +180,3 @@ class ExportedLoaders:
         """The loaders that are still there, with their names and numbers; from any thread."""
         named = [(name, exported, exported.read()) for name, exported in list(self._by_name.items())]
         return [(name, exported, reading) for name, exported, reading in named if reading is not None]
-
-
-def counters_of(loader: Any, function: str) -> Counters:
-    """The counters of a loader.
-
-    Raises:
-        TypeError: it is no `DataLoader`.
-    """
-    counters = getattr(getattr(loader, "_control", None), "counters", None)
-    if not isinstance(counters, Counters):
-        kind = type(loader)
-        raise TypeError(
-            f"{function}() needs a headrace.DataLoader, but got {kind.__module__}.{kind.__qualname__}; "
-            f"of a loader that a trainer has wrapped, give the one that it was made of"
-        )
-    return counters

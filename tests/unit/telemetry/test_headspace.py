@@ -68,19 +68,11 @@ def test_nothing_of_the_loader_s_copy_runs_on():
     assert not [thread for thread in set(threading.enumerate()) - threads if "watchdog" not in thread.name]
 
 
-def test_step_that_changes_its_batch_is_given_intact_ones():
+def test_step_may_take_its_batch_apart_and_is_given_whole_ones():
     def step(batch):
-        assert batch["image"].sum() == 0
-        batch["image"] += 1
         del batch["number"]
 
     assert hr.headspace(hr.DataLoader(Numbers(), 4), step, 12).batches == 12
-
-
-def test_step_that_changes_nothing_is_given_the_same_memory():
-    seen = []
-    hr.headspace(hr.DataLoader(Numbers(), 4), lambda batch: seen.append(batch["image"].data_ptr()), 8)
-    assert seen[-4:] == seen[-8:-4]
 
 
 @pytest.mark.parametrize("make", [Stream, lambda: Numbers(8), lambda: list(range(8))])
@@ -92,7 +84,6 @@ def test_loader_of_torch_has_no_report():
     found = hr.headspace(torch.utils.data.DataLoader(list(range(32)), 4), lambda batch: None, 5)
     assert found.report is None
     assert "steps/s" in str(found)
-    assert found.to_dict()["report"] is None
 
 
 def test_result_names_the_limit_of_the_loader():
@@ -104,7 +95,7 @@ def test_result_names_the_limit_of_the_loader():
     found = hr.headspace(hr.DataLoader(Slow(), 2, concurrency=1), lambda batch: None, 20)
     assert found.report.limit == "latency"
     assert found.report.headline in str(found)
-    assert found.to_dict()["speedup"] == found.speedup > 1.0
+    assert found.speedup > 1.0
 
 
 @pytest.mark.parametrize(

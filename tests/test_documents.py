@@ -214,8 +214,8 @@ def test_progress_program_shows_its_line():
     assert re.search(f"^{shape}", text_of("docs/seeing.md"), re.M)
 
 
-def test_headspace_program_names_the_limit(run):
-    assert "concurrency=" in " ".join(run(located(HEADSPACE, "(loader, step)", "(loader, step, 8)")))
+def test_headspace_program_compares_steps_with_the_loader_and_without(run):
+    assert "steps/s with the loader" in " ".join(run(located(HEADSPACE, "(loader, step)", "(loader, step, 8)")))
 
 
 def test_programs_of_the_resuming_page_run(run, tmp_path):

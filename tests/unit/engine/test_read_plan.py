@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.engine.read_plan import ReadPlan
+from headrace._core.engine.range_fetch import ReadPlan
 from headrace._core.store.ranges import Ranges
 
 CONTENT = [bytes((number + place) % 251 for place in range(400)) for number in range(3)]

@@ -15,9 +15,6 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.engine.fetch_pool import FetcherPool
-from headrace._core.engine.fetch_recorder import FetchRecorder
-from headrace._core.store.request_stats import RequestStats
 from tests.documents import python_blocks, text_of
 from tests.trace_processor import TraceProcessor, missing
 
@@ -388,64 +385,3 @@ def test_nothing_is_measured_without_a_trace(tmp_path):
 
 
 # Changing over, in the pool of fetchers.
-
-
-class Policy:
-    def __init__(self):
-        self.started, self.results, self.gate = 0, [], asyncio.Event()
-
-    def fetcher(self):
-        async def fetch(argument):
-            self.started += 1
-            await self.gate.wait()
-            return argument
-
-        return fetch
-
-    def on_result(self, target, slot, result):
-        self.results.append((target.number, slot, result))
-
-    def on_first(self, target, began, seconds):
-        pass
-
-    def on_error(self, error, target, argument):
-        raise error
-
-
-class Target:
-    number = 7
-
-
-async def drained(pool, policy, count):
-    while len(policy.results) < count or pool.busy:  # noqa: ASYNC110 - no event but turns of the loop
-        await asyncio.sleep(0)
-
-
-async def test_fetchers_change_over_once_and_are_not_interrupted_after_it():
-    tasks = []
-    policy = Policy()
-    pool = FetcherPool(3, policy, lambda work: tasks.append(asyncio.ensure_future(work())), RequestStats())
-    recorder = FetchRecorder()
-    pool.submit((Target, slot, slot) for slot in range(8))
-    pool.trace(None)  # a fetcher that was spawned, and has not begun
-    while policy.started < 3:  # noqa: ASYNC110 - no event but turns of the loop
-        await asyncio.sleep(0)
-    pool.trace(recorder)  # busy ones
-    policy.gate.set()
-    await drained(pool, policy, 8)
-    assert not pool._interrupted
-    assert len(recorder.take().rows) == (8 - 3) * 4 * 8
-    pool.trace(None)  # parked ones
-    pool.trace(recorder)
-    pool.submit((Target, slot, slot) for slot in range(5))
-    await drained(pool, policy, 13)
-    assert not pool._interrupted
-    assert len(recorder.take().rows) == 5 * 4 * 8
-    pool.trace(None)
-    pool.submit((Target, slot, slot) for slot in range(5))
-    await drained(pool, policy, 18)
-    assert not pool._interrupted
-    assert len(recorder.take().rows) == 0
-    assert len(tasks) <= 3
-    for task in tasks:
-        task.cancel()

@@ -6,7 +6,7 @@ queue hop is needed for a single sample.
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections import deque
@@ -16,9 +16,8 @@ from weakref import WeakValueDictionary
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch
 from headrace._core.engine.concurrency import AdaptiveLimit
-from headrace._core.engine.fetch_pool import FetcherPool, Job, Spawn
-from headrace._core.engine.fetch_recorder import FetchRecorder
-from headrace._core.engine.hedging import DELIVERED, HedgedRequests
+from headrace._core.engine.fetch_pool import FetcherPool, FetchRecorder, Spawn
+from headrace._core.engine.hedging import HedgedRequests
 from headrace._core.eventloop.per_loop import advise
 from headrace._core.failure import Failure, Stage
 from headrace._core.store.request_stats import RequestStats
@@ -94,9 +93,6 @@ class PartialBatch:
         return RawBatch(self.plan, samples, began=self.began, fetch_seconds=self.fetch_seconds)
 
 
-_SampleJob = tuple[PartialBatch, int, object]
-
-
 class SampleFetch(FetchStage):
     """Fetches samples with `aget`, `concurrency` at a time.
 
@@ -120,10 +116,10 @@ class SampleFetch(FetchStage):
         hedge: bool = False,
     ) -> None:
         self._aget = aget
+        self._hedged = HedgedRequests(spawn, requests) if hedge else None
+        self.fetch: Callable[[Any], Awaitable[object]] = self._fetch_hedged if hedge else aget
         self._deliver = deliver
-        self._hedge = hedge
-        policy = _Hedging(self, aget, spawn, requests) if hedge else self
-        self._pool = FetcherPool(concurrency, policy, spawn, requests)
+        self._pool = FetcherPool(concurrency, self, spawn, requests)
         self._partial: WeakValueDictionary[int, PartialBatch] = WeakValueDictionary()  # by number, for `missing`
 
     def admit(self, plan: BatchPlan) -> None:
@@ -132,10 +128,10 @@ class SampleFetch(FetchStage):
             self._deliver(RawBatch(plan, ()))
             return
         batch = self._partial[plan.number] = PartialBatch(plan)
-        jobs: Iterable[Job] = zip(itertools.repeat(batch), itertools.count(), plan.indices, strict=False)
-        if self._hedge:
-            jobs = zip(itertools.repeat(batch), itertools.count(), jobs, strict=False)
-        self._pool.submit(jobs)
+        wanted: Iterable[object] = plan.indices
+        if self._hedged is not None:
+            wanted = zip(itertools.repeat(plan.number), plan.indices, strict=False)
+        self._pool.submit(zip(itertools.repeat(batch), itertools.count(), wanted, strict=False))
 
     def missing(self, plan: BatchPlan) -> Sequence[object]:
         """The indices of a plan whose samples have not arrived."""
@@ -148,9 +144,10 @@ class SampleFetch(FetchStage):
         super().stop()
         self._pool.stop()
 
-    def fetcher(self) -> Callable[[object], Awaitable[object]]:
-        """The dataset's method."""
-        return self._aget
+    def _fetch_hedged(self, wanted: tuple[int, object]) -> Awaitable[object]:
+        assert self._hedged is not None
+        number, index = wanted
+        return self._hedged.first(number, 0, functools.partial(self._aget, index))
 
     def on_result(self, batch: PartialBatch, slot: int, sample: object) -> bool:
         """Put a sample into its batch, and deliver the batch when it is complete."""
@@ -177,40 +174,11 @@ class SampleFetch(FetchStage):
         """The fetches that run, and the samples that wait."""
         return self._pool.load()
 
-    def on_error(self, error: BaseException, batch: PartialBatch, index: object) -> Failure:
+    def on_error(self, error: BaseException, batch: PartialBatch, wanted: Any) -> Failure:
         """The failure in place of a sample."""
         advise(error)
+        index = wanted if self._hedged is None else wanted[1]
         return Failure.caught(error, stage=Stage.FETCH, batch=batch.plan.number, index=index)
-
-
-class _Hedging:
-    """The policy of `SampleFetch` with slow calls repeated; its jobs' arguments are the policy's jobs."""
-
-    def __init__(
-        self, policy: SampleFetch, aget: Callable[[object], Awaitable[object]], spawn: Spawn, requests: RequestStats
-    ) -> None:
-        self._policy = policy
-        self._hedged = HedgedRequests[_SampleJob](
-            spawn, requests, lambda job: aget(job[2]), lambda job, sample: policy.on_result(job[0], job[1], sample)
-        )
-
-    def fetcher(self) -> Callable[[_SampleJob], Awaitable[object]]:
-        task = asyncio.current_task()  # once for each fetcher: it takes as long as the rest of the race
-        assert task is not None
-        race = self._hedged.race
-        return lambda job: race(task, job[0].plan.number, 0, job)
-
-    def on_result(self, batch: PartialBatch, slot: int, sample: object) -> bool:
-        return sample is not DELIVERED and self._policy.on_result(batch, slot, sample)
-
-    def on_first(self, batch: PartialBatch, began: float, seconds: float) -> None:
-        self._policy.on_first(batch, began, seconds)
-
-    def on_error(self, error: BaseException, batch: PartialBatch, job: _SampleJob) -> Failure:
-        _, slot, index = job
-        if batch.samples[slot] is not MISSING:  # this task was cancelled after another attempt's success
-            raise error
-        return self._policy.on_error(error, batch, index)
 
 
 class BatchFetch(FetchStage):
@@ -233,7 +201,7 @@ class BatchFetch(FetchStage):
         spawn: Spawn,
         requests: RequestStats,
     ) -> None:
-        self._agets = agets
+        self.fetch = agets
         self._deliver = deliver
         self._most = None if isinstance(concurrency, AdaptiveLimit) else concurrency
         self._plans: deque[BatchPlan] = deque()
@@ -251,10 +219,6 @@ class BatchFetch(FetchStage):
         super().stop()
         self._plans.clear()
         self._pool.stop()
-
-    def fetcher(self) -> Callable[[list[object]], Awaitable[Sequence[object]]]:
-        """The dataset's method."""
-        return self._agets
 
     def on_result(self, plan: BatchPlan, _slot: int, result: Any) -> bool:
         """Deliver a batch."""

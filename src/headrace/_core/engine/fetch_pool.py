@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
-from headrace._core.batches import FetchLoad
+from headrace._core.batches import FetchLoad, FetchTimes
 from headrace._core.engine.concurrency import AdaptiveLimit
-from headrace._core.engine.fetch_recorder import FetchRecorder
 from headrace._core.store.request_stats import RequestStats
 
 CONTROL_INTERVAL = 0.02  # seconds between two updates of an `AdaptiveLimit`, which measures over 0.05 at least
@@ -21,11 +23,48 @@ Job = tuple[Any, int, Any]
 Spawn = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
 
 
+class FetchRecorder:
+    """The fetches of a session that have ended, until they travel with the next batch; only while a trace is written.
+
+    Used on the engine's loop.
+    """
+
+    def __init__(self) -> None:
+        self._rows = array("d")
+
+    def add(self, batch: int, slot: int, began: float) -> None:
+        """Add a fetch that ends now; arguments as in `FetchTimes`."""
+        self._rows.extend((batch, slot, began, time.perf_counter()))
+
+    def take(self) -> FetchTimes:
+        """The fetches since the last call."""
+        rows = self._rows.tobytes()
+        del self._rows[:]
+        return FetchTimes(os.getpid(), threading.get_native_id(), rows)
+
+    def around(
+        self, fetch: Callable[[Any], Awaitable[Any]], on_result: Callable[[Any, int, Any], bool]
+    ) -> tuple[Callable[[Any], Awaitable[Any]], Callable[[Any, int, Any], bool]]:
+        """Two functions of a `FetchPolicy`, with the times recorded; their targets have the `number` of their batch."""
+        began: dict[asyncio.Task[Any] | None, float] = {}
+
+        def timed_fetch(argument: Any) -> Awaitable[Any]:
+            began[asyncio.current_task()] = time.perf_counter()
+            return fetch(argument)
+
+        def timed_result(target: Any, slot: int, result: Any) -> bool:
+            if (since := began.pop(asyncio.current_task(), None)) is not None:  # else it began before the trace
+                self.add(target.number, slot, since)  # first: this may complete the batch
+            return on_result(target, slot, result)
+
+        return timed_fetch, timed_result
+
+
 class FetchPolicy(Protocol):
     """The part of a fetch that differs between stages: its request, and the use of its result."""
 
-    def fetcher(self) -> Callable[[Any], Awaitable[Any]]:
-        """The function with which one fetcher fetches, whose errors go to `on_error`; called in the fetcher's task."""
+    def fetch(self, argument: Any, /) -> Awaitable[Any]:
+        """Fetch; errors go to `on_error`."""
 
     def on_result(self, target: Any, slot: int, result: Any, /) -> bool:
         """Take a result; returns whether it completes a batch. Runs once for each job unless `on_error` raises."""
@@ -70,10 +109,8 @@ class FetcherPool:
         self._queue: deque[Job] = deque()
         self._parked: list[asyncio.Future[None]] = []
         self._spawned = 0
-        self._recorder: FetchRecorder | None = None
-        self._version = 0  # of the functions that fetchers call
-        self._outdated = 0  # fetchers that call those of an earlier version
-        self._interrupted = False  # fetchers must check whether to park, or to call other functions
+        self._fetch, self._on_result = policy.fetch, policy.on_result
+        self._interrupted = False  # fetchers must check whether to park
         self._submitted = 0
         self._controlled = False
 
@@ -105,20 +142,15 @@ class FetcherPool:
         """Change `size`; surplus fetchers park after their current job."""
         grows = size > self.size
         self.size = size
-        self._interrupted = self._outdated > 0 or self.busy > size
+        self._interrupted = self.busy > size
         if grows:
             self._wake_one()
 
     def trace(self, recorder: FetchRecorder | None) -> None:
-        """Record the times of each job from now on, or no longer; fetchers change over after their current job."""
-        self._recorder = recorder
-        self._version += 1
-        self._outdated = self._spawned
-        self._interrupted = True
-        parked, self._parked = self._parked, []
-        for fetcher in parked:
-            if not fetcher.done():
-                fetcher.set_result(None)
+        """Record the times of each job from now on, or no longer."""
+        self._fetch, self._on_result = self._policy.fetch, self._policy.on_result
+        if recorder is not None:
+            self._fetch, self._on_result = recorder.around(self._fetch, self._on_result)
 
     def load(self) -> FetchLoad:
         """The jobs that run and wait now."""
@@ -130,24 +162,16 @@ class FetcherPool:
         """Fetchers that are not parked."""
         return self._spawned - len(self._parked)
 
-    async def _run(self, version: int) -> None:
+    async def _run(self) -> None:
         queue, clock = self._queue, time.perf_counter
-        fetch, on_result = self._functions()
         while True:
-            if version != self._version:
-                version = self._version
-                self._outdated -= 1
-                fetch, on_result = self._functions()
-                if self._should_park(version):
-                    await self._park()
-                    continue
             if len(queue) > 1:
                 self._wake_one()
             while queue:
                 target, slot, argument = queue.popleft()
                 began = 0.0 if slot else clock()  # of one job of each batch: that is enough for percentiles
                 try:
-                    result = await fetch(argument)
+                    result = await self._fetch(argument)
                 except BaseException as error:  # user code
                     if self.stopped:
                         return
@@ -155,16 +179,15 @@ class FetcherPool:
                     result = self._policy.on_error(error, target, argument)
                 if began:
                     self._policy.on_first(target, began, clock() - began)
-                if on_result(target, slot, result):
+                if self._on_result(target, slot, result):
                     await asyncio.sleep(0)  # the batch gets its turn, also if no fetch ever waits
-                if self._interrupted and self._should_park(version):
-                    break
-            if version == self._version:
-                await self._park()
-
-    def _functions(self) -> tuple[Callable[[Any], Awaitable[Any]], Callable[[Any, int, Any], bool]]:
-        functions = self._policy.fetcher(), self._policy.on_result
-        return functions if self._recorder is None else self._recorder.around(*functions)
+                if self._interrupted:
+                    self._interrupted = self.busy > self.size
+                    if self._interrupted:
+                        break
+            woken = asyncio.get_running_loop().create_future()
+            self._parked.append(woken)
+            await woken
 
     def _wake_one(self) -> None:
         """Wake a parked fetcher, or spawn one."""
@@ -176,17 +199,7 @@ class FetcherPool:
                 fetcher.set_result(None)
         else:
             self._spawned += 1
-            self._spawn(functools.partial(self._run, self._version))  # it begins later, maybe with another version
-
-    async def _park(self) -> None:
-        woken = asyncio.get_running_loop().create_future()
-        self._parked.append(woken)
-        await woken
-
-    def _should_park(self, version: int) -> bool:
-        surplus = self.busy > self.size
-        self._interrupted = surplus or self._outdated > 0
-        return surplus or version != self._version
+            self._spawn(self._run)
 
     async def _control(self, limit: AdaptiveLimit) -> None:
         """Measure at intervals while there is work; nothing is counted for a single job."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, Rows
 from headrace._core.engine.fetch import Deliver, FetchStage
-from headrace._core.engine.fetch_recorder import FetchRecorder
+from headrace._core.engine.fetch_pool import FetchRecorder
 from headrace._core.failure import Failure
 
 # Bytes of a sample before one has arrived, where the stage cannot estimate it: much for an image, little for a volume.

@@ -12,8 +12,7 @@ from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, Se
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.executors import Executor, Work
 from headrace._core.engine.fetch import Deliver, FetchStage
-from headrace._core.engine.fetch_pool import Spawn
-from headrace._core.engine.fetch_recorder import FetchRecorder
+from headrace._core.engine.fetch_pool import FetchRecorder, Spawn
 from headrace._core.engine.memory import SampleSizes
 from headrace._core.engine.reorder import Reorder
 from headrace._core.engine.stepping import AppliesSteps, SessionCompute

@@ -1,16 +1,67 @@
-"""Readers of torch datasets: plain functions of a plan, for workers and for the consumer's thread."""
+"""Reading torch's own datasets: a plan in, a batch out, in whatever process the dataset lives."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, RawBatch
+from headrace._core.engine.assemble import Assembler, Moment, now, times_since
 from headrace._core.engine.stream_batch import Catch, Progress, StreamBatch, without_state
 from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
 from headrace._core.interface.resumable import Reread, State, UserState, expect_int, expect_state, is_stateful, name_of
+from headrace._core.seeding import TransformGenerators, seed_everything
+from headrace.collate import is_default, stacks_tensors
+
+Gather = Callable[[Sequence[Any]], list[torch.Tensor]]
+
+
+def tensor_fast_path(dataset: Any) -> Gather | None:
+    """A function from indices to what the default collate makes of those samples; None where there is no such way.
+
+    Args:
+        dataset: a `TensorDataset`, or a `Subset` of one, of exactly these classes: a subclass may do more in
+            `__getitem__`.
+
+    Returns:
+        A function that raises where one of the indices is wrong; reading sample by sample then says which.
+    """
+    if type(dataset) is Subset:
+        inner = tensor_fast_path(dataset.dataset)
+        positions = dataset.indices
+        if inner is None:
+            return None
+        return lambda indices: inner([positions[index] for index in indices])
+    if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
+        return None
+    tensors, length = dataset.tensors, len(dataset)
+
+    def gather(indices: Sequence[Any]) -> list[torch.Tensor]:
+        if set(map(type, indices)) == {int}:
+            index = torch.frombuffer(array("q", indices), dtype=torch.int64)  # `torch.tensor` takes four times as long
+        else:
+            index = torch.tensor(indices)
+        # A tensor from a list of mixed types would round floats and take booleans; only integers mean one sample each.
+        if index.dtype != torch.int64 or index.ndim != 1:
+            raise IndexError("not a list of integers")
+        if not len(indices):
+            raise IndexError("an empty batch")
+        if bool((index < 0).any()):
+            index = torch.where(index < 0, index + length, index)
+        return [tensor.index_select(0, index) for tensor in tensors]
+
+    return gather
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    on_cpu = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return type(tensor) is torch.Tensor and on_cpu and not tensor.requires_grad
 
 
 class MapReader:
@@ -181,3 +232,66 @@ class CannotStart:
             return HostBatch.nothing(plan, end=True)
         stage, index = (Stage.RESTORE, None) if self._restoring else (Stage.FETCH, 0)
         return HostBatch.nothing(plan, (Failure.caught(error, stage=stage, batch=plan.number, index=index),), end=True)
+
+
+class BatchReader:
+    """Reads and assembles the batches of one epoch.
+
+    Args:
+        dataset: a map-style or iterable-style dataset of torch's.
+        iterable: which of the two; a stream is started here.
+        assembler: the CPU work.
+        drop_last: whether a stream's last batch is left out when it is not full.
+        state: that of an earlier reader, after one of its batches; None for the beginning.
+        seeds: whether random generators are seeded for each batch, before it is read.
+
+    Raises:
+        StateError: the state is of another dataset, or damaged.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        iterable: bool,
+        assembler: Assembler,
+        drop_last: bool,
+        state: State | None = None,
+        seeds: bool = False,
+    ) -> None:
+        self._seeds = TransformGenerators((*assembler.transforms, assembler.collate)) if seeds else None
+        self._assemble = assembler.assemble
+        self._gather = None
+        self._read: MapReader | StreamReader
+        tolerance, catch = assembler.tolerance, assembler.catch
+        if iterable:
+            self._read = StreamReader(dataset, tolerance, drop_last=drop_last, catch=catch, state=state)
+            return
+        self._read = reader = MapReader(dataset, tolerance, batched=assembler.batched, catch=catch, state=state)
+        default = assembler.batched and not assembler.transforms and is_default(assembler.collate) and stacks_tensors()
+        if default and not reader.has_state:
+            self._gather = tensor_fast_path(dataset)
+
+    def state_dict(self) -> State | None:
+        """The state of a stateful dataset, or of its iterator; None if there is none."""
+        return self._read.state_dict()
+
+    def __call__(self, plan: BatchPlan) -> HostBatch:
+        """The batch of one plan, with the times of its reading and assembling."""
+        began = now()
+        host = self._made(plan, began)
+        return host if host.times is not NO_TIMES else host._replace(times=times_since(began))
+
+    def _made(self, plan: BatchPlan, began: Moment) -> HostBatch:
+        if self._seeds is not None:
+            seed_everything(plan.seed)
+            self._seeds.seed(plan.seed)
+        if self._gather is not None:
+            try:
+                data = self._gather(plan.indices)
+            except Exception:  # an index is wrong, or of an odd type: one by one says which, or knows what it means
+                return self._assemble(self._read(plan), began)
+            return HostBatch(plan, data, len(plan.indices), times=times_since(began))
+        raw = self._read(plan)
+        host = self._assemble(raw, began)
+        return host if raw.stream_state is None else host._replace(stream_state=raw.stream_state)

@@ -14,8 +14,7 @@ import torch
 from headrace._core.batches import SAME_PLAN, BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.assemble import Assembler, SeededAssembler, set_worker
 from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
-from headrace._core.engine.torch_batches import BatchReader
-from headrace._core.engine.torch_readers import CannotStart
+from headrace._core.engine.torch_readers import BatchReader, CannotStart
 from headrace._core.failure import Failure, Stage
 from headrace._core.interface.order import session_epoch
 from headrace._core.interface.resumable import State

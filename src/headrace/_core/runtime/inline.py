@@ -10,8 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.assemble import Assembler
-from headrace._core.engine.torch_batches import BatchReader
-from headrace._core.engine.torch_readers import CannotStart
+from headrace._core.engine.torch_readers import BatchReader, CannotStart
 from headrace._core.interface.kinds import sample_key
 from headrace._core.interface.order import session_epoch
 from headrace._core.interface.resumable import State, warn_of_rereading

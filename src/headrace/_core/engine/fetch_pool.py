@@ -110,7 +110,8 @@ class FetcherPool:
         self._parked: list[asyncio.Future[None]] = []
         self._spawned = 0
         self._fetch, self._on_result = policy.fetch, policy.on_result
-        self._interrupted = False  # fetchers must check whether to park
+        self._traced = False
+        self._interrupted = False  # fetchers must check whether to park, and which functions to call
         self._submitted = 0
         self._controlled = False
 
@@ -142,7 +143,7 @@ class FetcherPool:
         """Change `size`; surplus fetchers park after their current job."""
         grows = size > self.size
         self.size = size
-        self._interrupted = self.busy > size
+        self._interrupted = self._traced or self.busy > size
         if grows:
             self._wake_one()
 
@@ -151,6 +152,7 @@ class FetcherPool:
         self._fetch, self._on_result = self._policy.fetch, self._policy.on_result
         if recorder is not None:
             self._fetch, self._on_result = recorder.around(self._fetch, self._on_result)
+        self._traced = self._interrupted = True  # from now on: it takes some 0.1 µs for each fetch
 
     def load(self) -> FetchLoad:
         """The jobs that run and wait now."""
@@ -165,13 +167,14 @@ class FetcherPool:
     async def _run(self) -> None:
         queue, clock = self._queue, time.perf_counter
         while True:
+            fetch, on_result = self._fetch, self._on_result
             if len(queue) > 1:
                 self._wake_one()
             while queue:
                 target, slot, argument = queue.popleft()
                 began = 0.0 if slot else clock()  # of one job of each batch: that is enough for percentiles
                 try:
-                    result = await self._fetch(argument)
+                    result = await fetch(argument)
                 except BaseException as error:  # user code
                     if self.stopped:
                         return
@@ -179,11 +182,12 @@ class FetcherPool:
                     result = self._policy.on_error(error, target, argument)
                 if began:
                     self._policy.on_first(target, began, clock() - began)
-                if self._on_result(target, slot, result):
+                if on_result(target, slot, result):
                     await asyncio.sleep(0)  # the batch gets its turn, also if no fetch ever waits
                 if self._interrupted:
-                    self._interrupted = self.busy > self.size
-                    if self._interrupted:
+                    fetch, on_result = self._fetch, self._on_result
+                    self._interrupted = self._traced or self.busy > self.size
+                    if self.busy > self.size:
                         break
             woken = asyncio.get_running_loop().create_future()
             self._parked.append(woken)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.telemetry.exporters.opentelemetry import opentelemetry as opentelemetry
-    from headrace.telemetry.exporters.prometheus import prometheus as prometheus
+    from headrace.telemetry.exporters import opentelemetry as opentelemetry
+    from headrace.telemetry.exporters import prometheus as prometheus
 else:
 
     def __getattr__(name: str) -> Any:
-        # Each exporter is a file with a function of its name.
-        if name.startswith("_") or not importlib.util.find_spec(f"{__name__}.exporters.{name}"):
+        if name not in ("opentelemetry", "prometheus"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.exporters.{name}"), name)
+        from headrace.telemetry import exporters
+
+        return getattr(exporters, name)

@@ -1,0 +1,331 @@
+"""Metrics of loaders for Prometheus and OpenTelemetry: one table, and a collector each."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+from headrace._core.batches import FetchLoad
+from headrace._version import __version__
+from headrace.errors import MissingExtraError
+from headrace.telemetry.batch_log import BatchRecord
+from headrace.telemetry.counters import Counters, LoaderStats, counters_of
+from headrace.telemetry.figures import WAITS, waits_of
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import MeterProvider
+    from prometheus_client import CollectorRegistry
+
+__all__ = ["BOUNDS", "HISTOGRAMS", "METRICS", "Export", "Metric", "Totals", "opentelemetry", "prometheus"]
+
+
+class Totals:
+    """Sums over a loader's batches since its export, and the last of them."""
+
+    def __init__(self) -> None:
+        self.fetched = self.event_loop_cpu = self.event_loop_blocked = 0.0  # bytes, seconds, seconds
+        self.step_waits = dict.fromkeys(WAITS, 0.0)  # seconds of `next()`, by the step that the awaited batch was in
+        self.load, self.ready = FetchLoad(), 0
+        self._iteration, self._cpu, self._blocked = 0, 0.0, 0.0  # the engine's sums, which begin anew with an engine
+
+    def add(self, record: BatchRecord) -> None:
+        """Add a batch."""
+        times = record.times
+        for step, seconds in waits_of(record):
+            self.step_waits[step] += seconds
+        self.fetched += times.nbytes
+        if record.iteration > self._iteration:
+            if times.engine_cpu < self._cpu:
+                self._cpu = self._blocked = 0.0
+            self._iteration = record.iteration
+        # Later batches may be complete before this one, and so have larger sums.
+        self.event_loop_cpu += max(0.0, times.engine_cpu - self._cpu)
+        self.event_loop_blocked += max(0.0, times.blocked - self._blocked)
+        self._cpu, self._blocked = max(self._cpu, times.engine_cpu), max(self._blocked, times.blocked)
+        self.load, self.ready = times.load, record.ready
+
+
+class Metric(NamedTuple):
+    """A counter, or a gauge, which is 0 while no iteration is open."""
+
+    name: str  # without the prefix and the unit
+    kind: Literal["counter", "gauge"]
+    unit: str  # in UCUM: "s", "By", or what is counted, in braces
+    help: str
+    read: Callable[[LoaderStats, Totals], float]
+
+
+METRICS = (
+    Metric("epochs", "counter", "{epoch}", "Iterations begun.", lambda s, t: s.epochs),
+    Metric("batches", "counter", "{batch}", "Batches delivered.", lambda s, t: s.batches),
+    Metric("samples", "counter", "{sample}", "Samples delivered.", lambda s, t: s.samples),
+    Metric("skipped_samples", "counter", "{sample}", "Samples left out by on_error.", lambda s, t: s.skipped_samples),
+    Metric("replaced_batches", "counter", "{batch}", "Batches delivered twice.", lambda s, t: s.replaced_batches),
+    Metric("discarded_batches", "counter", "{batch}", "Batches after other ranks.", lambda s, t: s.discarded_batches),
+    Metric("worker_deaths", "counter", "{process}", "Worker processes that died.", lambda s, t: s.worker_deaths),
+    Metric("wait", "counter", "s", "Time that the consumer waited for batches.", lambda s, t: s.wait_seconds),
+    Metric("fetched", "counter", "By", "Approximate size of the samples fetched.", lambda s, t: t.fetched),
+    Metric("event_loop_cpu", "counter", "s", "CPU time of the event loop's thread.", lambda s, t: t.event_loop_cpu),
+    Metric("event_loop_blocked", "counter", "s", "Time of blocking calls on it.", lambda s, t: t.event_loop_blocked),
+    Metric("requests", "counter", "{request}", "Requests to stores.", lambda s, t: s.requests.requests),
+    Metric("retries", "counter", "{request}", "Those that were retries.", lambda s, t: s.requests.retries),
+    Metric("throttled_requests", "counter", "{request}", "Responses 429, 503.", lambda s, t: s.requests.throttled),
+    Metric("timed_out_requests", "counter", "{request}", "Without a byte in time.", lambda s, t: s.requests.timed_out),
+    Metric("hedges", "counter", "{fetch}", "Fetches started a second time.", lambda s, t: s.requests.hedges),
+    Metric("hedges_won", "counter", "{fetch}", "Hedges that finished first.", lambda s, t: s.requests.hedges_won),
+    Metric("cache_hits", "counter", "{sample}", "Samples read from a cache.", lambda s, t: s.requests.cache_hits),
+    Metric("cache_misses", "counter", "{sample}", "Samples fetched for a cache.", lambda s, t: s.requests.cache_misses),
+    Metric("cache_waits", "counter", "{sample}", "Waits for the same bytes.", lambda s, t: s.requests.cache_waits),
+    Metric("cache_damaged", "counter", "{file}", "Damaged files of a cache.", lambda s, t: s.requests.cache_damaged),
+    Metric("cache_evicted", "counter", "{file}", "Files evicted from a cache.", lambda s, t: s.requests.cache_evicted),
+    Metric("fetches_in_flight", "gauge", "{fetch}", "At the last batch.", lambda s, t: t.load.in_flight),
+    Metric("fetch_limit", "gauge", "{fetch}", "Fetches allowed, at the last batch.", lambda s, t: t.load.limit),
+    Metric("queued_samples", "gauge", "{sample}", "Samples that waited for a fetch.", lambda s, t: t.load.queued),
+    Metric("held_plans", "gauge", "{batch}", "Batches that waited for memory.", lambda s, t: t.load.held_plans),
+    Metric("memory", "gauge", "By", "Of what is fetched and not consumed.", lambda s, t: t.load.memory),
+    Metric("ready_batches", "gauge", "{batch}", "Batches ready after the last delivery.", lambda s, t: t.ready),
+)
+STEP_WAIT = "step_wait", "Time in next(), by the step that the awaited batch was in."
+# Distributions of seconds, one value for each batch; 0.0 if it is unknown.
+HISTOGRAMS: tuple[tuple[str, str, Callable[[BatchRecord], float]], ...] = (
+    ("next", "Duration of next().", lambda record: record.returned - record.called),
+    ("fetch", "Duration of one fetch of each batch.", lambda record: record.times.fetch_seconds),
+)
+BOUNDS = (0.0001, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Export:
+    """A loader's metrics, exported until `close`, the end of a ``with`` block, or the end of the loader."""
+
+    def __init__(
+        self, exports: dict[str, Export], loader: object, name: str, exporter: str, on_value: Any = lambda *_: None
+    ) -> None:
+        counters = counters_of(loader, f"headrace.telemetry.{exporter}")
+        for other in _alive(exports):
+            if other.name == name or other.counters() is counters:
+                raise ValueError(
+                    f"the name {name!r} or this loader is exported already, as {other.name!r}: give each loader a "
+                    f"name= of its own, or close() the other export"
+                )
+        self.name: str = name
+        self.counters: weakref.ref[Counters] = weakref.ref(counters)
+        self.totals = Totals()
+        self.counts = {histogram: [0] * (len(BOUNDS) + 1) for histogram, _, _ in HISTOGRAMS}  # for each bucket
+        self.sums = {histogram: 0.0 for histogram, _, _ in HISTOGRAMS}
+        self._on_value, self._exports = on_value, exports
+        self._unsubscribe = counters.log.subscribe(self._on_batch)
+        exports[name] = self
+
+    def _on_batch(self, record: BatchRecord) -> None:
+        self.totals.add(record)
+        for name, _, observe in HISTOGRAMS:
+            if (seconds := observe(record)) > 0.0:
+                self.counts[name][bisect.bisect_left(BOUNDS, seconds)] += 1
+                self.sums[name] += seconds
+                self._on_value(name, seconds)
+
+    def value(self, metric: Metric, counters: Counters, stats: LoaderStats) -> float:
+        """The value of a metric."""
+        return metric.read(stats, self.totals) if metric.kind == "counter" or counters.iterating else 0
+
+    def step_waits(self) -> dict[str, float]:
+        """The seconds in `next()`, by the step that the awaited batch was in."""
+        return {step.replace(" ", "_").replace("-", "_"): value for step, value in self.totals.step_waits.items()}
+
+    def close(self) -> None:
+        """End the export; any number of times."""
+        self._unsubscribe()
+        if self._exports.get(self.name) is self:
+            del self._exports[self.name]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _alive(exports: dict[str, Export]) -> list[Export]:
+    """The exports whose loader is still there; the others are dropped."""
+    for export in list(exports.values()):
+        if export.counters() is None:
+            exports.pop(export.name, None)
+    return list(exports.values())
+
+
+_registries: weakref.WeakKeyDictionary[Any, _Collector] = weakref.WeakKeyDictionary()
+_providers: weakref.WeakKeyDictionary[Any, _Instruments] = weakref.WeakKeyDictionary()
+
+
+def prometheus(loader: object, *, name: str = "default", registry: CollectorRegistry | None = None) -> Export:
+    """Export a loader's metrics to a registry of the Prometheus client.
+
+    Numbers are read when the registry is: a batch costs some microseconds, a sample nothing. Counters continue over
+    all iterations of the loader, also after its `close()`; gauges are then 0. A loader that is no longer referenced
+    leaves the registry.
+
+    Serve the registry in the process that iterates over the loader, as by ``prometheus_client.start_http_server``: its
+    multiprocess mode reads files of other processes, which have no metrics of a loader. On several ranks each serves
+    its own, at a port of its own.
+
+    Args:
+        loader: a `DataLoader`.
+        name: the value of the label ``loader``. Each loader of a registry needs another.
+        registry: the client's default registry if None.
+
+    Returns:
+        The export, whose `close()` removes the loader from the registry.
+
+    Raises:
+        MissingExtraError: `prometheus_client` is not installed.
+        TypeError: `loader` is no `DataLoader`.
+        ValueError: the loader is exported to this registry already, or another one by this name; or the registry has
+            metrics of these names from elsewhere.
+
+    Example:
+        >>> import headrace as hr
+        >>> from prometheus_client import CollectorRegistry
+        >>> registry = CollectorRegistry()
+        >>> loader = hr.DataLoader(list(range(8)), batch_size=2)
+        >>> export = hr.telemetry.prometheus(loader, name="train", registry=registry)
+        >>> for batch in loader: pass
+        >>> registry.get_sample_value("headrace_samples_total", {"loader": "train"})
+        8
+    """
+    try:
+        import prometheus_client
+    except ImportError:
+        what = "headrace.telemetry.prometheus"
+        raise MissingExtraError(what=what, package="prometheus_client", extra="prometheus") from None
+    counters_of(loader, "headrace.telemetry.prometheus")
+    registry = prometheus_client.REGISTRY if registry is None else registry
+    if registry not in _registries:
+        collector = _Collector()
+        registry.register(collector)
+        _registries[registry] = collector
+    return Export(_registries[registry].exports, loader, name, "prometheus")
+
+
+class _Collector:
+    """The metrics of all loaders of one registry, in which each name may be there once."""
+
+    def __init__(self) -> None:
+        self.exports: dict[str, Export] = {}
+
+    def describe(self) -> Iterator[Any]:
+        """The metrics without values."""
+        return self._families([])
+
+    def collect(self) -> Iterator[Any]:
+        """The metrics."""
+        read = [(each, counters, counters.snapshot()) for each in _alive(self.exports) if (counters := each.counters())]
+        return self._families(read) if read else iter(())
+
+    def _families(self, read: list[tuple[Export, Counters, LoaderStats]]) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+        from prometheus_client.utils import floatToGoString
+
+        family: Any
+        for metric in METRICS:
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            unit = {"s": "seconds", "By": "bytes"}.get(metric.unit, "")
+            family = kind(f"headrace_{metric.name}", metric.help, labels=["loader"], unit=unit)
+            for export, counters, stats in read:
+                family.add_metric([export.name], export.value(metric, counters, stats))
+            yield family
+        family = CounterMetricFamily(
+            f"headrace_{STEP_WAIT[0]}", STEP_WAIT[1], labels=["loader", "step"], unit="seconds"
+        )
+        for export, _, _ in read:
+            for step, value in export.step_waits().items():
+                family.add_metric([export.name, step], value)
+        yield family
+        for name, text, _ in HISTOGRAMS:
+            family = HistogramMetricFamily(f"headrace_{name}", text, labels=["loader"], unit="seconds")
+            bounds = [*map(floatToGoString, BOUNDS), "+Inf"]
+            for export, _, _ in read:
+                buckets = list(zip(bounds, itertools.accumulate(export.counts[name]), strict=True))
+                family.add_metric([export.name], buckets, export.sums[name])
+            yield family
+
+
+def opentelemetry(loader: object, *, name: str = "default", meter_provider: MeterProvider | None = None) -> Export:
+    """Export a loader's metrics to a meter provider of OpenTelemetry.
+
+    The same metrics as of `prometheus`, with dots in their names: counters and gauges are read when the provider
+    collects; the histograms ``headrace.next`` and ``headrace.fetch`` are recorded at each batch. Of this needs only
+    OpenTelemetry's API; the SDK, its readers and exporters are yours.
+
+    Args:
+        loader: a `DataLoader`.
+        name: the value of the attribute ``headrace.loader``. Each loader of a provider needs another.
+        meter_provider: the global one if None, which may be set later.
+
+    Returns:
+        The export, whose `close()` ends it.
+
+    Raises:
+        MissingExtraError: OpenTelemetry's API is not installed.
+        TypeError: `loader` is no `DataLoader`.
+        ValueError: the loader is exported to this provider already, or another one by this name.
+
+    Example:
+        >>> import headrace as hr
+        >>> loader = hr.DataLoader(list(range(8)), batch_size=2)
+        >>> with hr.telemetry.opentelemetry(loader, name="train"):
+        ...     for batch in loader: pass
+    """
+    try:
+        from opentelemetry import metrics
+    except ImportError:
+        what = "headrace.telemetry.opentelemetry"
+        raise MissingExtraError(what=what, package="opentelemetry-api", extra="opentelemetry") from None
+    globally = meter_provider is None or meter_provider is metrics.get_meter_provider()
+    target: Any = metrics if globally else meter_provider  # the global provider may be a proxy until it is set
+    if target not in _providers:
+        _providers[target] = _Instruments(target.get_meter("headrace", __version__))
+    instruments, attributes = _providers[target], {"headrace.loader": name}
+
+    def on_value(histogram: str, value: float) -> None:
+        instruments.histograms[histogram].record(value, attributes)
+
+    return Export(instruments.exports, loader, name, "opentelemetry", on_value)
+
+
+class _Instruments:
+    """The instruments of one provider, which cannot be removed, and the loaders that they show."""
+
+    def __init__(self, meter: Any) -> None:
+        self.exports: dict[str, Export] = {}
+        make = {"counter": meter.create_observable_counter, "gauge": meter.create_observable_gauge}
+        for metric in METRICS:
+            callback = functools.partial(self._observe, metric)
+            make[metric.kind](
+                f"headrace.{metric.name}", callbacks=[callback], unit=metric.unit, description=metric.help
+            )
+        make["counter"](f"headrace.{STEP_WAIT[0]}", callbacks=[self._observe_waits], unit="s", description=STEP_WAIT[1])
+        self.histograms = {
+            name: meter.create_histogram(
+                f"headrace.{name}", unit="s", description=text, explicit_bucket_boundaries_advisory=list(BOUNDS)
+            )
+            for name, text, _ in HISTOGRAMS
+        }
+
+    def _observe(self, metric: Metric, options: object) -> Iterator[Any]:
+        from opentelemetry.metrics import Observation
+
+        for export in _alive(self.exports):
+            if counters := export.counters():
+                value = export.value(metric, counters, counters.snapshot())
+                yield Observation(value, {"headrace.loader": export.name})
+
+    def _observe_waits(self, options: object) -> Iterator[Any]:
+        from opentelemetry.metrics import Observation
+
+        for export in _alive(self.exports):
+            for step, value in export.step_waits().items():
+                yield Observation(value, {"headrace.loader": export.name, "headrace.step": step})

@@ -1,1 +1,0 @@
-"""Exporters of metrics: in each file a function of its name, which `headrace.telemetry` has too."""

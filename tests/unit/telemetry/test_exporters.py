@@ -1,0 +1,237 @@
+"""`headrace.telemetry.prometheus` and `opentelemetry`: what the real client and the real SDK read of a loader."""
+
+import dataclasses
+import gc
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+
+import prometheus_client
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader, Sum
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.openmetrics import parser as openmetrics_parser
+from prometheus_client.parser import text_string_to_metric_families
+
+import headrace as hr
+from headrace._core.batches import RequestCounts, StageTimes
+from headrace.telemetry.batch_log import BatchRecord
+from headrace.telemetry.counters import LoaderStats
+from headrace.telemetry.exporters import BOUNDS, METRICS, Totals
+
+
+class Numbers(hr.AsyncDataset):
+    def __len__(self):
+        return 64
+
+    async def aget(self, index):
+        if not index:
+            hr.report_throttled()
+        return index
+
+
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def reader():
+    return InMemoryMetricReader()
+
+
+@pytest.fixture
+def provider(reader):
+    provider = MeterProvider([reader])
+    yield provider
+    provider.shutdown()
+
+
+def metrics_of(reader):
+    data = reader.get_metrics_data()
+    return {m.name: m for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics} if data else {}
+
+
+def value(registry, name, loader="default", **labels):
+    return registry.get_sample_value(f"headrace_{name}", {"loader": loader, **labels})
+
+
+def test_each_number_of_the_stats_is_a_metric():
+    left_out = {"elapsed_seconds"}  # time() knows it
+    requests = RequestCounts(*range(100, 100 + len(dataclasses.fields(RequestCounts))))
+    names = [each.name for each in dataclasses.fields(LoaderStats) if each.type in ("int", "float")]
+    counts = {name: number for number, name in enumerate(names, 200)}
+    stats = LoaderStats(**counts, skipped=(), placement="thread", requests=requests)
+    wanted = {*dataclasses.astuple(requests), *(number for name, number in counts.items() if name not in left_out)}
+    assert wanted <= {metric.read(stats, Totals()) for metric in METRICS}
+
+
+def test_engine_seconds_continue_when_a_new_engine_counts_from_zero():
+    totals = Totals()
+    for iteration, cpu in [(1, 1.0), (1, 3.0), (1, 2.0), (2, 4.0), (3, 0.5), (3, 0.75), (2, 0.6)]:
+        times = StageTimes(1.0, 1.0, 1.0, 0.0, 0.0, 1.0, nbytes=100, engine_cpu=cpu, blocked=cpu / 10)
+        totals.add(BatchRecord(iteration, 0, 4, 1.0, times, 1.0, 1.5, 1.5, 1.5, 3, None))
+    assert (totals.event_loop_cpu, round(totals.event_loop_blocked, 9)) == (4.75, 0.475)
+    assert (totals.fetched, sum(totals.step_waits.values())) == (700, 3.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"placement": "process"}])
+def test_numbers_are_those_of_the_stats(registry, options):
+    with hr.DataLoader(Numbers(), 4, **options) as loader:
+        hr.telemetry.prometheus(loader, registry=registry)
+        list(loader)
+        stats = loader.stats()
+    assert value(registry, "batches_total") == stats.batches == 16
+    assert value(registry, "throttled_requests_total") == stats.requests.throttled == 1
+    assert value(registry, "wait_seconds_total") == stats.wait_seconds
+    assert value(registry, "fetched_bytes_total") > 0
+    assert value(registry, "event_loop_cpu_seconds_total") > 0
+    assert value(registry, "next_seconds_count") == value(registry, "fetch_seconds_bucket", le="+Inf") == 16
+    waits = sum(value(registry, "step_wait_seconds_total", step=step) or 0.0 for step in ("plan", "fetch", "hand_over"))
+    assert 0 < waits <= value(registry, "next_seconds_sum")
+
+
+def test_counters_continue_over_iterations_and_gauges_are_zero_between_them(registry):
+    with hr.DataLoader(Numbers(), 4, concurrency=7) as loader:
+        hr.telemetry.prometheus(loader, registry=registry)
+        batches = iter(loader)
+        next(batches)
+        assert value(registry, "fetch_limit") == 7
+        del batches
+        gc.collect()
+        assert value(registry, "fetch_limit") == 0
+        list(loader)
+    list(loader)
+    loader.close()
+    assert (value(registry, "epochs_total"), value(registry, "samples_total")) == (3, 4 + 128)
+
+
+def test_both_parsers_accept_two_loaders_in_one_registry_and_the_names_follow_the_conventions(registry):
+    with hr.DataLoader(Numbers(), 4) as train, hr.DataLoader(Numbers(), 8) as test:
+        hr.telemetry.prometheus(train, name="train", registry=registry)
+        hr.telemetry.prometheus(test, name='a "test"\\\n', registry=registry)
+        batches = iter(train)
+        next(batches)
+        list(test)
+        text = generate_latest(registry).decode()
+        families = list(text_string_to_metric_families(text))
+        also = list(openmetrics_parser.text_string_to_metric_families(openmetrics.generate_latest(registry).decode()))
+    assert [family.name for family in families] == [family.name for family in also]
+    (samples,) = (family for family in families if family.name == "headrace_samples")
+    assert {sample.labels["loader"]: sample.value for sample in samples.samples} == {"train": 4, 'a "test"\\\n': 64}
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
+    assert sorted(re.findall(r"^# HELP (\S+) \S", text, re.M)) == sorted(kinds)
+    for name, kind in kinds.items():
+        assert re.fullmatch("headrace(_[a-z]+)+", name)
+        assert name.endswith("_total") == (kind == "counter")
+        assert not re.search("_(count|sum|bucket|milliseconds|ms|kb|mb|percent|counter|gauge)(_|$)", name)
+    assert kinds["headrace_memory_bytes"] == "gauge"
+    assert kinds["headrace_next_seconds"] == kinds["headrace_fetch_seconds"] == "histogram"
+
+
+def test_scrape_on_another_thread_in_mid_iteration(registry):
+    texts = []
+    with hr.DataLoader(Numbers(), 4) as loader:
+        hr.telemetry.prometheus(loader, registry=registry)
+        for number, _ in enumerate(loader):
+            if number == 5:
+                thread = threading.Thread(target=lambda: texts.append(generate_latest(registry).decode()))
+                thread.start()
+                thread.join()
+    assert 'headrace_batches_total{loader="default"} 6.0' in texts[0]
+
+
+def test_sdk_and_prometheus_see_the_same_numbers(reader, provider, registry):
+    with hr.DataLoader(Numbers(), 4) as loader:
+        hr.telemetry.prometheus(loader, name="train", registry=registry)
+        hr.telemetry.opentelemetry(loader, name="train", meter_provider=provider)
+        batches = iter(loader)
+        for _ in range(9):
+            next(batches)
+        read = metrics_of(reader)
+        for metric in METRICS:
+            suffix = {"s": "_seconds", "By": "_bytes"}.get(metric.unit, "") + "_total" * (metric.kind == "counter")
+            (point,) = read[f"headrace.{metric.name}"].data.data_points
+            assert point.attributes == {"headrace.loader": "train"}
+            assert point.value == value(registry, metric.name + suffix, "train")
+            assert read[f"headrace.{metric.name}"].unit == metric.unit
+            assert isinstance(read[f"headrace.{metric.name}"].data, Sum) == (metric.kind == "counter")
+    for point in read["headrace.step_wait"].data.data_points:
+        step = point.attributes["headrace.step"]
+        assert point.value == value(registry, "step_wait_seconds_total", "train", step=step)
+    for name in ("next", "fetch"):
+        (point,) = read[f"headrace.{name}"].data.data_points
+        assert point.explicit_bounds == BOUNDS
+        assert point.count == value(registry, f"{name}_seconds_count", "train") == 9
+        assert point.sum == value(registry, f"{name}_seconds_sum", "train")
+
+
+def test_dead_workers_are_counted_though_another_makes_their_batch(tmp_path, registry):
+    def die_once(sample, folder=tmp_path):
+        if sample == 5:
+            try:
+                (folder / "died").touch(exist_ok=False)
+            except FileExistsError:
+                return sample
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample
+
+    with hr.DataLoader(Numbers(), 4, transform=die_once, num_workers=1) as loader:
+        hr.telemetry.prometheus(loader, registry=registry)
+        assert sum(len(batch) for batch in loader) == 64
+        assert loader.stats().worker_deaths == value(registry, "worker_deaths_total") == 1
+
+
+def test_closed_and_dropped_loaders_leave_and_their_names_are_free(reader, provider, registry):
+    loader = hr.DataLoader(Numbers(), 4)
+    hr.telemetry.prometheus(loader, registry=registry)
+    with hr.DataLoader(Numbers(), 8) as other:
+        hr.telemetry.opentelemetry(loader, name="train", meter_provider=provider)
+        export = hr.telemetry.opentelemetry(other, name="test", meter_provider=provider)
+        points = metrics_of(reader)["headrace.batches"].data.data_points
+        assert [point.attributes["headrace.loader"] for point in points] == ["train", "test"]
+        export.close()
+        list(other)
+        del loader
+        gc.collect()
+        assert generate_latest(registry) == b""
+        with hr.telemetry.prometheus(other, registry=registry):
+            assert value(registry, "batches_total") == 8
+        assert generate_latest(registry) == b""
+        assert "headrace.batches" not in metrics_of(reader)
+
+
+def test_loader_or_name_twice_is_an_error(registry):
+    with hr.DataLoader(Numbers(), 4) as loader, hr.DataLoader(Numbers(), 4) as other:
+        with hr.telemetry.prometheus(loader, name="train", registry=registry):
+            for each, name in ((loader, "again"), (other, "train")):
+                with pytest.raises(ValueError, match="exported already, as 'train'"):
+                    hr.telemetry.prometheus(each, name=name, registry=registry)
+        hr.telemetry.prometheus(other, name="train", registry=registry)
+
+
+def test_refused_loader_leaves_nothing_in_the_registry(registry):
+    with pytest.raises(TypeError, match=r"headrace\.telemetry\.prometheus\(\) needs"):
+        hr.telemetry.prometheus([1, 2], registry=registry)
+    prometheus_client.Counter("headrace_batches", "The user's own.", registry=registry)
+    with hr.DataLoader(Numbers(), 4) as loader, pytest.raises(ValueError, match="Duplicated timeseries"):
+        hr.telemetry.prometheus(loader, registry=registry)
+
+
+def test_pickled_loader_is_not_exported(registry):
+    with hr.DataLoader(Numbers(), 4) as loader, hr.telemetry.prometheus(loader, registry=registry):
+        with pickle.loads(pickle.dumps(loader)) as other:
+            list(other)
+        assert value(registry, "batches_total") == 0
+
+
+@pytest.mark.parametrize(("package", "name"), [("prometheus_client", "prometheus"), ("opentelemetry",) * 2])
+def test_missing_package_is_named(package, name, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(hr.errors.MissingExtraError, match=rf"headrace\[{name}\]"):
+        getattr(hr.telemetry, name)(hr.DataLoader([1]))

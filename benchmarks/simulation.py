@@ -294,8 +294,8 @@ class _Loader:
             self.received.append(self._clock.now)
         self._next += 1
         self.delivered += 1
-        self._plans.on_batch(number, end=False, times=batch.times)
-        self._plans.refill(lambda: len(self._ready))
+        if self._plans.on_batch(number, end=False, times=batch.times, ready=len(self._ready)):
+            self._plans.fill()
         self._clock.at(self._clock.now + self._host.step, self._consume)
 
     def totals(self) -> tuple[float, ...]:

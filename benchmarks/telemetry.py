@@ -26,7 +26,7 @@ from harness import Figure, Rounds, claim, describe_machine, interleave_figures,
 
 import headrace as hr
 from headrace._core.batches import NO_TIMES, HostBatch, RawBatch
-from headrace._core.consumer.delivery import opened
+from headrace._core.consumer.deliver import opened
 from headrace._core.consumer.epoch import Epoch
 from headrace._core.engine import assemble
 from headrace._core.engine.fetch_pool import FetcherPool
@@ -90,8 +90,8 @@ def put(self: Session, raw: RawBatch, host: HostBatch, _fetched: float, _load: o
 
 def deliver(self: Epoch, host: HostBatch) -> Any:
     self._called = 0.0
-    self._counters.delivered(host)
-    batch = self._finish(opened(host), host.plan.number)
+    self._counters.delivered(host, self._times[2])
+    batch = opened(host) if self._finish is None else self._finish(opened(host), host.plan.number)
     self._progress.on_batch(host, self._failures.counts, given=True)
     return batch
 

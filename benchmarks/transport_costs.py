@@ -28,7 +28,7 @@ from many_tensors import BATCH as FEW
 from many_tensors import Numbers, many
 
 from headrace._core.batches import BatchPlan, RawBatch
-from headrace._core.consumer.delivery import opened
+from headrace._core.consumer.deliver import opened
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.worker_tasks import ReadTask
 from headrace._core.error_policy import Tolerance

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, Sampler
 
 from headrace._core.consumer.control import LoaderControl
-from headrace._core.consumer.delivery import check_pin_memory_device
-from headrace._core.consumer.iterators import AsyncBatchIterator, BatchIterator
+from headrace._core.consumer.deliver import check_pin_memory_device
+from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator
 from headrace._core.consumer.lightning_loops import follow, injects_sampler, request, saved_state
 from headrace._core.consumer.loader_state import states_from_dict
 from headrace._core.consumer.sampling import SeededRandomSampler, SeededRankSampler

@@ -192,13 +192,15 @@ class Counters:
                 if not self._waiting:
                     self._waited += self._last - self._waiting_since
 
-    def delivered(self, host: HostBatch) -> None:
-        """Count a delivered batch."""
+    def delivered(self, host: HostBatch, now: float) -> None:
+        """Count a batch that is delivered now."""
         self.batches += 1
-        self.replaced_batches += host.plan.repeat
-        self._add(host)
         self.samples += host.size
-        self._last = time.perf_counter()
+        self._last = now
+        if host.plan.repeat:
+            self.replaced_batches += 1
+        if host.requests is not None:
+            self._add(host)
 
     def skip(self, host: HostBatch) -> None:
         """Count the skipped samples of a batch."""

@@ -37,9 +37,9 @@ class Engine:
         self.ahead.on_stall(1.0)
 
     def take(self, times=NO_TIMES):
-        self.ahead.on_batch(self.taken, end=False, times=times)
-        self.taken += 1
-        self.ahead.refill(self.ready)
+        number, self.taken = self.taken, self.taken + 1
+        if self.ahead.on_batch(number, end=False, times=times, ready=self.ready()):
+            self.ahead.fill()
 
     def run_without_waiting(self, batches):
         for _ in range(batches):

@@ -21,7 +21,7 @@ import torch
 from headrace._core.call_site import users_stacklevel
 from headrace._core.consumer.agreement import Agreement, Coordinator
 from headrace._core.consumer.checks import check_data_parallel, check_stream
-from headrace._core.consumer.delivery import Delivery, opened, should_pin
+from headrace._core.consumer.deliver import Delivery, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
 from headrace._core.consumer.epoch_seeds import EpochSeeds
 from headrace._core.consumer.lanes import LaneChoice, LaneTurns
@@ -47,7 +47,7 @@ from headrace._core.device.pinning import Pinning, pinned
 from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
 from headrace._core.failure import Failure, Stage
-from headrace._core.interface.kinds import DatasetKind, capabilities
+from headrace._core.interface.kinds import DatasetKind
 from headrace._core.interface.merged import remainder_of
 from headrace._core.interface.order import counted_epoch
 from headrace._core.interface.resumable import State, is_stateful
@@ -346,14 +346,10 @@ class LoaderControl:
             finalize = stage.claim
         self.resumed, self._next_epoch, self.progress = (), epoch + 1, progress
         opened_epoch = Epoch(
+            spec,
             planner,
             session,
             look_ahead=None if inline else self._sessions.plan_ahead(loader),
-            together=stream or capabilities(spec.source).ranges,
-            bounded_engines=self._sessions.bounded_engines,
-            policy=spec.policy,
-            stream=stream,
-            as_torch=not kind.is_async,
             timeout=loader.timeout,
             finish=self._delivery(loader, finalize),
             counters=self.counters,
@@ -365,15 +361,15 @@ class LoaderControl:
         self._open_epochs[opened_epoch] = epoch
         return opened_epoch
 
-    def _delivery(self, loader: TorchLoader, finalize: Callable[[Any, int], Any] | None) -> Delivery:
-        dataset = without_adapter(loader.dataset)
+    def _delivery(
+        self, loader: TorchLoader, finalize: Callable[[Any, int], Any] | None
+    ) -> Callable[[Any, int], Any] | None:
         asked = loader._IterableDataset_len_called is not None  # set by torch's `__len__`, of streams only
-        return Delivery(
-            finalize=finalize,
-            dataset=dataset,
-            announced=len(dataset) if asked else None,
-            copies=loader.num_workers > 0 and not self.spec.kind.is_async,
-        )
+        if not asked:
+            return finalize
+        dataset = without_adapter(loader.dataset)
+        copies = loader.num_workers > 0 and not self.spec.kind.is_async
+        return Delivery(finalize=finalize, dataset=dataset, announced=len(dataset), copies=copies)
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:

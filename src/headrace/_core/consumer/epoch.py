@@ -1,49 +1,67 @@
-"""The consumer's half of an epoch: plans sent ahead, batches claimed."""
+"""The consumer's half of an epoch: plans sent ahead, batches waited for and claimed; the iterators of a loader.
+
+Everything runs on the consumer's thread. `for` and `async for` differ only in how they wait.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator, Callable, Iterator, Sized
+from typing import Any, NoReturn, TypeVar
+
+import anyio.lowlevel
+from torch.autograd.profiler import record_function
 
 from headrace._core.batches import HostBatch
 from headrace._core.consumer.agreement import Agreement
-from headrace._core.consumer.batch_wait import BatchWait
-from headrace._core.consumer.delivery import opened
-from headrace._core.consumer.failures import FailureHandler
+from headrace._core.consumer.deliver import FailureHandler, opened
 from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.planning import Planner
 from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.consumer.progress import EpochProgress
-from headrace._core.error_policy import ErrorPolicy
+from headrace._core.consumer.spec import LoaderSpec
 from headrace._core.failure import Stage
+from headrace._core.interface.kinds import capabilities
+from headrace._core.interface.resumable import State
 from headrace._core.look_ahead import LookAheadSize
-from headrace._core.open_session import OpenSession
-from headrace._core.rankinfo import RankInfo, provide_rank, withdraw_rank
+from headrace._core.open_session import OpenSession, check_not_forked
+from headrace._core.rankinfo import RankInfo, provide_rank, provided_rank, withdraw_rank
+from headrace._core.text import shorten_list
+from headrace._core.torchcompat.private import profiler_enabled
 from headrace._core.transport.channel import shortages
-from headrace.errors import CoordinationError, EngineDiedError, LoaderClosedError, LostBatchError
+from headrace._core.transport.pickling import PickledPayload
+from headrace.errors import (
+    CoordinationError,
+    DeadlockError,
+    EngineDiedError,
+    LoaderClosedError,
+    LoaderTimeoutError,
+    LostBatchError,
+)
 from headrace.telemetry.counters import Counters
 
+T_co = TypeVar("T_co", covariant=True)
+
 WAIT = object()
+ANSWER_TIMEOUT = 0.2  # seconds that the engine has, after the time-out, to report a batch's status
+# Seconds for which a reading of the thread's CPU clock is used again: a reading takes 0.4 µs of the 6 of a call.
+CPU_READING = 0.005
 
 
 class Epoch:
-    """One epoch as its consumer sees it: the sampler on one side, the handoff on the other.
-
-    Everything here runs on the consumer's thread. The two iterators of `iterators` differ only in how they wait.
+    """One epoch as its consumer sees it: the sampler on one side, the session's batches on the other.
 
     Args:
+        spec: the loader's dataset and options.
         planner: draws the plans; runs the user's sampler.
         session: where they go; owned from here on.
-        look_ahead: how many plans may be outstanding; None to plan one batch at a time.
-        together: whether plans are sent in groups only; see `Prefetcher`.
-        bounded_engines: how many engines divide the plans, and may let some wait for memory; 0 if none does that.
-        policy: the loader's `on_error`.
-        stream: whether the dataset decides the order itself.
-        as_torch: whether errors from workers are put in torch's words.
+        look_ahead: how many plans may be outstanding; None to plan one batch at a time, in the caller's thread.
         timeout: seconds to wait for a batch; 0 for ever.
-        finish: the claim's last step, applied to each batch and its number (pinning, waiting for its copy).
+        finish: the claim's last step, applied to each batch and its number (pinning, waiting for its copy); or None.
         counters: the loader's.
         progress: of this epoch.
         state: returns the state after the last call of `next()`, or so many calls before.
@@ -53,33 +71,41 @@ class Epoch:
 
     def __init__(
         self,
+        spec: LoaderSpec,
         planner: Planner,
         session: OpenSession,
         *,
         look_ahead: LookAheadSize | None,
-        together: bool,
-        bounded_engines: int,
-        policy: ErrorPolicy,
-        stream: bool,
-        as_torch: bool,
         timeout: float,
-        finish: Callable[[Any, int], Any],
+        finish: Callable[[Any, int], Any] | None,
         counters: Counters,
         progress: EpochProgress,
         state: Callable[[int], LoaderState],
         rank: RankInfo,
         agreement: Agreement | None,
     ) -> None:
+        stream = spec.kind.is_iterable
         self._planner = planner
         self._session = session
         self._handoff = session.handoff
-        self._failures = FailureHandler(policy, planner.repeat, stream=stream, as_torch=as_torch, counters=counters)
-        self._ahead = Prefetcher(planner, session.admit, look_ahead, together=together, more=self._failures.replacement)
+        self._failures = FailureHandler(
+            spec.policy, planner.repeat, stream=stream, as_torch=not spec.kind.is_async, counters=counters
+        )
+        self._ahead = Prefetcher(
+            planner,
+            session.admit,
+            look_ahead,
+            together=stream or capabilities(spec.source).ranges,
+            more=self._failures.replacement,
+        )
+        self._timeout = timeout or None
         self._finish = finish
         self._counters = counters
         self._progress = progress
         self.state = state
         self._rank = rank
+        self._reads_here = look_ahead is None
+        self._bounded_engines = spec.bounded_engines
         self._agreement = agreement
         self._next: HostBatch | None = None  # the next step, which the ranks have not agreed on
         self._error: Exception | None = None  # its error
@@ -87,18 +113,12 @@ class Epoch:
         self._failures.resume(progress.skipped, progress.batches_before)
         self._iteration = counters.epochs
         self._skipped = counters.skipped_samples  # at the batch before
-        self._times = (0.0, 0.0, 0.0)  # of the next step: the call, its batch was taken, plans were sent
         self._called = 0.0  # when the running call of next() began to wait for a batch; 0.0 once it was taken
-        self._wait = BatchWait(
-            session,
-            self._ahead,
-            counters,
-            agreement,
-            timeout=timeout or None,
-            bounded_engines=bounded_engines,
-        )
+        self._times = (0.0, 0.0, 0.0, 0)  # of the next step: called, taken, plans were sent; batches that were ready
+        self._cpu = self._cpu_read = 0.0  # the thread's CPU seconds, and when they were read
         self._over = False
         self.closed = False
+        self._pid = os.getpid()
         # Also ends the session of an iterator that is dropped in mid-epoch.
         self._finalizer = weakref.finalize(self, _end_iteration, session, counters, counters.open_iteration())
         self._finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
@@ -106,12 +126,14 @@ class Epoch:
         if counters.log.traced:
             self._follow_trace()
         if look_ahead is not None:
-            self._ahead.fill()
+            self._fill()
 
     @property
     def last_point(self) -> object:
         """The position after the last batch: another object after each."""
         return self._progress.last_point
+
+    # `next()`.
 
     def poll(self) -> Any:
         """The next batch, or `WAIT`.
@@ -120,32 +142,31 @@ class Epoch:
             StopIteration: the epoch is over.
             Exception: the batch's failure; the next call continues after it.
         """
-        self._called = self._called or time.perf_counter()
+        if not self._called:
+            self._called = time.perf_counter()
         if self._over:
             raise StopIteration
         if self.closed:
             raise LoaderClosedError
-        token = provide_rank(self._rank)
-        try:
-            agreement = self._agreement
-            if agreement is not None and not agreement.granted and not self._agree(agreement):
+        agreement = self._agreement
+        if agreement is not None and not agreement.granted and not self._agree(agreement):
+            return WAIT
+        host = self._next
+        if host is None:
+            host = self._read_next() if self._reads_here else self._take_next()
+            if host is WAIT:
                 return WAIT
-            step = self._take_next()
-            if step is WAIT:
-                return WAIT
-            if step is None:
+            if host is None:
                 self._end()
-            if agreement is not None:
-                agreement.granted -= 1
-            self._next = None
-            return self._deliver(step)
-        finally:
-            withdraw_rank(token)
+        if agreement is not None:
+            agreement.granted -= 1
+        self._next = None
+        return self._deliver(host)
 
     def _agree(self, agreement: Agreement) -> bool:
         """Whether the ranks have agreed on further steps; False while that takes a wait."""
         if not agreement.pending:
-            step = self._take_next()
+            step = self._next or self._read_next()
             if step is WAIT:
                 return False
             if step is None:
@@ -164,45 +185,66 @@ class Epoch:
             self._finish_epoch()
         return True
 
+    def _read_next(self) -> Any:
+        """As `_take_next`, where the batch is made within the call, by the user's code."""
+        token = provide_rank(self._rank)
+        try:
+            return self._take_next()
+        finally:
+            withdraw_rank(token)
+
     def _take_next(self) -> Any:
         """The next batch or error of a step; None at the end of this rank's epoch, or `WAIT`."""
-        if self._next is not None:
-            return self._next
-        ahead, called = self._ahead, self._called
+        ahead, handoff, failures = self._ahead, self._handoff, self._failures
         while True:
             if not ahead.under_way:
-                ahead.fill()
-            host = self._handoff.take()
+                self._fill()
+            host = handoff.take()
             if host is None:
                 if not ahead.under_way:
                     return None
-                if not self._handoff.ended:
+                if not handoff.ended:
                     return WAIT
-                host = self._handoff.take()  # it may have been put between our look and the end
+                host = handoff.take()  # it may have been put between our look and the end
                 if host is None:
                     raise self._cut_short()
-            taken, self._called = time.perf_counter(), 0.0
-            ahead.on_batch(host.plan.number, end=self._planner.on_batch(host), times=host.times)
-            try:
-                delivers = self._failures.delivers(host)
-            except Exception as error:  # raised at this batch's turn, when the ranks have agreed on the step
-                delivers, self._error = True, error
+            called, taken, self._called = self._called, time.perf_counter(), 0.0
+            end, delivers = self._planner.on_batch(host), True
+            if host.times.worker_deaths:
+                self._counters.worker_deaths += host.times.worker_deaths
+            if failures.skips or host.failures or host.empty:
+                try:
+                    with provided_rank(self._rank):
+                        delivers = failures.delivers(host)
+                except Exception as error:  # raised at this batch's turn, when the ranks have agreed on the step
+                    self._error = error
+            ready = handoff.ready()
             # Before plans are drawn and sent, during which Ctrl-C must not lose the batch.
-            self._times = called, taken, taken
+            self._times = called, taken, taken, ready
             if delivers:
                 self._next = host
             else:
-                self._progress.on_batch(host, self._failures.counts, given=False)
-            ahead.refill(self._handoff.ready)  # before the consumer computes, so that fetching goes on meanwhile
+                self._progress.on_batch(host, failures.counts, given=False)
+            # Before the consumer computes, so that fetching goes on meanwhile.
+            if ahead.on_batch(host.plan.number, end=end, times=host.times, ready=ready):
+                self._fill()
             if host.times.load.held_plans:
-                self._wait.report_consumed()
-            self._times = called, taken, time.perf_counter()
+                self._report_consumed()
             if delivers:
+                self._times = called, taken, time.perf_counter(), ready
                 return host
+
+    def _fill(self) -> None:
+        token = provide_rank(self._rank)  # for the user's sampler
+        try:
+            self._ahead.fill()
+        finally:
+            withdraw_rank(token)
 
     def _deliver(self, host: HostBatch) -> Any:
         """Return a batch, or raise its error; the next call of `next()` continues after it."""
-        called, taken, refilled = self._times
+        called, taken, refilled, ready = self._times
+        counters, plan = self._counters, host.plan
         self._called = 0.0
         if self._agreement is not None:  # until now the other ranks were waited for
             taken, refilled = taken + time.perf_counter() - refilled, time.perf_counter()
@@ -210,8 +252,10 @@ class Epoch:
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
-            self._counters.delivered(host)
-            batch = self._finish(opened(host), host.plan.number)
+            counters.delivered(host, refilled)
+            batch = opened(host) if type(host.data) is PickledPayload else host.data
+            if self._finish is not None:
+                batch = self._finish(batch, plan.number)
         except Exception as error:  # raised to the consumer; the next call continues after this batch
             if any(failure.stage is Stage.RESTORE for failure in host.failures):
                 self._stop(error)  # the position stays the restored one; later batches would leave out samples
@@ -219,10 +263,12 @@ class Epoch:
                 self._progress.on_batch(host, self._failures.counts, given=True)
             raise
         self._progress.on_batch(host, self._failures.counts, given=True)
-        plan, log = host.plan, self._counters.log
-        skipped, self._skipped = self._counters.skipped_samples - self._skipped, self._counters.skipped_samples
+        log, skipped = counters.log, counters.skipped_samples
         if log.traced is not self._traced:
             self._follow_trace()
+        returned = time.perf_counter()
+        if returned - self._cpu_read > CPU_READING:
+            self._cpu, self._cpu_read = time.thread_time(), returned
         log.add(
             (
                 self._iteration,
@@ -233,21 +279,24 @@ class Epoch:
                 called,
                 taken,
                 refilled,
-                time.perf_counter(),
-                self._handoff.ready(),
+                returned,
+                ready,
                 host.requests,
-                time.thread_time(),
-                skipped,
+                self._cpu,
+                skipped - self._skipped,
                 shortages.count,
             ),
             host.fetches,
         )
+        self._skipped = skipped
         return batch
 
     def _follow_trace(self) -> None:
         """Have single fetches measured while a trace is written."""
         self._traced = self._counters.log.traced
         self._session.trace(self._traced)
+
+    # The end.
 
     def _end(self) -> NoReturn:
         """End the epoch; this rank has nothing left."""
@@ -274,7 +323,7 @@ class Epoch:
         self.close()
         if self._ahead.failure is not None and self._ended:
             raise self._ahead.failure.exception()
-        self._progress.end()
+        self._progress.over = True
         self._failures.check_epoch(whole=self._ended)
         raise StopIteration
 
@@ -299,29 +348,169 @@ class Epoch:
         self._stop(error)
         return error
 
-    def wait(self) -> None:
-        """Block until `poll` has a result."""
-        try:
-            self._wait.block()
-        except BaseException:  # a time-out or Ctrl-C: the next call is another one
-            self._called = 0.0
-            raise
-
-    async def wait_async(self) -> None:
-        """As `wait`, on the caller's event loop."""
-        try:
-            await self._wait.suspend()
-        except BaseException:  # a time-out or a cancellation: the next call is another one
-            self._called = 0.0
-            raise
-
     def close(self) -> None:
         """End the session; the iterator raises `LoaderClosedError` from now on."""
         self.closed = True
         self._next = None
         self._finalizer()
 
+    # The wait for a batch, or for the other ranks.
+
+    def wait(self) -> None:
+        """Block until `poll` has a result.
+
+        Raises:
+            LoaderTimeoutError: no batch came in time.
+            DeadlockError: this is the thread that makes the batch.
+            ForkedError: this is a fork of the process that iterates, which has the engine.
+        """
+        with self._waiting() as agreement:
+            if agreement is not None:
+                agreement.wait()
+            elif not self._handoff.wait(self._timeout):
+                self._session.request_status(self._ahead.oldest.number)
+                self._handoff.wait(ANSWER_TIMEOUT)
+                self._time_out()
+
+    async def wait_async(self) -> None:
+        """As `wait`, on the caller's event loop."""
+        with self._waiting() as agreement:
+            if agreement is not None:
+                await agreement.wait_async()
+            elif not await self._handoff.wait_async(self._timeout):
+                self._session.request_status(self._ahead.oldest.number)
+                await self._handoff.wait_async(ANSWER_TIMEOUT)
+                self._time_out()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[Agreement | None]:
+        """Count a wait; for the other ranks, if it yields their agreement."""
+        try:
+            if self._agreement is not None and self._agreement.pending:
+                with self._counters.waiting():
+                    yield self._agreement
+                return
+            check_not_forked(self._pid)  # a wait here would also take the bytes that wake the other process
+            if self._session.is_current:
+                raise DeadlockError(what="next() of a loader")
+            self._handoff.take_status()  # an answer that arrived after its time-out
+            self._ahead.on_stall(time.perf_counter())
+            # A single engine knows it from the last plan.
+            if self._bounded_engines > 1 or (self._bounded_engines and not self._ahead.shows_taken):
+                self._report_consumed()
+            with self._counters.waiting():
+                yield None
+        except BaseException:  # a time-out, a cancellation or Ctrl-C: the next call is another one
+            self._called = 0.0
+            raise
+
+    def _report_consumed(self) -> None:
+        """Tell the engine which batches were taken: plans may wait for their memory."""
+        if self._ahead.under_way:
+            self._session.on_consumed(self._ahead.oldest.number - 1)
+
+    def _time_out(self) -> None:
+        status = self._handoff.take_status()
+        if self._handoff.ready() or self._handoff.ended:
+            return  # the batch arrived meanwhile
+        oldest = self._ahead.oldest
+        if status is None:
+            status = (
+                f"batch {oldest.number}, indices {shorten_list(oldest.indices, len(oldest.indices))}; the loader's "
+                f"event loop does not answer: code in aget or __aiter__ blocks it"
+            )
+        assert self._timeout is not None
+        raise LoaderTimeoutError(
+            self._timeout, f"{status}; {len(self._ahead.under_way)} batches are under way", batch=oldest.number
+        )
+
 
 def _end_iteration(session: OpenSession, counters: Counters, iteration: object) -> None:
     counters.close_iteration(iteration)
     session.close()
+
+
+class BatchIterator(Iterator[T_co]):
+    """The iterator of `for`: blocks in `next()` until a batch is ready.
+
+    Args:
+        epoch: the epoch it iterates over; owned from here on.
+        loader: kept alive as long as the iterator: dropping a loader ends its engine.
+    """
+
+    def __init__(self, epoch: Epoch, loader: Sized) -> None:
+        self._epoch = epoch
+        self._loader = loader
+        self._turn = threading.RLock()
+
+    def __next__(self) -> T_co:
+        record = _begin_record(self) if profiler_enabled() else None
+        try:
+            with self._turn:  # threads that share an iterator take turns
+                while (batch := self._epoch.poll()) is WAIT:
+                    self._epoch.wait()
+                return batch  # type: ignore[no-any-return]
+        finally:
+            if record is not None:
+                record.__exit__(None, None, None)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def state_dict(self, lag: int = 0) -> State:
+        """The state of this iteration, for the `load_state_dict` of a loader; see `DataLoader.state_dict`."""
+        return self._epoch.state(lag).to_dict()
+
+    @property
+    def last_point(self) -> object:
+        """The position after the last batch that was given out: another object after each."""
+        return self._epoch.last_point
+
+    def close(self) -> None:
+        """Stop fetching for this epoch; the loader stays usable."""
+        self._epoch.close()
+
+
+class AsyncBatchIterator(AsyncIterator[T_co]):
+    """The iterator of `async for`: waits in `anext()` on the caller's event loop (asyncio, uvloop, trio).
+
+    Args:
+        epoch: the epoch it iterates over; owned from here on.
+        loader: kept alive as long as the iterator: dropping a loader ends its engine.
+    """
+
+    def __init__(self, epoch: Epoch, loader: Sized) -> None:
+        self._epoch = epoch
+        self._loader = loader
+
+    async def __anext__(self) -> T_co:
+        # Other tasks of the caller's loop get their turn even while batches are always ready.
+        await anyio.lowlevel.checkpoint()
+        record = _begin_record(self) if profiler_enabled() else None
+        try:
+            while (batch := self._epoch.poll()) is WAIT:
+                await self._epoch.wait_async()
+        except StopIteration:
+            raise StopAsyncIteration from None
+        finally:
+            if record is not None:
+                record.__exit__(None, None, None)
+        return batch  # type: ignore[no-any-return]
+
+    def state_dict(self, lag: int = 0) -> State:
+        """The state of this iteration, for the `load_state_dict` of a loader; see `DataLoader.state_dict`."""
+        return self._epoch.state(lag).to_dict()
+
+    async def aclose(self) -> None:
+        """Stop fetching for this epoch; the loader stays usable."""
+        self._epoch.close()
+
+
+def _begin_record(iterator: object) -> record_function:
+    """Begin the profiler's record of a call of `next()`, named as torch's is; tools look for both ends of the name.
+
+    In `async for` it lasts until the batch is there: what other tasks of the loop do meanwhile is shown inside it.
+    """
+    record = record_function(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")
+    record.__enter__()  # type: ignore[no-untyped-call]
+    return record

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headrace._core.consumer.iterators import BatchIterator
+from headrace._core.consumer.epoch import BatchIterator
 from headrace._core.consumer.loader_state import LoaderState, states_to_dict
 from headrace._core.consumer.progress import EpochProgress
 from headrace._core.interface.resumable import State

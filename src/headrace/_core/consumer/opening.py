@@ -61,12 +61,6 @@ class SessionOpener:
         if self._spec.placement == "process" or (loader.num_workers > 0 and with_workers):
             start_early()
 
-    @property
-    def bounded_engines(self) -> int:
-        """How many engines may let plans wait for memory."""
-        by_index = self._spec.kind is DatasetKind.ASYNC_MAP
-        return self._spec.engines if by_index and self._spec.options["memory_budget"] is not None else 0
-
     def look_ahead(self, loader: TorchLoader) -> int:
         """How many batches are planned before the one that is delivered, at least."""
         # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.

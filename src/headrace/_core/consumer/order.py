@@ -19,9 +19,9 @@ from torch.utils.data import (
 )
 
 from headrace._core.consumer.cursor_sampler import CursorSampler
+from headrace._core.consumer.deliver import CANDIDATES
 from headrace._core.consumer.draws import SamplerOf, WatchedDraws
 from headrace._core.consumer.loader_state import LoaderState
-from headrace._core.consumer.replacements import CANDIDATES
 from headrace._core.consumer.sampling import SeededRandomSampler, SeededRankSampler
 from headrace._core.consumer.saved_order import checksum, decoded
 from headrace._core.consumer.spec import TorchLoader

@@ -68,9 +68,10 @@ class Prefetcher:
 
     def fill(self) -> None:
         """Send plans until the look-ahead is full."""
+        size = 1 if self._ahead is None else self._ahead.batches
         drawn: list[BatchPlan] = []
         try:
-            while len(self.under_way) < self._size and (plan := self._draw()) is not None:
+            while len(self.under_way) < size and (plan := self._draw()) is not None:
                 drawn.append(plan)
                 self.planned += 1
                 self.under_way[plan.number] = plan
@@ -95,47 +96,40 @@ class Prefetcher:
         """The oldest plan under way."""
         return next(iter(self.under_way.values()))
 
-    @property
-    def _size(self) -> int:
-        return 1 if self._ahead is None else self._ahead.batches
-
-    def on_batch(self, number: int, *, end: bool, times: StageTimes) -> None:
-        """Count a batch that arrived, with its `times`; with the stream's `end`, nothing more is planned."""
-        plan = self.under_way.pop(number)
-        self.exhausted |= end
-        self.shows_taken = False
-        if self._ahead is None:
-            return
-        if self._stalled is not None:
-            if times.fetched > self._stalled and not self.exhausted:
-                self._ahead.extend(math.ceil(times.load.unused / max(1, len(plan.indices))))
-            self._stalled, self._unstalled = None, 0
-            return
-        self._unstalled += 1
-        if self._unstalled >= max(CALM, 2 * self._size):
-            self._unstalled = 0
-            self._ahead.reduce()
-
-    def refill(self, ready: Callable[[], int]) -> None:
-        """Fill the look-ahead again, now or later; called before the consumer computes.
+    def on_batch(self, number: int, *, end: bool, times: StageTimes, ready: int) -> bool:
+        """Count a batch that arrived; whether the look-ahead is to be filled now, by `fill`, or later.
 
         Args:
-            ready: returns the number of batches that are ready.
+            number: its number.
+            end: whether the stream has nothing more, so that nothing more is planned.
+            times: its times.
+            ready: the number of other batches that have arrived.
         """
-        if self._ahead is None:
-            return
-        if self._together:
-            if self._size - len(self.under_way) < max(1, self._size // 2):
-                return
-        elif self._prompt:
-            self._prompt -= 1
+        plan = self.under_way.pop(number)
+        if end:
+            self.exhausted = True
+        self.shows_taken = False
+        ahead = self._ahead
+        if ahead is None:
+            return False
+        if self._stalled is not None:
+            if times.fetched > self._stalled and not self.exhausted:
+                ahead.extend(math.ceil(times.load.unused / max(1, len(plan.indices))))
+            self._stalled, self._unstalled = None, 0
         else:
-            self._calm += 1
-            if self._calm == CALM:
-                self._calm, self._prompt_again = 0, max(PROMPT, self._prompt_again // 2)
-            if ready() >= max(2, self._size // 3):
-                return
-        self.fill()
+            self._unstalled += 1
+            if self._unstalled >= CALM and self._unstalled >= 2 * ahead.batches:
+                self._unstalled = 0
+                ahead.reduce()
+        if self._together:
+            return ahead.batches - len(self.under_way) >= max(1, ahead.batches // 2)
+        if self._prompt:
+            self._prompt -= 1
+            return True
+        self._calm += 1
+        if self._calm == CALM:
+            self._calm, self._prompt_again = 0, max(PROMPT, self._prompt_again // 2)
+        return ready < max(2, ahead.batches // 3)
 
     def on_stall(self, now: float) -> None:
         """Send the next plans one by one: the consumer has to wait, since `now` by the clock of `StageTimes`."""

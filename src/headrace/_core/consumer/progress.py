@@ -100,7 +100,7 @@ class EpochProgress:
         before_first: returns the state of the dataset, or of its iterator, before the first batch; None if unknown.
 
     Attributes:
-        over: whether the epoch has ended.
+        over: whether the epoch has ended, which is a call of `next()` too.
     """
 
     def __init__(
@@ -150,10 +150,6 @@ class EpochProgress:
     def last_point(self) -> object:
         """The position after the last batch that was given out: another object after each."""
         return self._points[-1]
-
-    def end(self) -> None:
-        """Record the epoch's end, which is a call of `next()` too."""
-        self.over = True
 
     def on_plan(self, plan: BatchPlan, samples: int) -> None:
         """Record a plan; `samples` have been drawn with it."""

@@ -1,0 +1,306 @@
+"""Delivery of batches on the consumer's thread: failures raised or skipped, unpickling, pinning, torch's warnings.
+
+The reasons for the replacement of batches that lost all their samples are in docs/design/0003-errors-of-user-code.md.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.call_site import users_stacklevel
+from headrace._core.error_policy import EpochFailures, ErrorPolicy
+from headrace._core.failure import Failure, Stage
+from headrace._core.text import shorten
+from headrace._core.transport.pickling import PickledPayload
+from headrace.errors import NotPicklableError, WorkerDiedError
+from headrace.telemetry.counters import Counters
+
+# Batches in a row that may be skipped because they killed their workers; after more it is not the samples.
+DEATHS_IN_A_ROW = 3
+CANDIDATES = 64  # delivered batches whose indices are kept, to be repeated in place of lost ones
+LOST_IN_A_ROW = 100  # batches; a stream is given up after as many failures
+
+
+class FailureHandler:
+    """Decides for each batch of an epoch whether it is delivered, skipped or raised, and plans replacements.
+
+    A batch that lost all its samples is replaced at the end of the epoch: of a map-style dataset by one of the last
+    batches that were delivered, which is planned again. Of a stream only the engine knows the samples: it begins the
+    stream again.
+
+    Args:
+        policy: the loader's `on_error`.
+        repeat: makes a plan of the indices of an earlier one, or of a stream, of None.
+        stream: whether the dataset is a stream.
+        as_torch: whether errors from workers are put in torch's words.
+        counters: the loader's.
+
+    Attributes:
+        skips: whether the policy can skip samples; only then each batch has to be passed to `delivers`.
+        counts: of the epoch: samples delivered, skipped, and skipped in a row; batches not replaced; replacements.
+    """
+
+    def __init__(
+        self,
+        policy: ErrorPolicy,
+        repeat: Callable[[Sequence[object] | None], BatchPlan],
+        *,
+        stream: bool,
+        as_torch: bool,
+        counters: Counters,
+    ) -> None:
+        self._policy = policy
+        self._repeat = repeat
+        self._stream = stream
+        self._as_torch = as_torch
+        self._counters = counters
+        self.skips = policy.tolerance.skips
+        self.counts: tuple[int, ...] = (0, 0, 0, 0, 0)
+        self._epoch = EpochFailures(counts_runs=policy.limits_runs)
+        self._deaths_in_a_row = 0
+        self._candidates: deque[Sequence[object] | None] = deque(maxlen=1 if stream else CANDIDATES)
+        self._lost = 0  # batches of this epoch that lost all their samples
+        self._lost_in_a_row = 0
+        self._owed = 0  # replacements to be planned
+        self._missing = 0  # lost batches whose replacements were not delivered
+        self._repeated = 0  # plans of replacements that came back
+
+    def resume(self, counts: tuple[int, ...], before: Callable[[], Sequence[Sequence[object]]]) -> None:
+        """Continue from the `counts` of a restored epoch; `before` returns the indices of its last batches."""
+        if self.skips:
+            epoch = self._epoch
+            epoch.delivered, epoch.skipped, epoch.in_a_row, self._missing, self._repeated = self.counts = counts
+            self._owed = self._missing
+            if self._stream and epoch.delivered:
+                self._candidates.append(None)
+            self._candidates.extend(before())
+
+    def replacement(self) -> BatchPlan | None:
+        """A plan in place of a lost batch; None if none was lost, or if there is nothing to repeat."""
+        if not (self._owed and self._candidates):
+            return None
+        self._owed -= 1
+        # It is a candidate again once it is delivered; so a batch that fails each time is not planned for ever.
+        return self._repeat(self._candidates[0] if self._stream else self._candidates.popleft())
+
+    def delivers(self, host: HostBatch) -> bool:
+        """Count a batch; whether it is delivered to the consumer.
+
+        Raises:
+            TooManySkippedError: the policy allows no more skipped samples.
+            Exception: a failure that is not skipped.
+        """
+        try:
+            self._repeated += host.plan.repeat
+            if host.failures:
+                self._handle(host)
+            if host.empty:
+                if not host.failures:
+                    self._on_end(host.plan)
+                return False
+            self._deaths_in_a_row = self._lost_in_a_row = 0
+            if not host.failures:
+                self._epoch.add(host)
+            self._missing -= host.plan.repeat
+            if host.size:  # a batch sampler may ask for a batch of no samples
+                self._candidates.append(None if self._stream else host.plan.indices)
+            return True
+        finally:
+            if self.skips:
+                epoch = self._epoch
+                self.counts = epoch.delivered, epoch.skipped, epoch.in_a_row, self._missing, self._repeated
+
+    def check_epoch(self, *, whole: bool) -> None:
+        """Check the counts at the end of the epoch.
+
+        Args:
+            whole: whether there is nothing left; otherwise another rank has ended the epoch.
+
+        Raises:
+            TooManySkippedError: the policy allows fewer skipped samples, or nothing could be delivered, or a lost batch
+                was not replaced.
+        """
+        if not self.skips:
+            return
+        if whole and self._epoch.examples and not self._epoch.delivered:
+            raise self._epoch.error("every sample failed, and no batch could be delivered")
+        if whole and self._owed:
+            raise self._epoch.error(
+                f"{self._owed} batches lost all their samples, and nothing could be delivered in their place, "
+                f"so that this process has fewer batches than were planned"
+            )
+        self._check(ended=True)
+
+    def _handle(self, host: HostBatch) -> None:
+        died = any(isinstance(failure.error, WorkerDiedError) for failure in host.failures)
+        self._deaths_in_a_row = self._deaths_in_a_row + 1 if died else 0
+        raised = next((failure for failure in host.failures if self._raises(failure)), None)
+        if not self.skips or (raised is not None and raised.unskippable is None):
+            assert raised is not None
+            raise raised.exception(as_torch=self._as_torch)
+        first = not self._epoch.skipped
+        self._counters.skip(host)
+        self._epoch.add(host)
+        self._check(ended=False)
+        if raised is not None:
+            raise raised.exception(as_torch=self._as_torch)
+        lost = host.empty and self._lose(host)
+        if first or (lost and self._lost == 1):
+            _warn_of_skip(host.failures[0], lost=lost)
+
+    def _lose(self, host: HostBatch) -> bool:
+        """Note a batch without samples; whether it is to be replaced."""
+        if self._stream and all(failure.stage is Stage.FETCH for failure in host.failures):
+            self._on_end(host.plan)  # a batch continues after unreadable samples: it is empty at the stream's end only
+            return False
+        self._lost += 1
+        self._owed += 1
+        self._missing += not host.plan.repeat
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row >= LOST_IN_A_ROW:
+            self._lost_in_a_row = 0
+            raise self._epoch.error(f"each of the last {LOST_IN_A_ROW} batches lost all its samples")
+        return True
+
+    def _on_end(self, plan: BatchPlan) -> None:
+        """Note that the stream had no samples left for `plan`."""
+        if plan.repeat:
+            self._owed += 1
+            self._candidates.clear()
+
+    def _raises(self, failure: Failure) -> bool:
+        if not failure.is_skippable or self._deaths_in_a_row > DEATHS_IN_A_ROW:
+            return True
+        return self._policy.decide(failure) == "raise"
+
+    def _check(self, *, ended: bool) -> None:
+        reason = self._policy.excess(self._epoch, ended=ended)
+        if reason is not None:
+            self._epoch.in_a_row = 0  # iteration may go on
+            raise self._epoch.error(reason)
+
+
+def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
+    skipped = f"batch {failure.batch} lost all its samples, the first" if lost else "a sample was skipped, owing"
+    message = f"{skipped} to {failure.type_name}: {shorten(failure.message)} ({failure.where}). "
+    if lost:
+        message += (
+            "So that the number of batches stays the same, another batch is delivered twice in this epoch: "
+            "loader.stats().replaced_batches counts these. "
+        )
+    message += (
+        "Samples that are skipped later in this epoch are counted in loader.stats().skipped_samples, and the last "
+        "errors are in loader.stats().skipped."
+    )
+    warnings.warn(message, RuntimeWarning, stacklevel=users_stacklevel())
+
+
+def opened(host: HostBatch) -> Any:
+    """The batch's data, on the consumer's thread: its classes are the consumer's."""
+    if not isinstance(host.data, PickledPayload):
+        return host.data
+    try:
+        return host.data.loads()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        remedy = "Its classes have to be importable, or picklable by value, in this process too."
+        unpicklable = NotPicklableError(what="the return value of collate_fn", reason=reason, remedy=remedy)
+        raise Failure.caught(unpicklable, stage=Stage.CLAIM, batch=host.plan.number).exception() from error
+
+
+class Delivery:
+    """Finalizes each batch of an epoch, and warns if a stream yields more batches than its `len`.
+
+    Args:
+        finalize: pins a batch, or claims it from its copy to a device; given the batch and its number.
+        dataset: the user's, to be named in the warning.
+        announced: `len(dataset)` in this epoch, in samples.
+        copies: whether each worker reads a copy of the stream.
+    """
+
+    def __init__(
+        self, *, finalize: Callable[[Any, int], Any] | None, dataset: object, announced: int, copies: bool
+    ) -> None:
+        self._finalize = finalize
+        self._dataset = dataset
+        self._announced = announced
+        self._copies = copies
+        self._given = 0
+
+    def __call__(self, batch: Any, number: int) -> Any:
+        """The batch of this number as the consumer gets it."""
+        self._given += 1
+        if self._given > self._announced:
+            self._warn()
+        return batch if self._finalize is None else self._finalize(batch, number)
+
+    def _warn(self) -> None:
+        # Torch's message, which compares batches with samples.
+        message = (
+            f"Length of IterableDataset {self._dataset} was reported to be {self._announced}"
+            f"(when accessing len(dataloader)), but {self._given} samples have been fetched. "
+        )
+        if self._copies:
+            message += (
+                "For multiprocessing data-loading, this could be caused by not properly configuring the "
+                "IterableDataset replica at each worker. Please see "
+                "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
+            )
+        warnings.warn(message, stacklevel=users_stacklevel())
+
+
+def should_pin(pin_memory: bool, device: str) -> bool:
+    """Whether batches will be pinned; warns, in torch's words, where they were to be and will not.
+
+    Args:
+        pin_memory: the loader's argument.
+        device: its `pin_memory_device`, which torch ignores.
+    """
+    if not pin_memory:
+        return False
+    if device:
+        _warn_at_iter(
+            f"pin_memory_device is deprecated, the current accelerator will be used as the device,"
+            f"ignore pin_memory_device='{device}'."
+        )
+    if not torch.accelerator.is_available():
+        _warn_at_iter(
+            "'pin_memory' argument is set as true but no accelerator is found, then device pinned memory won't be used."
+        )
+        return False
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type == "mps":
+        _warn_at_iter(
+            "'pin_memory' argument is set as true but not supported on MPS now, device pinned memory won't be used."
+        )
+        return False
+    return True
+
+
+def check_pin_memory_device(named: str, device: torch.device) -> None:
+    """Raise `ValueError` where `pin_memory_device` names no device, or another than the one that batches go to.
+
+    Args:
+        named: the loader's `pin_memory_device`.
+        device: its `device`.
+    """
+    try:
+        pinned = torch.device(named)
+    except RuntimeError as error:
+        raise ValueError(f"pin_memory_device={named!r} is no device: {str(error).splitlines()[0]}") from error
+    both_numbered = pinned.index is not None and device.index is not None
+    if pinned.type != device.type or (both_numbered and pinned.index != device.index):
+        raise ValueError(
+            f"device={str(device)!r} and pin_memory_device={named!r} disagree; leave out pin_memory_device, "
+            "whose memory serves every device"
+        )
+
+
+def _warn_at_iter(message: str) -> None:
+    warnings.warn(message, stacklevel=users_stacklevel())

@@ -9,7 +9,6 @@ import re
 import resource
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -259,14 +258,6 @@ def test_program_and_query_of_the_documents(tmp_path, monkeypatch):
 
 
 # The block.
-
-
-def test_clock_of_the_trace_is_the_same_in_all_processes():
-    before = time.perf_counter()
-    other = subprocess.run(
-        [sys.executable, "-c", "import time; print(time.perf_counter())"], capture_output=True, text=True, check=True
-    )
-    assert before < float(other.stdout) < time.perf_counter()
 
 
 def test_loader_that_runs_is_traced_from_its_next_batch_until_the_end_of_the_block(tmp_path):

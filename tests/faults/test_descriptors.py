@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import itertools
 import os
-import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 import headrace as hr
 from headrace._core.pool import launch
 from tests.faults.shortage import NthOpenFails, free_descriptors
-from tests.faults.watching import Numbers, first_call, kill, sidecar, text_of, watch, workers
+from tests.faults.watching import Numbers, kill, sidecar, text_of, watch, workers
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
@@ -124,34 +122,7 @@ def test_shortage_in_the_zygote_is_reported_and_ends_nothing(case: Any, placemen
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_dead_worker_that_cannot_be_replaced_costs_no_batch_while_another_lives(
-    case: Any, placement: str, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "died")
-
-    def program() -> None:
-        def killed_once(sample):
-            if sample[0] == 9 and first_call(path):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return sample
-
-        with hr.DataLoader(
-            Large(24), 4, num_workers=2, prefetch_factor=1, transform=killed_once, placement=placement
-        ) as loader:
-            iterator = iter(loader)
-            assert next(iterator)[0, 0] == 0
-            pid = os.getpid() if placement == "thread" else sidecar(loader)
-            with free_descriptors(0, pid):
-                assert [int(batch[0, 0]) for batch in iterator] == [4, 8, 12, 16, 20]
-                assert len(workers()) == 1 + (placement == "process"), "it was replaced without descriptors"
-            assert [int(batch[0, 0]) for batch in loader] == [0, 4, 8, 12, 16, 20]
-            assert len(workers()) == 2 + (placement == "process"), "it was never replaced"
-
-    case(program)
-
-
-@pytest.mark.parametrize("placement", ["thread", "process"])
-def test_only_worker_that_cannot_be_replaced_is_an_error_until_descriptors_are_free(case: Any, placement: str) -> None:
+def test_worker_that_cannot_be_replaced_is_an_error_until_the_loader_is_closed(case: Any, placement: str) -> None:
     def program() -> None:
         with hr.DataLoader(
             Large(24), 4, num_workers=1, prefetch_factor=1, transform=abs, placement=placement
@@ -164,6 +135,7 @@ def test_only_worker_that_cannot_be_replaced_is_an_error_until_descriptors_are_f
                 kill(worker)
                 with pytest.raises(hr.errors.WorkerDiedError, match=r"ulimit -n") as caught:
                     collections.deque(iterator, maxlen=0)
+            loader.close()
             assert "worker 0" in str(caught.value), caught.value
             assert "cannot be started: no file descriptor is left" in str(caught.value), caught.value
             assert [int(batch[0, 0]) for batch in loader] == [0, 4, 8, 12, 16, 20]

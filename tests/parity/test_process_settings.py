@@ -66,18 +66,6 @@ def pillow_flags():
     from PIL import Image, PngImagePlugin
     return Image.open(io.BytesIO(cut)).convert("RGB").size, Image.MAX_IMAGE_PIXELS, PngImagePlugin.MAX_TEXT_CHUNK
 
-class Tiny(ImageFile.ImageFile):
-    format = "TINY"
-    def _open(self):
-        self.fp.read(4)
-        self._size, self._mode = tuple(self.fp.read(2)), "L"
-Image.register_open("TINY", Tiny, lambda prefix: prefix.startswith(b"TINY"))
-Image.register_extension("TINY", ".tiny")
-def pillow_plug_ins():
-    from PIL import Image
-    image = Image.open(io.BytesIO(b"TINY" + bytes([5, 6])))
-    return image.format, image.size, Image.registered_extensions()[".tiny"]
-
 logging.getLogger().setLevel(logging.ERROR)
 logging.getLogger("a").setLevel(logging.DEBUG)
 logging.getLogger("c").disabled = True
@@ -102,7 +90,7 @@ import headrace as hr
 {SETTINGS}
 def seen(_):
     functions = [imports_that_change_settings, sys_argv, recursion_limit, warning_filters, default_dtype, torch_threads,
-                 deterministic_algorithms, numpy_settings, sockets, pillow_flags, pillow_plug_ins, logging_levels]
+                 deterministic_algorithms, numpy_settings, sockets, pillow_flags, logging_levels]
     return {{fn.__name__: str(fn()) for fn in functions}}
 class Seen(torch.utils.data.Dataset):
     def __len__(self): return 2
@@ -153,4 +141,3 @@ def test_settings_of_the_process_hold_as_in_torch_wherever_user_code_runs(run, w
     if name in NOT_IN_WORKER_PROCESSES:
         seen = [{**sample, "torch_threads": "1"} for sample in seen]
     assert seen == with_torch
-    assert all(sample["pillow_plug_ins"] == "('TINY', (5, 6), 'TINY')" for sample in seen)

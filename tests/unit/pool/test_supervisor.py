@@ -15,8 +15,7 @@ import pytest
 
 from headrace._core.eventloop.loop_thread import EVENT_LOOP_VARIABLE
 from headrace._core.pool import launch
-from headrace._core.pool.launch import ZygoteLauncher
-from headrace._core.pool.processes import ContextLauncher
+from headrace._core.pool.launch import ContextLauncher, ZygoteLauncher
 from headrace._core.pool.supervisor import Pool
 from headrace.errors import RemoteError, WorkerDiedError
 

@@ -11,8 +11,7 @@ from torch import multiprocessing
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.worker_tasks import AssembleTask, ReadTask
 from headrace._core.interface.kinds import DatasetKind
-from headrace._core.pool.launch import ZygoteLauncher
-from headrace._core.pool.processes import ContextLauncher, Launcher
+from headrace._core.pool.launch import ContextLauncher, Launcher, ZygoteLauncher
 from headrace._core.pool.worker import WorkerTask
 from headrace._core.rankinfo import RankInfo
 from headrace._core.seeding import batch_seed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import socket
 import sys
@@ -165,8 +164,6 @@ _FLAGS: dict[str, dict[str, object]] = {
     "PIL.ImageFile": {"LOAD_TRUNCATED_IMAGES": False, "MAXBLOCK": 64 * 1024},
     "PIL.PngImagePlugin": {"MAX_TEXT_CHUNK": 1024**2, "MAX_TEXT_MEMORY": 64 * 1024**2},
 }
-_PLUG_INS = ("OPEN", "SAVE", "SAVE_ALL", "DECODERS", "ENCODERS")
-_FORMATS = ("EXTENSION", "MIME")
 
 
 def _flags() -> dict[tuple[str, str], object]:
@@ -183,33 +180,6 @@ def _set_flags(flags: dict[tuple[str, str], object]) -> None:
         setattr(sys.modules[module], flag, value)
 
 
-def _plug_ins() -> dict[str, dict[str, object]]:
-    """Pillow plug-ins registered by other packages."""
-    image = sys.modules.get("PIL.Image")
-    if image is None:
-        return {}
-    found = {
-        registry: {key: entry for key, entry in getattr(image, registry).items() if not _is_pillows(entry)}
-        for registry in _PLUG_INS
-    }
-    formats = found["OPEN"].keys() | found["SAVE"].keys()
-    found["EXTENSION"] = {key: name for key, name in image.EXTENSION.items() if name in formats}
-    found["MIME"] = {name: kind for name, kind in image.MIME.items() if name in formats}
-    return {registry: entries for registry, entries in found.items() if entries}
-
-
-def _is_pillows(entry: object) -> bool:
-    made = entry[0] if isinstance(entry, tuple) else entry
-    return str(getattr(made, "__module__", "PIL")).partition(".")[0] == "PIL"
-
-
-def _set_plug_ins(plug_ins: dict[str, dict[str, object]]) -> None:
-    image: Any = importlib.import_module("PIL.Image")
-    for registry, entries in plug_ins.items():
-        getattr(image, registry).update(entries)
-    image.ID.extend(name for name in plug_ins.get("OPEN", ()) if name not in image.ID)
-
-
 # The settings: a function that reads each, and one that sets it if it differs.
 _SETTINGS: dict[str, tuple[Callable[[], object], Callable[[Any], object]]] = {
     "recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
@@ -222,7 +192,6 @@ _SETTINGS: dict[str, tuple[Callable[[], object], Callable[[Any], object]]] = {
     "floating-point errors of NumPy": (np.geterr, lambda value: np.seterr(**value)),
     "print options of NumPy": (np.get_printoptions, lambda value: np.set_printoptions(**value)),
     "flags of Pillow": (_flags, _set_flags),
-    "plug-ins of Pillow": (_plug_ins, _set_plug_ins),
     "functions given to worker_setup": (setups, _setups.extend),
 }
-_NEED_MODULES = ("flags of Pillow", "plug-ins of Pillow", "functions given to worker_setup")
+_NEED_MODULES = ("flags of Pillow", "functions given to worker_setup")

@@ -27,9 +27,7 @@ import signal
 import socket
 import struct
 import sys
-import time
 import traceback
-from collections import deque
 
 from headrace._core.descriptors import Reserve
 from headrace._core.eventloop.loop_thread import import_event_loop
@@ -45,10 +43,7 @@ EXIT_STATUS = struct.Struct("<i")
 FORK = b"f"  # the writing end of the process's status pipe, the two sockets of its connection
 FORK_WITH_CONTROL = b"c"  # the same, and then a socket pair: a control socket of the process's own
 FORK_TEMPLATE = b"t"  # the template's control socket; a file with its environment and the names of modules, pickled
-FORK_LATER = b"l"  # as FORK_WITH_CONTROL, when a process that was forked before has sent READY, or after a time
-READY = b"r"  # of a process with a control socket: those that were requested for later may be forked
-_DESCRIPTORS = {FORK: 3, FORK_WITH_CONTROL: 5, FORK_LATER: 5, FORK_TEMPLATE: 2, READY: 0}
-LATER_DEADLINE = 0.25  # seconds; an engine begins its session in 0.02 to 0.15
+_DESCRIPTORS = {FORK: 3, FORK_WITH_CONTROL: 5, FORK_TEMPLATE: 2}
 
 
 def main(control_descriptor: int) -> None:
@@ -95,8 +90,6 @@ class _Zygote:
         self._statuses: dict[int, int] = {}  # the pid of a living process → its status pipe
         self._requester_of: dict[int, int] = {}  # the pid of a living process → the control socket that requested it
         self._templates: dict[int, socket.socket] = {}  # the pid of a living template → its control socket
-        self._later: deque[tuple[socket.socket, list[int]]] = deque()  # the requests of FORK_LATER, with their sockets
-        self._later_until = 0.0
         self._reserve = Reserve(1)  # so that the first descriptor, the status pipe, always arrives
         self._wake, self._woken = os.pipe()[::-1]
         for descriptor in (self._wake, self._woken):
@@ -109,8 +102,7 @@ class _Zygote:
 
     def serve(self) -> None:
         while True:
-            left = max(0.0, self._later_until - time.monotonic()) * 1000 if self._later else None
-            for descriptor, _ in self._poller.poll(left):
+            for descriptor, _ in self._poller.poll():
                 if descriptor == self._woken:
                     self._reap()
                 elif not self._answer(self._controls[descriptor]):
@@ -119,10 +111,7 @@ class _Zygote:
                     # The process that requested these, and would end them, has ended.
                     self.kill(of=descriptor)
                     self._poller.unregister(descriptor)
-                    self._drop_later(self._controls[descriptor])
                     self._controls.pop(descriptor).close()
-            if self._later and time.monotonic() >= self._later_until:
-                self._fork_those_later()
 
     def _answer(self, control: socket.socket) -> bool:
         with self._reserve.given_up():
@@ -131,27 +120,9 @@ class _Zygote:
             return False
         if len(descriptors) < _DESCRIPTORS[request]:
             self._refuse(request, descriptors, errno.EMFILE)
-        elif request == FORK_LATER:
-            self._later_until = time.monotonic() + LATER_DEADLINE
-            self._later.append((control, descriptors))
-        elif request == READY:
-            self._fork_those_later()
         else:
             self._fork_for(control, request, descriptors)
         return True
-
-    def _fork_those_later(self) -> None:
-        while self._later:
-            control, descriptors = self._later.popleft()
-            self._fork_for(control, FORK_WITH_CONTROL, descriptors)
-
-    def _drop_later(self, control: socket.socket | None = None) -> None:
-        """Close the descriptors of the requests for later, or of those of one control socket."""
-        dropped = [each for each in self._later if control is None or each[0] is control]
-        for each in dropped:
-            self._later.remove(each)
-            for descriptor in each[1]:
-                os.close(descriptor)
 
     def _fork_for(self, control: socket.socket, request: bytes, descriptors: list[int]) -> None:
         """Answer a request for a fork, of which all descriptors have arrived."""
@@ -235,7 +206,6 @@ class _Zygote:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._reserve.close()
-        self._drop_later()
         for descriptor in (self._wake, self._woken, *self._statuses.values()):
             os.close(descriptor)
         for control in (*self._controls.values(), *self._templates.values()):
@@ -268,7 +238,6 @@ class _Zygote:
         for control in (*self._controls.values(), *self._templates.values()):
             control.close()
         signal.set_wakeup_fd(-1)
-        self._drop_later()
         for descriptor in (self._wake, self._woken, *self._statuses.values()):
             os.close(descriptor)
         self._reserve.close()

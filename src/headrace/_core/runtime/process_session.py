@@ -14,7 +14,7 @@ import anyio
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.open_session import check_not_forked
-from headrace._core.pool.processes import WorkerProcess, how_it_ended
+from headrace._core.pool.launch import WorkerProcess, how_it_ended
 from headrace._core.runtime.sidecar import (
     CLOSE_DEADLINE,
     Consumed,

@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from headrace._core.batches import SAME_PLAN, BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.config import EngineConfig, name_unpicklable
@@ -29,7 +29,7 @@ Work = Callable[[RawBatch], HostBatch] | SharedPickle | None
 _STEPS = "on samples that are not yet in a batch"  # a worker's task, for `WorkerDiedError`
 
 
-class Executor(Protocol):
+class Executor:
     """Runs the CPU work of batches. The engine owns it."""
 
     async def open(self) -> None:
@@ -37,15 +37,18 @@ class Executor(Protocol):
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
         """Assemble one batch by `work`; errors become its failures."""
+        raise NotImplementedError
 
     async def close(self, deadline: float) -> None:
         """End everything within `deadline` seconds."""
 
     def worker_of(self, batch: int) -> int | None:
         """The worker that a batch was sent to; None without workers, or while the batch waits for one."""
+        return None
 
     def take_deaths(self) -> int:
         """The number of worker processes that died since the last call."""
+        return 0
 
     def kill(self) -> None:
         """End at once what can be; from any thread, when the loop no longer runs."""
@@ -83,35 +86,15 @@ def _launched(config: EngineConfig, first_task: SharedPickle | None) -> Pool:
     return pool
 
 
-class DeferringExecutor:
+class DeferringExecutor(Executor):
     """Defers the CPU work to the consumer's thread: the data of each batch is the `RawBatch` itself."""
-
-    async def open(self) -> None:
-        """Do nothing."""
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
         """Wrap the batch."""
         return HostBatch(raw.plan, raw, len(raw.plan.indices), end=raw.end)
 
-    def worker_of(self, batch: int) -> int | None:
-        """None."""
-        return None
 
-    def take_deaths(self) -> int:
-        """0."""
-        return 0
-
-    async def close(self, deadline: float) -> None:
-        """Do nothing."""
-
-    def kill(self) -> None:
-        """Do nothing."""
-
-    def release(self) -> None:
-        """Do nothing."""
-
-
-class ThreadExecutor:
+class ThreadExecutor(Executor):
     """Threads beside the loop: one without workers, or several for decoders that release the GIL.
 
     They share the process's random generators; the functions they call seed them where that is right.
@@ -164,14 +147,6 @@ class ThreadExecutor:
         self._requests.put((work, answer))
         return await answer
 
-    def worker_of(self, batch: int) -> int | None:
-        """None: threads are not numbered."""
-        return None
-
-    def take_deaths(self) -> int:
-        """0: threads do not die."""
-        return 0
-
     async def close(self, deadline: float) -> None:
         """Let the threads finish their current work; after the deadline they remain, as daemons."""
         if self._threads[0].ident is None:
@@ -188,9 +163,6 @@ class ThreadExecutor:
         """Let each thread end at its next request; a thread cannot be killed."""
         for _ in self._threads:
             self._requests.put(None)
-
-    def release(self) -> None:
-        """Do nothing."""
 
     def _work(self) -> None:
         provide_rank(self._rank)
@@ -216,7 +188,7 @@ class ThreadExecutor:
             return
 
 
-class ProcessExecutor:
+class ProcessExecutor(Executor):
     """The pool's worker processes.
 
     Args:

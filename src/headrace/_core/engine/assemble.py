@@ -154,18 +154,15 @@ _worker = -1
 
 
 def set_worker(number: int) -> None:
-    """Note that this process is a numbered worker."""
     global _worker
     _worker = number
 
 
 def now() -> Moment:
-    """When work begins."""
     return time.perf_counter(), time.thread_time()
 
 
 def times_since(began: Moment) -> StageTimes:
-    """The times of work that has ended."""
     at, cpu = began
     return StageTimes(
         work_began=at,
@@ -187,7 +184,6 @@ class SeededAssembler:
         self._generators = TransformGenerators((*assembler.transforms, assembler.collate))
 
     def __call__(self, raw: RawBatch) -> HostBatch:
-        """Assemble one batch."""
         seed_everything(raw.plan.seed)
         self._generators.seed(raw.plan.seed)
         return self._assembler(raw)

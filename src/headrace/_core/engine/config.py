@@ -93,7 +93,6 @@ class EngineConfig(NamedTuple):
 
     @property
     def has_processes(self) -> bool:
-        """Whether there are worker processes."""
         return self.num_workers > 0 and self.options["executor"] == "process"
 
     @property
@@ -116,7 +115,6 @@ class EngineConfig(NamedTuple):
         return replace(self.seeding_assembler(), copies=not default, seeds=seeds)
 
     def worker_task(self) -> WorkerTask:
-        """What the workers run."""
         if self.kind.is_async:
             return self.seeding_assembler()
         return ReadTask(

@@ -158,7 +158,6 @@ class Engine:
         self._executor.release()
 
     def _make_stage(self, start: SessionStart, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
-        """The stage that fetches, by the kind of the dataset."""
         config = self._config
         dataset = config.dataset
         if not config.kind.is_async:
@@ -180,7 +179,6 @@ class Engine:
         )
 
     def _make_fetch(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
-        """The stage for samples that are fetched by index, by the capabilities of the dataset."""
         config = self._config
         dataset = config.dataset
         can = capabilities(dataset)

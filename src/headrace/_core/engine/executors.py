@@ -90,7 +90,6 @@ class DeferringExecutor(Executor):
     """Defers the CPU work to the consumer's thread: the data of each batch is the `RawBatch` itself."""
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
-        """Wrap the batch."""
         return HostBatch(raw.plan, raw, len(raw.plan.indices), end=raw.end)
 
 
@@ -124,7 +123,6 @@ class ThreadExecutor(Executor):
         ]
 
     async def open(self) -> None:
-        """Start the threads."""
         self._loop = asyncio.get_running_loop()
         self._running = len(self._threads)
         self._ended = asyncio.Event()
@@ -132,13 +130,11 @@ class ThreadExecutor(Executor):
             thread.start()
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
-        """Assemble one batch in a thread."""
         assert callable(work)
         host: HostBatch = await self._call(functools.partial(work, raw))
         return host
 
     async def apply(self, request: StepsRequest) -> list[object]:
-        """Apply steps in a thread."""
         outcomes: list[object] = await self._call(functools.partial(request.run, seeds=self._seeds))
         return outcomes
 
@@ -200,7 +196,6 @@ class ProcessExecutor(Executor):
         self._steps: PickledSteps = PickledSteps()
 
     async def open(self) -> None:
-        """Connect to the workers."""
         await self._pool.open()
 
     def broadcast(self, request: Callable[[int], object]) -> None:
@@ -209,7 +204,6 @@ class ProcessExecutor(Executor):
 
     @property
     def parallel(self) -> int:
-        """The number of workers."""
         return self._pool.workers
 
     async def apply(self, request: StepsRequest) -> list[object]:
@@ -227,7 +221,6 @@ class ProcessExecutor(Executor):
         raise answer.error
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
-        """Assemble one batch in the worker it is pinned to, or in the first free one."""
         assert work is None or isinstance(work, SharedPickle)
         plan = raw.plan
         if raw.stream_state is not None:
@@ -243,7 +236,6 @@ class ProcessExecutor(Executor):
         return self._host_batch(raw, reply)
 
     def worker_of(self, batch: int) -> int | None:
-        """The worker that has a batch."""
         return self._pool.worker_of(batch)
 
     def take_deaths(self) -> int:
@@ -252,15 +244,12 @@ class ProcessExecutor(Executor):
         return deaths
 
     async def close(self, deadline: float) -> None:
-        """End the workers."""
         await self._pool.close(deadline)
 
     def kill(self) -> None:
-        """SIGKILL the workers."""
         self._pool.kill()
 
     def release(self) -> None:
-        """Close the handles of the workers."""
         self._pool.release()
 
     def _host_batch(self, raw: RawBatch, reply: Reply) -> HostBatch:

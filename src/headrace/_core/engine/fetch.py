@@ -89,7 +89,6 @@ class PartialBatch:
         self.began = self.fetch_seconds = 0.0
 
     def raw(self, samples: Sequence[Any]) -> RawBatch:
-        """The batch with its samples."""
         return RawBatch(self.plan, samples, began=self.began, fetch_seconds=self.fetch_seconds)
 
 
@@ -123,7 +122,6 @@ class SampleFetch(FetchStage):
         self._partial: WeakValueDictionary[int, PartialBatch] = WeakValueDictionary()  # by number, for `missing`
 
     def admit(self, plan: BatchPlan) -> None:
-        """Queue the plan's samples."""
         if not plan.indices:
             self._deliver(RawBatch(plan, ()))
             return
@@ -134,13 +132,11 @@ class SampleFetch(FetchStage):
         self._pool.submit(zip(itertools.repeat(batch), itertools.count(), wanted, strict=False))
 
     def missing(self, plan: BatchPlan) -> Sequence[object]:
-        """The indices of a plan whose samples have not arrived."""
         batch = self._partial.get(plan.number)
         slots = zip(plan.indices, batch.samples if batch is not None else (), strict=False)
         return [index for index, sample in slots if sample is MISSING]
 
     def stop(self) -> None:
-        """Begin no more fetches."""
         super().stop()
         self._pool.stop()
 
@@ -159,23 +155,18 @@ class SampleFetch(FetchStage):
         return True
 
     def on_first(self, batch: PartialBatch, began: float, seconds: float) -> None:
-        """Note the beginning of a batch."""
         batch.began, batch.fetch_seconds = began, seconds
 
     def trace(self, recorder: FetchRecorder | None) -> None:
-        """Record each call of `aget`."""
         self._pool.trace(recorder)
 
     def fetched_at_once(self, plan: BatchPlan) -> int:
-        """The number of fetches."""
         return self.load().limit
 
     def load(self) -> FetchLoad:
-        """The fetches that run, and the samples that wait."""
         return self._pool.load()
 
     def on_error(self, error: BaseException, batch: PartialBatch, wanted: Any) -> Failure:
-        """The failure in place of a sample."""
         advise(error)
         index = wanted if self._hedged is None else wanted[1]
         return Failure.caught(error, stage=Stage.FETCH, batch=batch.plan.number, index=index)
@@ -210,12 +201,10 @@ class BatchFetch(FetchStage):
         self._pool = FetcherPool(concurrency, self, spawn, requests)
 
     def admit(self, plan: BatchPlan) -> None:
-        """Queue the plan."""
         self._plans.append(plan)
         self._submit()
 
     def stop(self) -> None:
-        """Begin no more calls."""
         super().stop()
         self._plans.clear()
         self._pool.stop()
@@ -235,11 +224,9 @@ class BatchFetch(FetchStage):
         return True
 
     def on_first(self, _plan: BatchPlan, began: float, seconds: float) -> None:
-        """Note the beginning of a call."""
         self._call = began, seconds
 
     def trace(self, recorder: FetchRecorder | None) -> None:
-        """Record each call of `agets`."""
         self._pool.trace(recorder)
 
     def fetched_at_once(self, plan: BatchPlan) -> int:
@@ -255,7 +242,6 @@ class BatchFetch(FetchStage):
         return FetchLoad(self._in_flight, self._most, queued, unused=unused)
 
     def on_error(self, error: BaseException, plan: BatchPlan, _indices: object) -> _Failed:
-        """The failure in place of a batch."""
         advise(error)
         return _Failed((Failure.caught(error, stage=Stage.FETCH, batch=plan.number),))
 

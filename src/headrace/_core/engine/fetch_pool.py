@@ -37,7 +37,6 @@ class FetchRecorder:
         self._rows.extend((batch, slot, began, time.perf_counter()))
 
     def take(self) -> FetchTimes:
-        """The fetches since the last call."""
         rows = self._rows.tobytes()
         del self._rows[:]
         return FetchTimes(os.getpid(), threading.get_native_id(), rows)
@@ -155,7 +154,6 @@ class FetcherPool:
         self._traced = self._interrupted = True  # from now on: it takes some 0.1 µs for each fetch
 
     def load(self) -> FetchLoad:
-        """The jobs that run and wait now."""
         busy, queued = self.busy, len(self._queue)
         return FetchLoad(busy, self.size, queued, unused=0 if queued else max(0, self.size - busy))
 

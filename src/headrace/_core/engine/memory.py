@@ -103,7 +103,6 @@ class BoundedFetch(FetchStage):
         self._held = 0  # the sum of both
 
     def admit(self, plan: BatchPlan) -> None:
-        """Queue a plan."""
         in_order = not self._waiting or self._waiting[-1].number < plan.number
         self._waiting.append(plan)
         if not in_order:  # of an engine that has ended
@@ -131,7 +130,6 @@ class BoundedFetch(FetchStage):
         )
 
     def trace(self, recorder: FetchRecorder | None) -> None:
-        """As of the other stage."""
         self._stage.trace(recorder)
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
@@ -142,7 +140,6 @@ class BoundedFetch(FetchStage):
         return self._stage.on_assembled(raw, host)
 
     def stop(self) -> None:
-        """Begin no more fetches."""
         super().stop()
         self._waiting.clear()
         self._stage.stop()

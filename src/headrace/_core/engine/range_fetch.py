@@ -190,7 +190,6 @@ class RangeFetch(FetchStage):
         self._recorder: FetchRecorder | None = None
 
     def admit(self, plan: BatchPlan) -> None:
-        """Queue the plan's ranges."""
         if not plan.indices:
             self._deliver(RawBatch(plan, ()))
             return
@@ -206,7 +205,6 @@ class RangeFetch(FetchStage):
             return None
 
     def stop(self) -> None:
-        """Begin no more requests."""
         super().stop()
         self._waiting.clear()
         self._singles.clear()
@@ -215,7 +213,6 @@ class RangeFetch(FetchStage):
     # The policy of the pool, whose jobs are coroutine functions that handle errors of user code.
 
     def fetch(self, job: Callable[[], Awaitable[None]]) -> Awaitable[None]:
-        """Run a job."""
         return job()
 
     def on_result(self, _target: None, _slot: int, _result: None) -> bool:
@@ -230,7 +227,6 @@ class RangeFetch(FetchStage):
         self._recorder = recorder
 
     def load(self) -> FetchLoad:
-        """The requests that run and wait."""
         return self._pool.load()
 
     def on_error(self, error: BaseException, _target: None, _job: Any) -> None:
@@ -337,7 +333,6 @@ class RangeFetch(FetchStage):
         return missing
 
     async def _read(self, plan: ReadPlan[RangedBatch], number: int) -> None:
-        """Make a request, and distribute its response."""
         span = plan.spans[number]
         began = time.perf_counter()
         try:

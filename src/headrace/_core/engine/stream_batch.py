@@ -57,7 +57,6 @@ class Progress:
         )
 
     def state_dict(self, stream: State) -> State:
-        """The progress and the state of the iterator."""
         state: State = {"position": self.position, "stream": stream}
         if self.ended:
             state["ended"] = True
@@ -109,7 +108,6 @@ class StreamBatch:
         return self._places is not None
 
     def add(self, sample: Any) -> None:
-        """Add the stream's next sample."""
         self._samples.append(sample)
         self._progress.position += 1
         self._progress.failures_in_a_row = 0
@@ -194,7 +192,6 @@ class StreamBatch:
 
 
 def without_state(raw: RawBatch, error: BaseException) -> RawBatch:
-    """A batch that failed, because the state after it could not be saved."""
     failure = Failure.caught(error, stage=Stage.SAVE_STATE, batch=raw.plan.number)
     return raw._replace(samples=[failure], whole=False)
 

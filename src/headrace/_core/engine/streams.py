@@ -76,7 +76,6 @@ class StreamFetch(FetchStage):
                 self._spawn(self._read)
 
     def missing(self, plan: BatchPlan) -> Sequence[int]:
-        """The position that is being read, in any batch."""
         return (self._progress.position,)
 
     async def _read(self) -> None:
@@ -93,7 +92,6 @@ class StreamFetch(FetchStage):
         await self._admitted.wait()
 
     async def _read_pass(self) -> None:
-        """Read the stream to its end."""
         stream: ResumableIterator[Any] | None = None
         try:
             while not self._progress.ended:
@@ -190,7 +188,6 @@ class LaneFetch(FetchStage):
         stage.admit(plan)
 
     def missing(self, plan: BatchPlan) -> Sequence[object]:
-        """The position that is being read in the plan's lane."""
         stage = self._stages.get(plan.lane)
         return () if stage is None else stage.missing(plan)
 
@@ -199,7 +196,6 @@ class LaneFetch(FetchStage):
         return host if raw.plan.lane is None else host._replace(worker=raw.plan.lane)
 
     def stop(self) -> None:
-        """Stop all lanes."""
         super().stop()
         for stage in self._stages.values():
             stage.stop()
@@ -278,6 +274,5 @@ class DispatchToWorkers(FetchStage):
         return host
 
     def stop(self) -> None:
-        """Stop sending plans."""
         super().stop()
         self._waiting.clear()

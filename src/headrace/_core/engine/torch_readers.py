@@ -96,11 +96,9 @@ class MapReader:
         return self._state is not None
 
     def state_dict(self) -> State | None:
-        """The state of a stateful dataset; None of another."""
         return None if self._state is None else self._state()
 
     def __call__(self, plan: BatchPlan) -> RawBatch:
-        """Fetch the samples of one plan."""
         raw = self._fetch(plan)
         if self._state is None:
             return raw

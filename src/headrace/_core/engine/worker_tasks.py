@@ -52,7 +52,6 @@ class AssembleTask:
         return self._steps(request) if isinstance(request, WorkerRequest) else self.assemble(request)
 
     def assemble(self, raw: RawBatch) -> HostBatch:
-        """Assemble one batch."""
         assemble = self._seeded if self.seeds else self.assembler
         return to_wire(assemble(raw), copied=self.copies)
 

@@ -57,7 +57,6 @@ class WorkerProcess(Protocol):
 
 
 def how_it_ended(process: WorkerProcess) -> str:
-    """How a process ended, in words."""
     code = process.exit_code
     if process.refusal is not None:
         return f"could not be started ({process.refusal.strerror})"

@@ -64,7 +64,6 @@ class Answer(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it holds no object of the user's."""
         return self.error is None and getattr(self.value, "is_plain", False)
 
     @classmethod
@@ -132,7 +131,6 @@ class Request(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it holds no object of the user's."""
         return self.shipped is None and getattr(self.payload, "is_plain", False)
 
 

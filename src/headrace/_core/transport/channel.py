@@ -243,7 +243,6 @@ class BlockingChannel:
         self.send_message(dump_message(obj, self.arena))
 
     def send_message(self, packed: Message) -> None:
-        """Send a message."""
         slab = self.arena.finish(packed.size) if packed.size else None
         if slab is None:  # nothing was allocated in the arena, or more than it holds
             packed.placed[:] = [False] * len(packed.placed)

@@ -372,7 +372,6 @@ class TensorPacker:
         return next, (group.mark,)
 
     def clear(self) -> None:
-        """Forget the tensors of a pickle that was given up."""
         self._groups.clear()
 
     def pack(self, found: list[pickle.PickleBuffer]) -> tuple[list[memoryview], Layout | None]:

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import headrace as hr
 from headrace._core.pool import launch
-from tests.faults.watching import Numbers, kill, new_shared_memory, shared_memory, wait_until, workers
+from tests.faults.watching import Numbers, kill, wait_until, workers
 from tests.forks import Forks
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
@@ -36,18 +36,6 @@ def check(number, batch, size=4):
     expected = torch.arange(number * size, (number + 1) * size)[:, None]
     assert batch.shape[0] == size, (number, batch)
     assert (batch == expected).all(), (number, batch)
-
-
-@PLACEMENTS
-def test_batches_never_appear_in_dev_shm(case: Any, placement: str) -> None:
-    def program() -> None:
-        before = shared_memory()
-        with hr.DataLoader(Numbers(), 4, num_workers=2, transform=row, placement=placement) as loader:
-            for number, batch in enumerate(loader):
-                check(number, batch)
-                assert not new_shared_memory(before)
-
-    case(program)
 
 
 @PLACEMENTS

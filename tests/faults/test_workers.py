@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -556,21 +555,6 @@ def test_process_that_outlives_its_worker_delays_nothing(case: Any, placement: s
         kill(grandchild)
 
     case(program)
-
-
-@PLACEMENTS
-def test_ten_megabytes_on_standard_error_are_forwarded(case: Any, placement: str) -> None:
-    def program() -> None:
-        def transform(index):
-            if index == 5:
-                sys.stderr.write("x" * 10_000_000 + "\n")
-            return index
-
-        with hr.DataLoader(Numbers(), 4, num_workers=2, transform=transform, placement=placement) as loader:
-            assert drain(loader) == (once_each(range(32)), [])
-
-    stderr = case(program)
-    assert stderr.count("x") == 10_000_000
 
 
 @PLACEMENTS

@@ -1,26 +1,12 @@
 """The types that travel between stages: frozen, picklable, and nothing is lost with a failed sample."""
 
-import dataclasses
-import pickle
-
 import pytest
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch, RequestCounts
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.failure import Failure, Stage
 from headrace._core.pool.worker import Answer, Request
 
 PLAN = BatchPlan(number=3, indices=(6, 7), seed=11, positions=range(6, 8))
-
-
-@pytest.mark.parametrize(
-    "noun",
-    [PLAN, RawBatch(PLAN, [1, 2]), HostBatch(PLAN, [1, 2], 2), Answer(HostBatch(PLAN, None, 2)), Request(PLAN, 1)],
-    ids=lambda noun: type(noun).__name__,
-)
-def test_batch_types_are_frozen_and_picklable(noun):
-    assert pickle.loads(pickle.dumps(noun)) == noun
-    with pytest.raises(AttributeError):
-        setattr(noun, noun._fields[0], None)
 
 
 class Index(str):
@@ -63,11 +49,6 @@ def test_failures_are_taken_out_with_their_indices():
     assert failures == (lost,)
 
 
-def test_batch_without_failures_is_returned_unchanged():
-    raw = RawBatch(PLAN, [1, 2])
-    assert raw.without_failures()[0] is raw
-
-
 def test_failure_may_stand_for_a_whole_batch():
     lost = Failure.caught(ValueError(), stage="fetch", batch=3)
     kept, failures = RawBatch(PLAN, [lost]).without_failures()
@@ -91,10 +72,3 @@ def test_batch_that_failed_late_keeps_all_but_its_data():
     assert (failed.end, failed.worker, failed.stream_state) == (True, 2, state)
     assert (failed.data, failed.size, failed.empty) == (None, 0, True)
     assert [failure.stage for failure in failed.failures] == ["fetch", "copy"]
-
-
-def test_request_counts_are_added_field_by_field():
-    fields = [field.name for field in dataclasses.fields(RequestCounts)]
-    ones = RequestCounts(**dict.fromkeys(fields, 1))
-    several = RequestCounts(**{name: number for number, name in enumerate(fields)})
-    assert dataclasses.asdict(ones + several) == {name: number + 1 for number, name in enumerate(fields)}

@@ -14,10 +14,6 @@ def test_failure_note_has_stage_batch_index_key_worker_and_attempt():
     assert str(failure) == f"ValueError: no ({failure.where})"
 
 
-def test_what_is_not_known_is_left_out():
-    assert Failure(ValueError("no"), "collate", batch=3).where == "stage collate, batch 3"
-
-
 def test_error_keeps_its_identity_and_gets_one_note():
     error = ValueError("no")
     failure = Failure.caught(error, stage="fetch", batch=3, index=6)
@@ -53,13 +49,3 @@ def test_failure_of_a_whole_batch_is_located_by_the_first_of_its_indices_and_key
     )
     assert failure.located([4, 5], lambda index: None).where == "stage collate, batch 3, indices [4, 5]"
     assert failure.located([], str).where == "stage collate, batch 3"
-
-
-def test_failure_of_a_large_batch_asks_for_few_keys_and_is_described_shortly():
-    asked = []
-    located = Failure(ValueError(), "collate", batch=3).located(
-        range(5000), lambda index: asked.append(index) or "k" * 999
-    )
-    assert asked == list(range(8))
-    assert "… 5000 in all" in located.where
-    assert len(located.where) < 2500

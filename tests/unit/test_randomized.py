@@ -1,19 +1,14 @@
 """Randomized functions: the numbers of a sample follow from its position alone, wherever however it is read."""
 
 import asyncio
-import copy
 import importlib
 import pickle
-import random
-import subprocess
 import sys
-import warnings
 
 import cloudpickle
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 import headrace as hr
@@ -46,16 +41,6 @@ def again(sample, rng):
 @hr.randomized
 def kept(sample, rng):
     return rng.random() < 0.5
-
-
-class Jitter:
-    @hr.randomized
-    def __call__(self, sample, rng):
-        return sample, int(rng.integers(1 << 40))
-
-    @hr.randomized
-    def method(self, sample, rng):
-        return sample, int(rng.integers(1 << 40))
 
 
 class Compose:
@@ -172,13 +157,6 @@ def test_a_restored_loader_draws_the_same_numbers(kind, batches):
     assert drawn(kind(), restore_after=batches) == drawn(kind())
 
 
-def test_a_restored_loader_without_a_seed_draws_the_same_numbers():
-    torch.manual_seed(1)
-    whole = drawn(Map(), seed=None)
-    torch.manual_seed(1)
-    assert drawn(Map(), seed=None, restore_after=2) == whole
-
-
 def test_skipped_samples_do_not_change_the_numbers_of_others():
     def fails(sample):
         if sample[0] % 5 == 0:
@@ -195,23 +173,9 @@ def test_each_sample_epoch_and_seed_has_other_numbers():
     assert len(set(numbers)) == 9 * LENGTH
 
 
-def test_without_a_seed_torchs_decides():
-    numbers = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        numbers.append(drawn(Map(), seed=None))
-    assert numbers[0] == numbers[1] != numbers[2]
-
-
 def test_workers_of_a_torch_stream_draw_different_numbers():
     numbers = [number for _, number in drawn(TorchStream(), num_workers=2)]
     assert len(set(numbers)) == LENGTH
-
-
-@pytest.mark.parametrize("kind", [Map, Stream])
-@pytest.mark.parametrize("options", PLACES, ids=str)
-def test_functions_of_map_are_called_with_a_generator(kind, options):
-    assert drawn(kind().map(noisy), transform=None, **options) == drawn(kind())
 
 
 @pytest.mark.parametrize("options", PLACES, ids=str)
@@ -220,13 +184,6 @@ def test_functions_before_batching_draw_the_same_numbers_wherever_they_run(optio
     alone = drawn(stream, transform=None, batch_size=3)
     assert 4 < len(alone) < 20
     assert drawn(stream, transform=None, **options) == alone
-
-
-def test_functions_of_parts_that_differ_are_called_with_a_generator():
-    parts = hr.concat([Map().map(noisy), Map().map(Compose(noisy, again))])
-    found = drawn(parts, transform=None)
-    assert len(found) == 2 * LENGTH
-    assert found == drawn(parts, transform=None, num_workers=2, batch_size=7)
 
 
 def test_a_second_function_draws_other_numbers_and_leaves_those_of_the_first():
@@ -258,19 +215,6 @@ def test_a_collate_function_has_the_numbers_of_its_first_sample(options):
     assert len({number for _, number in found}) == LENGTH
 
 
-def test_a_bound_method_and_an_object_with_a_randomized_call():
-    expected = drawn(Map())
-    for transform in (Jitter(), Jitter().method):
-        assert drawn(Map(), transform=transform) == drawn(Map(), transform=transform, num_workers=1) == expected
-
-
-def test_the_programs_generators_are_left_alone():
-    state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    drawn(Map())
-    drawn(TorchMap())
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == state[:2]
-
-
 def test_draws_from_torchs_generator_without_a_loader():
     def alone():
         torch.manual_seed(4)
@@ -281,23 +225,6 @@ def test_draws_from_torchs_generator_without_a_loader():
     assert len(set(first[0])) == 3
 
 
-def test_a_torch_loader_rebuilt_from_ours_calls_the_function():
-    ours = hr.DataLoader(TorchMap(), batch_size=4, transform=noisy, collate_fn=list)
-
-    def numbers():
-        torch.manual_seed(1)
-        with warnings.catch_warnings(action="ignore"):
-            return list(TorchDataLoader(TorchMap(), batch_size=4, collate_fn=ours.collate_fn))
-
-    found = numbers()
-    assert found == numbers()
-    assert len({number for batch in found for _, number in batch}) == LENGTH
-
-
-def test_a_generator_that_is_given_is_used():
-    assert noisy(1, np.random.default_rng(5)) == (1, int(np.random.default_rng(5).integers(1 << 40)))
-
-
 def test_a_call_while_samples_are_fetched_is_an_error_that_says_where_to_put_it():
     class Fetching(Map):
         async def aget(self, index):
@@ -305,11 +232,6 @@ def test_a_call_while_samples_are_fetched_is_an_error_that_says_where_to_put_it(
 
     with pytest.raises(RuntimeError, match=r"transform=, or to \.map\(\)"):
         drawn(Fetching(), transform=None)
-
-
-def test_what_cannot_be_called_is_refused():
-    with pytest.raises(TypeError, match="function of a sample and a generator"):
-        hr.randomized(3)
 
 
 MODULE = """
@@ -339,16 +261,6 @@ def test_is_pickled_by_reference_where_the_function_is(name, dumps, tmp_path, mo
         assert repr(loaded) == repr(function)
 
 
-def test_looks_like_the_function_and_can_be_copied():
-    assert (noisy.__name__, noisy.__doc__, repr(noisy)) == ("noisy", "Add a number.", "headrace.randomized(noisy)")
-    assert copy.deepcopy(noisy).fn is noisy.fn
-
-
-def test_a_bound_method_can_be_pickled():
-    method = pickle.loads(pickle.dumps(Jitter().method))
-    assert method(1, np.random.default_rng(5)) == noisy(1, np.random.default_rng(5))
-
-
 def test_a_lambda_and_a_local_function_reach_workers():
     def local(sample, rng):
         return sample, int(rng.integers(1 << 40))
@@ -356,24 +268,6 @@ def test_a_lambda_and_a_local_function_reach_workers():
     assert drawn(Map(), transform=hr.randomized(local), num_workers=1) == drawn(Map())
     copied = pickle.loads(cloudpickle.dumps(hr.randomized(lambda sample, rng: rng.random())))
     assert copied(0, np.random.default_rng(1)) == np.random.default_rng(1).random()
-
-
-def test_numbers_pass_for_independent_ones():
-    """Mean, variance and correlation of neighbours, of the first numbers of 20,000 samples: within five sigma."""
-    loader = hr.DataLoader(range(20_000), batch_size=500, seed=0, collate_fn=np.array)
-    drawn = hr.DataLoader(range(20_000), 500, transform=hr.randomized(lambda _, rng: rng.random()), seed=0)
-    numbers = np.concatenate([batch.numpy() for batch in drawn])
-    assert abs(numbers.mean() - 1 / 2) < 5 / np.sqrt(12 * len(numbers))
-    assert abs(numbers.var() - 1 / 12) < 5 / np.sqrt(180 * len(numbers))
-    assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 5 / np.sqrt(len(numbers))
-    assert len(np.concatenate(list(loader))) == len(numbers)
-
-
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}], ids=str)
-@pytest.mark.parametrize("batches", [1, 2])
-def test_functions_before_batching_draw_the_same_numbers_after_a_restore(options, batches):
-    stream = Stream().map(noisy).filter(kept).map(again)
-    assert drawn(stream, transform=None, restore_after=batches, **options) == drawn(stream, transform=None)
 
 
 @pytest.mark.parametrize("worlds", [(1, 2), (2, 1), (2, 3)], ids=str)
@@ -397,36 +291,3 @@ def test_another_number_of_ranks_continues_with_the_same_numbers(worlds):
         assert sorted(sample for batch in found for sample in batch) == sorted(
             each for batch in alone for each in batch
         )
-
-
-SCRIPT = """
-import pickle
-import headrace as hr
-
-class Data(hr.AsyncDataset):
-    def __len__(self):
-        return 6
-
-    async def aget(self, index):
-        return index
-
-@hr.randomized
-def noisy(sample, rng):
-    return sample, int(rng.integers(1 << 40))
-
-def read(dataset, **options):
-    with hr.DataLoader(dataset, 2, transform=noisy, collate_fn=list, seed=1, **options) as loader:
-        return list(loader)
-
-if __name__ == "__main__":
-    assert pickle.loads(pickle.dumps(noisy)).fn is noisy.fn
-    assert read(Data()) == read(Data(), num_workers=1)
-    assert read(Data()) == read(range(6), num_workers=1, multiprocessing_context="spawn")
-"""
-
-
-def test_a_decorated_function_of_a_script_reaches_workers(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")

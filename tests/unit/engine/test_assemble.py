@@ -1,7 +1,6 @@
 """Transform and collate: errors of user code become records that name stage and index."""
 
 import asyncio
-import functools
 
 import numpy as np
 import pytest
@@ -18,24 +17,8 @@ from headrace.errors import ControlFlowError
 PLAN = BatchPlan(4, (10, 11, 12), 0)
 
 
-def raise_on(bad, error, sample):
-    if sample == bad:
-        raise error
-    return sample
-
-
 def assembler(*transforms, collate=list, batched=True, skip=False, catch=BaseException):
     return Assembler(transforms, collate, batched, Tolerance(skips=skip), catch)
-
-
-def test_transforms_are_applied_in_order_to_each_sample():
-    host = assembler(lambda x: x + 1, lambda x: x * 2)(RawBatch(PLAN, [0, 1, 2]))
-    assert (host.data, host.size, host.failures, host.plan) == ([2, 4, 6], 3, (), PLAN)
-
-
-def test_without_batches_collate_gets_the_sample_itself():
-    plan = BatchPlan(0, (7,), 0)
-    assert assembler(collate=str, batched=False)(RawBatch(plan, [5])).data == "5"
 
 
 def test_the_first_error_is_the_batchs():
@@ -48,19 +31,6 @@ def test_the_first_error_is_the_batchs():
     host = assembler(fail)(RawBatch(PLAN, [0, 1, 2]))
     assert (host.data, host.size, seen) == (None, 0, [0])
     assert [(f.stage, f.batch, f.index) for f in host.failures] == [("transform", 4, 10)]
-
-
-def test_skipping_leaves_out_only_what_failed():
-    host = assembler(functools.partial(raise_on, 1, ValueError("no")), skip=True)(RawBatch(PLAN, [0, 1, 2]))
-    assert (host.data, host.size, [f.index for f in host.failures]) == ([0, 2], 2, [11])
-
-
-def test_a_batch_that_lost_all_is_not_collated():
-    def fail(sample):
-        raise ValueError
-
-    host = assembler(fail, collate=pytest.fail, skip=True)(RawBatch(PLAN, [0, 1, 2]))
-    assert (host.size, [f.index for f in host.failures]) == (0, [10, 11, 12])
 
 
 def test_an_error_in_collate_is_the_whole_batchs():
@@ -94,28 +64,9 @@ def test_on_the_consumers_thread_an_interrupt_is_the_users(stop):
         assembler(fail, catch=Exception)(RawBatch(PLAN, [0, 1, 2]))
 
 
-def test_samples_that_failed_before_are_named_first():
-    lost = Failure.caught(ValueError("no"), stage="fetch", batch=4, index=11)
-    host = assembler(functools.partial(raise_on, 2, KeyError("no")), skip=True).assemble(RawBatch(PLAN, [0, lost, 2]))
-    assert (host.data, host.plan) == ([0], PLAN)
-    assert [(f.stage, f.index) for f in host.failures] == [("fetch", 11), ("transform", 12)]
-
-
-def test_a_lost_sample_spares_the_rest_the_work_unless_skipping():
-    lost = Failure.caught(ValueError("no"), stage="fetch", batch=4, index=11)
-    host = assembler(pytest.fail, collate=pytest.fail).assemble(RawBatch(PLAN, [0, lost, 2]))
-    assert (host.size, host.failures) == (0, (lost,))
-
-
 def test_a_batch_samplers_own_empty_batch_is_collated():
     empty = BatchPlan(0, (), 0)
     assert assembler(collate=len).assemble(RawBatch(empty, ())).data == 0
-
-
-def test_the_end_of_a_stream_is_passed_on():
-    empty = BatchPlan(0, (), 0)
-    assert assembler(collate=pytest.fail).assemble(RawBatch(empty, (), end=True)).end
-    assert assembler().assemble(RawBatch(PLAN, [0, 1, 2], end=True)).end
 
 
 class Unbatched(hr.AsyncIterableDataset):
@@ -126,13 +77,6 @@ class Unbatched(hr.AsyncIterableDataset):
     async def __aiter__(self):
         for sample in self.SAMPLES:
             yield sample
-
-
-@pytest.mark.parametrize("collate", [list, tuple])
-def test_lists_of_samples_draw_nothing_and_a_sample_as_a_list_may(collate):
-    assert not assembler(collate=collate).runs_user_code
-    assert assembler(collate=collate, batched=False).runs_user_code
-    assert assembler(str, collate=collate).runs_user_code
 
 
 def test_lists_of_samples_are_passed_on_unless_one_has_failed():

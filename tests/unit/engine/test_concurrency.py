@@ -116,15 +116,6 @@ def test_fetches_that_connect_first_end_no_doubling(connect):
     assert control.limit == 1024
 
 
-def test_fetches_from_before_a_doubling_that_end_at_once_are_no_gain():
-    control = AdaptiveLimit(64, 512)
-    for now, completed in [(0.0, 0), (0.1, 64)]:
-        control.update(now, completed=completed, throttle_events=0, full=True)
-    assert control.limit == 128
-    for now, completed in [(0.12, 128), (0.14, 150), (0.2, 159)]:
-        assert control.update(now, completed=completed, throttle_events=0, full=True) == 128
-
-
 def test_a_store_that_throttles_is_asked_little_more_than_once_for_each_object():
     store = SimulatedStore(*STORES["throttles above 2,000/s"])
     rate = store.run(20, steered(AdaptiveLimit(START, MOST)))
@@ -170,12 +161,6 @@ def test_engines_that_share_a_store_that_is_used_fully_do_not_outbid_each_other(
     assert sum(control.limit for control in controls) <= 5 * 400 * 0.1, "fetches in flight, of those that are needed"
 
 
-def test_engines_that_share_a_store_without_a_limit_all_use_it():
-    rates, _ = engines_on(SimulatedStore(0.1, 6000), [0.0] * 4, [4] * 4, 12, busy_from=8.0)
-    alone = SimulatedStore(0.1, 6000).run(12, steered(AdaptiveLimit(16, MOST)), 8.0)
-    assert sum(rates) >= 0.9 * alone
-
-
 def test_engines_that_were_throttled_once_do_not_climb_where_it_brings_nothing():
     store = SimulatedStore(0.1, 400)
     controls = [AdaptiveLimit(32, MOST, 2, random.Random(number).random) for number in range(2)]
@@ -207,13 +192,6 @@ def test_refusals_halve_it_at_most_and_are_not_heard_twice():
     assert control.update(2.0, completed=0, throttle_events=140, full=True) == 16
 
 
-def test_it_never_falls_below_one_fetch():
-    control = AdaptiveLimit(64, 512)
-    for second in range(1, 20):
-        control.update(float(second), completed=0, throttle_events=second * 100, full=True)
-    assert control.limit == 1
-
-
 def test_a_consumer_that_is_slow_says_nothing_of_the_store():
     control = AdaptiveLimit(64, 512)
     for tick in range(1000):
@@ -230,13 +208,3 @@ def test_a_trial_that_the_consumer_does_not_let_run_is_given_up():
     for tick in range(1, int(6.0 / TICK)):
         control.update(now + tick * TICK, completed=completed, throttle_events=0, full=False)
     assert control.limit == 64
-
-
-def test_an_unfinished_trial_of_fewer_is_not_what_was_found():
-    control = AdaptiveLimit(512, 512)
-    completed, now = 0, 0.0
-    while control.limit == 512:
-        now, completed = now + TICK, completed + 256
-        control.update(now, completed=completed, throttle_events=0, full=True)
-    assert control.limit < 512
-    assert control.successor().limit == 512

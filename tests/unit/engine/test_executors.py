@@ -22,17 +22,6 @@ def assembling():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("headrace-assemble")]
 
 
-@pytest.mark.parametrize("placement", ["thread", "process"])
-@pytest.mark.parametrize("in_order", [True, False])
-def test_threads_give_every_sample_once(placement, in_order):
-    options = {"executor": "thread", "placement": placement, "in_order": in_order}
-    with hr.DataLoader(Numbers(), batch_size=4, num_workers=2, transform=float, **options) as loader:
-        for _ in range(2):
-            batches = [batch.tolist() for batch in loader]
-            assert sorted(batches) == [[float(i) for i in range(start, start + 4)] for start in range(0, 24, 4)]
-            assert in_order <= (batches == sorted(batches))
-
-
 def test_as_many_threads_as_workers_work_at_once():
     together = threading.Barrier(2)
 
@@ -60,11 +49,6 @@ def test_the_consumer_may_be_async():
             return [batch.tolist() async for batch in loader]
 
     assert [x for batch in asyncio.run(collect()) for x in batch] == list(range(24))
-
-
-def test_a_torch_dataset_cannot_be_read_by_threads():
-    with pytest.raises(ValueError, match="needs an async dataset"):
-        hr.DataLoader(range(4), num_workers=1, executor="thread")
 
 
 async def test_error_outside_of_user_code_is_raised_and_the_thread_goes_on():

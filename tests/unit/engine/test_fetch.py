@@ -119,16 +119,6 @@ def test_a_store_that_answers_at_once_is_served_too(on_loop):
     on_loop(scenario)
 
 
-def test_an_empty_plan_is_an_empty_batch(on_loop):
-    async def scenario():
-        store = Store()
-        async with fetching(store.aget, 2) as stage:
-            await stage.admit(plan(0, []))
-        assert (stage.batches, store.asked) == ([[]], [])
-
-    on_loop(scenario)
-
-
 @pytest.mark.parametrize("error", [ValueError, *STOPS])
 def test_an_error_takes_its_samples_place_and_its_fetcher_goes_on(on_loop, error):
     async def aget(index):
@@ -147,16 +137,6 @@ def test_an_error_takes_its_samples_place_and_its_fetcher_goes_on(on_loop, error
             assert isinstance(failure.error, ValueError if error is ValueError else RuntimeError)
             assert (failure.stage, failure.batch, failure.index) == ("fetch", raw.plan.number, raw.plan.indices[1])
         assert len(stage.delivered) == 3
-
-    on_loop(scenario)
-
-
-def test_an_aget_that_is_not_async_is_an_error_of_its_sample(on_loop):
-    async def scenario():
-        async with fetching(lambda index: index, 2) as stage:
-            await stage.admit(plan(0, [5]))
-        ((failure,),) = stage.batches
-        assert isinstance(failure.error, TypeError)
 
     on_loop(scenario)
 
@@ -275,18 +255,6 @@ def test_time_outs_of_agets_make_fewer_calls(on_loop):
     on_loop(scenario)
 
 
-def test_cancellation_of_calls_is_no_failure(on_loop):
-    async def scenario():
-        batches = Batches()
-        async with steered(batches.agets, AdaptiveLimit(4, 8)) as stage:
-            await stage.admit(*plans(9, 2))
-            assert batches.running == 4
-        assert batches.running == 0
-        assert stage.delivered == []
-
-    on_loop(scenario)
-
-
 @pytest.mark.parametrize("make", ["fixed", "steered"])
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_agets_must_answer_for_every_index(on_loop, count, make):
@@ -320,90 +288,11 @@ def test_a_stop_raised_by_agets_is_the_batchs_failure(on_loop, stop):
     on_loop(scenario)
 
 
-def test_a_small_first_batch_does_not_widen_the_window(on_loop):
-    async def scenario():
-        in_flight, most, gate = 0, 0, asyncio.Event()
-
-        async def agets(indices):
-            nonlocal in_flight, most
-            in_flight += len(indices)
-            most = max(most, in_flight)
-            await gate.wait()
-            in_flight -= len(indices)
-            return indices
-
-        async with fetching_batches(agets, 8) as stage:
-            await stage.admit(plan(0, [0]), *(plan(number, range(4)) for number in range(1, 9)))
-            gate.set()
-            await anyio.wait_all_tasks_blocked()
-        assert len(stage.delivered) == 9
-        assert most <= 8 + 4, "concurrency, in whole batches"
-
-    on_loop(scenario)
-
-
 # Streams
-
-
-class Count:
-    def __init__(self, stop):
-        self.stop = stop
-        self.read = 0
-
-    async def __aiter__(self):
-        for i in range(self.stop):
-            self.read += 1
-            yield i
 
 
 def slots(number, size=4):
     return plan(number, [None] * size)
-
-
-@pytest.mark.parametrize(
-    ("length", "drop_last", "expected"),
-    [
-        (0, False, [[]]),
-        (3, False, [[0, 1, 2]]),
-        (4, False, [[0, 1, 2, 3], []]),
-        (6, False, [[0, 1, 2, 3], [4, 5]]),
-        (6, True, [[0, 1, 2, 3], []]),
-        (8, True, [[0, 1, 2, 3], [4, 5, 6, 7], []]),
-    ],
-)
-def test_a_stream_fills_batches_until_it_ends(on_loop, length, drop_last, expected):
-    async def scenario():
-        async with streaming(Count(length), drop_last=drop_last) as stage:
-            await stage.admit(*(slots(number) for number in range(4)))
-        assert stage.batches == expected + [[]] * (4 - len(expected))
-        ends = [raw.end for raw in stage.delivered]
-        assert ends == [number >= len(expected) - 1 for number in range(4)]
-
-    on_loop(scenario)
-
-
-def test_a_stream_is_read_no_further_than_the_plans(on_loop):
-    async def scenario():
-        dataset = Count(100)
-        async with streaming(dataset) as stage:
-            await stage.admit(slots(0), slots(1))
-            assert dataset.read == 8
-            await stage.admit(slots(2))
-            assert dataset.read == 12
-        assert [list(raw.plan.indices) for raw in stage.delivered] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-
-    on_loop(scenario)
-
-
-def test_plans_behind_the_end_come_back_empty(on_loop):
-    async def scenario():
-        async with streaming(Count(1)) as stage:
-            await stage.admit(slots(0))
-            await stage.admit(slots(1))
-        assert stage.batches == [[0], []]
-        assert all(raw.end for raw in stage.delivered)
-
-    on_loop(scenario)
 
 
 class Faulty:
@@ -422,45 +311,6 @@ class Faulty:
         if self.at == self.bad:
             raise self.error
         return self.at
-
-
-@pytest.mark.parametrize("error", [ValueError, *(stop for stop in STOPS if stop is not StopAsyncIteration)])
-def test_a_stream_goes_on_behind_an_error_where_it_can(on_loop, error):
-    async def scenario():
-        async with streaming(Faulty(6, 1, error)) as stage:
-            await stage.admit(slots(0, 3), slots(1, 3), slots(2, 3))
-        (zero, failure, *rest), last, nothing = stage.batches
-        assert (zero, rest, last, nothing) == (0, [2, 3], [4, 5], [])
-        assert (failure.index, failure.stage) == (1, "fetch")
-
-    on_loop(scenario)
-
-
-def test_where_errors_are_raised_a_streams_next_batch_begins_behind_the_error(on_loop):
-    async def scenario():
-        async with streaming(Faulty(6, 1, ValueError), skip=False) as stage:
-            await stage.admit(slots(0, 3), slots(1, 3), slots(2, 3))
-        (zero, failure), rest, last = stage.batches
-        assert (zero, rest, last) == (0, [2, 3, 4], [5])
-        assert (failure.index, failure.stage) == (1, "fetch")
-
-    on_loop(scenario)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_an_error_that_ends_a_stream_is_not_lost(on_loop, drop_last):
-    class Breaks:
-        async def __aiter__(self):
-            yield 0
-            raise ValueError("half way")
-
-    async def scenario():
-        async with streaming(Breaks(), drop_last=drop_last) as stage:
-            await stage.admit(slots(0), slots(1))
-        failures = [sample for batch in stage.batches for sample in batch if isinstance(sample, Failure)]
-        assert [(type(f.error), f.index) for f in failures] == [(ValueError, 1)]
-
-    on_loop(scenario)
 
 
 @pytest.mark.parametrize("error", [ValueError, *STOPS])
@@ -514,15 +364,6 @@ def test_plans_go_to_the_workers_in_turn_and_pass_over_those_that_have_ended():
     assert (delivered[-1].samples, delivered[-1].end) == ((), True)
 
 
-def test_a_worker_of_a_map_style_dataset_that_failed_gets_its_next_turn():
-    delivered = []
-    source = DispatchToWorkers(2, streams=False, deliver=delivered.append, in_order=True)
-    for number in range(4):
-        source.admit(slots(number))
-        assert not source.on_assembled(delivered[number], _ended(delivered[number])).end
-    assert [raw.worker for raw in delivered] == [0, 1, 0, 1]
-
-
 def test_without_order_plans_go_to_workers_that_have_room():
     delivered = []
     source = DispatchToWorkers(2, streams=False, deliver=delivered.append, in_order=False)
@@ -534,16 +375,6 @@ def test_without_order_plans_go_to_workers_that_have_room():
         source.on_assembled(fast[-2], _done(fast[-2]))
     assert [raw.worker for raw in delivered[4:]] == [1, 1, 1, 1]
     assert [raw.plan.number for raw in delivered] == list(range(8))
-
-
-def test_without_order_plans_that_wait_come_back_when_all_streams_have_ended():
-    delivered = []
-    source = DispatchToWorkers(1, streams=True, deliver=delivered.append, in_order=False)
-    for number in range(4):
-        source.admit(slots(number))
-    assert [raw.worker for raw in delivered] == [0, 0]
-    assert source.on_assembled(delivered[0], _ended(delivered[0])).end
-    assert [(raw.plan.number, raw.end, raw.samples) for raw in delivered[2:]] == [(2, True, ()), (3, True, ())]
 
 
 def _done(raw):

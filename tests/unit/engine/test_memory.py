@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 import headrace as hr
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
+from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.fetch import BatchFetch, SampleFetch
 from headrace._core.engine.memory import BoundedFetch, SampleSizes, bytes_in
 from headrace._core.runtime.thread import ThreadPlacement
@@ -103,22 +103,6 @@ def test_no_more_is_fetched_than_the_budget_holds_and_taking_a_batch_makes_room(
     on_loop(scenario)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["aget", "agets"])
-def test_fetches_that_have_nothing_to_begin_are_counted_unless_plans_wait_for_memory(on_loop, whole):
-    async def scenario():
-        async with Stage(Store(), budget=1 << 30, whole=whole) as stage:
-            await stage.admit(2)
-            assert stage.source.load().unused == 64 - 4
-            await stage.admit(40)
-            assert stage.source.load().unused == 0
-        async with Stage(Store(), budget=8 * (SIZE + 40), whole=whole) as stage:
-            await stage.admit(2)
-            assert stage.source.load().in_flight <= 2
-            assert stage.source.load().unused == 0
-
-    on_loop(scenario)
-
-
 def test_consumption_after_the_last_plan_makes_room(on_loop):
     async def scenario():
         store = Store()
@@ -133,17 +117,6 @@ def test_consumption_after_the_last_plan_makes_room(on_loop):
             stage.source.on_consumed(0)
             await anyio.wait_all_tasks_blocked()
             assert len(store.asked) == 12
-
-    on_loop(scenario)
-
-
-def test_what_is_fetched_beside_the_next_batch_fits_the_budget(on_loop):
-    async def scenario():
-        store = Store()
-        async with Stage(store, budget=8 * (SIZE + 40)) as stage:
-            await stage.admit(20)
-            await stage.come(0, 1)
-            assert len(store.asked) == 8, "two that came, and six more"
 
     on_loop(scenario)
 
@@ -226,16 +199,6 @@ def test_samples_count_with_their_size_in_the_batch_if_that_is_larger(on_loop):
     on_loop(scenario)
 
 
-def test_an_empty_batch_passes(on_loop):
-    async def scenario():
-        async with Stage(Store(), budget=1) as stage:
-            for number in range(3):
-                stage.source.admit(BatchPlan(number, (), 0))
-            assert len(stage.delivered) == 3
-
-    on_loop(scenario)
-
-
 class Slotted:
     __slots__ = ("data", "key")
 
@@ -256,30 +219,6 @@ class Slotted:
 )
 def test_the_size_of_a_sample_is_that_of_its_buffers(sample):
     assert 5000 <= bytes_in(sample) < 6000
-
-
-def test_a_sample_that_holds_itself_is_measured_too():
-    endless = [bytes(100)]
-    endless.append(endless)
-    assert bytes_in(endless) >= 100
-
-
-@pytest.mark.parametrize("measure", ["fetched", "assembled"])
-def test_sizes_of_batches_whose_numbers_all_leave_the_same_rest_are_followed(measure):
-    """An engine of eight may get the batches 3, 11, 19 …"""
-    sizes = SampleSizes()
-
-    def pass_batches(first, count, nbytes):
-        for number in range(first, first + 8 * count, 8):
-            plan = BatchPlan(number, (0, 1), 0)
-            if measure == "fetched":
-                sizes.on_fetched(RawBatch(plan, [bytes(nbytes)] * 2))
-            else:
-                sizes.on_assembled(HostBatch(plan, [bytes(nbytes)] * 2, 2))
-        return getattr(sizes, measure)
-
-    assert pass_batches(3, 8, 1000) == pytest.approx(1000, rel=0.1)
-    assert pass_batches(67, 160, 5000) == pytest.approx(5000, rel=0.1)
 
 
 class StartsLate(hr.AsyncDataset):

@@ -10,11 +10,9 @@ from headrace._core.batches import Rows
 from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.failure import Failure
 from headrace._core.interface.ranged import RangedDataset, positions
-from headrace._core.store.ranges import LARGEST_SPAN, Ranges
+from headrace._core.store.ranges import Ranges
 from headrace._core.store.request_stats import RequestStats
 from tests.unit.engine.stages import Stage, plan
-
-FAR = 10 * LARGEST_SPAN
 
 
 class Bytes(RangedDataset):
@@ -98,16 +96,6 @@ async def test_no_more_requests_are_in_flight_than_allowed():
         assert fetch.batches == [[*range(0, 100, 10)]]
 
 
-async def test_an_index_that_is_none_fails_alone():
-    dataset = Bytes()
-    async with stage(dataset) as fetch:
-        await fetch.admit(plan(0, (0, 100, -1)), plan(1, (3, "x")))
-        assert fetch.batches[0][::2] == [0, 99]
-        assert described(fetch.batches[0][1]) == (100, "index 100 is out of range for 100 samples")
-        assert fetch.batches[1][0] == 3
-        assert described(fetch.batches[1][1]) == ("x", "indices must be whole numbers, but got 'x'")
-
-
 async def test_members_of_a_request_that_failed_are_fetched_by_themselves_and_say_who_they_are():
     dataset = Bytes()
     dataset.gone = {3}
@@ -126,14 +114,6 @@ async def test_a_sample_that_is_no_good_is_read_by_itself_before_that_is_an_erro
         assert described(fetch.batches[1][1]) == (31, "no good: 31")
         assert fetch.batches[1][::2] == [30, 32]
     assert dataset.asked[-1] == (3, 1, 2, 31)
-
-
-async def test_too_few_bytes_are_an_error_of_each_member_and_not_of_the_stage():
-    dataset = Bytes()
-    dataset.short = True
-    async with stage(dataset) as fetch:
-        await fetch.admit(plan(0, (0,)), plan(1, (11, 12)))
-        assert [described(failure)[0] for failure in (*fetch.batches[0], *fetch.batches[1])] == [0, 11, 12]
 
 
 async def test_samples_without_bytes_need_no_request():
@@ -184,18 +164,3 @@ async def test_a_tensor_of_samples_goes_on_as_rows_and_with_a_failure_among_them
         assert [int(sample) for sample in fetch.batches[0]] == [1, 2]
         assert fetch.batches[1][0] == 40
         assert described(fetch.batches[1][1])[0] == 41
-
-
-async def test_stopping_in_mid_request_leaves_nothing_and_fetches_nothing_more():
-    dataset = Bytes()
-    dataset.open.clear()
-    async with stage(dataset, concurrency=2) as fetch:
-        await fetch.admit(plan(0, range(0, 100, 10)))
-    assert len(dataset.asked) == 2
-    assert not fetch.delivered
-
-
-def test_size_of_samples_is_estimated_by_their_ranges_unless_these_are_wrong():
-    fetch = RangeFetch(Bytes(), 1, lambda raw: None, lambda work: None, RequestStats())
-    assert fetch.estimate_sample_bytes(plan(0, (1, 2))) == 4
-    assert fetch.estimate_sample_bytes(plan(1, (1000,))) is None

@@ -75,15 +75,3 @@ def test_what_a_request_has_brought_is_let_go_with_the_last_batch_that_needs_it(
     together.pop_batch(1)
     gc.collect()
     assert kept() is None
-
-
-def test_who_waits_for_a_request_is_known_by_batch_and_slot():
-    together = ReadPlan(["a", "b"], [Ranges.of([(50, 60)]), Ranges.of([(0, 0), (60, 70)])])
-    together.plan()
-    (span,) = together.spans
-    assert sorted(together.locate(span.members)) == [("a", 0), ("b", 1)]
-    assert together.first(0) == "a"
-    assert list(together.locate([])) == []
-    assert together.put_empty() == []
-    assert together.leave_out(span.members[:1]) == ["a"]
-    assert together.leave_out(span.members[1:]) == ["b"]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import warnings
 
 import pytest
 import torch
@@ -87,12 +86,6 @@ def test_worker_that_dies_with_the_state_of_its_dataset_is_not_replaced():
 
 
 @WORKERS
-def test_map_style_dataset_without_a_state_has_none_in_its_batches(workers):
-    with opened(Reads(), placement(workers), num_workers=workers) as opener:
-        assert [host.stream_state for host in opener.batches(draws=DRAWS)] == [None] * 5
-
-
-@WORKERS
 def test_map_style_dataset_that_is_no_longer_stateful_is_an_error(workers):
     state = {"read": 0, "dataset": {"reads": 4}}
     start = SessionStart(2, {0 if workers else None: state})
@@ -172,11 +165,3 @@ def test_samples_numbered_from_0_after_a_restore_are_saved_and_restored_too(make
         assert [host.plan.indices for host in renumbered if host.size] == [(0, 1), (2, 3), (4,)]
         rest = [*opener.batches(start_after(renumbered[:1]))]
         assert given(hosts[:2]) + given(renumbered[:1]) + given(rest) == given(hosts)
-
-
-@pytest.mark.parametrize("make", [StatefulAsyncCount, StatefulTorchIterators])
-def test_no_warning_where_nothing_is_read_again(make):
-    with opened(make(9), "inline" if make is StatefulTorchIterators else "thread") as opener:
-        start = start_after([*opener.batches()][:3])
-        with warnings.catch_warnings(action="error"):
-            assert given(opener.batches(start)) == [[6, 7], [8]]

@@ -7,17 +7,13 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
-import threading
 import time
 
 import pytest
 
-from headrace._core.eventloop.loop_thread import EVENT_LOOP_VARIABLE
-from headrace._core.pool import launch
 from headrace._core.pool.launch import ContextLauncher, ZygoteLauncher
 from headrace._core.pool.supervisor import Pool
-from headrace.errors import RemoteError, WorkerDiedError
+from headrace.errors import WorkerDiedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -30,11 +26,6 @@ class Obey:
 
     def __call__(self, request):
         return request(self)
-
-
-class StartFails(Obey):
-    def start(self, worker, workers):
-        raise ValueError(f"worker {worker} will not")
 
 
 class StartExits(Obey):
@@ -91,34 +82,6 @@ def test_workers_are_numbered_and_answer_requests(on_loop, launcher):
     on_loop(scenario)
 
 
-def test_forks_need_not_import_the_event_loop(on_loop, monkeypatch):
-    pytest.importorskip("uvloop")
-    monkeypatch.delenv(EVENT_LOOP_VARIABLE, raising=False)
-    launch._end_zygote()  # an earlier test may have started it with that variable
-
-    async def scenario():
-        async with opened(Obey(), ZygoteLauncher()) as pool:
-            assert await value(pool, lambda _: "uvloop" in sys.modules)
-
-    on_loop(scenario)
-
-
-def test_unpinned_requests_go_to_free_workers(on_loop, launcher, tmp_path):
-    async def scenario():
-        async with opened(Obey(), launcher, workers=2) as pool, caller(tmp_path) as (address, calls):
-            held = asyncio.ensure_future(pool.run(functools.partial(call_and_wait, address)))
-            connection = await calls()
-            busy = (await held_by(connection))["pid"]
-            others = {await value(pool, pid) for _ in range(5)}
-            assert len(others) == 1
-            assert busy not in others
-            connection.send(b"go on")
-            await held
-            connection.close()
-
-    on_loop(scenario)
-
-
 def test_dead_worker_is_replaced_and_its_request_retried_once(on_loop, launcher, tmp_path):
     flag = tmp_path / "died"
 
@@ -148,38 +111,6 @@ def test_request_that_kills_two_workers_fails_with_its_batch(on_loop, launcher):
             assert (died.worker, died.exit_code, died.batch, died.indices) == (0, -9, 7, (70, 71))
             assert "attempt 2" in str(died)
             assert await value(pool, lambda _: "alive") == "alive"
-
-    on_loop(scenario)
-
-
-def test_exit_code_is_in_the_error(on_loop, launcher):
-    async def scenario():
-        async with opened(Obey(), launcher) as pool:
-            with pytest.raises(WorkerDiedError, match="exited with code 3") as caught:
-                await pool.run(lambda _: os._exit(3), batch=0)
-            assert caught.value.exit_code == 3
-
-    on_loop(scenario)
-
-
-def test_successive_batches_that_kill_their_worker_do_not_break_the_pool(on_loop, launcher):
-    async def scenario():
-        async with opened(Obey(), launcher) as pool:
-            poison = [pool.run(kill_self, batch=batch) for batch in range(4)]
-            outcomes = await asyncio.gather(*poison, value(pool, lambda _: "alive"), return_exceptions=True)
-            assert [died.batch for died in outcomes[:4]] == [0, 1, 2, 3]
-            assert outcomes[4] == "alive"
-
-    on_loop(scenario)
-
-
-def test_killed_idle_worker_is_replaced(on_loop, launcher):
-    async def scenario():
-        async with opened(Obey(), launcher) as pool:
-            first = await value(pool, pid)
-            os.kill(first, signal.SIGKILL)
-            # Whether the pool hears of the death before or after it sends the work, the work is done.
-            assert await value(pool, pid) != first
 
     on_loop(scenario)
 
@@ -253,122 +184,12 @@ def test_stateful_workers_are_not_replaced(on_loop, launcher):
     on_loop(scenario)
 
 
-def test_error_of_start_answers_every_request(on_loop, launcher):
-    async def scenario():
-        async with opened(StartFails(), launcher, workers=2) as pool:
-            for worker in (0, 1, 0):
-                answer = (await pool.run(pid, worker=worker)).answer
-                assert answer.step == "start"
-                assert isinstance(answer.error, ValueError)
-                assert f"worker {worker} will not" in str(answer.error)
-
-    on_loop(scenario)
-
-
 def test_workers_that_never_start_break_the_pool(on_loop, launcher):
     async def scenario():
         async with opened(StartExits(), launcher) as pool:
             for _ in range(3):
                 with pytest.raises(WorkerDiedError, match="exited with code 9"):
                     await pool.run(pid)
-
-    on_loop(scenario)
-
-
-def test_unpicklable_request_fails_and_the_pool_continues(on_loop, launcher):
-    async def scenario():
-        async with opened(Obey(), launcher) as pool:
-            with pytest.raises(TypeError, match="lock"):
-                await pool.run(threading.Lock())
-            assert await value(pool, lambda _: "alive") == "alive"
-
-    on_loop(scenario)
-
-
-class OnlyAtHome:
-    """Can be unpickled in the process that made it, and nowhere else."""
-
-    def __init__(self):
-        self.home = os.getpid()
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        if self.home != os.getpid():
-            raise ValueError("far from home")
-
-    def __call__(self, program):
-        return "here"
-
-
-def test_request_that_cannot_be_unpickled_is_answered_with_the_error(on_loop, launcher):
-    async def scenario():
-        async with opened(Obey(), launcher) as pool:
-            answer = (await pool.run(OnlyAtHome())).answer
-            assert (answer.step, str(answer.error)) == ("receive", "far from home")
-            assert await value(pool, lambda _: "alive") == "alive"
-
-    on_loop(scenario)
-
-
-@pytest.mark.parametrize(("make", "step"), [(threading.Lock, "pack"), (OnlyAtHome, "unpack")])
-def test_unpicklable_answer_is_replaced_by_the_error(on_loop, launcher, make, step):
-    async def scenario():
-        async with opened(Obey(), launcher) as pool:
-            answer = (await pool.run(lambda _: make())).answer
-            assert answer.step == step
-            assert isinstance(answer.error, (TypeError, ValueError))
-            assert await value(pool, lambda _: "alive") == "alive"
-
-    on_loop(scenario)
-
-
-class NeedsTwo(Exception):
-    def __init__(self, left, right):
-        super().__init__(f"{left} {right}")
-
-
-@pytest.mark.parametrize(
-    "error", [KeyError("no"), StopIteration(3), SystemExit(3), KeyboardInterrupt(), GeneratorExit()]
-)
-def test_any_exception_of_a_request_is_its_answer(on_loop, launcher, error):
-    def fail(_):
-        raise error
-
-    async def scenario():
-        async with opened(Obey(), launcher) as pool:
-            answer = (await pool.run(fail)).answer
-            assert (type(answer.error), answer.error.args) == (type(error), error.args)
-            assert answer.traceback.startswith("Traceback")
-            assert "in fail" in answer.traceback
-
-    on_loop(scenario)
-
-
-def test_exception_with_two_constructor_arguments_is_restored(on_loop, launcher):
-    def fail(_):
-        raise NeedsTwo("left", "right")
-
-    async def scenario():
-        async with opened(Obey(), launcher) as pool:
-            with pytest.raises(NeedsTwo, match=r"^left right$"):
-                await value(pool, fail)
-
-    on_loop(scenario)
-
-
-def test_unpicklable_exception_arrives_as_text(on_loop, launcher):
-    class Refuses(Exception):
-        def __reduce__(self):
-            raise SystemExit(3)
-
-    def fail(_):
-        raise Refuses("left right")
-
-    async def scenario():
-        async with opened(Obey(), launcher) as pool:
-            with pytest.raises(RemoteError, match="Refuses: left right") as caught:
-                await value(pool, fail)
-            assert caught.value.type_name.endswith("Refuses")
 
     on_loop(scenario)
 
@@ -428,19 +249,6 @@ def test_close_kills_a_worker_that_ignores_sigterm(on_loop, launcher, tmp_path):
     on_loop(scenario)
 
 
-def test_close_ends_workers_without_requests(on_loop, launcher):
-    async def scenario():
-        async with opened(Obey(), launcher, workers=2):
-            pass
-
-    on_loop(scenario)  # it may start the helper process that forks workers, which stays
-    descriptors = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else None
-    on_loop(scenario)
-    on_loop(scenario)
-    if descriptors is not None:
-        assert len(os.listdir("/proc/self/fd")) <= descriptors
-
-
 def test_cancelled_request_does_not_block_its_worker(on_loop, launcher, tmp_path):
     async def scenario():
         async with opened(Obey(), launcher) as pool, caller(tmp_path) as (address, calls):
@@ -486,11 +294,6 @@ def test_queued_request_survives_a_request_that_kills_two_workers(on_loop, launc
             assert [reply.attempt for reply in replies if not isinstance(reply, WorkerDiedError)] == [1] * 4
 
     on_loop(scenario)
-
-
-def test_unpicklable_task_is_refused_at_construction():
-    with pytest.raises(TypeError, match="lock"):
-        Pool(threading.Lock(), workers=1, launcher=ZygoteLauncher())
 
 
 def test_worker_has_the_environment_of_the_requesting_process(on_loop, tmp_path, monkeypatch):

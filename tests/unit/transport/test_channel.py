@@ -95,19 +95,6 @@ def test_nothing_follows_a_message_whose_sending_was_interrupted(monkeypatch, se
     receiver.close()
 
 
-def test_worker_detects_that_the_engine_has_closed(on_loop):
-    async def scenario():
-        channel, worker, received = await connected()
-        channel.close()
-        await received.lost.wait()
-        with pytest.raises((EOFError, ConnectionResetError)):
-            await asyncio.to_thread(worker.receive)
-        channel.send(dump_message(1))  # into the void, without an error
-        worker.close()
-
-    on_loop(scenario)
-
-
 def test_engine_detects_that_a_worker_ended_in_mid_object(on_loop):
     async def scenario():
         ours, theirs = Connection.pair()
@@ -156,20 +143,6 @@ def test_object_that_cannot_be_pickled_sends_nothing(on_loop):
         worker.close()
 
     on_loop(scenario)
-
-
-def test_received_tensor_is_writable_and_outlives_the_channel(on_loop):
-    async def scenario():
-        channel, worker, received = await connected()
-        worker.send(torch.arange(10))
-        tensor = await received.objects.get()
-        worker.send(torch.zeros(10, dtype=torch.int64))
-        await received.objects.get()
-        channel.close()
-        worker.close()
-        return tensor.add_(1)
-
-    assert on_loop(scenario).tolist() == list(range(1, 11))
 
 
 def test_objects_received_before_the_end_are_delivered_before_it():

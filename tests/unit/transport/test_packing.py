@@ -1,7 +1,6 @@
 """Small tensors that were packed are as independent of each other as tensors that were sent alone."""
 
 import copy
-import gc
 import io
 import pickle
 
@@ -11,9 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.transport.channel import BlockingChannel, Connection
 from headrace._core.transport.pickling import NUMPY_DTYPES, PickledPayload, dump_message, load_message
-from headrace._core.transport.slabs import SMALL
 
 DTYPES = [
     *NUMPY_DTYPES, torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn,
@@ -65,22 +62,6 @@ def test_tensors_arrive_in_their_places_among_other_values(kinds):
         assert others["tensor"].item() == number
 
 
-def test_many_small_tensors_take_one_buffer():
-    batch = columns(100)
-    payload = PickledPayload.dumps(batch)
-    assert [buffer.nbytes for buffer in payload.buffers] == [100 * 32]
-    assert len(payload.pickled) < 30 * len(batch)
-
-
-def test_large_tensors_are_not_copied():
-    large = torch.zeros(SMALL // 4 + 1)
-    payload = PickledPayload.dumps([torch.ones(2), large])
-    large[7] = 1
-    first, second = payload.loads()
-    assert torch.equal(first, torch.ones(2))
-    assert torch.equal(second, large)
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -100,14 +81,6 @@ def test_layout_and_requires_grad_are_kept(tensor):
     assert came.requires_grad == tensor.requires_grad
     if not tensor.is_contiguous() and tensor.stride() == torch.empty_like(tensor).stride():
         assert came.stride() == tensor.stride()
-
-
-def test_tensor_that_occurs_twice_stays_one():
-    tensor = torch.arange(3)
-    first, second, other = there_and_back([tensor, tensor, torch.arange(3)])
-    assert first is second
-    first += 1
-    assert torch.equal(other, torch.arange(3))
 
 
 def test_writing_to_one_tensor_leaves_the_others_and_their_gradients_alone():
@@ -142,23 +115,6 @@ def test_tensor_does_not_grow_into_its_neighbour():
     with pytest.raises(RuntimeError, match="not resizable"):
         batch["column 1"].resize_(8, 2)
     assert torch.equal(batch["column 2"], torch.full((4, 2), 2.0))
-
-
-def test_slab_is_in_use_until_the_last_tensor_is_collected():
-    ours, theirs = Connection.pair()
-    worker, consumer = BlockingChannel(ours), BlockingChannel(theirs)
-    try:
-        worker.send(PickledPayload.dumps(columns(1200)))
-        kept = consumer.receive().loads()["column 700"]
-        gc.collect()
-        consumer.send(None)  # would return the slab
-        worker.receive()
-        worker.send(PickledPayload.dumps([torch.zeros(4, 2) for _ in range(1200)]))
-        consumer.receive()
-        assert torch.equal(kept, torch.full((4, 2), 700.0))
-    finally:
-        worker.close()
-        consumer.close()
 
 
 def test_tensors_of_a_pickle_that_was_given_up_are_forgotten(monkeypatch):

@@ -6,11 +6,9 @@ import signal
 import sys
 import textwrap
 
-import cloudpickle
 import pytest
 
 import headrace as hr
-from headrace._core.transport.preload import Preload, modules_named_in
 from tests.forks import Forks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are forked")
@@ -71,39 +69,12 @@ def double_in_workers(fn, **options):
 DOUBLED = [[0, 2, 4, 6], [8, 10, 12, 14]]
 
 
-def imports_when_called(module):
-    namespace = {"__name__": "__main__"}
-    exec(f"def fn(x):\n    import {module.__name__}\n    return {module.__name__}.double(x)", namespace)
-    return namespace["fn"]
-
-
-def test_modules_of_functions_are_found_in_a_pickle(module):
-    for needs in (module.double, lambda x: module.double(x), [{"fn": module.double}], imports_when_called(module)):
-        assert "preloaded" in modules_named_in(cloudpickle.dumps(needs))
-
-
-def test_modules_not_imported_or_pickled_by_value_are_not_found(module):
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        assert modules_named_in(cloudpickle.dumps([module.double, "no_such_module", os.path.join, hr.take])) == ()
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
-
-
 @pytest.mark.parametrize("placement", ["thread", "process"])
 def test_module_is_imported_once_for_all_workers_and_the_next_loader(module, placement):
     assert double_in_workers(module.double, placement=placement) == DOUBLED
     assert len(pids_of(module)) == 1
     assert double_in_workers(lambda x: module.double(x), placement=placement) == DOUBLED
     assert len(pids_of(module)) == 1
-
-
-def test_loader_with_more_modules_imports_only_the_new_ones(write):
-    first, second = write("preloaded"), write("preloaded_too")
-    assert double_in_workers(first.double) == DOUBLED
-    assert double_in_workers(lambda x: first.double(second.double(x))) == [[0, 4, 8, 12], [16, 20, 24, 28]]
-    assert double_in_workers(second.double) == DOUBLED
-    assert (len(pids_of(first)), len(pids_of(second))) == (1, 1)
 
 
 def test_edited_and_reloaded_module_is_imported_again(module, tmp_path):
@@ -147,15 +118,6 @@ def test_template_with_threads_is_not_forked(write, placement):
     assert len(set(pids_of(module))) == {"thread": 3, "process": 4}[placement]  # a helper, two workers, the loader's
 
 
-def test_threads_of_numpy_scipy_and_arrow_do_not_count(forks):
-    program = (
-        "import numpy, scipy.linalg, pyarrow; "
-        "from headrace._core.transport.preload import has_threads; print(has_threads())"
-    )
-    assert forks.run_source(program, timeout=60).stdout == "False\n"
-    assert forks.run_source(f"{STARTS_A_THREAD}; {program}", timeout=60).stdout == "True\n"
-
-
 @pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)", "raise SystemExit", "1 / 0"])
 def test_module_that_ends_the_template_is_imported_by_the_workers(write, tmp_path, end):
     once = tmp_path / "once"
@@ -177,14 +139,3 @@ def test_workers_start_after_their_template_was_killed(module):
         (template,) = pids_of(module)
         os.kill(template, signal.SIGKILL)
         assert [batch.tolist() for batch in loader] == DOUBLED
-
-
-def test_preload_serves_a_subset_while_sources_are_unchanged():
-    source, other = ("a.py", 1, 1), ("b.py", 1, 1)
-    one = Preload(("a",), frozenset({source}))
-    two = Preload(("a", "b"), frozenset({source, other}))
-    assert two.serves(one) is False  # a source of its own is not this program's any more
-    assert two.serves(Preload(("a",), frozenset({source, other})))
-    assert one.begins(two)
-    assert not one.serves(two)
-    assert not one.begins(Preload(("a", "b"), frozenset({("a.py", 2, 1), other})))

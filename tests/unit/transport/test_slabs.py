@@ -2,7 +2,6 @@
 
 import gc
 import os
-import resource
 import socket
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 
 from headrace._core.transport.channel import BlockingChannel, Connection
 from headrace._core.transport.pickling import dump_message
-from headrace._core.transport.slabs import IDLE, SLABS, SMALLEST, Allocator, Arena, Mapper, aligned
+from headrace._core.transport.slabs import IDLE, SLABS, SMALLEST, Allocator, Mapper
 
 pytestmark = pytest.mark.skipif("not hasattr(os, 'memfd_create')", reason="slabs are memfds")
 
@@ -53,11 +52,6 @@ def test_writes_of_one_end_are_visible_at_the_other(allocator, mapper):
     view[0] = ord("j")
     assert bytes(slab.memory[:5]) == b"jello"
     assert len(view) == MEGABYTE <= slab.size
-
-
-def test_small_messages_use_the_socket(allocator):
-    assert allocator.allocate(SMALLEST - 1) is None
-    assert allocator.allocate(SMALLEST) is not None
 
 
 DERIVED = {
@@ -105,15 +99,6 @@ def test_freed_slab_is_reused_without_another_descriptor(allocator, mapper):
     assert descriptors() == before
 
 
-def test_smallest_sufficient_slab_is_allocated(allocator):
-    small, large = allocator.allocate(MEGABYTE), allocator.allocate(8 * MEGABYTE)
-    allocator.free([large.number, small.number])
-    assert allocator.allocate(MEGABYTE // 2) is small
-    assert allocator.allocate(MEGABYTE // 2) is large
-    allocator.free([large.number, small.number])
-    assert allocator.allocate(2 * MEGABYTE) is large
-
-
 def test_allocation_at_the_limit_returns_none_until_a_slab_is_freed(sockets):
     allocator, mapper = Allocator(sockets[0], limit=3), Mapper(sockets[1])
     slabs = [allocator.allocate(MEGABYTE) for _ in range(3)]
@@ -123,19 +108,6 @@ def test_allocation_at_the_limit_returns_none_until_a_slab_is_freed(sockets):
     allocator.free(mapper.returned())
     assert allocator.allocate(MEGABYTE) is slabs[2]
     assert 0 < SLABS < 1000
-
-
-def test_larger_slab_replaces_a_free_one_whose_memory_is_returned(sockets):
-    allocator, mapper = Allocator(sockets[0], limit=2), Mapper(sockets[1])
-    before = mapped()
-    for size in (1, 2, 4, 8, 16):
-        slab = allocator.allocate(size * MEGABYTE)
-        view = mapper.view(slab.number, size * MEGABYTE)
-        view[-1] = size
-        assert slab.memory[size * MEGABYTE - 1] == size
-        del view
-        allocator.free(mapper.returned())
-    assert len(mapped() - before) <= 2  # inodes
 
 
 def returned(allocator, mapper):
@@ -163,16 +135,6 @@ def test_memory_of_idle_slabs_is_returned_to_the_kernel(allocator, mapper, monke
     assert all(mapper.view(slab.number, 1)[0] == slab.number for slab in slabs)
     assert in_memory(mapper) == [True] * 3
     assert len(mapped()) == 3
-
-
-def test_memory_of_a_slab_in_use_is_kept(allocator, mapper):
-    slab = allocator.allocate(MEGABYTE)
-    slab.memory[:4] = b"kept"
-    kept = mapper.view(slab.number, MEGABYTE)
-    for _ in range(2 * IDLE):
-        mapper.view(allocator.allocate(MEGABYTE).number, MEGABYTE)
-        returned(allocator, mapper)
-    assert bytes(kept[:4]) == b"kept"
 
 
 def test_replaced_slab_is_replaced_for_the_receiver_of_a_forwarded_one(monkeypatch):
@@ -207,23 +169,6 @@ def test_replaced_slab_is_replaced_for_the_receiver_of_a_forwarded_one(monkeypat
         end.close()
 
 
-def test_views_outlive_the_sockets_and_both_ends(allocator, mapper, sockets):
-    slab = allocator.allocate(MEGABYTE)
-    slab.memory[:3] = b"abc"
-    view = mapper.view(slab.number, MEGABYTE)
-    for end in sockets:
-        end.close()
-    del allocator, mapper, slab
-    gc.collect()
-    assert bytes(view[:3]) == b"abc"
-
-
-def test_view_of_a_slab_whose_allocator_has_ended_is_an_error(mapper, sockets):
-    sockets[0].close()
-    with pytest.raises(EOFError, match="the process that allocated the slab has ended"):
-        mapper.view(1, MEGABYTE)
-
-
 @pytest.mark.parametrize("call", ["memfd_create", "posix_fallocate"])
 def test_failed_allocation_returns_none_and_leaks_nothing(allocator, mapper, monkeypatch, call):
     def no_memory(*arguments):
@@ -236,53 +181,6 @@ def test_failed_allocation_returns_none_and_leaks_nothing(allocator, mapper, mon
     assert descriptors() == before
     slab = allocator.allocate(MEGABYTE)  # and when the shortage is over, it lends again
     assert len(mapper.view(slab.number, MEGABYTE)) == MEGABYTE
-
-
-def test_limit_on_the_size_of_files_fails_an_allocation(allocator):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        assert allocator.allocate(MEGABYTE) is None
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert allocator.allocate(MEGABYTE) is not None
-
-
-def test_without_memfd_everything_uses_the_socket(sockets, monkeypatch):
-    monkeypatch.delattr(os, "memfd_create")
-    assert Allocator(sockets[0]).allocate(MEGABYTE) is None
-
-
-def test_arena_knows_the_offsets_of_its_buffers(allocator):
-    arena = Arena(allocator)
-    assert arena.empty(20_000) is None  # no slab before the first answer has shown how large one is
-    arena.begin()
-    assert arena.slab is None
-    assert arena.finish(MEGABYTE) is None
-    arena.begin()
-    one, two = arena.empty(20_000), arena.empty(30_000)
-    assert (arena.offset_of(one), arena.offset_of(two)) == (0, aligned(20_000))
-    assert arena.offset_of(two[10:]) == aligned(20_000) + 10
-    assert arena.offset_of(memoryview(bytes(100))) is None
-    assert arena.offset_of(memoryview(b"")) is None
-    assert arena.empty(2 * MEGABYTE) is None
-    assert arena.empty(100) is None  # packed with others
-    slab = arena.slab
-    assert arena.finish(MEGABYTE) is slab
-    assert arena.slab is None
-    assert arena.offset_of(one) is None  # it is the mapper's now
-
-
-def test_abandoned_arena_frees_its_slab(allocator):
-    arena = Arena(allocator)
-    arena.finish(MEGABYTE)
-    arena.begin()
-    slab = arena.slab
-    assert arena.finish(slab.size + 1) is None
-    arena.abandon()
-    arena.finish(MEGABYTE)
-    arena.begin()
-    assert arena.slab is slab
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

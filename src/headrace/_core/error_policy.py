@@ -5,11 +5,10 @@ A new policy is a subclass of `ErrorPolicy` here, and for a word a line in `_BY_
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from headrace._core.batches import HostBatch
 from headrace._core.failure import Failure, Stage
@@ -40,7 +39,6 @@ class EpochFailures:
     """The counts of one epoch that a policy decides by.
 
     Attributes:
-        counts_runs: whether `longest` and `in_a_row` are counted, which takes 1 µs for each failure.
         delivered: samples delivered.
         skipped: samples skipped.
         in_a_row: samples skipped since the last that was delivered.
@@ -48,7 +46,6 @@ class EpochFailures:
         examples: the last failures. Not as text, which would take longer than skipping them.
     """
 
-    counts_runs: bool = True
     delivered: int = 0
     skipped: int = 0
     in_a_row: int = 0
@@ -65,8 +62,6 @@ class EpochFailures:
         lost = len(host.plan.indices) - host.size
         self.skipped += lost
         self.examples.extend(host.failures[-EXAMPLES:])
-        if not self.counts_runs:
-            return
         if host.empty:
             self.longest = self.in_a_row = self.in_a_row + lost
         else:
@@ -99,39 +94,35 @@ def _hashable(index: object) -> object:
     return index if isinstance(index, int | str) else repr(index)
 
 
-class ErrorPolicy(ABC):
+class ErrorPolicy:
     """The treatment of errors of user code: decided for each failure, and checked against the counts of the epoch.
 
-    Attributes:
-        limits_runs: whether `excess` compares samples in a row.
+    This one skips all samples that fail.
     """
 
-    limits_runs: ClassVar[bool] = False
+    __slots__ = ()
 
     @property
     def tolerance(self) -> Tolerance:
         """The part of the policy that the engine follows."""
         return Tolerance(skips=True)
 
-    @abstractmethod
     def decide(self, failure: Failure) -> Decision:
         """Whether `next()` raises the failure, or its samples are skipped. Called on the consumer's thread."""
+        return "skip"
 
     def excess(self, counts: EpochFailures, *, ended: bool) -> str | None:
         """The reason why too many samples were skipped, or None; with `ended`, by the end of the epoch."""
         return None
 
 
-class _Always(ErrorPolicy):
-    def __init__(self, decision: Decision) -> None:
-        self._decision = decision
-
+class _Raise(ErrorPolicy):
     @property
     def tolerance(self) -> Tolerance:
-        return Tolerance(skips=self._decision == "skip")
+        return Tolerance(skips=False)
 
     def decide(self, failure: Failure) -> Decision:
-        return self._decision
+        return "raise"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +147,6 @@ class SkipErrors(ErrorPolicy):
     max_share: float = 0.01
     max_in_a_row: int = 100
 
-    limits_runs: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         share, in_a_row = self.max_share, self.max_in_a_row
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
@@ -169,9 +158,6 @@ class SkipErrors(ErrorPolicy):
     def tolerance(self) -> Tolerance:
         # One more than is allowed, so that the consumer counts the excess and raises.
         return Tolerance(skips=True, max_in_a_row=self.max_in_a_row + 1)
-
-    def decide(self, failure: Failure) -> Decision:
-        return "skip"
 
     def excess(self, counts: EpochFailures, *, ended: bool) -> str | None:
         if counts.longest > self.max_in_a_row:
@@ -185,11 +171,7 @@ class SkipErrors(ErrorPolicy):
 
 
 class _Ask(ErrorPolicy):
-    """A function of the user's that decides for each failure.
-
-    Args:
-        function: given the failure; returns ``"raise"`` or ``"skip"``, or raises.
-    """
+    """A function of the user's that decides for each failure."""
 
     def __init__(self, function: Callable[[Failure], Decision]) -> None:
         self._function = function
@@ -209,7 +191,7 @@ class _Ask(ErrorPolicy):
 
 OnError: TypeAlias = Decision | SkipErrors | Callable[[Failure], Decision]
 
-_BY_NAME: dict[str, ErrorPolicy] = {"raise": _Always("raise"), "skip": _Always("skip")}
+_BY_NAME: dict[str, ErrorPolicy] = {"raise": _Raise(), "skip": ErrorPolicy()}
 
 
 def error_policy(on_error: OnError) -> ErrorPolicy:

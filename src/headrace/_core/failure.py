@@ -30,11 +30,6 @@ class Stage(enum.StrEnum):
     COPY = "copy"  # to a device
     ON_ERROR = "on_error"
 
-    @property
-    def is_of_samples(self) -> bool:
-        """Whether another sample may succeed in this stage, so that this one may be skipped."""
-        return self in (Stage.FETCH, Stage.TRANSFORM, Stage.COLLATE)
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -85,7 +80,7 @@ class Failure:
         """Whether an `on_error` policy may skip it: it concerns samples, not the whole pipeline."""
         if isinstance(self.error, WorkerDiedError):
             return self.error.batch is not None or self.index is not None
-        return self.unskippable is None and self.stage.is_of_samples
+        return self.unskippable is None and self.stage in (Stage.FETCH, Stage.TRANSFORM, Stage.COLLATE)
 
     @property
     def type_name(self) -> str:

@@ -62,7 +62,7 @@ class FailureHandler:
         self._counters = counters
         self.skips = policy.tolerance.skips
         self.counts: tuple[int, ...] = (0, 0, 0, 0, 0)
-        self._epoch = EpochFailures(counts_runs=policy.limits_runs)
+        self._epoch = EpochFailures()
         self._deaths_in_a_row = 0
         self._candidates: deque[Sequence[object] | None] = deque(maxlen=1 if stream else CANDIDATES)
         self._lost = 0  # batches of this epoch that lost all their samples

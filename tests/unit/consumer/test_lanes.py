@@ -210,7 +210,9 @@ def test_merged_states_continue_with_other_ranks_and_lanes(as_rank, before, afte
                 loader.load_state_dict(again)
                 assert [samples_of([batch]) for batch in loader] == rest[begun:]
         given += itertools.chain.from_iterable(rest)
-    assert sorted(given) == list(range(N))
+    assert sorted(set(given)) == list(range(N))
+    again = len(given) - N
+    assert again <= (before[0] * before[1] * 4 if name == "shuffled" else 0), "of the windows of shuffle buffers"
 
 
 def test_states_before_each_lane_gave_a_batch_are_not_merged(as_rank):

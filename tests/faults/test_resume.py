@@ -85,7 +85,8 @@ class Epoch:
         every = collections.Counter(range(N))
         twice, missing = count - every, every - count
         allowed = self.kind.unequal
-        assert twice.total() <= min(max(allowed, 0), most - 1), (twice, self.story)
+        again = min(max(allowed, 0), most - 1) + KILLS * most * self.kind.buffer
+        assert twice.total() <= again, (twice, self.story)
         assert missing.total() <= min(max(-allowed, 0), most - 1), (missing, self.story)
 
     def number_of_ranks(self) -> int:

@@ -145,6 +145,7 @@ class Kind:
         workers: the number of workers, where it must stay the same.
         state_bytes: the state is shorter than this; 0 where it grows with the ranks or readers.
         unequal: number of samples by which an epoch may differ from the dataset: given twice (positive) or dropped.
+        buffer: samples that each rank may give again, where their number changes.
     """
 
     make: Callable[[Path], tuple[Any, Any]]
@@ -153,6 +154,7 @@ class Kind:
     workers: int | None = None
     state_bytes: int = 0
     unequal: int = 0
+    buffer: int = 0
 
 
 def elastic(folder):
@@ -176,7 +178,7 @@ KINDS = {
         lambda folder: (tars(folder, split="samples"), None), global_cursor=True, state_bytes=2000
     ),
     "tar, split by shards": Kind(lambda folder: (tars(folder), None)),
-    "tar, shuffled": Kind(lambda folder: (tars(folder, shuffle=True, buffer_size=8), None)),
+    "tar, shuffled": Kind(lambda folder: (tars(folder, shuffle=True, buffer_size=8), None), buffer=8),
     "lines": Kind(lambda folder: (lines(folder), None)),
     "parquet": Kind(lambda folder: (rows(folder), None)),
     "torch iterable": Kind(lambda folder: (TorchNumbers(), None), ranks=1, workers=2),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import re
 import sys
 import zlib
 from collections import deque
@@ -55,10 +53,6 @@ class Plain:
 
     def restore(self, packed: int, unpacked: int) -> None:
         """Start in the middle, at a place that `restart` gave; called before the first `feed`."""
-
-    @staticmethod
-    def compress(data: bytes) -> bytes:
-        return data
 
 
 class _Decompressor(Plain):
@@ -139,10 +133,6 @@ class Gzip(_Decompressor):
                 yield piece
             rest = self._end_stream() if self._stream.eof else self._stream.unconsumed_tail
 
-    @staticmethod
-    def compress(data: bytes) -> bytes:
-        return gzip.compress(data, compresslevel=6, mtime=0)
-
 
 class Zstd(_Decompressor):
     """Zstandard (RFC 8878): one frame, or several in a row; checksums are verified where a frame has one.
@@ -155,7 +145,14 @@ class Zstd(_Decompressor):
 
     def __init__(self, shard: str) -> None:
         super().__init__(shard)
-        self._zstd = _zstd()
+        try:
+            if sys.version_info >= (3, 14):
+                from compression import zstd
+            else:
+                from backports import zstd
+        except ImportError:
+            raise MissingExtraError(what="reading zstd", package="backports.zstd", extra="zstd") from None
+        self._zstd: Any = zstd
 
     def _unpack(self, rest: bytes) -> Iterator[bytes]:
         while rest or (self._stream is not None and not self._stream.needs_input):
@@ -170,11 +167,6 @@ class Zstd(_Decompressor):
                 yield piece
             rest = self._end_stream() if self._stream.eof else b""
 
-    @staticmethod
-    def compress(data: bytes) -> bytes:
-        compressed: bytes = _zstd().compress(data)
-        return compressed
-
 
 _CODECS: dict[str, type[Plain]] = {".gz": Gzip, ".zst": Zstd, ".zstd": Zstd, ".tgz": Gzip, ".tzst": Zstd}
 
@@ -185,10 +177,6 @@ SUFFIXES = tuple(suffix for suffix in _CODECS if suffix not in TAR_SUFFIXES)
 """Suffixes of compressed files. A new compression is a class and a line here."""
 
 _UNSUPPORTED = (".bz2", ".xz", ".lz4", ".snappy", ".br", ".tbz", ".tbz2", ".txz")
-
-_SIGNATURE = re.compile(
-    rb"(?P<gzip>\x1f\x8b)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\x00)"
-)
 
 
 def codec_for(key: str) -> type[Plain]:
@@ -224,34 +212,3 @@ def refuse_compressed(name: str) -> None:
     """Raise `ShardError` if the shard's name has the suffix of a compression, supported or not."""
     if name.lower().endswith((*_CODECS, *_UNSUPPORTED)):
         raise ShardError("a compressed shard cannot be read at an offset; decompress it", shard=name)
-
-
-def compression_of(start: bytes) -> str | None:
-    """The compression of a file that starts with these bytes; None if they are of no known one.
-
-    Example:
-        >>> compression_of(gzip.compress(b"text"))
-        'gzip'
-    """
-    match = _SIGNATURE.match(start)
-    return match.lastgroup if match else None
-
-
-def compress(key: str, data: bytes) -> bytes:
-    """Compress `data` by the suffix of `key`; deterministic.
-
-    Raises:
-        MissingExtraError: zstd before Python 3.14, and the package is not installed.
-    """
-    return codec_for(key).compress(data)
-
-
-def _zstd() -> Any:
-    try:
-        if sys.version_info >= (3, 14):
-            from compression import zstd
-        else:
-            from backports import zstd
-    except ImportError:
-        raise MissingExtraError(what="reading zstd", package="backports.zstd", extra="zstd") from None
-    return zstd

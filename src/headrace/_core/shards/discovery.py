@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 from collections.abc import Awaitable, Iterator, Sequence
@@ -17,7 +18,7 @@ from headrace._core.store.head import Head, InitialRead
 from headrace._core.store.listing import list_heads
 from headrace._core.store.open import check_shared
 from headrace._core.store.options import traits_of
-from headrace._core.store.redaction import check_path, path_of
+from headrace._core.store.redaction import check_path
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace.errors import EmptyListingError, ObjectNotFoundError
 
@@ -78,27 +79,15 @@ class _Pattern:
             heads = [head for head in heads if glob.fullmatch(head.key)]
             problem = f"nothing matches {self.key!r}"
         else:
-            if not heads and prefix == self.key != "" and (head := await self._head()):
-                return [Shard(self.store, self.key, head)]
-            exists = heads or self._is_local_directory()
+            if not heads and prefix == self.key != "":
+                with contextlib.suppress(ObjectNotFoundError):
+                    return [Shard(self.store, self.key, await self.store.head(self.key))]
             named = (head for head in heads if head.key.lower().endswith(suffixes))
             heads = [head for head in named if not _is_hidden(head.key.removeprefix(prefix))]
-            endings = f"no name ends in {' or '.join(suffixes)}"
-            problem = endings if exists else "no such file or directory"
+            problem = f"no such file, and no file in such a directory that ends in {' or '.join(suffixes)}"
         if not heads:
             raise EmptyListingError(problem, url=self.store.name(prefix))
         return [Shard(self.store, head.key, head) for head in heads]
-
-    async def _head(self) -> Head | None:
-        """The metadata of the object with this key; None if there is none."""
-        try:
-            return await self.store.head(self.key)
-        except ObjectNotFoundError:
-            return None
-
-    def _is_local_directory(self) -> bool:
-        path = path_of(self.store.url)
-        return path is not None and os.path.isdir(os.path.join(path, self.key))
 
 
 def find_shards(

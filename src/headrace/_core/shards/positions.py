@@ -53,10 +53,9 @@ class PartPosition:
         state: State = {"part": self.part, "given": self.given + taken, "drop": self.drop + taken}
         if self.decoder is not None:
             state["start"], state["skip"], state["decoder"] = self.start, self.skip, self.decoder
-        if head is not None:
-            state["size"], state["etag"] = head.size, head.etag
-        elif self.size is not None:
-            state["size"], state["etag"] = self.size, self.etag
+        size, etag = (self.size, self.etag) if head is None else (head.size, head.etag)
+        if size is not None:
+            state["size"], state["etag"] = size, etag
         if self.stop is not None:
             state["stop"] = self.stop
         return state
@@ -68,27 +67,21 @@ class PartPosition:
         Raises:
             StateError: the state is damaged.
         """
-        if not isinstance(state, dict):
-            raise StateError(f"the state is damaged: {state!r} is no position of a shard")
-        position = cls(expect_int(state, "part"), expect_int(state, "given"), expect_int(state, "drop"))
-        if parts is not None and position.part >= parts:
-            raise StateError(f"the state is damaged: part {position.part} of {parts}")
-        if "size" in state:
-            etag = state.get("etag")
-            if etag is not None and not isinstance(etag, str):
-                raise StateError(f"the state is damaged: 'etag' must be a str, but is {etag!r}")
-            position = replace(position, size=expect_int(state, "size"), etag=etag)
-        if "decoder" in state:
-            decoder = expect_state(state, "decoder")
-            start, skip = expect_int(state, "start"), expect_int(state, "skip")
-            expect_int(decoder, "offset", least=skip)
-            if position.size is None or start > position.size:
-                raise StateError(f"the state is damaged: byte {start} of {position.size}")
-            position = replace(position, start=start, skip=skip, decoder=decoder)
-        if "stop" in state:
-            position = replace(position, stop=expect_int(state, "stop", least=position.given))
-        if position.drop > position.given:
-            raise StateError(f"the state is damaged: {position.drop} of {position.given} samples to drop")
+        state = expect_state({"position": state}, "position")
+        values = {name: expect_int(state, name) for name in ("part", "given", "drop")}
+        for name in ("start", "skip", "size", "stop"):
+            if name in state:
+                values[name] = expect_int(state, name)
+        decoder = expect_state(state, "decoder") if "decoder" in state else None
+        etag = state.get("etag")
+        if (etag is not None and not isinstance(etag, str)) or (parts is not None and values["part"] >= parts):
+            raise StateError(f"the state is damaged: {state} is a position in none of {parts} parts")
+        position = cls(**values, decoder=decoder, etag=etag)
+        in_object = decoder is None or (
+            expect_int(decoder, "offset") >= position.skip and position.start <= values.get("size", -1)
+        )
+        if not in_object or position.drop > position.given or position.given > values.get("stop", position.given):
+            raise StateError(f"the state is damaged: {state} is no position")
         return position
 
     def version_of(self, shard: Shard) -> Shard:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 TAIL = 64 << 10
 _PARALLEL_FOOTERS = 32
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
-_PADDING = 100  # bytes that old writers leave out of a chunk's length (PARQUET-816); other readers also add them
 
 Pieces = list[tuple[int, memoryview]]
 """Parts of a file, each with its offset; in order, not overlapping."""
@@ -172,7 +171,6 @@ class RowGroup:
         """The byte ranges of the columns; raises `ShardError` if they lie outside the file."""
         metadata, size = self.footer.metadata, self.footer.head.size
         stored = metadata.row_group(self.number)
-        padding = _PADDING if str(metadata.created_by or "").startswith("parquet-mr") else 0
         ranges = []
         for leaf in self.footer.leaves(self.columns):
             chunk = stored.column(leaf)
@@ -180,7 +178,7 @@ class RowGroup:
             start = min(start, chunk.data_page_offset)
             if start < 0 or length < 0 or start + length > size:
                 raise self.error(f"corrupt footer: bytes {start} to {start + length} lie outside a file of {size}")
-            ranges.append((start, min(start + length + padding, size)))
+            ranges.append((start, start + length))
         return Ranges.of(ranges)
 
 

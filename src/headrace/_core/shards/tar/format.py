@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from headrace._core.shards.compression import compression_of
 from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ _BLANKS = 8 * ord(" ")  # of the checksum field, which counts as blanks in the s
 _FILE = frozenset((b"0", b"\0", b"7"))
 _EXTENSION = frozenset((b"x", b"g", b"L", b"K"))
 _REFUSED = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
-_REMEDIES = {"gzip": "rename it to end in .tar.gz", "zstd": "rename it to end in .tar.zst"}
 _PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=]+)=")
 
 
@@ -152,7 +150,6 @@ class TarParser:
             member = self._pending.name or member
             what = f"it ends {self._pending.size - self._missing} bytes into a content of {self._pending.size}"
         elif self._header:
-            self._refuse_compression(self._header, self._offset - len(self._header))
             what = f"it ends {len(self._header)} bytes into a header"
         elif self._zero_blocks < 2:
             what = "it is empty" if not self._offset else "the two zero blocks that end an archive are missing"
@@ -211,8 +208,7 @@ class TarParser:
     def _parse_header(self, header: bytes, offset: int) -> _Pending:
         raw_name, raw_size, raw_checksum, kind, magic, prefix = _HEADER.unpack(header)
         if not checksum_holds(header, raw_checksum):
-            self._refuse_compression(header, offset)
-            self._fail("the checksum of a header is wrong", offset)
+            self._fail("the checksum of a header is wrong" if offset else "it begins with no header of a tar", offset)
         size = parse_number(raw_size)
         if size is None or size < 0:
             self._fail("a header has no valid size", offset)
@@ -293,13 +289,6 @@ class TarParser:
                 self._fail("an extended header has no valid size", offset)
             size = int(pax[b"size"])
         return name.decode("utf-8", "surrogateescape"), size
-
-    def _refuse_compression(self, header: bytes, offset: int) -> None:
-        """Raise `ShardError` if the archive starts with this invalid header, which is that of a compressed file."""
-        kind = compression_of(header) if offset == 0 else None
-        if kind is not None:
-            remedy = _REMEDIES.get(kind, "decompress it, or compress it as gzip or zstd")
-            raise ShardError(f"not a tar: its content is compressed as {kind}; {remedy}", shard=self._shard, offset=0)
 
     def _fail(self, what: str, offset: int | None = None, member: str | None = None) -> NoReturn:
         where = self._offset if offset is None else offset

@@ -1,34 +1,104 @@
 """Detection of user code that blocks an engine's event loop.
 
 While a session runs, a callback on the loop (the beat) notes the time every 25 ms. One thread of the process wakes when
-a beat is late by 25 ms, and samples the stack of the loop's thread every 10 ms until the beat comes. A place in user
-code is reported when it is shown to have blocked the loop, once: a late beat alone is no evidence, since the process
-may have been stopped, other processes may use the cores, or another thread may hold the GIL. What counts is decided in
-`lateness`, the warning is in `block_warnings`.
+a beat is late by 25 ms, and samples the stack of the loop's thread every 10 ms until the beat comes. A late beat alone
+is no evidence, since the process may have been stopped, other processes may use the cores, or another thread may hold
+the GIL. Of each interval between two samples in one function of user code only this counts:
 
-What that is measured against, and the cost: docs/design/0015.
+- CPU time of the loop's thread, if both samples are in one step of the loop (the same frame, and no beat between);
+- time in which it neither ran nor waited for a core, if it slept at both samples, less the time by which the watchdog
+  itself was late without waiting for a core (the process was stopped), and, if it was late at all, less 6 ms for each
+  voluntary context switch of the loop's thread: a thread that waits for the GIL wakes every 5 ms
+  (`sys.getswitchinterval`), one that sleeps or waits for a socket does not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
+import logging
 import math
 import os
 import sys
+import sysconfig
 import threading
 import time
-
-from headrace._core.eventloop.block_warnings import is_reported, warn
-from headrace._core.eventloop.lateness import GRACE, PROMPT, PROVEN, REPORTED, Lateness, Sample, ThreadUsage
-from headrace._core.eventloop.stack_places import Place, Spot, find_user_code
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 BEAT = 0.025  # seconds between beats
+GRACE = 0.025  # seconds by which a beat is late when sampling begins
 TICK = 0.01  # seconds between samples
 SLOW_TICK = 0.1  # of a loop that has been blocked for `STILL_BLOCKED`
 STILL_BLOCKED = 1.0  # seconds after which a block is reported before it has ended
+REPORTED = 0.1  # seconds: shorter blocks are not reported
+PROVEN = 0.075  # seconds of them that samples must show; the first part passes before the first sample
+PROMPT = 0.0025  # seconds by which the watchdog is late at most where no thread holds the GIL for long
+GIL_WAIT = 1.2  # switch intervals for each voluntary context switch; timers are late
 MOST_PLACES = 100
+PLACE = "headrace_place"  # the attribute of a warning's record
+
+_HEADRACE = os.path.join(str(Path(__file__).parents[2]), "")
+_STANDARD_LIBRARY = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_LOOPS = (f"{os.sep}anyio{os.sep}", f"{os.sep}uvloop{os.sep}")
+_log = logging.getLogger("headrace")
+_reported: set[tuple[str, int]] = set()  # file and first line of a function: one report for each
+
+
+class Spot(NamedTuple):
+    """User code on a sampled stack: the innermost function and its line, and the outermost frame of this step."""
+
+    code: types.CodeType
+    line: int
+    step: types.FrameType
+
+
+class ThreadUsage(NamedTuple):
+    """What a thread has done since it started; 0 where the system does not say.
+
+    Attributes:
+        ran: seconds on a core.
+        queued: seconds in which it waited for a core, without a wait that has not ended.
+        switches: voluntary context switches.
+        sleeps: whether it now waits for something else than a core.
+    """
+
+    ran: float = 0.0
+    queued: float = 0.0
+    switches: int = 0
+    sleeps: bool = False
+
+    @classmethod
+    def of(cls, native_id: int) -> ThreadUsage:
+        """That of a thread of this process."""
+        try:
+            status = Path(f"/proc/self/task/{native_id}/status").read_bytes()
+            ran, queued, _ = map(int, Path(f"/proc/self/task/{native_id}/schedstat").read_bytes().split())
+            switches = int(status.rpartition(b"\nvoluntary_ctxt_switches:")[2].split()[0])
+            state = status.partition(b"\nState:")[2].split()[0]
+        except (OSError, ValueError, IndexError):  # not Linux, or the thread has ended
+            return cls()
+        return cls(ran / 1e9, queued / 1e9, switches, sleeps=state in (b"S", b"D"))
+
+
+class Sample(NamedTuple):
+    time: float
+    spot: Spot | None
+    usage: ThreadUsage
+    own: ThreadUsage  # the watchdog's
+
+
+@dataclass(slots=True)
+class Block:
+    """Seconds for which a function has blocked the loop during one late beat, and of these by computing."""
+
+    spot: Spot
+    seconds: float = 0.0
+    computed: float = 0.0
+    counted: float = 0.0
 
 
 class LoopWatch:
@@ -45,27 +115,29 @@ class LoopWatch:
     """
 
     def __init__(self, dataset: str) -> None:
-        self.dataset = dataset
-        self.blocked_seconds = 0.0
-        self.queued_seconds = 0.0
-        self._schedstat: int | None = None  # descriptor
+        self.blocked_seconds = self.queued_seconds = 0.0
         self.place: str | None = None
         self.due = math.inf  # time of the next beat; infinite while no session runs
-        self.cpu = 0.0  # CPU seconds of the loop's thread at the last beat
-        self.thread = 0
-        self.native_id = 0
+        self._dataset = dataset
+        self._schedstat: int | None = None  # descriptor
+        self._thread = self._native_id = 0
         self._sessions = 0
         self._beats: asyncio.TimerHandle | None = None
-        self._by_place: dict[Place, float] = {}
+        self._by_code: dict[types.CodeType, float] = {}
+        # Of a late beat, on the watchdog's thread:
+        self._late: float | None = None  # when it was due
+        self._contended = False  # whether the watchdog was late: another thread may hold the GIL
+        self._blocks: dict[types.CodeType, Block] = {}
+        self._last: Sample
 
     def begin(self) -> None:
         """A session begins; on the loop."""
         self._sessions += 1
         if self._sessions == 1:
             self._loop = asyncio.get_running_loop()
-            self.thread, self.native_id = threading.get_ident(), threading.get_native_id()
+            self._thread, self._native_id = threading.get_ident(), threading.get_native_id()
             with contextlib.suppress(OSError):  # not Linux, or no descriptor is left
-                self._schedstat = os.open(f"/proc/self/task/{self.native_id}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+                self._schedstat = os.open(f"/proc/self/task/{self._native_id}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             self._beat()
             watchdog.add(self)
 
@@ -87,17 +159,131 @@ class LoopWatch:
 
     def _beat(self) -> None:
         self._beats = self._loop.call_later(BEAT, self._beat)
-        self.cpu = time.thread_time()
         if self._schedstat is not None:
             self.queued_seconds = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
         self.due = time.monotonic() + BEAT
 
-    def add(self, place: Place, seconds: float) -> None:
-        """Count seconds for which a place blocked the loop."""
-        self.blocked_seconds += seconds
-        if place in self._by_place or len(self._by_place) < MOST_PLACES:
-            self._by_place[place] = self._by_place.get(place, 0.0) + seconds
-            self.place = str(max(self._by_place, key=self._by_place.__getitem__))
+    def look(self, late: float) -> float:
+        """Sample the stack if the beat is late; returns the time of the next look. On the watchdog's thread.
+
+        Args:
+            late: seconds by which the watchdog itself is late.
+        """
+        due, now = self.due, time.monotonic()
+        if self._late is not None and self._late != due:
+            self.finish(min(due - BEAT, now))
+        if now < due + GRACE:
+            return due + GRACE
+        top = sys._current_frames().get(self._thread)
+        if top is None:  # its loop has died
+            self.due = math.inf
+            return math.inf
+        own = ThreadUsage.of(threading.get_native_id())
+        sample = Sample(now, find_user_code(top), ThreadUsage.of(self._native_id), own)
+        del top
+        if self.due != due:  # it has gone on: the stack may be of something else
+            return self.due + GRACE
+        self._contended |= late > PROMPT
+        block = None if self._late is None else self.take(self._last, sample, late)
+        self._last, self._late = sample, due
+        if block is None or block.seconds < PROVEN or now - due < REPORTED:
+            return time.monotonic() + TICK
+        self._count(block)
+        if block.seconds < STILL_BLOCKED:
+            return time.monotonic() + TICK
+        self._warn(block, " so far")
+        return time.monotonic() + SLOW_TICK
+
+    def take(self, before: Sample, sample: Sample, late: float) -> Block | None:
+        """Add what two samples show to the block of their function, which is returned; None if they are of none."""
+        spot = sample.spot
+        if spot is None or before.spot is None or spot.code is not before.spot.code:
+            return None
+        ran, queued = sample.usage.ran - before.usage.ran, sample.usage.queued - before.usage.queued
+        switches = (sample.usage.switches - before.usage.switches) if self._contended else 0
+        late = max(0.0, late - (sample.own.queued - before.own.queued))
+        waited = sample.time - before.time - ran - queued - late - switches * GIL_WAIT * sys.getswitchinterval()
+        computed = ran if spot.step is before.spot.step else 0.0
+        block = self._blocks.setdefault(spot.code, Block(spot))
+        block.spot = spot
+        block.computed += computed
+        block.seconds += computed + (max(0.0, waited) if sample.usage.sleeps and before.usage.sleeps else 0.0)
+        return block
+
+    def finish(self, resumed: float) -> None:
+        """The late beat has come, or will never come: warn of what has blocked it."""
+        late, self._late, blocks, self._blocks = self._late, None, self._blocks, {}
+        self._contended = False
+        worst = max(blocks.values(), key=lambda each: each.seconds, default=None)
+        if late is None or worst is None or worst.seconds < PROVEN or resumed - late < REPORTED:
+            return
+        worst.seconds += min(max(0.0, resumed - self._last.time), TICK)  # since the last sample
+        self._count(worst)
+        self._warn(worst, "")
+
+    def _count(self, block: Block) -> None:
+        code, more = block.spot.code, block.seconds - block.counted
+        block.counted = block.seconds
+        self.blocked_seconds += more
+        if code in self._by_code or len(self._by_code) < MOST_PLACES:
+            self._by_code[code] = self._by_code.get(code, 0.0) + more
+            if self._by_code[code] == max(self._by_code.values()):
+                self.place = f"{code.co_filename}:{block.spot.line} in {code.co_qualname}"
+
+    def _warn(self, block: Block, so_far: str) -> None:
+        code = block.spot.code
+        key = code.co_filename, code.co_firstlineno
+        if key in _reported:
+            return
+        _reported.add(key)
+        computes = block.computed > block.seconds / 2
+        _log.warning(
+            "%s: %s:%d in %s %s the loader's event loop for %.2f s%s, in which nothing else was fetched. Instead, %s. "
+            "(One warning for each function.)",
+            self._dataset,
+            code.co_filename,
+            block.spot.line,
+            code.co_qualname,
+            "computed on" if computes else "blocked",
+            block.seconds,
+            so_far,
+            "do CPU work in transform= (or dataset.map) with num_workers="
+            if computes
+            else "use an async client, await anyio.sleep(seconds), or await anyio.to_thread.run_sync(function)",
+            extra={PLACE: key},
+        )
+
+
+def is_repeated(record: logging.LogRecord) -> bool:
+    """Whether a warning from a loader's process names a place that was reported before, by another one for example."""
+    key = record.__dict__.get(PLACE)
+    if not isinstance(key, tuple):
+        return False
+    known = key in _reported
+    _reported.add(key)
+    return known
+
+
+def find_user_code(top: types.FrameType) -> Spot | None:
+    """The user code of a stack, or the code of an installed package if there is none; None if there is neither."""
+    user: list[types.FrameType] = []
+    installed: list[types.FrameType] = []
+    frame: types.FrameType | None = top
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_HEADRACE):
+            if user or installed:  # the caller of user code
+                break
+        elif any(part in file for part in _INSTALLED):
+            if not any(part in file for part in _LOOPS):
+                installed = [frame]
+        elif not file.startswith(("<frozen ", *_STANDARD_LIBRARY)):
+            user.append(frame)
+        frame = frame.f_back
+    if frame is None or not (user or installed):  # no loop of ours is below it
+        return None
+    frames = user or installed
+    return Spot(frames[0].f_code, frames[0].f_lineno or frames[0].f_code.co_firstlineno, frames[-1])
 
 
 class Watchdog:
@@ -107,8 +293,6 @@ class Watchdog:
         self._changed = threading.Condition()  # reentrant: the garbage collector may close a loader in any thread
         self._watches: list[LoopWatch] = []
         self._thread: threading.Thread | None = None
-        self._seen_once: set[Place] = set()
-        self._collections = 0
 
     def add(self, watch: LoopWatch) -> None:
         """Watch a loop that now beats."""
@@ -138,17 +322,16 @@ class Watchdog:
             thread.join(STILL_BLOCKED)  # it may be in a log handler that waits for this thread
 
     def _run(self) -> None:
-        late_beats: dict[LoopWatch, Lateness] = {}
-        planned = time.monotonic()
+        planned, looked = time.monotonic(), set[LoopWatch]()
         while self._wait_until(planned):
             late = max(0.0, time.monotonic() - planned)
             watches = list(self._watches)
-            for watch in late_beats.keys() - watches:
-                self._end(watch, late_beats.pop(watch), time.monotonic())
-            planned = min((self._look(watch, late, late_beats) for watch in watches), default=math.inf)
-            self._collections = _collections()
-        for watch, lateness in late_beats.items():
-            self._end(watch, lateness, time.monotonic())
+            for watch in looked.difference(watches):
+                watch.finish(time.monotonic())
+            looked = set(watches)
+            planned = min((watch.look(late) for watch in watches), default=math.inf)
+        for watch in looked:
+            watch.finish(time.monotonic())
 
     def _wait_until(self, planned: float) -> bool:
         """Wait; False once this thread is no longer needed."""
@@ -157,87 +340,6 @@ class Watchdog:
             if timeout > 0 and self._thread is threading.current_thread():
                 self._changed.wait(None if math.isinf(timeout) else timeout)
             return self._thread is threading.current_thread()
-
-    def _look(self, watch: LoopWatch, late: float, late_beats: dict[LoopWatch, Lateness]) -> float:
-        """Sample the stack if the beat is late; the time of the next look."""
-        due = watch.due
-        lateness = late_beats.get(watch)
-        now = time.monotonic()
-        if lateness is not None and lateness.due != due:
-            del late_beats[watch]
-            self._end(watch, lateness, min(due - BEAT, now))
-            lateness = None
-        if now < due + GRACE:
-            return due + GRACE
-        top = sys._current_frames().get(watch.thread)
-        if top is None:  # its loop has died
-            watch.due = math.inf
-            return math.inf
-        spot = find_user_code(top)
-        del top
-        usage, own = ThreadUsage.of(watch.native_id), ThreadUsage.of(threading.get_native_id())
-        sample = Sample(now, usage, own, _collections(), spot)
-        if watch.due != due:  # it has gone on: the stack may be of something else
-            return watch.due + GRACE
-        if lateness is None:
-            late_beats[watch] = Lateness(due, sample, late > PROMPT)
-            self._after_lock(watch, sample, late, None)
-            return time.monotonic() + TICK
-        self._after_lock(watch, sample, late, lateness.last)
-        lateness.take(sample, late)
-        still = self._count(watch, lateness)
-        return time.monotonic() + (SLOW_TICK if still else TICK)
-
-    def _after_lock(self, watch: LoopWatch, sample: Sample, late: float, before: Sample | None) -> None:
-        """A call that does not release the GIL stops this thread too, and is seen after its end.
-
-        The watchdog was then late by as long as the loop's thread has held the GIL. Which thread goes on first after
-        the call is open, so a place counts when it is seen the second time.
-        """
-        if late < PROVEN or sample.spot is None or sample.usage is None or sample.collections != self._collections:
-            return
-        if before is None or before.usage is None:
-            ran = holding = sample.usage.ran - watch.cpu
-        elif before.spot is not None and before.spot.step is sample.spot.step:
-            return  # counted as CPU time of the step
-        else:
-            ran = sample.usage.ran - before.usage.ran
-            holding = ran + sample.usage.queued - before.usage.queued
-        if ran < PROVEN or sample.time - watch.due < REPORTED or holding < 0.8 * late:
-            return
-        if sample.spot.place in self._seen_once:
-            watch.add(sample.spot.place, ran)
-            self._report(watch, sample.spot, ran, computes=True, ended=True)
-        elif len(self._seen_once) < MOST_PLACES:
-            self._seen_once.add(sample.spot.place)
-
-    def _count(self, watch: LoopWatch, lateness: Lateness) -> bool:
-        """Count what was found; whether it was reported before and lasts."""
-        spot = lateness.spot
-        if spot is None:
-            return False
-        watch.add(spot.place, lateness.seconds - lateness.counted)
-        lateness.counted = lateness.seconds
-        known = is_reported(spot, computes=lateness.computes)
-        if lateness.seconds >= STILL_BLOCKED:
-            self._report(watch, spot, lateness.seconds, computes=lateness.computes, ended=False)
-            lateness.forget()  # a stream that never awaits may block in other places too
-        return known
-
-    def _end(self, watch: LoopWatch, lateness: Lateness, resumed: float) -> None:
-        if lateness.spot is None:
-            return
-        rest = min(max(0.0, resumed - lateness.last.time), TICK)  # since the last sample
-        watch.add(lateness.spot.place, rest)
-        self._report(watch, lateness.spot, lateness.seconds + rest, computes=lateness.computes, ended=True)
-
-    def _report(self, watch: LoopWatch, spot: Spot, seconds: float, *, computes: bool, ended: bool) -> None:
-        datasets = sorted({each.dataset for each in self._watches if each.thread == watch.thread} | {watch.dataset})
-        warn(datasets, spot, seconds, computes=computes, ended=ended)
-
-
-def _collections() -> int:
-    return int(gc.get_stats()[2]["collections"])
 
 
 watchdog = Watchdog()

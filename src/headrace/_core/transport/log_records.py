@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from headrace._core.eventloop.block_warnings import is_repeated
+from headrace._core.eventloop.watchdog import is_repeated
 
 _MOST_UNSENT = 1000  # records that are kept while no channel is open
 

@@ -39,7 +39,7 @@ with tempfile.TemporaryDirectory() as name:
         pathlib.Path(name, f"{shard}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     documents = hr.LinesDataset(f"{name}/*.jsonl").filter(long_enough).map(tokenise)  # in the workers
-    rows = hr.pipe(documents.shuffle(200), pack).map(torch.tensor)  # packed on the event loop; tensors in the workers
+    rows = documents.shuffle(200).pipe(pack).map(torch.tensor)  # packed on the event loop; tensors in the workers
     with hr.DataLoader(rows, batch_size=16, num_workers=2, drop_last=True) as loader:
         for epoch in range(2):
             shapes = [tuple(batch.shape) for batch in loader]

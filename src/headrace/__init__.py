@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headrace._core.eventloop.per_loop import per_loop as per_loop
     from headrace._core.interface.iterable_style import AsyncIterableDataset as AsyncIterableDataset
     from headrace._core.interface.map_style import AsyncDataset as AsyncDataset
-    from headrace._core.interface.ranged import RangedDataset as RangedDataset
+    from headrace._core.interface.map_style import RangedDataset as RangedDataset
     from headrace._core.pool.settings import worker_setup as worker_setup
     from headrace._core.randomized import randomized as randomized
     from headrace._core.rankinfo import get_rank_info as get_rank_info
@@ -42,10 +42,6 @@ if TYPE_CHECKING:
     from headrace.datasets.combine import concat as concat
     from headrace.datasets.combine import from_async_iterable as from_async_iterable
     from headrace.datasets.combine import mix as mix
-    from headrace.datasets.combine import pipe as pipe
-    from headrace.datasets.combine import shuffle as shuffle
-    from headrace.datasets.combine import split as split
-    from headrace.datasets.combine import take as take
     from headrace.datasets.files import FileDataset as FileDataset
     from headrace.datasets.lines import LinesDataset as LinesDataset
     from headrace.datasets.objects import ObjectDataset as ObjectDataset
@@ -79,7 +75,7 @@ _MODULES = {
     "LinesDataset": "headrace.datasets.lines",
     "ObjectDataset": "headrace.datasets.objects",
     "ParquetDataset": "headrace.datasets.parquet",
-    "RangedDataset": "headrace._core.interface.ranged",
+    "RangedDataset": "headrace._core.interface.map_style",
     "Ranges": "headrace._core.store.ranges",
     "RayPlacement": "headrace._core.ray_placement",
     "RetryPolicy": "headrace._core.retry_policy",
@@ -103,13 +99,9 @@ _MODULES = {
     "pad_sequences": "headrace.collate",
     "per_loop": "headrace._core.eventloop.per_loop",
     "permutation": "headrace.samplers",
-    "pipe": "headrace.datasets.combine",
     "progress": "headrace.telemetry.progress",
     "randomized": "headrace._core.randomized",
     "report_throttled": "headrace._core.store.request_stats",
-    "shuffle": "headrace.datasets.combine",
-    "split": "headrace.datasets.combine",
-    "take": "headrace.datasets.combine",
     "trace": "headrace.telemetry.trace",
     "worker_setup": "headrace._core.pool.settings",
 }

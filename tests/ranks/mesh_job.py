@@ -217,7 +217,7 @@ def main():
     read["member"] = group_of_first_two()
     read["two dimensions"] = error_of(lambda: hr.DataLoader([1], data_parallel=mesh))
     read["DistributedSampler"] = refused(TorchNumbers(), sampler=torch.utils.data.DistributedSampler(TorchNumbers()))
-    stream = hr.split(Whole(), rank=dist.get_rank(), world_size=4)
+    stream = Whole().split(rank=dist.get_rank(), world_size=4)
     read["rank of a stream"] = error_of(lambda: list(loader(stream)))
     read["no seed"] = refused(AsksItself(), seed=None)
     read["order of completion"] = refused(AsksItself(), in_order=False)

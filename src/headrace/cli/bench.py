@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils.data import RandomSampler
 
-from headrace._core.interface.background_loop import background_loop
+from headrace._core.interface.blocking import background_loop
 from headrace._core.look_ahead import most_concurrency
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import Store

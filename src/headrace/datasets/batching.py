@@ -5,13 +5,12 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Any
 
-from headrace._core.interface.compositions import require_stream
-from headrace._core.interface.iterable_style import AsyncIterableDataset
+from headrace._core.interface.iterable_style import AsyncIterableDataset, OperatedStream
 from headrace._core.interface.operation import Mark, ReplayOperation
-from headrace._core.interface.traversal import propagate_epoch
+from headrace._core.interface.torch_views import require_async
 from headrace._core.text import dataset_repr
 from headrace.errors import StateError
 
@@ -62,26 +61,10 @@ def batch_by_tokens(
         raise ValueError(f"max_tokens={max_tokens} must be at least 1")
     if any(a >= b for a, b in itertools.pairwise(boundaries)):
         raise ValueError(f"boundaries={list(boundaries)} must ascend")
-    stream = require_stream(dataset, "batch_by_tokens() is for streams, but got a map-style dataset")
+    (stream,), is_stream = require_async([dataset])
+    if not is_stream:
+        raise TypeError("batch_by_tokens() is for streams, but got a map-style dataset")
     return _TokenBatches(stream, max_tokens, length, tuple(boundaries), padded, drop_last)
-
-
-class _TokenBatches(AsyncIterableDataset[list[object]]):
-    wants_epoch = True
-    same_by_lanes = True
-
-    def __init__(self, dataset: Any, *options: Any) -> None:
-        self._dataset = dataset
-        self._options = options
-
-    def set_epoch(self, epoch: int) -> None:
-        propagate_epoch(self._dataset, epoch)
-
-    def __repr__(self) -> str:
-        return f"batch_by_tokens({dataset_repr(self._dataset)}, {self._options[0]})"
-
-    def __aiter__(self) -> AsyncIterator[list[object]]:
-        return _TokenBatchIterator(self._dataset, *self._options)
 
 
 class _TokenBatchIterator(ReplayOperation[list[object]]):
@@ -184,3 +167,11 @@ class _TokenBatchIterator(ReplayOperation[list[object]]):
     async def aclose(self) -> None:
         self._closed = True
         await super().aclose()
+
+
+class _TokenBatches(OperatedStream[list[object]]):
+    operator = _TokenBatchIterator
+    same_by_lanes = True
+
+    def __repr__(self) -> str:
+        return f"batch_by_tokens({dataset_repr(self.dataset)}, {self._options[0]})"

@@ -16,11 +16,8 @@ import numpy as np
 from headrace._core.cache.disk_cache import DiskCache
 from headrace._core.cache.entry import lazy_memory
 from headrace._core.cache.get_many import get_many
-from headrace._core.interface.joined_reads import ReadRange, Views
-from headrace._core.interface.kinds import Capabilities, capabilities, sample_key
-from headrace._core.interface.map_style import AsyncDataset
-from headrace._core.interface.ranged import RangedDataset
-from headrace._core.interface.traversal import propagate_epoch
+from headrace._core.interface.kinds import Capabilities, ReadRange, Views, capabilities, propagate_epoch, sample_key
+from headrace._core.interface.map_style import AsyncDataset, RangedDataset
 from headrace._core.store.ranges import Ranges, read_ranges
 from headrace.errors import ShardError
 

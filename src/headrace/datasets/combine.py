@@ -1,23 +1,18 @@
-"""Datasets made of datasets: concatenated, mixed, truncated, shuffled, split over ranks. Lazy and deterministic."""
+"""Datasets made of datasets: concatenated or mixed. Lazy and deterministic."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
-from headrace._core.interface.compositions import require_async, require_stream
-from headrace._core.interface.concatenation import ConcatenatedDatasets
-from headrace._core.interface.distributed import RankChoice, Remainder
-from headrace._core.interface.iterable_style import AsyncIterableDataset, FirstOfStream, ShuffledStream, SplitStream
-from headrace._core.interface.map_style import FirstSamples
-from headrace._core.interface.multi_streams import ConcatenatedStreams, MixedStreams
+from headrace._core.interface.iterable_style import AsyncIterableDataset, ConcatenatedStreams, MixedStreams
+from headrace._core.interface.map_style import ConcatenatedDatasets
 from headrace._core.interface.operators import Stop
-from headrace._core.interface.pipe import Pipe
 from headrace._core.interface.resumable import is_stateful, start_stream
-from headrace._core.interface.traversal import propagate_epoch
-from headrace._core.text import dataset_repr, function_name
+from headrace._core.interface.torch_views import require_async
+from headrace._core.text import function_name
 
-__all__ = ["concat", "from_async_iterable", "mix", "pipe", "shuffle", "split", "take"]
+__all__ = ["concat", "from_async_iterable", "mix"]
 
 T = TypeVar("T")
 
@@ -85,117 +80,6 @@ def mix(datasets: Sequence[object], weights: Sequence[float], *, seed: int = 0, 
     return MixedStreams(datasets, weights, seed, stop)
 
 
-def pipe(dataset: object, function: Callable[[AsyncIterator[Any]], AsyncIterator[T]]) -> AsyncIterableDataset[T]:
-    """A stream passed through an async generator function: packing, windows over a log, any work on several samples.
-
-    The function runs on the loader's event loop and should only combine samples: heavy work belongs in a `map` before
-    or after it, which runs in the loader's workers. A sample that fails before it bypasses the function and is
-    reported. After an error of the function itself, it is called again with the samples that follow; samples that it
-    had buffered are lost.
-
-    What a generator holds cannot be saved: after a restore the stream is read again from its start, with a warning. An
-    iterator with `state_dict()` and `load_state_dict(state)` in place of a generator continues.
-
-    Args:
-        dataset: the stream.
-        function: takes an async iterator over the samples and returns another; called at each epoch.
-
-    Raises:
-        TypeError: `dataset` is not an async stream, or `function` is not callable.
-
-    Example:
-        >>> async def numbers():
-        ...     for i in range(5): yield i
-        >>> async def pairs(samples):
-        ...     pair = []
-        ...     async for sample in samples:
-        ...         pair.append(sample)
-        ...         if len(pair) == 2:
-        ...             yield tuple(pair)
-        ...             pair.clear()
-        >>> list(pipe(from_async_iterable(numbers), pairs))
-        [(0, 1), (2, 3)]
-    """
-    stream = require_stream(dataset, "pipe() is for streams, but got a map-style dataset")
-    if not callable(function):
-        raise TypeError(f"function must be an async generator function, but got {function!r}")
-    return _PipedStream(stream, function)
-
-
-def take(dataset: object, count: int) -> Any:
-    """The first `count` samples of a dataset, or all if it has fewer; of a stream split over ranks, of each rank.
-
-    The same as ``dataset.take(count)``, also for datasets without that method and for torch's compositions.
-
-    Raises:
-        ValueError: `count` is negative.
-        TypeError: `dataset` is not async.
-
-    Example:
-        >>> from headrace.testing import SlowDataset
-        >>> len(take(SlowDataset(9, 0.0), 4))
-        4
-    """
-    (dataset,), is_stream = require_async([dataset])
-    return FirstOfStream(dataset, count) if is_stream else FirstSamples(dataset, count)
-
-
-def shuffle(dataset: object, buffer_size: int, *, seed: int = 0) -> Any:
-    """A stream in another order at each epoch: each window of `buffer_size` samples is permuted.
-
-    For each sample given, one of the next window is read, so memory holds one buffer. A sample moves by less than
-    `buffer_size` places. TensorFlow's `Dataset.shuffle` replaces a sample drawn at random by each that enters the
-    buffer; samples can then stay in it for long, and to continue from a saved position, the stream would have to be
-    read again from its start. Here it is at most two windows.
-
-    Args:
-        dataset: the stream. The order of a map-style dataset is the loader's: ``DataLoader(..., shuffle=True)``.
-        buffer_size: size of the buffer, in samples.
-        seed: seed of the order, combined with the epoch.
-
-    Raises:
-        ValueError: `buffer_size` is not positive.
-        TypeError: `dataset` is not an async stream.
-
-    Example:
-        >>> async def numbers():
-        ...     for i in range(8): yield i
-        >>> sorted(shuffle(from_async_iterable(numbers), 4)) == list(range(8))
-        True
-    """
-    message = "shuffle() is for streams; of a map-style dataset, say DataLoader(..., shuffle=True)"
-    return ShuffledStream(require_stream(dataset, message), buffer_size, seed)
-
-
-def split(
-    dataset: object, *, rank: int | None = None, world_size: int | None = None, remainder: Remainder = "drop"
-) -> Any:
-    """Every n-th sample of a stream, so that every rank gets the same number: for streams that do not split themselves.
-
-    Each rank reads the whole stream, which must be the same on all; so do the workers of a stock torch loader, which
-    count as ranks. A stream of shards inside does not split itself then.
-
-    Args:
-        dataset: the stream; also one of batches (`batch_by_tokens`), of which every rank then gets the same number.
-        rank: which part; by default the rank of `headrace.get_rank_info` when reading starts.
-        world_size: number of parts.
-        remainder: policy for an incomplete last round: ``"drop"`` it; ``"pad"`` it with its last sample; ``"repeat"``
-            the stream's first samples; ``"keep"`` it, so that ranks may differ by one.
-
-    Raises:
-        ValueError: an argument is out of range, or only one of `rank` and `world_size` is given.
-        TypeError: `dataset` is not an async stream.
-
-    Example:
-        >>> async def numbers():
-        ...     for i in range(7): yield i
-        >>> [list(split(from_async_iterable(numbers), rank=rank, world_size=2)) for rank in range(2)]
-        [[0, 2, 4], [1, 3, 5]]
-    """
-    message = "split() is for streams; of a map-style dataset, use torch's DistributedSampler"
-    return SplitStream(require_stream(dataset, message), RankChoice(rank, world_size), remainder)
-
-
 def from_async_iterable(make: Callable[[], AsyncIterable[T]]) -> AsyncIterableDataset[T]:
     """A stream of anything that can be read with `async for`: a socket, a queue, a database's cursor.
 
@@ -232,18 +116,3 @@ class _FunctionStream(AsyncIterableDataset[T]):
         made = self._make()
         stateful = is_stateful(made)
         return start_stream(made) if stateful else aiter(made)
-
-
-class _PipedStream(AsyncIterableDataset[T]):
-    def __init__(self, dataset: Any, function: Callable[[AsyncIterator[Any]], AsyncIterator[T]]) -> None:
-        self.dataset = dataset
-        self._function = function
-
-    def __repr__(self) -> str:
-        return f"pipe({dataset_repr(self.dataset)}, {function_name(self._function)})"
-
-    def __aiter__(self) -> AsyncIterator[T]:
-        return Pipe(self.dataset, self._function)
-
-    def set_epoch(self, epoch: int) -> None:
-        propagate_epoch(self.dataset, epoch)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self, SupportsIndex
 
 import anyio.to_thread
 
-from headrace._core.interface.background_loop import background_loop
+from headrace._core.interface.blocking import background_loop
 from headrace._core.store.catalog import UNKNOWN, Catalog, Labels, StringArray, align_labels
 from headrace._core.store.checksums import check_form
 from headrace._core.store.listing import list_objects

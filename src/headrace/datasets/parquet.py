@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from headrace._core.interface.background_loop import background_loop
+from headrace._core.interface.blocking import background_loop
 from headrace._core.interface.distributed import RankChoice, Remainder
 from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.shards.discovery import Shards, find_shards

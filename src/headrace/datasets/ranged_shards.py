@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from headrace._core.interface.ranged import RangedDataset
+from headrace._core.interface.map_style import RangedDataset
 from headrace._core.shards.discovery import Shard
 from headrace.datasets.cached import Cacheable, Extent
 

@@ -8,8 +8,8 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from headrace._core.interface.background_loop import background_loop
-from headrace._core.interface.ranged import positions
+from headrace._core.interface.blocking import background_loop
+from headrace._core.interface.map_style import positions
 from headrace._core.shards.compression import SUFFIXES, TAR_SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.stream import ShardedStream, StreamOptions

@@ -13,8 +13,8 @@ import anyio.to_thread
 import numpy as np
 import torch
 
-from headrace._core.interface.background_loop import background_loop
-from headrace._core.interface.ranged import positions
+from headrace._core.interface.blocking import background_loop
+from headrace._core.interface.map_style import positions
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.store.ranges import Ranges

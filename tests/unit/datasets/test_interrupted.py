@@ -110,7 +110,7 @@ DATASETS = {
     "split": lambda folder: lines(folder, shuffle=True).split(rank=1, world_size=2, remainder="pad"),
     "map and filter": lambda folder: lines(folder).map(with_noise).filter(is_likely),
     "batch_by_tokens": lambda folder: hr.batch_by_tokens(Words().shuffle(5), 8, boundaries=(2,)),
-    "pipe": lambda folder: hr.pipe(lines(folder, shuffle=True), neighbours),
+    "pipe": lambda folder: lines(folder, shuffle=True).pipe(neighbours),
     "repeat": lambda folder: tar(folder, shuffle=True, buffer_size=3).repeat(2),
     "a user's stream": lambda folder: Words(),
 }

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import headrace as hr
-from headrace._core.interface.ranged import RangedDataset, positions
+from headrace._core.interface.map_style import RangedDataset, positions
 from headrace._core.store.ranges import Ranges
 from headrace.testing import Fault, ObjectServer
 

@@ -11,7 +11,7 @@ from torch.utils import data
 
 import headrace as hr
 from headrace._core.interface.kinds import capabilities
-from headrace._core.interface.ranged import positions
+from headrace._core.interface.map_style import positions
 
 
 class Fetched(NamedTuple):
@@ -118,27 +118,25 @@ async def passed_on(samples):
 MAP_STYLE = {
     "map": lambda d: hr.concat([d]).map(mapped_again),
     "take": lambda d: hr.concat([d]).take(4),
-    "hr.take": lambda d: hr.take(d, 4),
     "repeat": lambda d: hr.concat([d]).repeat(2),
     "concat": lambda d: hr.concat([d, Samples("b").map(mapped_again), Samples("c")]),
     "concat of ranges": lambda d: hr.concat([d, RangedSamples().map(mapped), RangedSamples()]),
     "concat of batched": lambda d: hr.concat([d, BatchedSamples("b").map(mapped), BatchedSamples("c")]),
     "Subset": lambda d: data.Subset(d, [2, 0, 0]),
     "ConcatDataset": lambda d: data.ConcatDataset([d, Samples("b").map(mapped_again), d]),
-    "StackDataset": lambda d: data.StackDataset(x=d, y=hr.take(d, len(d)).map(mapped_again)),
+    "StackDataset": lambda d: data.StackDataset(x=d, y=hr.concat([d]).map(mapped_again)),
 }
 SOURCES = {"aget": Samples, "agets": BatchedSamples, "ranges": RangedSamples}
 STREAMS = {
     "map": lambda s: hr.concat([s]).map(mapped_again),
     "filter": lambda s: hr.concat([s]).filter(is_odd),
     "take": lambda s: hr.concat([s]).take(4),
-    "hr.take": lambda s: hr.take(s, 4),
     "repeat": lambda s: hr.concat([s]).repeat(2),
-    "shuffle": lambda s: hr.shuffle(s, 3, seed=1),
-    "split": lambda s: hr.split(s, rank=1, world_size=2),
+    "shuffle": lambda s: hr.concat([s]).shuffle(3, seed=1),
+    "split": lambda s: hr.concat([s]).split(rank=1, world_size=2),
     "concat": lambda s: hr.concat([s, Stream("b").map(mapped_again), Stream("c")]),
     "mix": lambda s: hr.mix([s, Stream("b").map(mapped_again)], [1, 1], seed=3, stop="all"),
-    "pipe": lambda s: hr.pipe(s, passed_on),
+    "pipe": lambda s: hr.concat([s]).pipe(passed_on),
     "batch_by_tokens": lambda s: hr.batch_by_tokens(s, 2, length=lambda sample: 1),
     "ChainDataset": lambda s: data.ChainDataset([s, Stream("b").map(mapped_again), s]),
 }
@@ -203,9 +201,8 @@ def test_functions_of_a_stream_composition_run_in_the_workers(outer, num_workers
 
 
 KEEPS_READS = {
-    "take": lambda d: d.take(4),
-    "hr.take": lambda d: hr.take(d, 4),
-    "repeat": lambda d: d.repeat(2),
+    "take": lambda d: hr.concat([d]).take(4),
+    "repeat": lambda d: hr.concat([d]).repeat(2),
     "concat": lambda d: hr.concat([d, d]),
     "Subset": lambda d: data.Subset(d, [1, 2]),
     "ConcatDataset": lambda d: data.ConcatDataset([d, d]),
@@ -221,12 +218,3 @@ def test_compositions_keep_batched_and_joined_reads(source, inner, outer):
     composed = hr.concat([KEEPS_READS[outer](composed)])
     assert capabilities(composed).agets == capabilities(dataset).agets
     assert capabilities(composed).ranges == capabilities(dataset).ranges
-
-
-def test_take_is_the_same_as_a_function_and_as_a_method():
-    for source in SOURCES.values():
-        dataset = source()
-        function, method = hr.take(dataset, 3), dataset.take(3)
-        assert type(function) is type(method)
-        assert capabilities(function) == capabilities(method)
-        assert values(list(function)) == values(list(method)) == values([dataset[i] for i in range(3)])

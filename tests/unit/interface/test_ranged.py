@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import headrace as hr
 from headrace._core.interface.kinds import capabilities
-from headrace._core.interface.ranged import positions
+from headrace._core.interface.map_style import positions
 from headrace.testing import DatasetContract, Fault, ObjectServer
 
 TOKENS = np.arange(40_000, dtype="<u2")

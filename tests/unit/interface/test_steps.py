@@ -122,7 +122,7 @@ def test_shard_streams_can_be_filtered(tmp_path):
         lambda s: hr.concat([s, s]).take(60),
         lambda s: hr.mix([s, s], [1, 1]),
         lambda s: s.split(rank=0, world_size=1),
-        lambda s: hr.pipe(s, in_pairs),
+        lambda s: s.pipe(in_pairs),
         lambda s: s.repeat(2),
         lambda s: hr.batch_by_tokens(s, 1000, length=lambda sample: 1),
     ],
@@ -392,7 +392,7 @@ def test_tokens_made_in_workers_are_packed_and_then_mapped(options):
                 yield buffer[:6]
                 buffer = buffer[6:]
 
-    packed = hr.pipe(Count(40).map(tokenise), pack).map(torch.tensor)
+    packed = Count(40).map(tokenise).pipe(pack).map(torch.tensor)
     expected = list(itertools.chain.from_iterable(map(tokenise, range(40))))
     with hr.DataLoader(packed, batch_size=3, **options) as loader:
         rows = [row for batch in loader for row in batch.tolist()]
@@ -401,7 +401,7 @@ def test_tokens_made_in_workers_are_packed_and_then_mapped(options):
 
 
 def test_failed_sample_bypasses_the_function_of_pipe():
-    with hr.DataLoader(hr.pipe(Count(9, bad=(2, 3)), in_pairs), batch_size=None, on_error="skip") as loader:
+    with hr.DataLoader(Count(9, bad=(2, 3)).pipe(in_pairs), batch_size=None, on_error="skip") as loader:
         assert [tuple(pair) for pair in loader] == [(0, 1), (4, 5), (6, 7)]
         assert loader.stats().skipped_samples == 2
 
@@ -413,7 +413,7 @@ def test_function_that_fails_is_called_again_for_the_samples_that_follow():
                 raise Mine("three")
             yield sample
 
-    with hr.DataLoader(hr.pipe(Count(6), fragile), batch_size=None, collate_fn=int, on_error="skip") as loader:
+    with hr.DataLoader(Count(6).pipe(fragile), batch_size=None, collate_fn=int, on_error="skip") as loader:
         assert list(loader) == [0, 1, 2, 4, 5]
         assert [record.error for record in loader.stats().skipped] == ["Mine"]
 
@@ -422,7 +422,7 @@ def test_function_that_always_fails_ends():
     def broken(samples):
         raise Mine("no generator")
 
-    with hr.DataLoader(hr.pipe(Count(6), broken), batch_size=None) as loader:
+    with hr.DataLoader(Count(6).pipe(broken), batch_size=None) as loader:
         batches, errors = iter(loader), 0
         while True:
             try:
@@ -442,7 +442,7 @@ def test_stream_of_errors_through_pipe_ends():
         async def __anext__(self):
             raise Mine
 
-    with hr.DataLoader(hr.pipe(OnlyFails(), in_pairs), batch_size=None, on_error="skip") as loader, pytest.raises(Mine):
+    with hr.DataLoader(OnlyFails().pipe(in_pairs), batch_size=None, on_error="skip") as loader, pytest.raises(Mine):
         list(loader)
 
 
@@ -466,7 +466,7 @@ def test_function_and_stream_are_closed_in_this_order(closing):
         finally:
             closed.append("function")
 
-    with hr.DataLoader(hr.pipe(Feed(), function), batch_size=1) as loader:
+    with hr.DataLoader(Feed().pipe(function), batch_size=1) as loader:
         batches = iter(loader)
         next(batches)
         if closing == "end":
@@ -479,9 +479,7 @@ def test_function_and_stream_are_closed_in_this_order(closing):
 
 def test_wrong_arguments_of_pipe_are_errors():
     with pytest.raises(TypeError, match="async generator function"):
-        hr.pipe(Count(3), 5)
-    with pytest.raises(TypeError, match="for streams"):
-        hr.pipe(hr.testing.SlowDataset(3, 0.0), in_pairs)
+        Count(3).pipe(5)
 
 
 # Repeating

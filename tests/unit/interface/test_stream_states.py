@@ -138,7 +138,7 @@ class PairsWithState:
 
 
 def rank_of(stream, rank, world_size=3, remainder="drop"):
-    return hr.split(stream, rank=rank, world_size=world_size, remainder=remainder)
+    return stream.split(rank=rank, world_size=world_size, remainder=remainder)
 
 
 COMPOSITIONS = {
@@ -196,11 +196,11 @@ COMPOSITIONS = {
         Count(40, bad=[4, 21]).filter(odd).map(lambda i: i * 7 % 10), 20, length=int, boundaries=[4], drop_last=True
     ),
     "split of tokens": lambda: rank_of(hr.batch_by_tokens(Count(20, 1), 30, length=int, boundaries=[5]), 1, 2, "pad"),
-    "pipe": lambda: hr.pipe(Count(8), pairs),
-    "pipe, errors": lambda: hr.pipe(Count(9, bad=[2, 3, 8]), pairs),
-    "pipe, failing": lambda: hr.pipe(Count(12, bad=[3, 10]), failing_pairs),
-    "pipe, state": lambda: hr.pipe(Count(9, bad=[2, 3, 8]), PairsWithState),
-    "shuffle of pipe": lambda: hr.pipe(Count(14), pairs).shuffle(2),
+    "pipe": lambda: Count(8).pipe(pairs),
+    "pipe, errors": lambda: Count(9, bad=[2, 3, 8]).pipe(pairs),
+    "pipe, failing": lambda: Count(12, bad=[3, 10]).pipe(failing_pairs),
+    "pipe, state": lambda: Count(9, bad=[2, 3, 8]).pipe(PairsWithState),
+    "shuffle of pipe": lambda: Count(14).pipe(pairs).shuffle(2),
     "inside a generator": lambda: Inside(Count(5).shuffle(2), Count(9, 5).filter(odd)).map(str),
     "from_async_iterable": lambda: hr.from_async_iterable(lambda: Count(5)),
     "from_async_iterable of a stream": lambda: hr.from_async_iterable(lambda: Count(9).shuffle(3)).take(7),
@@ -532,7 +532,7 @@ HOLDING = pytest.mark.parametrize(
     [
         lambda stream: stream.shuffle(4),
         lambda stream: hr.batch_by_tokens(stream, 40, length=int, boundaries=[2]),
-        lambda stream: hr.pipe(stream, pairs),
+        lambda stream: stream.pipe(pairs),
         lambda stream: stream.map(fail_at()).filter(bool),
     ],
     ids=["shuffle", "tokens", "pipe", "map, filter"],

@@ -11,8 +11,7 @@ from headrace._core.call_site import users_stacklevel
 from headrace._core.consumer.cursor_sampler import CursorSampler
 from headrace._core.consumer.spec import LoaderSpec, TorchLoader
 from headrace._core.interface.distributed import check_given_rank
-from headrace._core.interface.kinds import DatasetKind
-from headrace._core.interface.traversal import splits_by_rank
+from headrace._core.interface.kinds import DatasetKind, splits_by_rank
 from headrace._core.rankinfo import RankInfo
 
 

@@ -47,12 +47,11 @@ from headrace._core.device.pinning import Pinning, pinned
 from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
 from headrace._core.failure import Failure, Stage
-from headrace._core.interface.kinds import DatasetKind
+from headrace._core.interface.kinds import DatasetKind, propagate_epoch, translates_epochs
 from headrace._core.interface.merged import remainder_of
 from headrace._core.interface.order import counted_epoch
 from headrace._core.interface.resumable import State, is_stateful
-from headrace._core.interface.torch_adapters import without_adapter
-from headrace._core.interface.traversal import propagate_epoch, translates_epochs
+from headrace._core.interface.torch_views import without_adapter
 from headrace._core.rankinfo import RankInfo, provided_rank
 from headrace._core.runtime.inline import InlineSession
 from headrace.errors import StateError

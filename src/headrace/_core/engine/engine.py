@@ -18,7 +18,7 @@ from headrace._core.engine.stepping import AppliesSteps
 from headrace._core.engine.streams import DispatchToWorkers, LaneFetch, StreamFetch
 from headrace._core.engine.worker_tasks import StartEpoch
 from headrace._core.eventloop.watchdog import LoopWatch
-from headrace._core.interface.async_contexts import EnteredDatasets
+from headrace._core.interface.blocking import EnteredDatasets
 from headrace._core.interface.kinds import DatasetKind, capabilities, sample_key
 from headrace._core.interface.order import session_epoch
 from headrace._core.look_ahead import AUTO_CONCURRENCY, most_concurrency

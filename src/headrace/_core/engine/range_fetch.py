@@ -19,7 +19,7 @@ from headrace._core.engine.fetch import Deliver, FetchStage, PartialBatch
 from headrace._core.engine.fetch_pool import FetcherPool, FetchRecorder, Spawn
 from headrace._core.engine.hedging import HedgedRequests
 from headrace._core.failure import Failure, Stage
-from headrace._core.interface.joined_reads import JoinedReads
+from headrace._core.interface.kinds import JoinedReads
 from headrace._core.store.ranges import Ranges, Span, plan_spans
 from headrace._core.store.request_stats import RequestStats
 

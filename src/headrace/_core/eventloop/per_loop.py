@@ -13,7 +13,7 @@ import inspect
 import os
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar, overload
 
@@ -281,3 +281,12 @@ def per_loop(make: Callable[[], object], close: Callable[[T], object] | None = N
         if not callable(function) and (name, function) != ("close", None):
             raise TypeError(f"{name} must be a function, but got {function!r}")
     return PerLoop(make, close)
+
+
+async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait for their end."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

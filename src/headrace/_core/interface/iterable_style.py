@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from torch.utils.data import IterableDataset
 
-from headrace._core.interface.background_loop import SyncStream
+from headrace._core.interface.blocking import SyncStream
+from headrace._core.interface.composition import ConcatComposition, MapComposition, plan
 from headrace._core.interface.distributed import RankChoice, Remainder, check_remainder, undivided
-from headrace._core.interface.fetch_plan import MapComposition, plan
-from headrace._core.interface.kinds import check_times
+from headrace._core.interface.kinds import check_times, propagate_epoch
 from headrace._core.interface.operation import InContext
-from headrace._core.interface.operators import Repeat, Split, Take
+from headrace._core.interface.operators import Concat, Mix, Repeat, Split, Stop, Take
 from headrace._core.interface.order import FollowsEpoch
+from headrace._core.interface.pipe import Pipe
 from headrace._core.interface.resumable import start_stream
 from headrace._core.interface.shuffle_buffer import ShuffleBuffer
 from headrace._core.interface.steps import Step, Steps
-from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.rankinfo import bound
 from headrace._core.text import dataset_repr, function_name
 
@@ -45,11 +45,11 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         # Not an abstract method: the error is raised where it is used, with the remedy.
         raise NotImplementedError(f"{type(self).__name__} must define `async def __aiter__(self)` with `yield`")
 
-    def map(self, fn: Callable[[T_co], U]) -> MappedIterableDataset[U]:
+    def map(self, fn: Callable[[T_co], U]) -> AsyncIterableDataset[U]:
         """This stream with `fn` applied to each sample, in the loader's CPU workers; the same as its `transform`."""
         return MappedIterableDataset(self, fn)
 
-    def filter(self, fn: Callable[[T_co], object]) -> FilteredStream[T_co]:
+    def filter(self, fn: Callable[[T_co], object]) -> AsyncIterableDataset[T_co]:
         """The samples of this stream for which ``fn(sample)`` is true.
 
         A loader calls `fn` in its CPU workers before samples are batched, so that batches are full; a `map` before a
@@ -66,7 +66,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """
         return FilteredStream(self, fn)
 
-    def repeat(self, times: int | None = None) -> RepeatedStream[T_co]:
+    def repeat(self, times: int | None = None) -> AsyncIterableDataset[T_co]:
         """This stream several times in succession, or for ever; shuffled streams in another order each time.
 
         Args:
@@ -82,25 +82,104 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             >>> list(from_async_iterable(letters).repeat(2))
             ['a', 'b', 'a', 'b']
         """
+        if times is not None:
+            check_times(times)
         return RepeatedStream(self, times)
 
-    def take(self, count: int) -> FirstOfStream[T_co]:
+    def take(self, count: int) -> AsyncIterableDataset[T_co]:
         """The first `count` samples of this stream, or all if it has fewer; of each rank, if split over ranks.
 
         Raises:
             ValueError: `count` is negative.
         """
+        if count < 0:
+            raise ValueError(f"count={count} must not be negative")
         return FirstOfStream(self, count)
 
-    def shuffle(self, buffer_size: int, seed: int = 0) -> ShuffledStream[T_co]:
-        """This stream in another order at each epoch; see `headrace.shuffle`."""
+    def shuffle(self, buffer_size: int, seed: int = 0) -> AsyncIterableDataset[T_co]:
+        """This stream in another order at each epoch: each window of `buffer_size` samples is permuted.
+
+        For each sample given, one of the next window is read, so memory holds one buffer. A sample moves by less than
+        `buffer_size` places, and at most two windows are read again to continue from a saved position.
+
+        Args:
+            buffer_size: size of the buffer, in samples.
+            seed: seed of the order, combined with the epoch.
+
+        Raises:
+            ValueError: `buffer_size` is not positive.
+
+        Example:
+            >>> from headrace import from_async_iterable
+            >>> async def numbers():
+            ...     for i in range(8): yield i
+            >>> sorted(from_async_iterable(numbers).shuffle(4)) == list(range(8))
+            True
+        """
+        if buffer_size < 1:
+            raise ValueError(f"buffer_size={buffer_size} must be at least 1")
         return ShuffledStream(self, buffer_size, seed)
 
     def split(
         self, *, rank: int | None = None, world_size: int | None = None, remainder: Remainder = "drop"
-    ) -> SplitStream[T_co]:
-        """Every n-th sample of this stream, so that every rank gets the same number; see `headrace.split`."""
+    ) -> AsyncIterableDataset[T_co]:
+        """Every n-th sample of this stream, so that every rank gets the same number, of a stream that is not split.
+
+        Each rank reads the whole stream, which must be the same on all; so do the workers of a stock torch loader,
+        which count as ranks. A stream of shards inside does not split itself then.
+
+        Args:
+            rank: which part; by default the rank of `headrace.get_rank_info` when reading starts.
+            world_size: number of parts.
+            remainder: policy for an incomplete last round: ``"drop"`` it; ``"pad"`` it with its last sample;
+                ``"repeat"`` the stream's first samples; ``"keep"`` it, so that ranks may differ by one.
+
+        Raises:
+            ValueError: an argument is out of range, or only one of `rank` and `world_size` is given.
+
+        Example:
+            >>> from headrace import from_async_iterable
+            >>> async def numbers():
+            ...     for i in range(7): yield i
+            >>> [list(from_async_iterable(numbers).split(rank=rank, world_size=2)) for rank in range(2)]
+            [[0, 2, 4], [1, 3, 5]]
+        """
         return SplitStream(self, RankChoice(rank, world_size), remainder)
+
+    def pipe(self, function: Callable[[AsyncIterator[T_co]], AsyncIterator[U]]) -> AsyncIterableDataset[U]:
+        """This stream passed through an async generator function: packing, windows, any work on several samples.
+
+        The function runs on the loader's event loop and should only combine samples: heavy work belongs in a `map`
+        before or after it, which runs in the loader's workers. A sample that fails before it bypasses the function and
+        is reported. After an error of the function itself, it is called again with the samples that follow; samples
+        that it had buffered are lost.
+
+        What a generator holds cannot be saved: after a restore the stream is read again from its start, with a warning.
+        An iterator with `state_dict()` and `load_state_dict(state)` in place of a generator continues.
+
+        Args:
+            function: takes an async iterator over the samples and returns another; called at each epoch.
+
+        Raises:
+            TypeError: `function` is not callable.
+
+        Example:
+            >>> from headrace import from_async_iterable
+            >>> async def numbers():
+            ...     for i in range(5): yield i
+            >>> async def pairs(samples):
+            ...     pair = []
+            ...     async for sample in samples:
+            ...         pair.append(sample)
+            ...         if len(pair) == 2:
+            ...             yield tuple(pair)
+            ...             pair.clear()
+            >>> list(from_async_iterable(numbers).pipe(pairs))
+            [(0, 1), (2, 3)]
+        """
+        if not callable(function):
+            raise TypeError(f"function must be an async generator function, but got {function!r}")
+        return PipedStream(self, function)
 
     def __iter__(self) -> Iterator[T_co]:
         return SyncStream(*plan(self))
@@ -152,55 +231,63 @@ class FilteredStream(_SteppedStream[T_co]):
     is_filter = True
 
 
-class _StreamOperation(FollowsEpoch, AsyncIterableDataset[T_co]):
-    """An operation on one stream."""
+class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
+    """An operation on one stream, with the options of its `operator`."""
 
-    def __init__(self, dataset: Any) -> None:
+    operator: ClassVar[Any]
+    """The iterator: a `StreamOperation` of the stream and the options."""
+
+    def __init__(self, dataset: Any, *options: Any) -> None:
         self.dataset = dataset
+        self._options = options
+
+    def __repr__(self) -> str:
+        shown = [function_name(one) if callable(one) else repr(one) for one in self._options if one is not None]
+        return f"{dataset_repr(self.dataset)}.{self.operator.operation}({', '.join(shown)})"
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        iterator: AsyncIterator[T_co] = self.operator(self.dataset, *self._options)
+        return iterator
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
         propagate_epoch(self.dataset, epoch)
 
 
-class FirstOfStream(_StreamOperation[T_co]):
+class FirstOfStream(OperatedStream[T_co]):
     """The first samples of a stream; made by `take`."""
 
-    def __init__(self, dataset: object, count: int) -> None:
-        super().__init__(dataset)
-        if count < 0:
-            raise ValueError(f"count={count} must not be negative")
-        self._count = count
-
-    def __repr__(self) -> str:
-        return f"{dataset_repr(self.dataset)}.take({self._count})"
-
-    def __aiter__(self) -> AsyncIterator[T_co]:
-        return Take(self.dataset, self._count)
+    operator = Take
 
 
-class ShuffledStream(_StreamOperation[T_co]):
-    """A stream whose samples are permuted in windows of a buffer's size; made by `shuffle`."""
+class RepeatedStream(OperatedStream[T_co]):
+    """A stream several times; made by `repeat`."""
 
+    operator = Repeat
     same_by_lanes = True
 
-    def __init__(self, dataset: object, buffer_size: int, seed: int) -> None:
-        super().__init__(dataset)
-        if buffer_size < 1:
-            raise ValueError(f"buffer_size={buffer_size} must be at least 1")
-        self._buffer_size = buffer_size
-        self._seed = seed
 
-    def __repr__(self) -> str:
-        return f"{dataset_repr(self.dataset)}.shuffle({self._buffer_size}, seed={self._seed})"
+class PipedStream(OperatedStream[T_co]):
+    """A stream passed through a function; made by `pipe`."""
+
+    operator = Pipe
+
+
+class ShuffledStream(OperatedStream[T_co]):
+    """A stream whose samples are permuted in windows of a buffer's size; made by `shuffle`."""
+
+    operator = ShuffleBuffer
+    same_by_lanes = True
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        return ShuffleBuffer(self.dataset, self._buffer_size, self._order_for(self._seed))
+        buffer_size, seed = self._options
+        return ShuffleBuffer(self.dataset, buffer_size, self._order_for(seed))
 
 
-class SplitStream(_StreamOperation[T_co]):
+class SplitStream(OperatedStream[T_co]):
     """One rank's part of a stream that every rank reads whole; made by `split`."""
 
+    operator = Split
     splits_by_rank = True
     splits_over_workers = True
     """In a torch loader each worker reads its own part."""
@@ -209,13 +296,10 @@ class SplitStream(_StreamOperation[T_co]):
     """Each rank reads the whole stream, so that a position is one of all ranks."""
 
     def __init__(self, dataset: Any, ranks: RankChoice, remainder: Remainder) -> None:
-        super().__init__(dataset)
         check_remainder(remainder)
+        super().__init__(dataset, remainder)
         self._ranks = ranks
         self._remainder: Remainder = remainder
-
-    def __repr__(self) -> str:
-        return f"{dataset_repr(self.dataset)}.split(remainder={self._remainder!r})"
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         shard = self._ranks.shard().in_worker()
@@ -225,19 +309,40 @@ class SplitStream(_StreamOperation[T_co]):
         return Split(start, shard, self._remainder)
 
 
-class RepeatedStream(_StreamOperation[T_co]):
-    """A stream several times; made by `repeat`."""
+class _MultiStream(FollowsEpoch, AsyncIterableDataset[object]):
+    def __init__(self, datasets: Sequence[object]) -> None:
+        self.sources: Sequence[object] = tuple(datasets)
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        for source in self.sources:
+            propagate_epoch(source, epoch)
+
+
+class ConcatenatedStreams(ConcatComposition, _MultiStream):
+    """Streams one after the other; made by `headrace.concat`, and of torch's `ChainDataset`."""
 
     same_by_lanes = True
 
-    def __init__(self, dataset: Any, times: int | None) -> None:
-        super().__init__(dataset)
-        if times is not None:
-            check_times(times)
-        self._times = times
+    def __repr__(self) -> str:
+        return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
+
+    def __aiter__(self) -> AsyncIterator[object]:
+        return Concat(self.sources, numbered=self.numbered)
+
+
+class MixedStreams(_MultiStream):
+    """Samples drawn from several streams by weight; made by `headrace.mix`."""
+
+    def __init__(self, datasets: Sequence[object], weights: Sequence[float], seed: int, stop: Stop) -> None:
+        super().__init__(datasets)
+        self._weights = tuple(weights)
+        self._seed = seed
+        self._stop = stop
 
     def __repr__(self) -> str:
-        return f"{dataset_repr(self.dataset)}.repeat({'' if self._times is None else self._times})"
+        datasets = ", ".join(map(dataset_repr, self.sources))
+        return f"mix([{datasets}], {list(self._weights)}, seed={self._seed}, stop={self._stop!r})"
 
-    def __aiter__(self) -> AsyncIterator[T_co]:
-        return Repeat(self.dataset, self._times)
+    def __aiter__(self) -> AsyncIterator[object]:
+        return Mix(self.sources, self._weights, self._order_for(self._seed), self._stop)

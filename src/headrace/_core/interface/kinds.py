@@ -1,14 +1,19 @@
-"""The kind of a dataset and its optional capabilities, found by methods: a user's class needs no base class."""
+"""The kind of a dataset and its optional capabilities, found by methods: a user's class needs no base class.
+
+Also the datasets and samplers that are reachable through a dataset's attributes, and the epoch that they follow.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from headrace._core.store.ranges import Ranges
+from headrace._core.text import dataset_repr
 from headrace.errors import DatasetTypeError
 
 
@@ -127,3 +132,167 @@ def check_times(times: int) -> None:
         raise TypeError(f"times must be an int, but got {times!r}")
     if times < 0:
         raise ValueError(f"times={times} must not be negative")
+
+
+Views = tuple[Sequence[int], Sequence[memoryview]]
+"""Positions among the requested samples, and the bytes of each."""
+
+ReadRange = Callable[[int, int, int], Awaitable[memoryview]]
+"""Reads the bytes of an object, given by its number, from a start up to a stop."""
+
+
+class JoinedReads(Protocol):
+    """The methods of a dataset with the capability `ranges`; `RangedDataset` documents those that users define.
+
+    A loader reads in layers of one signature, `ReadRange`: the store (`read_range`), hedging around it, and around both
+    the cache (`cached_reads`, `read_missing`).
+    """
+
+    async def aget(self, index: object) -> object: ...
+
+    def ranges(self, indices: Sequence[object]) -> Ranges: ...
+
+    async def read_range(self, number: int, start: int, stop: int, *, index: object = None) -> memoryview: ...
+
+    def sample_of(self, index: object, data: memoryview) -> object: ...
+
+    def samples_of(self, indices: Sequence[object], data: Sequence[memoryview]) -> Any: ...
+
+    async def cached_reads(self, indices: Sequence[object]) -> Sequence[memoryview | None]:
+        """The bytes of the samples that are cached; None for others. Called only with that capability."""
+
+    def read_missing(
+        self, number: int, ranges: Ranges, indices: Sequence[object], read_range: ReadRange
+    ) -> AsyncGenerator[Views, None]:
+        """Read samples that are near each other in one object and not cached, some at a time, and cache them.
+
+        Samples that are left out must be fetched with `aget`.
+
+        Args:
+            number: the object's number.
+            ranges: the samples' ranges.
+            indices: the samples' indices.
+            read_range: makes each request: `read_range` of this dataset, hedged if the loader hedges.
+        """
+
+
+_FIRST = 32  # elements of a container, which may be a list of a million keys
+
+
+def child_datasets(value: Any) -> Iterator[Any]:
+    """The datasets and samplers in the value of one attribute: the value, or elements of a dict, a list or a tuple.
+
+    A container without a dataset among its first 32 elements is taken to have none.
+    """
+    several = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+    for number, part in enumerate(several):
+        if _is_dataset(part):
+            yield part
+        elif number >= _FIRST:
+            return
+
+
+def _is_dataset(value: Any) -> bool:
+    if isinstance(value, type):
+        return False
+    if isinstance(value, Dataset | Sampler):
+        return True
+    can = capabilities(value)
+    return can.is_async or can.set_epoch
+
+
+def walk_datasets(dataset: Any) -> Iterator[Any]:
+    """A dataset and all datasets in its attributes, each once, parts before the dataset that holds them.
+
+    Example:
+        >>> from torch.utils.data import ConcatDataset, Subset
+        >>> from headrace.testing import SlowDataset
+        >>> inner = SlowDataset(4, 0.0)
+        >>> [type(part).__name__ for part in walk_datasets(ConcatDataset([inner, Subset(inner, [0])]))]
+        ['SlowDataset', 'Subset', 'ConcatDataset']
+    """
+    yield from _walk(dataset, set())
+
+
+def _walk(dataset: Any, visited: set[int]) -> Iterator[Any]:
+    if id(dataset) in visited:
+        return
+    visited.add(id(dataset))
+    for value in list(getattr(dataset, "__dict__", {}).values()):
+        for part in child_datasets(value):
+            yield from _walk(part, visited)
+    yield dataset
+
+
+def translates_epochs(dataset: Any) -> bool:
+    """Whether a class of the user's has a `set_epoch`, so that streams in it may get other epochs than the loader's."""
+    methods = (getattr(part, "set_epoch", None) for part in walk_datasets(dataset))
+    modules = (getattr(method, "__module__", "") for method in methods if method is not None)
+    return not all(str(module).startswith(("headrace.", "torch.")) for module in modules)
+
+
+def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False) -> None:
+    """Call `set_epoch` of a dataset or sampler; if it has none, of the datasets and samplers in its attributes.
+
+    Args:
+        part: the dataset or sampler. One with `set_epoch` is responsible for its own parts.
+        epoch: the epoch's number.
+        only_wanted: leave out torch datasets and samplers without ``wants_epoch = True``.
+    """
+    for follower in _epoch_followers(part, set()):
+        if not only_wanted or getattr(follower, "wants_epoch", capabilities(follower).is_async):
+            follower.set_epoch(epoch)
+
+
+def _epoch_followers(part: Any, visited: set[int]) -> Iterator[Any]:
+    if id(part) in visited:
+        return
+    visited.add(id(part))
+    if capabilities(part).set_epoch:
+        yield part
+        return
+    for value in list(getattr(part, "__dict__", {}).values()):
+        for child in child_datasets(value):
+            if not (isinstance(part, Sampler) and isinstance(child, Dataset)):  # the sampler's data source
+                yield from _epoch_followers(child, visited)
+
+
+def splits_by_rank(stream: Any) -> bool:
+    """Whether a stream, or a part of it, reads only its rank's part, as `split`, and streams of shards."""
+    return any(getattr(part, "splits_by_rank", False) for part in walk_datasets(stream))
+
+
+def why_not_by_lanes(stream: object) -> str | None:
+    """The reason why a stream is read as a whole; None if each lane can read a part of its shards.
+
+    Lanes are the equal parts, by shards, of a rank's part of a stream, each of which is read by one of several engines.
+    They are possible for headrace's streams of shards, and operations on them that do the same to a part of the samples
+    as to all: `map`, `filter`, `shuffle`, `repeat`, `concat`, `batch_by_tokens`.
+
+    Example:
+        >>> from headrace import from_async_iterable
+        >>> async def numbers():
+        ...     yield 0
+        >>> why_not_by_lanes(from_async_iterable(numbers).shuffle(2))
+        'from_async_iterable(numbers) is not a stream of shards'
+    """
+    if not getattr(getattr(type(stream), "__aiter__", None), "__module__", "").startswith("headrace."):
+        return f"{type(stream).__name__} has an __aiter__ of its own"
+    if hasattr(stream, "most_lanes"):
+        reason = getattr(stream, "not_by_shards", None)
+        return None if reason is None else f"{dataset_repr(stream)}: {reason}"
+    if not getattr(stream, "same_by_lanes", False):
+        return f"{dataset_repr(stream)} is not a stream of shards"
+    return next(filter(None, map(why_not_by_lanes, _parts(stream))), None)
+
+
+def most_lanes(stream: object) -> int:
+    """The number of lanes of a stream that is read by lanes, such that each has a shard of every part of the stream."""
+    if hasattr(stream, "most_lanes"):
+        return int(stream.most_lanes())
+    return min(map(most_lanes, _parts(stream)))
+
+
+def _parts(stream: object) -> Iterator[object]:
+    for value in vars(stream).values():
+        yield from child_datasets(value)

@@ -1,22 +1,34 @@
-"""The base class of async map-style datasets, and the datasets that its methods make."""
+"""The base classes of async map-style datasets, and the datasets that their methods and `headrace.concat` make."""
 
 from __future__ import annotations
 
-import copy
+import asyncio
+import bisect
+import itertools
 import os
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
 from torch.utils.data import Dataset
 
-from headrace._core.interface.background_loop import read_blocking
-from headrace._core.interface.fetch_plan import Composition, Functions, MapComposition, apply_functions, plan
-from headrace._core.interface.joined_reads import ReadRange, Views
-from headrace._core.interface.kinds import Capabilities, capabilities, check_times, fetch_all, sample_key
-from headrace._core.interface.traversal import propagate_epoch
-from headrace._core.store.ranges import Ranges
+from headrace._core.interface.blocking import read_blocking
+from headrace._core.interface.composition import Composition, ConcatComposition, MapComposition, apply_functions, plan
+from headrace._core.interface.kinds import (
+    Capabilities,
+    ReadRange,
+    Views,
+    capabilities,
+    capabilities_by_methods,
+    check_times,
+    fetch_all,
+    sample_key,
+)
+from headrace._core.store.ranges import Ranges, read_ranges
 from headrace._core.text import dataset_repr, function_name
+from headrace.errors import ShardError
 
 T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
@@ -58,7 +70,7 @@ class AsyncDataset(Dataset[T_co]):
         """
         return MappedDataset(self, fn)
 
-    def take(self, count: int) -> FirstSamples[T_co]:
+    def take(self, count: int) -> FirstSamples:
         """The first `count` samples of this dataset; all of them if it has fewer.
 
         Raises:
@@ -66,7 +78,7 @@ class AsyncDataset(Dataset[T_co]):
         """
         return FirstSamples(self, count)
 
-    def repeat(self, times: int) -> RepeatedSamples[T_co]:
+    def repeat(self, times: int) -> RepeatedSamples:
         """This dataset several times in one epoch: each sample has `times` indices.
 
         For an endless epoch, give the loader an endless sampler, as
@@ -105,12 +117,111 @@ class AsyncDataset(Dataset[T_co]):
         return read_blocking(self, lambda: fetch_all(self, indices))
 
 
+class RangedDataset(AsyncDataset[T_co]):
+    """A map-style dataset of byte ranges: define `ranges`, `read_range`, `sample_of` and `__len__`; `aget` is derived.
+
+    A loader takes the ranges of all batches that it has planned, reads those that lie near each other by one request,
+    and passes each sample's own bytes to `sample_of`. If a joined request fails, or `sample_of` raises, the sample is
+    fetched again by itself with `aget`, whose error names it. A subclass that defines `aget` is read only with that.
+
+    Example:
+        >>> class Letters(RangedDataset[str]):
+        ...     def __len__(self): return 26
+        ...     def ranges(self, indices):
+        ...         starts = positions(indices, len(self))
+        ...         return Ranges(np.zeros_like(starts), starts, starts + 1)
+        ...     async def read_range(self, number, start, stop, *, index=None):
+        ...         return memoryview(bytes(range(97 + start, 97 + stop)))
+        ...     def sample_of(self, index, data): return bytes(data).decode()
+        >>> Letters()[7], Letters().__getitems__([0, 25])
+        ('h', ['a', 'z'])
+    """
+
+    def ranges(self, indices: Sequence[Any]) -> Ranges:
+        """The byte ranges of the samples at `indices`; the dataset chooses the numbers of its objects.
+
+        Raises:
+            IndexError: an index is out of range.
+        """
+        # Not an abstract method: the error is raised where it is used, with the remedy.
+        raise NotImplementedError(f"{type(self).__name__} must define `def ranges(self, indices)`")
+
+    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+        """Read the bytes from `start` up to `stop` of an object; `index` is given if they are for one sample only."""
+        # Not an abstract method: the error is raised where it is used, with the remedy.
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `async def read_range(self, number, start, stop)`"
+        )
+
+    def sample_of(self, index: Any, data: memoryview) -> T_co:
+        """Make the sample at `index` of its bytes; copy what is kept, since `data` may be part of a larger buffer."""
+        # Not an abstract method: the error is raised where it is used, with the remedy.
+        raise NotImplementedError(f"{type(self).__name__} must define `def sample_of(self, index, data)`")
+
+    def samples_of(self, indices: Sequence[Any], data: Sequence[memoryview]) -> Sequence[T_co] | torch.Tensor:
+        """Make the samples of a batch, if that is faster than one by one: a sequence of them, or one new tensor."""
+        return [self.sample_of(index, each) for index, each in zip(indices, data, strict=True)]
+
+    async def cached_reads(self, indices: Sequence[Any]) -> Sequence[memoryview | None]:
+        """Nothing is cached."""
+        return [None] * len(indices)
+
+    def _capabilities(self) -> Capabilities:
+        return capabilities_by_methods(self)._replace(ranges=type(self).aget is RangedDataset.aget)
+
+    async def read_missing(
+        self, number: int, ranges: Ranges, indices: Sequence[Any], read_range: ReadRange
+    ) -> AsyncGenerator[Views, None]:
+        """Read several samples of one object by one request; see `JoinedReads`."""
+        start, stop = int(ranges.starts.min()), int(ranges.stops.max())
+        data = await read_range(number, start, stop)
+        bounds = zip((ranges.starts - start).tolist(), (ranges.stops - start).tolist(), strict=True)
+        yield range(len(indices)), [data[begin:end] for begin, end in bounds]
+
+    async def aget(self, index: Any) -> T_co:
+        """Fetch the sample at `index`; read it again once if `sample_of` raises `ShardError`."""
+        try:
+            return self.sample_of(index, await self.read_bytes(index))
+        except ShardError:
+            return self.sample_of(index, await self.read_bytes(index))
+
+    async def read_bytes(self, index: Any) -> memoryview:
+        """Fetch the bytes of the sample at `index`."""
+        number, start, stop = (int(column[0]) for column in self.ranges([index]))
+        return await self.read_range(number, start, stop, index=index) if stop > start else memoryview(b"")
+
+    async def agets(self, indices: Sequence[Any]) -> list[T_co]:
+        """Fetch the samples at `indices`, in order; those near each other by one request."""
+        if not capabilities(self).ranges:
+            return list(await asyncio.gather(*map(self.aget, indices)))
+        views = await read_ranges(self.ranges(indices), self.read_range)
+        return [self.sample_of(index, view) for index, view in zip(indices, views, strict=True)]
+
+
+def positions(indices: Sequence[Any], length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Indices as an array of positions from 0; negative ones count from the end, as in a list.
+
+    Raises:
+        IndexError: an index is out of range for `length`.
+        TypeError: an index is not an integer.
+
+    Example:
+        >>> positions([0, -1], 10).tolist()
+        [0, 9]
+    """
+    found = np.asarray(indices)
+    if found.dtype.kind not in "iu":
+        if len(found):
+            raise TypeError(f"indices must be whole numbers, but got {indices[0]!r}")
+        return np.empty(0, np.int64)
+    wrong = (found < -length) | (found >= length)
+    if wrong.any():
+        raise IndexError(f"index {found[wrong][0]} is out of range for {length} samples")
+    return np.where(found < 0, found + length, found).astype(np.int64, copy=False)
+
+
 class ComposedDataset(Composition, AsyncDataset[T_co]):
     """A map-style dataset made of others; its functions run on the thread that asks for a sample, not on a loop."""
-
-    def set_epoch(self, epoch: int) -> None:
-        for part in self.parts:
-            propagate_epoch(part, epoch)
 
     def __getitems__(self, indices: Sequence[object]) -> list[T_co]:
         source, functions = plan(self)
@@ -154,114 +265,174 @@ class MappedDataset(MapComposition, ComposedDataset[T_co]):
         return Capabilities(aget=True, set_epoch=True, sample_key=True)
 
 
-class Selection(ComposedDataset[T_co]):
-    """Samples of one dataset, found by an index map; reads batches and byte ranges as the dataset does."""
+class IndexedParts(ConcatComposition, ComposedDataset[Any]):
+    """Samples of one dataset or several, found by an index map.
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    Reads batches with `agets` if all parts can, and byte ranges if all parts can. Objects of byte ranges are numbered
+    in turn: the first of each part, then the second of each.
+    """
+
+    def __init__(self, sources: Sequence[object]) -> None:
+        self.sources = sources
 
     @abstractmethod
-    def inner_index(self, index: Any) -> object:
-        """The index in `dataset`; raises `IndexError` if it is out of range."""
-
-    @property
-    def parts(self) -> Sequence[object]:
-        return (self.dataset,)
-
-    def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
-        if sources[0] is self.dataset:
-            return self, functions[0]
-        other = copy.copy(self)
-        other.dataset = sources[0]
-        return other, functions[0]
+    def locate(self, index: Any) -> tuple[int, Any]:
+        """The number of a part, and the index in it; raises if `index` is out of range."""
 
     def _capabilities(self) -> Capabilities:
-        return capabilities(self.dataset)._replace(aget=True, set_epoch=True, sample_key=True)
+        parts = [capabilities(source) for source in self.sources]
+        ranges = all(part.ranges for part in parts)
+        return Capabilities(
+            aget=True,
+            agets=all(part.agets for part in parts),
+            ranges=ranges,
+            cached_reads=ranges and any(part.cached_reads for part in parts),
+            set_epoch=True,
+            sample_key=True,
+        )
 
-    def _inner_indices(self, indices: Sequence[object]) -> list[object]:
-        return [self.inner_index(index) for index in indices]
+    def _by_part(self, indices: Sequence[object]) -> list[tuple[int, Sequence[int], list[object]]]:
+        """For each part that has any of the samples: its number, their slots in `indices`, their indices in it."""
+        if len(self.sources) == 1:
+            return [(0, range(len(indices)), [self.locate(index)[1] for index in indices])] if len(indices) else []
+        parts: dict[int, tuple[int, list[int], list[object]]] = {}
+        for slot, index in enumerate(indices):
+            part, inner = self.locate(index)
+            _, slots, inners = parts.setdefault(part, (part, [], []))
+            slots.append(slot)
+            inners.append(inner)
+        return list(parts.values())
 
-    async def aget(self, index: object) -> T_co:
-        sample: T_co = await self.dataset.aget(self.inner_index(index))
-        return sample
+    async def aget(self, index: object) -> object:
+        part, inner = self.locate(index)
+        sample = await self.sources[part].aget(inner)
+        return (part, sample) if self.numbered else sample
 
-    async def agets(self, indices: Sequence[object]) -> list[T_co]:
-        return await fetch_all(self.dataset, self._inner_indices(indices))
+    async def agets(self, indices: Sequence[object]) -> list[object]:
+        samples: list[object] = [None] * len(indices)
 
-    def __getitem__(self, index: object) -> T_co:
-        sample: T_co = get_item(self.dataset, self.inner_index(index))
-        return sample
+        async def fetch(part: int, slots: Sequence[int], inner: list[object]) -> None:
+            for slot, sample in zip(slots, await fetch_all(self.sources[part], inner), strict=True):
+                samples[slot] = (part, sample) if self.numbered else sample
+
+        await asyncio.gather(*itertools.starmap(fetch, self._by_part(indices)))
+        return samples
+
+    def __getitem__(self, index: object) -> object:
+        part, inner = self.locate(index)
+        return get_item(self.sources[part], inner)
 
     def sample_key(self, index: object) -> str | None:
-        return sample_key(self.dataset, self.inner_index(index))
+        part, inner = self.locate(index)
+        return sample_key(self.sources[part], inner)
 
     # Byte ranges, see `JoinedReads`.
 
     def ranges(self, indices: Sequence[object]) -> Ranges:
-        ranges: Ranges = self.dataset.ranges(self._inner_indices(indices))
-        return ranges
+        order: list[int] = []
+        several: list[Ranges] = []
+        if len(self.sources) == 1:
+            ranges: Ranges = self.sources[0].ranges([self.locate(index)[1] for index in indices])
+            return ranges
+        for part, slots, inner in self._by_part(indices):
+            ranges = self.sources[part].ranges(inner)
+            order.extend(slots)
+            several.append(ranges._replace(objects=ranges.objects * len(self.sources) + part))
+        return Ranges.joined(several).at(np.argsort(order)) if several else Ranges.of([])
 
     async def read_range(self, number: int, start: int, stop: int, *, index: object = None) -> memoryview:
-        data: memoryview = await self.dataset.read_range(
-            number, start, stop, index=None if index is None else self.inner_index(index)
-        )
+        number, part = divmod(number, len(self.sources))
+        inner = None if index is None else self.locate(index)[1]
+        data: memoryview = await self.sources[part].read_range(number, start, stop, index=inner)
         return data
 
     def sample_of(self, index: object, data: memoryview) -> object:
-        return self.dataset.sample_of(self.inner_index(index), data)
+        part, inner = self.locate(index)
+        sample = self.sources[part].sample_of(inner, data)
+        return (part, sample) if self.numbered else sample
 
     def samples_of(self, indices: Sequence[object], data: Sequence[memoryview]) -> object:
-        return self.dataset.samples_of(self._inner_indices(indices), data)
+        if len(self.sources) > 1:
+            return list(map(self.sample_of, indices, data))
+        return self.sources[0].samples_of([self.locate(index)[1] for index in indices], data)
 
     async def cached_reads(self, indices: Sequence[object]) -> Sequence[memoryview | None]:
-        views: Sequence[memoryview | None] = await self.dataset.cached_reads(self._inner_indices(indices))
+        views: list[memoryview | None] = [None] * len(indices)
+        for part, slots, inner in self._by_part(indices):
+            if capabilities(self.sources[part]).cached_reads:
+                for slot, view in zip(slots, await self.sources[part].cached_reads(inner), strict=True):
+                    views[slot] = view
         return views
 
     def read_missing(
         self, number: int, ranges: Ranges, indices: Sequence[object], read_range: ReadRange
     ) -> AsyncGenerator[Views, None]:
-        views: AsyncGenerator[Views, None] = self.dataset.read_missing(
-            number, ranges, self._inner_indices(indices), read_range
+        count = len(self.sources)
+        number, part = divmod(number, count)
+        inner = [self.locate(index)[1] for index in indices]
+        views: AsyncGenerator[Views, None] = self.sources[part].read_missing(
+            number, ranges, inner, lambda number, start, stop: read_range(number * count + part, start, stop)
         )
         return views
 
 
-class FirstSamples(Selection[T_co]):
+class FirstSamples(IndexedParts):
     """The first samples of a map-style dataset; made by `take`."""
 
     def __init__(self, dataset: Any, count: int) -> None:
         if count < 0:
             raise ValueError(f"count={count} must not be negative")
-        super().__init__(dataset)
+        super().__init__((dataset,))
         self._length = min(count, len(dataset))
 
     def __repr__(self) -> str:
-        return f"{dataset_repr(self.dataset)}.take({self._length})"
+        return f"{dataset_repr(self.sources[0])}.take({self._length})"
 
     def __len__(self) -> int:
         return self._length
 
-    def inner_index(self, index: int) -> int:
+    def locate(self, index: int) -> tuple[int, int]:
         if not -self._length <= index < self._length:
             raise IndexError(f"index {index} is out of range for the first {self._length} samples")
-        return index % self._length
+        return 0, index % self._length
 
 
-class RepeatedSamples(Selection[T_co]):
+class RepeatedSamples(IndexedParts):
     """A map-style dataset several times; made by `repeat`."""
 
     def __init__(self, dataset: object, times: int) -> None:
         check_times(times)
-        super().__init__(dataset)
+        super().__init__((dataset,))
         self._times = times
 
     def __repr__(self) -> str:
-        return f"{dataset_repr(self.dataset)}.repeat({self._times})"
+        return f"{dataset_repr(self.sources[0])}.repeat({self._times})"
 
     def __len__(self) -> int:
-        return self._times * len(self.dataset)
+        return self._times * len(self.sources[0])
 
-    def inner_index(self, index: int) -> int:
+    def locate(self, index: int) -> tuple[int, int]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} samples, each of them {self._times} times")
-        return index % len(self.dataset)
+        return 0, index % len(self.sources[0])
+
+
+class ConcatenatedDatasets(IndexedParts):
+    """Map-style datasets one after the other; made by `headrace.concat`."""
+
+    def __init__(self, datasets: Sequence[object]) -> None:
+        super().__init__(tuple(datasets))
+        self._ends = list(itertools.accumulate(map(len, self.sources)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __repr__(self) -> str:
+        return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
+
+    def locate(self, index: int) -> tuple[int, int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} samples of {len(self.sources)} datasets")
+        index %= len(self)
+        part = bisect.bisect_right(self._ends, index)
+        return part, index - (self._ends[part - 1] if part else 0)

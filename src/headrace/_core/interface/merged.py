@@ -15,6 +15,7 @@ from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast, get_args
 
 from headrace._core.interface.distributed import Remainder, ShardOptions, current_lane
+from headrace._core.interface.kinds import walk_datasets
 from headrace._core.interface.operation import InContext, StreamOperation
 from headrace._core.interface.operators import Split
 from headrace._core.interface.resumable import (
@@ -26,7 +27,6 @@ from headrace._core.interface.resumable import (
     name_of,
     start_stream,
 )
-from headrace._core.interface.traversal import walk_datasets
 from headrace._core.rankinfo import RankInfo, bound, provided_rank
 from headrace.errors import StateError
 

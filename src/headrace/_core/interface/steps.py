@@ -13,8 +13,8 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
+from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
-from headrace._core.interface.block_reader import end_all
 from headrace._core.interface.operation import Mark, ReplayOperation
 from headrace._core.interface.resumable import State
 from headrace._core.notes import add_note

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sized
 
-from headrace._core.interface.async_contexts import attributes_before_enter
-from headrace._core.interface.traversal import child_datasets, walk_datasets
+from headrace._core.interface.blocking import attributes_before_enter
+from headrace._core.interface.kinds import child_datasets, walk_datasets
 
 # Attributes of these classes are compared by value, others by identity and length: comparing each element would cost
 # as much as copying them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace._core.engine.config import EngineConfig
-from headrace._core.interface.traversal import propagate_epoch
+from headrace._core.interface.kinds import propagate_epoch
 from headrace._core.runtime.change_detection import Snapshot, held_functions
 from headrace._core.transport.shared_pickle import fingerprint
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from headrace._core.batches import SessionStart
 from headrace._core.call_site import users_stacklevel
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.interface.kinds import DatasetKind
+from headrace._core.interface.kinds import DatasetKind, propagate_epoch
 from headrace._core.interface.resumable import warn_of_rereading
-from headrace._core.interface.traversal import propagate_epoch
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.runtime.thread import EpochSession, ThreadPlacement, ThreadSession
 from headrace._core.transport.shared_pickle import ForkOnlyError, SharedPickle

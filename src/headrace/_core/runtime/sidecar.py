@@ -23,7 +23,7 @@ from headrace._core.engine.worker_tasks import to_wire, unpicklable_state
 from headrace._core.eventloop.loop_thread import end_tasks, new_event_loop
 from headrace._core.eventloop.per_loop import close_resources
 from headrace._core.failure import Stage
-from headrace._core.interface.traversal import propagate_epoch
+from headrace._core.interface.kinds import propagate_epoch
 from headrace._core.notes import add_note
 from headrace._core.pool.launch import adopt_control, report_ready
 from headrace._core.rankinfo import RankInfo, adopt_rank

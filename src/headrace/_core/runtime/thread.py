@@ -16,8 +16,7 @@ from headrace._core.engine.handoff import Handoff
 from headrace._core.engine.session import Session
 from headrace._core.engine.stepping import StepsOnConsumersThread
 from headrace._core.eventloop.loop_thread import LoopThread
-from headrace._core.interface.async_contexts import context_managers
-from headrace._core.interface.background_loop import background_loop
+from headrace._core.interface.blocking import background_loop, context_managers
 from headrace._core.open_session import BatchQueue, SessionWrapper
 from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.runtime.exit_hooks import close_at_exit

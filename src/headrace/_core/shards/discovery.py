@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from headrace._core.interface.background_loop import background_loop
+from headrace._core.interface.blocking import background_loop
 from headrace._core.store.client import StoreClient
 from headrace._core.store.head import Head, InitialRead
 from headrace._core.store.listing import list_heads

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headrace._core.interface.block_reader import end_all
+from headrace._core.eventloop.per_loop import end_all
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.head import Head
 from headrace._core.store.ranges import LARGEST_SPAN, Ranges, plan_spans

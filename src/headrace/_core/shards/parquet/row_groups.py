@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from headrace._core.failure import as_exception
-from headrace._core.interface.block_reader import Block, BlockReader
 from headrace._core.interface.resumable import ResumableIterator, State
+from headrace._core.shards.block_reader import Block, BlockReader
 from headrace._core.shards.parquet.file import Pieces, RowGroup
 from headrace._core.shards.positions import Part, PartPosition, PartQueue
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace._core.interface.block_reader import end_all
+from headrace._core.eventloop.per_loop import end_all
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import PartPosition

@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from headrace._core.interface.kinds import propagate_epoch
+
 Functions = tuple[Callable[[Any], object], ...]
 """Functions that are applied to a sample, the first one first."""
 
@@ -35,6 +37,10 @@ class Composition(ABC):
             A dataset, and the functions that each of its samples still needs.
         """
 
+    def set_epoch(self, epoch: int) -> None:
+        for part in self.parts:
+            propagate_epoch(part, epoch)
+
 
 class MapComposition(Composition):
     """A function applied to each sample of a dataset."""
@@ -51,7 +57,7 @@ class MapComposition(Composition):
 
 
 class ConcatComposition(Composition):
-    """Datasets one after the other.
+    """One dataset, or several one after the other.
 
     Attributes:
         sources: the parts.
@@ -67,13 +73,14 @@ class ConcatComposition(Composition):
         return self.sources
 
     def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
-        common = _common_functions(functions)
-        if common == () and all(map(operator.is_, sources, self.sources)):
+        first, *others = functions
+        common = all(len(other) == len(first) and all(map(operator.is_, first, other)) for other in others)
+        if common and not first and all(map(operator.is_, sources, self.sources)):
             return self, ()
         other = copy.copy(self)
         other.sources = tuple(sources)
-        other.numbered = common is None
-        return other, (PartFunctions(functions),) if common is None else common
+        other.numbered = not common
+        return other, first if common else (PartFunctions(functions),)
 
 
 def plan(dataset: object) -> tuple[Any, Functions]:
@@ -91,13 +98,6 @@ def apply_functions(functions: Functions, sample: object) -> Any:
     for function in functions:
         sample = function(sample)
     return sample
-
-
-def _common_functions(functions: Sequence[Functions]) -> Functions | None:
-    """The functions of each part if all parts have the same ones; else None."""
-    first, *others = functions or [()]
-    same = all(len(other) == len(first) and all(a is b for a, b in zip(first, other, strict=True)) for other in others)
-    return first if same else None
 
 
 class PartFunctions:

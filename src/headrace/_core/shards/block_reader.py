@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+from headrace._core.eventloop.per_loop import end_all
 
 
 class Block(NamedTuple):
@@ -21,15 +22,6 @@ class Block(NamedTuple):
     samples: deque[Any]
     error: Exception | None = None
     end: bool = False
-
-
-async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait for their end."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
 
 
 class BlockReader(ABC):

@@ -1,0 +1,297 @@
+"""Torch's compositions of async datasets as compositions of our own, and our datasets for torch's loader.
+
+Torch's classes (`Subset`, `ConcatDataset`, …) call `__getitem__`, which blocks for an async dataset. Here indices are
+translated, and `aget` of the parts is awaited; functions of `map` on a part run in the workers, as for
+`headrace.concat` and `take`.
+
+Lightning, Ray Train and accelerate ask `isinstance(loader.dataset, IterableDataset)`, and some build a plain torch
+loader of it. `loader.dataset` is an adapter for a dataset that torch's own loader cannot read: it has the class that
+they ask for, and yields every sample once in such a loader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import copy
+import functools
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, StackDataset, Subset, get_worker_info
+
+from headrace._core.interface.blocking import SyncStream
+from headrace._core.interface.composition import Functions, StackFunctions, plan
+from headrace._core.interface.iterable_style import (
+    ConcatenatedStreams,
+    FilteredStream,
+    MappedIterableDataset,
+    RepeatedStream,
+    ShuffledStream,
+)
+from headrace._core.interface.kinds import Capabilities, DatasetKind, capabilities, fetch_all, kind_of, sample_key
+from headrace._core.interface.map_style import AsyncDataset, ComposedDataset, IndexedParts
+from headrace._core.interface.resumable import State
+from headrace._core.rankinfo import reader_divides, reading_divided
+from headrace._core.torchcompat.private import outside_workers
+
+
+def unwrap(dataset: object) -> tuple[object, Functions]:
+    """The source that a loader fetches from, and the functions of `map` that it applies to each sample."""
+    return plan(as_async(dataset))
+
+
+def as_async(dataset: object) -> object:
+    """An async dataset with the samples of a torch composition of async datasets; any other dataset itself.
+
+    Only torch's own classes are replaced: a subclass may do more in `__getitem__`.
+    """
+    replacement = _COMPOSITIONS.get(type(dataset))
+    view = None if replacement is None else replacement(dataset)
+    return dataset if view is None else view
+
+
+def require_async(datasets: Sequence[object]) -> tuple[list[object], bool]:
+    """The async datasets to combine, and whether they are streams.
+
+    Raises:
+        ValueError: `datasets` is empty.
+        TypeError: a dataset is not async, or their kinds differ.
+    """
+    if not datasets:
+        raise ValueError("no dataset was given")
+    found = list(map(as_async, datasets))
+    kinds = {kind_of(dataset): dataset for dataset in found}
+    for kind, dataset in kinds.items():
+        if not kind.is_async:
+            name = type(dataset).__name__
+            raise TypeError(f"{name} is not an async dataset; torch's own can be combined by torch.utils.data")
+    if len(kinds) > 1:
+        raise TypeError("map-style datasets and streams cannot be combined")
+    return found, next(iter(kinds)).is_iterable
+
+
+def _subset(dataset: Subset[object]) -> object:
+    (source,) = _async_parts([dataset.dataset]) or (None,)
+    return None if source is None else SubsetView(dataset, source)
+
+
+def _concatenated(dataset: ConcatDataset[object]) -> object:
+    sources = _async_parts(dataset.datasets)
+    return None if sources is None else ConcatView(dataset, sources)
+
+
+def _stacked(dataset: StackDataset[Any]) -> object:
+    parts = dataset.datasets
+    names = list(parts) if isinstance(parts, dict) else None
+    sources = _async_parts(parts.values() if isinstance(parts, dict) else parts)
+    return None if sources is None else StackView(dataset, names, sources)
+
+
+def _chained(dataset: ChainDataset) -> object:
+    if not isinstance(dataset.datasets, Sequence):
+        return None  # an iterator, which only torch may consume
+    sources = [as_async(part) for part in dataset.datasets]
+    are_streams = all(isinstance(part, IterableDataset) for part in dataset.datasets)
+    if not (sources and are_streams and all(capabilities(source).aiter for source in sources)):
+        return None
+    return ConcatenatedStreams(sources)
+
+
+_COMPOSITIONS: dict[type, Callable[[Any], object]] = {
+    Subset: _subset,
+    ConcatDataset: _concatenated,
+    StackDataset: _stacked,
+    ChainDataset: _chained,
+}
+
+
+def _async_parts(datasets: Iterable[object]) -> list[object] | None:
+    """The parts of a map-style composition; None unless all of them have `aget`."""
+    sources = list(map(as_async, datasets))
+    return sources if all(capabilities(source).aget for source in sources) else None
+
+
+class SubsetView(IndexedParts):
+    """`Subset`; its `indices` are read for each sample, since the user may change them."""
+
+    def __init__(self, composed: Subset[object], source: object) -> None:
+        super().__init__((source,))
+        self.composed = composed
+
+    def __len__(self) -> int:
+        return len(self.composed)
+
+    def locate(self, index: Any) -> tuple[int, Any]:
+        return 0, self.composed.indices[index]
+
+
+class ConcatView(IndexedParts):
+    """`ConcatDataset`."""
+
+    def __init__(self, composed: ConcatDataset[object], sources: Sequence[object]) -> None:
+        super().__init__(sources)
+        self.composed = composed
+
+    def __len__(self) -> int:
+        return len(self.composed)
+
+    def locate(self, index: Any) -> tuple[int, int]:
+        ends = self.composed.cumulative_sizes
+        if index < 0:
+            if -index > ends[-1]:
+                raise ValueError("absolute value of index should not exceed dataset length")  # torch's words
+            index += ends[-1]
+        part = bisect.bisect_right(ends, index)
+        return part, index - ends[part - 1] if part else index
+
+
+class StackView(ComposedDataset[object]):
+    """`StackDataset`; the parts of a sample are fetched concurrently."""
+
+    def __init__(self, composed: StackDataset[Any], names: list[str] | None, sources: Sequence[Any]) -> None:
+        self.composed = composed
+        self.sources = sources
+        self._names = names
+        self._finish: Callable[[Sequence[object]], object] = StackFunctions(names, [()] * len(sources))
+
+    def __len__(self) -> int:
+        return len(self.composed)
+
+    @property
+    def parts(self) -> Sequence[object]:
+        return self.sources
+
+    def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
+        other = copy.copy(self)
+        other.sources = sources
+        other._finish = tuple
+        return other, (StackFunctions(self._names, functions),)
+
+    def _capabilities(self) -> Capabilities:
+        agets = any(capabilities(source).agets for source in self.sources)
+        return Capabilities(aget=True, agets=agets, set_epoch=True, sample_key=True)
+
+    async def aget(self, index: object) -> object:
+        return self._finish(await asyncio.gather(*(source.aget(index) for source in self.sources)))
+
+    async def agets(self, indices: Sequence[object]) -> object:
+        columns = await asyncio.gather(*(fetch_all(source, indices) for source in self.sources))
+        return list(map(self._finish, zip(*columns, strict=True)))
+
+    def __getitem__(self, index: object) -> object:
+        return self.__getitems__([index])[0]
+
+    def sample_key(self, index: object) -> str | None:
+        keys = [key for source in self.sources if (key := sample_key(source, index)) is not None]
+        return " + ".join(keys) or None
+
+
+def torch_readable(dataset: object, kind: DatasetKind) -> Any:
+    """The dataset itself if a torch loader reads it correctly; else an adapter that a torch loader can read."""
+    if kind.is_iterable:
+        if kind is DatasetKind.ITERABLE and isinstance(dataset, IterableDataset):
+            return dataset
+        return (_SizedStreamAdapter if hasattr(dataset, "__len__") else _StreamAdapter)(dataset)
+    indexable = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    return dataset if indexable else _MapAdapter(dataset)
+
+
+def without_adapter(dataset: Any) -> Any:
+    """The dataset that an adapter wraps; any other dataset itself."""
+    return dataset._adapted if issubclass(type(dataset), _Adapter) else dataset
+
+
+class _Adapter:
+    """A proxy with a dataset's attributes and its class; attributes are set on the dataset."""
+
+    def __init__(self, dataset: object) -> None:
+        object.__setattr__(self, "_adapted", dataset)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._adapted)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_adapted":  # not set yet while the adapter is constructed or unpickled
+            raise AttributeError(name)
+        return getattr(self._adapted, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._adapted, name, value)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self._adapted,)
+
+    def __repr__(self) -> str:
+        return repr(self._adapted)
+
+    def __str__(self) -> str:
+        return str(self._adapted)
+
+
+class _MapAdapter(_Adapter, AsyncDataset[object]):
+    """A map-style dataset that has only `aget`, with `__getitem__` and `__getitems__` of `AsyncDataset`."""
+
+    async def aget(self, index: object) -> object:
+        return await self._adapted.aget(index)
+
+    def __len__(self) -> int:
+        return len(self._adapted)
+
+
+class _StreamAdapter(_Adapter, IterableDataset[object]):
+    """A stream that yields each sample once, for any number of workers of a torch loader.
+
+    Streams of shards, and those made by `split`, divide themselves among the workers. Any other async stream is read by
+    the first worker only, as headrace's loader reads it once: a second iterator need not yield the same samples.
+    """
+
+    def __init__(self, dataset: object, *, divided: bool = False) -> None:
+        super().__init__(dataset)
+        object.__setattr__(self, "_divided", divided)  # in a spawned worker: whether the parent's reader divides it
+
+    def __reduce__(self) -> tuple[object, ...]:
+        divided = get_spawning_popen() is not None and reader_divides()
+        return functools.partial(type(self), divided=divided), (self._adapted,)
+
+    def __aiter__(self) -> AsyncIterator[object]:
+        return aiter(self._adapted)
+
+    def __iter__(self) -> Iterator[object]:
+        stream = self._adapted
+        with reading_divided(self._divided):
+            if not capabilities(stream).aiter:
+                return iter(stream)
+            if _splits_over_workers(stream):
+                return SyncStream(*plan(stream))
+            worker = get_worker_info()
+            return _OnlyReader(*plan(stream)) if worker is None or worker.id == 0 else iter(())
+
+
+class _SizedStreamAdapter(_StreamAdapter):
+    def __len__(self) -> int:
+        return len(self._adapted)
+
+
+class _OnlyReader(SyncStream[object]):
+    """Hides the torch worker from a stream, so that the stream yields all samples and not a worker's part."""
+
+    def __init__(self, source: Any, functions: Functions) -> None:
+        with outside_workers():
+            super().__init__(source, functions)
+
+    def __next__(self) -> object:
+        with outside_workers():
+            return super().__next__()
+
+    def load_state_dict(self, state: State) -> None:
+        with outside_workers():
+            super().load_state_dict(state)
+
+
+def _splits_over_workers(stream: object) -> bool:
+    while isinstance(stream, MappedIterableDataset | FilteredStream | RepeatedStream | ShuffledStream):
+        stream = stream.dataset
+    return getattr(stream, "splits_over_workers", False)

@@ -32,7 +32,7 @@ from headrace._core.consumer.deliver import opened
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.worker_tasks import ReadTask
 from headrace._core.error_policy import Tolerance
-from headrace._core.pool.worker import _INHERITED, _answer_next, _Tasks
+from headrace._core.pool.worker import INHERITED, _answer_next, _Tasks
 from headrace._core.rankinfo import RankInfo
 from headrace._core.transport.channel import BlockingChannel, Connection
 from headrace._core.transport.pickling import dump_message
@@ -86,7 +86,7 @@ def measure(work: Work, batches: int) -> tuple[float, ...]:
         seeds=False,
     )
     tasks = _Tasks(0, 1, lambda: None)
-    tasks.add(_INHERITED, lambda: task)
+    tasks.add(INHERITED, lambda: task)
     ours, theirs = Connection.pair()
     engine, worker = BlockingChannel(ours), BlockingChannel(theirs)
     smallest = [float("inf")] * 5
@@ -97,7 +97,7 @@ def measure(work: Work, batches: int) -> tuple[float, ...]:
         times = [time.thread_time()]
         expected = work.bare(indices)
         times.append(time.thread_time())
-        engine.send_message(dump_message(raw))
+        engine.send_message(dump_message((raw.flat(), INHERITED, None, frozenset()), plain=True))
         times.append(time.thread_time())
         _answer_next(worker, tasks)
         times.append(time.thread_time())

@@ -4,7 +4,7 @@ import pytest
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.failure import Failure, Stage
-from headrace._core.pool.worker import Answer, Request
+from headrace._core.pool.worker import Answer
 
 PLAN = BatchPlan(number=3, indices=(6, 7), seed=11, positions=range(6, 8))
 
@@ -27,8 +27,6 @@ class Index(str):
         Answer(HostBatch.failed(PLAN, ValueError(), stage=Stage.FETCH)),
         Answer([PLAN]),
         Answer(error=ValueError()),
-        Request(RawBatch(PLAN, [Index("7")]), 1),
-        Request(RawBatch(PLAN, None), 1, shipped=Index("a task")),
     ],
     ids=repr,
 )
@@ -38,7 +36,7 @@ def test_messages_with_objects_of_the_users_are_not_plain(with_users_objects):
 
 def test_messages_without_objects_of_the_users_are_plain():
     raw, host = RawBatch(PLAN, None), HostBatch(PLAN, None, 2, empty=True)
-    assert all(message.is_plain for message in (PLAN, raw, host, Answer(host), Request(raw, 1)))
+    assert all(message.is_plain for message in (PLAN, raw, host, Answer(host)))
 
 
 def test_failures_are_taken_out_with_their_indices():

@@ -226,7 +226,14 @@ class ProcessExecutor(Executor):
         if raw.stream_state is not None:
             raw = raw._replace(stream_state=None)  # it stays here
         try:
-            reply = await self._pool.run(raw, work, worker=raw.worker, batch=plan.number, indices=tuple(plan.indices))
+            reply = await self._pool.run(
+                raw.flat(),
+                work,
+                worker=raw.worker,
+                batch=plan.number,
+                indices=tuple(plan.indices),
+                plain=raw.is_plain,
+            )
         except WorkerDiedError as died:
             return HostBatch.failed(plan, died, stage=Stage.ASSEMBLE)._replace(end=raw.worker is not None)
         except asyncio.CancelledError:

@@ -47,9 +47,11 @@ class AssembleTask:
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
 
-    def __call__(self, request: RawBatch | WorkerRequest) -> HostBatch | list[Any] | None:
-        """Assemble one batch, or apply steps to samples that are not yet in one."""
-        return self._steps(request) if isinstance(request, WorkerRequest) else self.assemble(request)
+    def __call__(self, request: tuple[Any, ...] | WorkerRequest) -> HostBatch | list[Any] | None:
+        """Assemble one `RawBatch`, or apply steps to samples that are not yet in one."""
+        if type(request) is WorkerRequest:
+            return self._steps(request)
+        return self.assemble(request if type(request) is RawBatch else RawBatch.from_flat(request))
 
     def assemble(self, raw: RawBatch) -> HostBatch:
         assemble = self._seeded if self.seeds else self.assembler
@@ -132,14 +134,14 @@ class ReadTask:
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker)
 
-    def __call__(self, request: RawBatch | StartEpoch) -> HostBatch | None:
-        """Start an epoch, or read and assemble one batch of the epoch that its plan names."""
-        if isinstance(request, StartEpoch):
+    def __call__(self, request: tuple[Any, ...] | StartEpoch) -> HostBatch | None:
+        """Start an epoch, or read and assemble one `RawBatch` of the epoch that its plan names."""
+        if type(request) is StartEpoch:
             self._readers = {epoch: self._readers[epoch] for epoch in request.running & self._readers.keys()}
             seed_pipe(self._dataset, request.pipe_seed)
             self._readers[request.epoch] = self._reader(request.epoch, request.state, set_epoch=request.set_epoch)
             return None
-        plan = request.plan
+        plan = RawBatch.from_flat(request).plan
         if self._iterable:  # each worker counts the samples of its own part
             plan = plan._replace(random_key=plan.random_key ^ self._worker)
         epoch = plan.epoch

@@ -20,7 +20,7 @@ from headrace._core.descriptors import explained
 from headrace._core.failure import as_exception
 from headrace._core.pool.launch import Launcher, WorkerProcess, how_it_ended
 from headrace._core.pool.settings import Settings
-from headrace._core.pool.worker import Answer, BootMessage, ProcessEnvironment, Request, Started, WorkerTask
+from headrace._core.pool.worker import INHERITED, Answer, BootMessage, ProcessEnvironment, Request, Started, WorkerTask
 from headrace._core.transport.channel import Connection, EngineChannel
 from headrace._core.transport.pickling import dump_message
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -52,6 +52,7 @@ class Job:
     batch: int | None = None
     indices: tuple[object, ...] = ()
     doing: str | None = None
+    plain: bool = False
     attempt: int = 1
     ships_task: bool = False
 
@@ -137,23 +138,20 @@ class NumberedWorker:
         """Send a job, with its task if the worker lacks it; an error of pickling is the job's answer."""
         assert self.channel is not None
         try:
-            self.channel.send(dump_message(self._request(job, in_use)))
+            number = INHERITED if job.task is None else job.task.number
+            request: Request = job.request, number, None, frozenset()
+            job.ships_task = job.task is not None and number not in self.loaded
+            if job.ships_task:
+                numbers = frozenset(in_use)
+                self.loaded &= numbers
+                request = job.request, number, job.task, numbers
+            self.channel.send(dump_message(request, plain=job.plain and not job.ships_task))
         except BaseException as error:  # user code: __reduce__ of a sample's class; descriptors that cannot be sent
             job.reply.set_exception(as_exception(error))
             return
         self.jobs.append(job)
         if job.task is not None:
             self.loaded.add(job.task.number)
-
-    def _request(self, job: Job, in_use: Iterable[int]) -> object:
-        if job.task is None:
-            return job.request
-        job.ships_task = job.task.number not in self.loaded
-        if not job.ships_task:
-            return Request(job.request, job.task.number)
-        numbers = frozenset(in_use)
-        self.loaded &= numbers
-        return Request(job.request, job.task.number, job.task, numbers)
 
     def answered(self, answer: Answer) -> None:
         """Give an answer to the first of the jobs that were sent."""
@@ -292,6 +290,7 @@ class Pool:
         batch: int | None = None,
         indices: tuple[object, ...] = (),
         doing: str | None = None,
+        plain: bool = False,
     ) -> Reply:
         """Have a worker answer `request`.
 
@@ -302,6 +301,7 @@ class Pool:
             batch: the batch's number, for `WorkerDiedError`.
             indices: the batch's indices, for `WorkerDiedError`.
             doing: a description of the request for `WorkerDiedError`; None for a batch.
+            plain: whether the request holds no object of the user's.
 
         Raises:
             WorkerDiedError: the worker died on the last attempt, or one could not be started or replaced.
@@ -311,7 +311,7 @@ class Pool:
             raise copy.copy(self._broken)
         if task is not None:
             self._latest = self._in_use[task.number] = task
-        job = Job(request, self._latest, asyncio.get_running_loop().create_future(), batch, indices, doing)
+        job = Job(request, self._latest, asyncio.get_running_loop().create_future(), batch, indices, doing, plain)
         if worker is not None:
             chosen = self._workers[self._numbers.index(worker)]
             chosen.pinned.append(job)

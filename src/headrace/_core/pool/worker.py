@@ -114,24 +114,11 @@ class BootMessage(NamedTuple):
         self.settings.adopt()
 
 
-class Request(NamedTuple):
-    """A request to a worker that can hold several tasks, those of overlapping epochs.
+Request = tuple[object, int, SharedPickle | None, frozenset[int]]
+"""A request to a worker: the argument of its task, and the task's number; the task itself, if the worker lacks it, and
+then the numbers of the tasks that may still be requested (those of overlapping epochs)."""
 
-    Attributes:
-        payload: the task's argument.
-        task: the task's number.
-        shipped: the task itself, if the worker lacks it.
-        in_use: with `shipped`, the numbers of the tasks that may still be requested.
-    """
-
-    payload: object
-    task: int
-    shipped: SharedPickle | None = None
-    in_use: frozenset[int] = frozenset()
-
-    @property
-    def is_plain(self) -> bool:
-        return self.shipped is None and getattr(self.payload, "is_plain", False)
+INHERITED = 0  # the number of a task that was not sent
 
 
 def serve_boot_message(connection: Connection, control: socket.socket | None) -> None:
@@ -162,7 +149,7 @@ def serve(connection: Connection, task: WorkerTask | bytes, worker: int, workers
     prefer_references()
     _prepare_process(worker)
     tasks = _Tasks(worker, workers, lambda: run_setups(None if setups is None else pickle.loads(setups)))
-    tasks.add(_INHERITED, lambda: pickle.loads(task) if isinstance(task, bytes) else task)
+    tasks.add(INHERITED, lambda: pickle.loads(task) if isinstance(task, bytes) else task)
     _serve(BlockingChannel(connection), tasks)
 
 
@@ -174,9 +161,6 @@ def _prepare_process(worker: int) -> None:
     # once in the first seconds, 165 ms in which no batch is made (170,000 objects after importing torch;
     # benchmarks/drop_in.py).
     gc.freeze()
-
-
-_INHERITED = 0  # the number of a task that was not sent
 
 
 class _Tasks:
@@ -206,14 +190,13 @@ class _Tasks:
         else:
             self._runnable[number] = task
 
-    def find(self, request: object) -> tuple[WorkerTask | Answer, object]:
+    def find(self, request: Request) -> tuple[WorkerTask | Answer, object]:
         """The task of a request, loaded now if it is sent with it, and the task's argument."""
-        if not isinstance(request, Request):
-            return self._runnable[_INHERITED], request
-        if request.shipped is not None:
-            self._runnable = {n: task for n, task in self._runnable.items() if n in request.in_use}
-            self.load(request.shipped)
-        return self._runnable[request.task], request.payload
+        payload, number, shipped, in_use = request
+        if shipped is not None:
+            self._runnable = {n: task for n, task in self._runnable.items() if n in in_use}
+            self.load(shipped)
+        return self._runnable[number], payload
 
 
 def _serve(channel: BlockingChannel, tasks: _Tasks) -> None:

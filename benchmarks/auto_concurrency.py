@@ -19,9 +19,8 @@ from contents import contents
 from contestants import BATCH, Setting, rate
 from harness import claim, describe_machine, interleave_figures, parse_arguments
 from peers import FAMILIES
+from servers import Fault, ObjectServer
 from store import BUCKET, Store
-
-from headrace.testing import Fault, ObjectServer
 
 SIZE = 4_000
 OURS = FAMILIES["headrace"]

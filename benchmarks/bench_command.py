@@ -25,9 +25,8 @@ from contents import contents
 from contestants import BATCH, Setting, rate
 from harness import Figure, claim, describe_machine, interleave, parse_arguments
 from peers import FAMILIES
+from servers import Fault, ObjectServer
 from store import BUCKET, Store
-
-from headrace.testing import Fault, ObjectServer
 
 SIZE = 20_000
 LATENCY = 0.020

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from harness import claim, describe_machine, interleave, parse_arguments
+from servers import ObjectServer
 
 import headrace as hr
-from headrace.testing import ObjectServer
 
 OBJECT_SIZE = 56_000  # bytes: a JPEG of 500 × 375 pixels
 CONCURRENCY = 64

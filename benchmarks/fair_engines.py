@@ -31,10 +31,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contents import contents, numbers_of
 from contestants import BATCH
 from harness import Figure, claim, describe_machine, interleave_figures, parse_arguments
+from servers import Fault, ObjectServer
 from store import BUCKET, Store
 
 import headrace as hr
-from headrace.testing import Fault, ObjectServer
 
 OBJECTS, SIZE = 4096, 4000
 LIMIT = 500.0  # objects/s

@@ -32,9 +32,9 @@ import obstore
 import torch
 from harness import Figure, claim, describe_machine, interleave, interleave_figures, parse_arguments
 from obstore.store import from_url
+from servers import ObjectServer
 
 import headrace as hr
-from headrace.testing import ObjectServer
 
 KEYS = 1_280_000  # as ImageNet has
 BATCH = 64

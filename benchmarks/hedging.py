@@ -22,9 +22,8 @@ from contents import contents
 from contestants import BATCH, Epoch, Family, Setting, rate
 from harness import Figure, claim, describe_machine, interleave_figures, parse_arguments
 from peers import FAMILIES, headrace
+from servers import Fault, ObjectServer
 from store import BUCKET, Store
-
-from headrace.testing import Fault, ObjectServer
 
 SIZE = 4_000
 LATENCY = 0.020

@@ -29,10 +29,10 @@ import pyarrow.parquet
 import uvloop
 from harness import claim, describe_machine, interleave, parse_arguments
 from obstore.store import from_url
+from servers import ObjectServer
 
 import headrace as hr
 from headrace._core.store.ranges import Ranges, plan_spans
-from headrace.testing import ObjectServer
 
 COLUMNS = ["c0", "c1", "c4", "c7"]
 GROUPS = 8

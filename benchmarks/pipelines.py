@@ -24,9 +24,9 @@ import anyio.to_thread
 import numpy as np
 import torch
 from harness import Figure, claim, describe_machine, parse_arguments
+from servers import Fault, ObjectServer
 
 import headrace as hr
-from headrace.testing import Fault, ObjectServer
 
 TOLERANCE = 0.25
 

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from harness import Figure, Rounds, claim, describe_machine, interleave_figures, is_installed, parse_arguments
+from servers import ObjectServer
 
 import headrace as hr
-from headrace.testing import ObjectServer
 
 BATCH = 256
 SAMPLES = 20_000  # of the stream

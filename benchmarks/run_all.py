@@ -59,6 +59,7 @@ SHARED = {
     "peers.py",
     "processes.py",
     "served.py",
+    "servers.py",
     "simulated_gpus.py",
     "simulated_runs.py",
     "simulation.py",

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from headrace.testing import ObjectServer
+from servers import ObjectServer
 
 __all__ = ["free_port", "running", "served"]
 

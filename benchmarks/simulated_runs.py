@@ -22,11 +22,11 @@ from statistics import fmean, median
 from typing import Any
 
 from harness import interleave_figures
+from servers import Fault, ObjectServer
 from simulation import Host, Latency, SimulatedStore, simulate, simulate_epoch
 
 import headrace as hr
 from headrace._core.look_ahead import look_ahead, most_ahead
-from headrace.testing import Fault, ObjectServer
 
 __all__ = ["SCENARIOS", "Comparison", "compare"]
 

@@ -21,8 +21,7 @@ from typing import Any
 
 from contents import content_of, contents, key_of
 from served import free_port, running
-
-from headrace.testing import ObjectServer
+from servers import ObjectServer
 
 __all__ = ["BUCKET", "Store", "nginx_is_installed", "serve"]
 

@@ -11,7 +11,7 @@ import io
 import numpy as np
 
 import headrace as hr
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 
 
 def as_object(number):

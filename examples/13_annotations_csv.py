@@ -20,7 +20,7 @@ import torch
 from PIL import Image, ImageDraw
 
 import headrace as hr
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 
 SPECIES = ["disc", "frame", "stripe"]
 SIDE = 64  # pixels

@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 import headrace as hr
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 
 
 def as_object(number):

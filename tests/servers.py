@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from headrace.testing import Fault, ObjectServer
+from object_server import Fault, ObjectServer
 
 
 class _WatchedServer(ObjectServer):

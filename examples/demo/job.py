@@ -18,7 +18,7 @@ from demo.flow import Flow
 from demo.options import DemoOptions
 from demo.training import Trainer, accuracy_of
 from headrace.cli.interrupts import interrupts_held
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 
 __all__ = ["run_demo", "verdict"]
 

@@ -1,6 +1,6 @@
 import pytest
 
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ import obstore.store
 import pytest
 
 from headrace._core.store.store import Store
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 
 AZURITE_FOLDER = Path(os.environ["HEADRACE_TEST_TOOLS"]) / "azurite"
 """The folder into which `make azurite` installs it."""

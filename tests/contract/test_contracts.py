@@ -9,7 +9,8 @@ from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.store.store import Store
 from headrace.datasets.files import FileDataset
 from headrace.datasets.objects import ObjectDataset
-from headrace.testing import DatasetContract, SlowDataset, StreamContract
+from headrace.testing import DatasetContract, StreamContract
+from tests.datasets import SlowDataset
 
 
 class TestObjectDataset(DatasetContract):

@@ -23,7 +23,7 @@ from headrace.datasets.objects import ObjectDataset
 from headrace.datasets.tar import TarDataset
 from headrace.errors import EmptyListingError, MissingExtraError, StoreError, StoreUnreachableError
 from headrace.loader import DataLoader
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 from tests.contract.places import ACCOUNT, ACCOUNT_KEY, azurite, moto_bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of boto3 and moto themselves

@@ -26,7 +26,7 @@ from headrace._core.cache.entry import TRAILER
 from headrace._core.cache.locks import Locks
 from headrace._core.cache.quota import DISK_BLOCK
 from headrace._core.store.request_stats import RequestStats, second_attempt, session_stats
-from headrace.testing import Fault, ObjectServer
+from object_server import Fault, ObjectServer
 from tests.answers import answering
 from tests.faults.peers import Peer, results, started_together
 from tests.faults.programs import caches

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import headrace as hr
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 from tests.faults.watching import drain, text_of
 
 CLOSING = 5.0  # seconds; obstore closes idle connections on threads of its own, some time after their store is gone

@@ -19,7 +19,7 @@ import headrace as hr
 from headrace._core.cache.disk_cache import DiskCache
 from headrace._core.cache.get_many import get_many
 from headrace.datasets.cached import CachedRanges
-from headrace.testing import Fault, ObjectServer
+from object_server import Fault, ObjectServer
 from tests.faults.peers import Peer, results, started_together
 from tests.faults.programs import caches
 from tests.faults.shortage import mounted

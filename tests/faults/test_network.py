@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace.testing import Fault, ObjectServer
+from object_server import Fault, ObjectServer
 from tests.faults.ledger import QUICK, SAMPLES, SIZE, Ledger, body_of, checked_number, contents
 from tests.faults.watching import drain, once_each
 

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 import headrace as hr
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 from tests.faults.watching import drain, once_each, text_of
 
 CLOSING = 5.0  # seconds; obstore closes idle connections on threads of its own, some time after their store is gone

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 import headrace as hr
-from headrace.testing import Fault, ObjectServer
+from object_server import Fault, ObjectServer
 from tests.faults.ledger import Ledger, body_of, contents
 from tests.faults.watching import drain
 

@@ -15,7 +15,7 @@ import pytest
 from obstore.store import from_url
 
 import headrace as hr
-from headrace.testing import Fault, ObjectServer
+from object_server import Fault, ObjectServer
 from tests.faults.watching import drain, once_each, text_of
 
 SAMPLES = 20

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler
 
 import headrace as hr
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 from tests.integrations.harness import Launcher
 
 WHY = "make test-integrations"

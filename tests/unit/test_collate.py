@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import default_collate as torch_collate
 
 from headrace.collate import default_collate, default_convert, pad_sequences
-from headrace.testing.contract import same
+from headrace.testing import same
 
 Point = namedtuple("Point", ["x", "y"])
 

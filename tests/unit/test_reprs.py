@@ -4,7 +4,7 @@ import pytest
 from torch.utils.data import TensorDataset
 
 import headrace as hr
-from headrace.testing import SlowDataset
+from tests.datasets import SlowDataset
 
 
 class Numbers(hr.AsyncDataset):

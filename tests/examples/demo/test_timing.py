@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 import headrace as hr
 from demo.timing import BlockingGets, FixedOrder, batches_within, time_epoch, torch_loader
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 
 OBJECTS = {f"{number:02d}": bytes([number]) for number in range(12)}
 KEYS = sorted(OBJECTS)

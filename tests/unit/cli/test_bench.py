@@ -14,7 +14,7 @@ import pytest
 import headrace as hr
 from headrace.cli.bench import Trial, choose, sweep
 from headrace.cli.main import main
-from headrace.testing import Fault, ObjectServer
+from object_server import Fault, ObjectServer
 
 OBJECTS = {f"train/{number:03}.bin": bytes(20_000) for number in range(300)}
 DENIED = "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"

@@ -11,7 +11,7 @@ import pytest
 
 import headrace
 from headrace.cli.main import main
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 
 
 def options_for(server: ObjectServer) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from obstore.store import MemoryStore, from_url
 
 import headrace as hr
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 
 COUNT = 10
 

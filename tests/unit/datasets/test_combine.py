@@ -8,7 +8,8 @@ import cloudpickle
 import pytest
 
 import headrace as hr
-from headrace.testing import DatasetContract, SlowDataset, StreamContract
+from headrace.testing import DatasetContract, StreamContract
+from tests.datasets import SlowDataset
 
 
 def stream(*samples):

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import headrace as hr
 from headrace.datasets.lines import _Lines
 from headrace.errors import ShardError, TruncatedShardError
-from headrace.testing import ObjectServer, StreamContract
+from headrace.testing import StreamContract
+from object_server import ObjectServer
 
 
 def zstd(data):

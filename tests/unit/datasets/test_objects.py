@@ -26,7 +26,7 @@ from headrace.errors import (
     StoreError,
     StoreUnreachableError,
 )
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 
 KEYS = ("a.jpg", "b.jpg", "c.png", "d.txt", "empty.bin")
 

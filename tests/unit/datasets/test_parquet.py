@@ -15,7 +15,8 @@ import pytest
 
 import headrace as hr
 from headrace.errors import ObjectChangedError, ShardError, TruncatedShardError
-from headrace.testing import DatasetContract, ObjectServer, StreamContract
+from headrace.testing import DatasetContract, StreamContract
+from object_server import ObjectServer
 from tests.servers import Servers
 
 ROWS, GROUP = 100, 30  # rows of a file, and of a row group: four groups, the last with 10

@@ -16,7 +16,8 @@ from obstore.store import MemoryStore
 
 import headrace as hr
 from headrace.errors import EmptyListingError, ShardError, ShortStreamError, StoreError
-from headrace.testing import DatasetContract, Fault, ObjectServer, StreamContract
+from headrace.testing import DatasetContract, StreamContract
+from object_server import Fault, ObjectServer
 
 _spec = importlib.util.spec_from_file_location("tars", Path(__file__).parents[1] / "shards" / "tar" / "tars.py")
 tars = importlib.util.module_from_spec(_spec)

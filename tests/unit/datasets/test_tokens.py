@@ -9,7 +9,8 @@ import torch
 
 import headrace as hr
 from headrace.errors import ShardError, StoreError
-from headrace.testing import DatasetContract, ObjectServer
+from headrace.testing import DatasetContract
+from object_server import ObjectServer
 from tests.servers import Servers
 
 

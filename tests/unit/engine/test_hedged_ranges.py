@@ -9,7 +9,7 @@ import pytest
 import headrace as hr
 from headrace._core.interface.map_style import RangedDataset, positions
 from headrace._core.store.ranges import Ranges
-from headrace.testing import Fault, ObjectServer
+from object_server import Fault, ObjectServer
 
 OBJECTS = 200
 SLOW = 150  # the object that is under control

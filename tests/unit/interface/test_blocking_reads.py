@@ -14,7 +14,7 @@ from headrace._core.interface.kinds import sample_key
 from headrace._core.interface.map_style import AsyncDataset
 from headrace._core.interface.torch_views import unwrap
 from headrace.errors import DeadlockError
-from headrace.testing import SlowDataset
+from tests.datasets import SlowDataset
 
 
 class Squares(AsyncDataset):

@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from headrace._core.interface.iterable_style import AsyncIterableDataset
 from headrace._core.interface.kinds import DatasetKind, kind_of, sample_key
 from headrace.errors import DatasetTypeError
-from headrace.testing import SlowDataset
+from tests.datasets import SlowDataset
 
 
 class Count(AsyncIterableDataset):

@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 import headrace as hr
 from headrace._core.interface.kinds import capabilities
 from headrace._core.interface.map_style import positions
-from headrace.testing import DatasetContract, Fault, ObjectServer
+from headrace.testing import DatasetContract
+from object_server import Fault, ObjectServer
 
 TOKENS = np.arange(40_000, dtype="<u2")
 ORDER = torch.randperm(1000, generator=torch.Generator().manual_seed(0)).tolist()

@@ -5,7 +5,7 @@ from torch.utils import data
 
 import headrace as hr
 from headrace._core.interface.kinds import walk_datasets
-from headrace.testing import SlowDataset
+from tests.datasets import SlowDataset
 
 
 async def _numbers():

@@ -10,7 +10,7 @@ import pytest
 
 import headrace as hr
 from headrace.errors import StateError
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 from tests.faults.watching import wait_until
 from tests.unit.shards.resuming import in_memory, outcomes, restored, resumes_at_every_position, state_after, states
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import headrace as hr
 from headrace.errors import ObjectChangedError, ShardError, StateError
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 from tests.unit.shards.resuming import in_memory, outcomes, restored, resumes_at_every_position, state_after, states
 from tests.unit.shards.tar import tars
 

@@ -3,7 +3,7 @@
 import pytest
 
 from headrace import ObjectDataset, Store
-from headrace.testing import ObjectServer
+from object_server import ObjectServer
 
 KEYS = (
     "train/",

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 import headrace as hr
-from headrace.testing import Fault, ObjectServer
+from object_server import Fault, ObjectServer
 
 QUICK = hr.RetryPolicy(initial_backoff=0.001)
 

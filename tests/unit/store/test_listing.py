@@ -10,7 +10,7 @@ from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import StoreError
-from headrace.testing import Fault, ObjectServer
+from object_server import Fault, ObjectServer
 
 PAGE = 1000
 

@@ -21,7 +21,7 @@ from obstore.store import LocalStore, MemoryStore
 from headrace._core.store.backoff import ask_retry_after
 from headrace._core.store.errors import NATIVE_ERRORS, Cause, classify_error, describe_error
 from headrace._core.store.open import open_store
-from headrace.testing import Fault, ObjectServer
+from object_server import Fault, ObjectServer
 
 RELEASE = f"obstore {importlib.metadata.version('obstore')} words this error otherwise"
 BODY = bytes(1000)

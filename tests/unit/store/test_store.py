@@ -6,7 +6,7 @@ import pytest
 from obstore.store import MemoryStore
 
 import headrace as hr
-from headrace.testing import Fault, ObjectServer
+from object_server import Fault, ObjectServer
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from headrace._core.store.client import LARGE, PART
 from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import ChecksumError, ObjectChangedError
-from headrace.testing import Fault, ObjectServer
+from object_server import Fault, ObjectServer
 
 QUICK = RetryPolicy(initial_backoff=0.001)
 BODY = hashlib.shake_128(b"large").digest(LARGE + 2 * PART + 5)  # no two parts of it are alike

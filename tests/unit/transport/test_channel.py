@@ -9,7 +9,7 @@ import torch
 
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected, EngineChannel
 from headrace._core.transport.pickling import dump_message
-from headrace.testing.contract import same
+from headrace.testing import same
 
 OBJECTS = [
     None,

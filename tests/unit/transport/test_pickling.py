@@ -174,7 +174,7 @@ OBJECTS = st.recursive(
 
 @given(OBJECTS)
 def test_any_nesting_is_restored(obj):
-    from headrace.testing.contract import same
+    from headrace.testing import same
 
     came = there_and_back(obj)
     assert type(came) is type(obj)

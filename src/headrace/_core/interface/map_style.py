@@ -91,8 +91,11 @@ class AsyncDataset(Dataset[T_co]):
             ValueError: `times` is negative.
 
         Example:
-            >>> from headrace.testing import SlowDataset
-            >>> len(SlowDataset(3, 0.0).repeat(4)), SlowDataset(3, 0.0).repeat(4)[10]
+            >>> class Numbers(AsyncDataset):
+            ...     def __init__(self, count): self.count = count
+            ...     def __len__(self): return self.count
+            ...     async def aget(self, index): return index
+            >>> len(Numbers(3).repeat(4)), Numbers(3).repeat(4)[10]
             (12, 1)
         """
         return RepeatedSamples(self, times)

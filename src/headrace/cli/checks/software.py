@@ -31,7 +31,7 @@ OPTIONAL = (  # module, what it is for, how it is installed
     ("pyarrow", "Parquet datasets and listing files", "'headrace[parquet]'"),
     ("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd", "shards in zstd", "'headrace[zstd]'"),
     ("boto3", "profiles of AWS", "'headrace[aws]'"),
-    ("aiohttp", "headrace.testing, the demo", "'headrace[testing]'"),
+    ("aiohttp", "the demo", "'headrace[demo]'"),
     ("matplotlib", "plots of headrace bench", "'headrace[plot]'"),
     ("prometheus_client", "metrics for Prometheus", "'headrace[prometheus]'"),
     ("opentelemetry.metrics", "metrics for OpenTelemetry", "'headrace[opentelemetry]'"),

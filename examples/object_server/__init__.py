@@ -1,4 +1,4 @@
-"""A local object store for tests, demos and benchmarks: HTTP, in its own process."""
+"""A local object store for examples, tests and benchmarks: HTTP, in a process of its own, with faults to order."""
 
 from __future__ import annotations
 
@@ -10,20 +10,116 @@ import struct
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import starmap
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Literal, Self
 from urllib.parse import quote
 
-from headrace.testing.faults import Fault, Seen
-
-__all__ = ["ObjectServer"]
+__all__ = ["Fault", "ObjectServer", "Seen"]
 
 LENGTHS = struct.Struct("<QQ")  # of key and body; read by server.py
 SERVER = Path(__file__).with_name("server.py")
 CLOSE_TIMEOUT = 5.0
+
+FaultKind = Literal[
+    "status",
+    "cut",
+    "reset",
+    "overwrite",
+    "refuse",
+    "silence",
+    "trickle",
+    "stall",
+    "flip",
+    "whole",
+    "misplaced",
+    "shorten",
+    "page",
+    "redirect",
+    "hang up",
+    "retag",
+    "repeat",
+    "throttle",
+    "bandwidth",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault, and the requests that meet it.
+
+    ============  ==============================================================================================
+    kind          effect
+    ============  ==============================================================================================
+    status        responds with `status`, `headers` and `body`
+    cut           closes the connection after `at` bytes of a longer body
+    reset         the same with a TCP reset
+    overwrite     the same as cut, and replaces the object by `body`
+    refuse        resets the connection before responding
+    silence       never responds
+    trickle       sends the body in ten pieces, `seconds` apart
+    stall         waits `seconds`, then responds correctly
+    flip          flips one bit of the body, at byte `at`
+    whole         ignores `Range`: responds with 200 and the whole object
+    misplaced     responds with a range that starts one byte too late
+    shorten       omits the last byte of the body, with the headers of all of it
+    page          responds with 200 and the HTML page `body` instead of the object
+    redirect      responds with 302 and `body` as `Location`
+    hang up       responds correctly, then closes the connection without notice
+    retag         responds correctly with another entity tag, and ignores `If-Match`
+    repeat        repeats the entries of each page of a listing
+    throttle      responds with 503 above `rate` requests a second (a token bucket, `at` tokens deep)
+    bandwidth     sends all bodies together at `rate` bytes a second
+    ============  ==============================================================================================
+
+    Attributes:
+        kind: the effect.
+        key: pattern of keys, with ``*``; a listing's key is its prefix.
+        method: ``"GET"`` or ``"HEAD"`` of an object, or ``"LIST"``.
+        times: number of requests that meet it; None for all.
+        per_key: whether `times` and `skip` count for each key.
+        skip: number of matching requests that are answered correctly first.
+        share: share of the matching requests that meet it, drawn at random with a fixed seed.
+        unless: a header and its value; requests that have it are answered correctly.
+        etag: whether the response has an entity tag.
+    """
+
+    kind: FaultKind
+    key: str = "*"
+    method: Literal["GET", "HEAD", "LIST"] = "GET"
+    times: int | None = None
+    per_key: bool = False
+    skip: int = 0
+    share: float = 1.0
+    status: int = 503
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: str = ""
+    at: int = 0
+    seconds: float = 0.0
+    rate: float = 0.0
+    etag: bool = True
+    unless: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A request that an `ObjectServer` with faults received.
+
+    Attributes:
+        at: seconds of `time.monotonic`, which all processes of a machine share on Linux.
+        method: ``"GET"``, ``"HEAD"``, ``"LIST"``, …
+        key: key of the object, or prefix of the listing.
+        span: its `Range` header, or ``""``.
+        fault: kind of the fault it met, or ``""``.
+    """
+
+    at: float
+    method: str
+    key: str
+    span: str
+    fault: str
 
 
 class ObjectServer:
@@ -55,7 +151,7 @@ class ObjectServer:
         self, objects: Mapping[str, bytes] | None = None, *, bucket: str = "bucket", latency: float = 0.0
     ) -> None:
         if importlib.util.find_spec("aiohttp") is None:
-            raise ImportError("ObjectServer needs aiohttp: pip install headrace[testing]")
+            raise ImportError("ObjectServer needs aiohttp: pip install aiohttp")
         if not bucket or bucket != quote(bucket, safe="") or bucket.startswith("_"):
             raise ValueError(f"bucket={bucket!r} is not a valid name: use letters, digits, dots and dashes")
         self._objects: Mapping[str, bytes] | None = dict(objects or {})

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from aiohttp import web
 
 if TYPE_CHECKING:
-    from headrace.testing.s3 import Bucket
+    from object_server.s3 import Bucket
 
 __all__ = ["Handler", "Listener", "main", "read_objects", "serve"]
 

@@ -89,10 +89,13 @@ class DatasetContract(_Contract):
     """What a loader relies on in an async map-style dataset. Subclass it and define `make_dataset`.
 
     Example:
-        >>> from headrace.testing import SlowDataset
-        >>> class TestSlowDataset(DatasetContract):
-        ...     def make_dataset(self): return SlowDataset(5, 0.0)
-        >>> TestSlowDataset().test_same_index_gives_same_sample()
+        >>> from headrace import AsyncDataset
+        >>> class Numbers(AsyncDataset):
+        ...     def __len__(self): return 5
+        ...     async def aget(self, index): return index
+        >>> class TestNumbers(DatasetContract):
+        ...     def make_dataset(self): return Numbers()
+        >>> TestNumbers().test_same_index_gives_same_sample()
     """
 
     def indices(self, dataset: Any) -> Sequence[int]:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from headrace.testing import DatasetContract, SlowDataset, StreamContract
+from headrace.testing import DatasetContract, StreamContract
+from tests.datasets import SlowDataset
 
 
 class OnlyAget:

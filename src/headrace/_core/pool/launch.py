@@ -270,18 +270,15 @@ class _Zygote:
         if self.process is None or not modules:  # the process that forked this one has made a template, if any
             return self.control
         wanted = Preload.of(modules)
-        templates = {preload: control for preload, control in self._templates.items() if preload.serves(wanted)}
-        if templates:
-            return next(iter(templates.values()))
-        begun = [preload for preload in self._templates if preload.begins(wanted)]
-        begun.sort(key=lambda preload: len(preload.modules))
-        parent = self._templates[begun[-1]] if begun else self.control
+        for preload, template in self._templates.items():
+            if preload.serves(wanted):
+                return template
         control, theirs = _control_pair()
         try:
             with theirs, tempfile.TemporaryFile() as request:
                 pickle.dump((ProcessEnvironment.here(), modules), request)
                 request.seek(0)
-                socket.send_fds(parent, [FORK_TEMPLATE], [theirs.fileno(), request.fileno()])
+                socket.send_fds(self.control, [FORK_TEMPLATE], [theirs.fileno(), request.fileno()])
         except BaseException:  # Ctrl-C too: nothing owns the socket yet
             control.close()
             raise

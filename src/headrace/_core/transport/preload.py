@@ -69,10 +69,6 @@ class Preload(NamedTuple):
         """Whether a process with these modules has all of `other`, from unchanged sources."""
         return set(other.modules) <= set(self.modules) and self.sources <= other.sources
 
-    def begins(self, other: Preload) -> bool:
-        """Whether `other` has all of these modules, from unchanged sources."""
-        return set(self.modules) <= set(other.modules) and self.sources <= other.sources
-
 
 def _sources() -> frozenset[tuple[str, int, int]]:
     files = filter(None, map(_file_of, list(sys.modules.values())))

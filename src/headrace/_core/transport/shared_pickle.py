@@ -106,11 +106,8 @@ class SharedPickle:
         addresses = tuple(map(address_of, found))
         earlier = _Earlier(previous)
         regions = [earlier.find(address, view) for address, view in zip(addresses, found, strict=True)]
-        if previous is not None:
-            if None not in regions and earlier.has(pickled) and previous._refers_to(descriptors):
-                return previous
-            if _mostly_unused(regions):
-                return cls.dumps(obj)
+        if previous is not None and None not in regions and earlier.has(pickled) and previous._refers_to(descriptors):
+            return previous
         new = [view for view, region in zip(found, regions, strict=True) if region is None]
         if len(pickled) >= LARGE:
             new.append(memoryview(pickled))
@@ -179,13 +176,6 @@ class _Earlier:
 
     def _holds(self, region: _Region, view: memoryview) -> bool:
         return _memcmp(address_of(self._memories.view(region)), address_of(view), region.size) == 0  # type: ignore[no-any-return]
-
-
-def _mostly_unused(regions: Sequence[_Region | None]) -> bool:
-    """Whether less than half of the memory that holds the regions is in use: it can only be freed as a whole."""
-    used = [region for region in regions if region is not None]
-    held = sum(os.fstat(memory.number).st_size for memory in {region.memory for region in used})
-    return 2 * sum(region.size for region in used) < held
 
 
 def _in_new_memory(views: Sequence[memoryview]) -> list[_Region]:

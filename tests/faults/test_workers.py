@@ -209,24 +209,6 @@ def test_sample_that_kills_every_worker_is_reported_and_costs_only_its_batch(
 
 
 @PLACEMENTS
-def test_pool_survives_consecutive_samples_that_kill_workers(case: Any, placement: str) -> None:
-    def program() -> None:
-        def transform(index):
-            if index < 24:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return index
-
-        with hr.DataLoader(Numbers(), 4, num_workers=2, transform=transform, placement=placement) as loader:
-            delivered, errors = drain(loader)
-        assert [(type(error), error.batch) for error in errors] == [(hr.errors.WorkerDiedError, n) for n in range(6)], (
-            errors
-        )
-        assert delivered == once_each(range(24, 32)), delivered
-
-    case(program)
-
-
-@PLACEMENTS
 def test_idle_workers_are_replaced_after_sigkill(case: Any, placement: str) -> None:
     def program() -> None:
         with hr.DataLoader(Numbers(), 4, num_workers=2, transform=abs, placement=placement) as loader:
@@ -579,22 +561,5 @@ def test_workers_that_always_die_while_starting_are_one_error_after_bounded_rest
         assert type(errors[0]) is hr.errors.WorkerDiedError, errors
         assert errors[0].batch is None, errors
         assert "exited with code 3 while starting, attempt 3" in str(errors[0]), errors
-
-    case(program)
-
-
-@PLACEMENTS
-def test_array_changed_after_return_does_not_change_the_batch(case: Any, placement: str) -> None:
-    def program() -> None:
-        array = torch.zeros(4, 32 * 1024, dtype=torch.int64)
-
-        def collate(samples):
-            return array.copy_(torch.tensor(samples)[:, None])
-
-        for copies in (collate, lambda samples: collate(samples).numpy()):
-            with hr.DataLoader(Numbers(), 4, num_workers=2, collate_fn=copies, placement=placement) as loader:
-                for number, batch in enumerate(list(loader)):
-                    expected = torch.arange(number * 4, number * 4 + 4)[:, None]
-                    assert (torch.as_tensor(batch) == expected).all(), (number, batch)
 
     case(program)

@@ -1,9 +1,7 @@
 """Randomized functions: the numbers of a sample follow from its position alone, wherever however it is read."""
 
 import asyncio
-import importlib
 import pickle
-import sys
 
 import cloudpickle
 import numpy as np
@@ -157,17 +155,6 @@ def test_a_restored_loader_draws_the_same_numbers(kind, batches):
     assert drawn(kind(), restore_after=batches) == drawn(kind())
 
 
-def test_skipped_samples_do_not_change_the_numbers_of_others():
-    def fails(sample):
-        if sample[0] % 5 == 0:
-            raise ValueError("odd one")
-        return sample
-
-    with pytest.warns(RuntimeWarning, match="odd one"):
-        some = drawn(Map(), transform=Compose(noisy, fails), on_error="skip")
-    assert some == [sample for sample in drawn(Map()) if sample[0] % 5]
-
-
 def test_each_sample_epoch_and_seed_has_other_numbers():
     numbers = [number for seed in range(3) for _, number in drawn(Map(), epochs=3, seed=seed)]
     assert len(set(numbers)) == 9 * LENGTH
@@ -178,31 +165,11 @@ def test_workers_of_a_torch_stream_draw_different_numbers():
     assert len(set(numbers)) == LENGTH
 
 
-@pytest.mark.parametrize("options", PLACES, ids=str)
-def test_functions_before_batching_draw_the_same_numbers_wherever_they_run(options):
-    stream = Stream().map(noisy).filter(kept).shuffle(4).map(again)
-    alone = drawn(stream, transform=None, batch_size=3)
-    assert 4 < len(alone) < 20
-    assert drawn(stream, transform=None, **options) == alone
-
-
 def test_a_second_function_draws_other_numbers_and_leaves_those_of_the_first():
     both = drawn(Map(), transform=Compose(noisy, again))
     assert [sample[:2] for sample in both] == drawn(Map())
     assert all(first != second for _, first, second in both)
     assert both == drawn(Map().map(noisy), transform=again)
-
-
-def test_a_function_within_another_has_a_generator_of_its_own():
-    @hr.randomized
-    def outer(sample, rng):
-        first = rng.random()
-        inner = noisy(sample)
-        return first, inner, rng.random()
-
-    numbers = drawn(Map(), transform=outer)
-    assert numbers == drawn(Map(), transform=outer, num_workers=1)
-    assert len({number for first, (_, inner), last in numbers for number in (first, inner, last)}) == 3 * LENGTH
 
 
 @pytest.mark.parametrize("options", PLACES, ids=str)
@@ -232,33 +199,6 @@ def test_a_call_while_samples_are_fetched_is_an_error_that_says_where_to_put_it(
 
     with pytest.raises(RuntimeError, match=r"transform=, or to \.map\(\)"):
         drawn(Fetching(), transform=None)
-
-
-MODULE = """
-import headrace as hr
-
-@hr.randomized
-def decorated(sample, rng):
-    return sample
-
-def plain(sample, rng):
-    return sample
-
-wrapped = hr.randomized(plain)
-"""
-
-
-@pytest.mark.parametrize("name", ["decorated", "wrapped"])
-@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
-def test_is_pickled_by_reference_where_the_function_is(name, dumps, tmp_path, monkeypatch):
-    tmp_path.joinpath("transforms_of_mine.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "transforms_of_mine", raising=False)
-    function = getattr(importlib.import_module("transforms_of_mine"), name)
-    for _ in range(2):
-        loaded = pickle.loads(dumps(function))
-        assert loaded.fn is function.fn
-        assert repr(loaded) == repr(function)
 
 
 def test_a_lambda_and_a_local_function_reach_workers():

@@ -156,15 +156,6 @@ def test_every_kind_of_generator_is_seeded(generator, draw):
         assert draw(generator) == first
 
 
-def test_objects_with_set_random_seed_are_given_a_seed_of_32_bits_and_not_searched():
-    outer, inner = SeededByMethod(), SeededByMethod()
-    outer.inner = inner
-    TransformGenerators([outer]).seed(2**64 - 1)
-    (seed,) = outer.seeds
-    assert 0 <= seed < 2**32
-    assert inner.seeds == []
-
-
 def test_copy_in_a_worker_gets_the_same_seeds():
     functions = [Holder(np.random.default_rng(1)), in_closure(np.random.default_rng(2)), SeededByMethod()]
     copies = pickle.loads(cloudpickle.dumps(functions))
@@ -173,9 +164,3 @@ def test_copy_in_a_worker_gets_the_same_seeds():
     assert functions[0].parts["nested"][0][1].random() == copies[0].parts["nested"][0][1].random()
     assert functions[1](0) == copies[1](0)
     assert functions[2].seeds == copies[2].seeds
-
-
-def test_transform_that_refers_to_itself_or_to_large_data_is_searched_once():
-    holder = Holder(np.random.default_rng())
-    holder.self, holder.vocabulary = holder, {str(number): number for number in range(100_000)}
-    assert len(TransformGenerators([holder])) == 1

@@ -109,26 +109,6 @@ class StatefulCounter(Counter):
         self.next = state["next"]
 
 
-class StatefulTorchDataset(TorchCount):
-    """Its iterator, a generator, begins where the dataset's state says."""
-
-    position = 0
-
-    def __iter__(self):
-        part = self.part()
-        first, self.position = self.position, 0
-        for place in range(first, len(part)):
-            self.position = place + 1
-            yield part[place]
-        self.position = 0
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
-
-
 def configured(dataset, *, size=2, skips=False, **options):
     defaults = {"num_workers": 0, "drop_last": False, "in_order": True, "deferred": False, "pipe_seed": None}
     collate = list if size is not None else _unchanged

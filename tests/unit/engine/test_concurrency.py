@@ -109,13 +109,6 @@ def test_a_doubling_takes_one_latency_where_latency_is_the_limit():
     assert control.limit == 1024
 
 
-@pytest.mark.parametrize("connect", [0.1, 0.2, 0.3])
-def test_fetches_that_connect_first_end_no_doubling(connect):
-    control = AdaptiveLimit(START, 1024)
-    SimulatedStore(0.1, 12_000, connect=connect).run(4.0, steered(control))
-    assert control.limit == 1024
-
-
 def test_a_store_that_throttles_is_asked_little_more_than_once_for_each_object():
     store = SimulatedStore(*STORES["throttles above 2,000/s"])
     rate = store.run(20, steered(AdaptiveLimit(START, MOST)))
@@ -196,15 +189,4 @@ def test_a_consumer_that_is_slow_says_nothing_of_the_store():
     control = AdaptiveLimit(64, 512)
     for tick in range(1000):
         control.update(tick * TICK, completed=tick * 10, throttle_events=0, full=False)
-    assert control.limit == 64
-
-
-def test_a_trial_that_the_consumer_does_not_let_run_is_given_up():
-    control = AdaptiveLimit(64, 512)
-    completed, now = 0, 0.0
-    while control.limit == 64:
-        now, completed = now + TICK, completed + 160
-        control.update(now, completed=completed, throttle_events=0, full=True)
-    for tick in range(1, int(6.0 / TICK)):
-        control.update(now + tick * TICK, completed=completed, throttle_events=0, full=False)
     assert control.limit == 64

@@ -8,8 +8,6 @@ import pytest
 
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import BatchFetch, SampleFetch
-from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
-from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure
 from headrace._core.store.request_stats import RequestStats, report_throttled, session_stats
 from tests.unit.engine.stages import Stage, plan, plans
@@ -50,10 +48,6 @@ def fetching_batches(agets, concurrency):
     return Stage(lambda deliver, spawn: BatchFetch(agets, concurrency, deliver, spawn, RequestStats()))
 
 
-def streaming(dataset, *, drop_last=False, skip=True):
-    return Stage(lambda deliver, spawn: StreamFetch(dataset, drop_last, Tolerance(skips=skip), deliver, spawn))
-
-
 @pytest.mark.parametrize("concurrency", [1, 2, 7, 8, 100])
 def test_the_window_is_full_and_never_fuller(on_loop, concurrency):
     async def scenario():
@@ -85,24 +79,6 @@ def test_the_pipe_does_not_drain_at_the_end_of_a_batch(on_loop):
             store.let_go(0)
             await anyio.wait_all_tasks_blocked()
             assert stage.numbers[2] == 0
-
-    on_loop(scenario)
-
-
-def test_plans_that_come_later_find_a_fetcher(on_loop):
-    async def scenario():
-        store = Store()
-        async with fetching(store.aget, 3) as stage:
-            for one in plans(5, 2):
-                await stage.admit(one)
-            assert store.in_flight == 3
-            store.let_go(*range(10))
-            await anyio.wait_all_tasks_blocked()
-            assert sorted(stage.numbers) == [0, 1, 2, 3, 4]
-            store.let_go(*range(10, 20))
-            await stage.admit(*(plan(number, range(number * 2, number * 2 + 2)) for number in range(5, 10)))
-            assert sorted(stage.numbers) == list(range(10))
-        assert store.most_in_flight == 3
 
     on_loop(scenario)
 
@@ -212,49 +188,6 @@ def test_a_call_counts_as_one_fetch_where_the_number_is_found_out(on_loop):
     on_loop(scenario)
 
 
-def test_more_calls_are_tried_while_there_are_plans_for_them(on_loop):
-    async def scenario():
-        control, more = AdaptiveLimit(2, 64), asyncio.Event()
-        running = 0
-
-        async def agets(indices):
-            nonlocal running
-            running += 1
-            if running == 4:
-                more.set()
-            await asyncio.sleep(0.005)  # latency
-            running -= 1
-            return indices
-
-        async with steered(agets, control) as stage:
-            for one in plans(20_000, 2):
-                stage.source.admit(one)
-            await more.wait()
-            assert control.limit == 4
-
-    on_loop(scenario)
-
-
-def test_time_outs_of_agets_make_fewer_calls(on_loop):
-    async def scenario():
-        control, fewer = AdaptiveLimit(64, 512), asyncio.Event()
-
-        async def agets(indices):
-            await asyncio.sleep(0)
-            if control.limit < 64:
-                fewer.set()
-                await anyio.sleep_forever()
-            raise TimeoutError
-
-        async with steered(agets, control) as stage:
-            for one in plans(100_000, 2):
-                stage.source.admit(one)
-            await fewer.wait()
-            assert stage.source._pool.size == control.limit < 64
-
-    on_loop(scenario)
-
-
 @pytest.mark.parametrize("make", ["fixed", "steered"])
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_agets_must_answer_for_every_index(on_loop, count, make):
@@ -271,122 +204,10 @@ def test_agets_must_answer_for_every_index(on_loop, count, make):
     on_loop(scenario)
 
 
-@pytest.mark.parametrize("stop", STOPS)
-def test_a_stop_raised_by_agets_is_the_batchs_failure(on_loop, stop):
-    async def agets(indices):
-        if 0 in indices:
-            raise stop
-        return indices
-
-    async def scenario():
-        async with fetching_batches(agets, 1) as stage:
-            await stage.admit(*plans(2, 2))
-        (failure,), good = stage.batches
-        assert isinstance(failure.error, RuntimeError)
-        assert good == [2, 3]
-
-    on_loop(scenario)
-
-
 # Streams
 
 
-def slots(number, size=4):
-    return plan(number, [None] * size)
-
-
-class Faulty:
-    """A stream that can go on behind an error."""
-
-    def __init__(self, stop, bad, error):
-        self.at, self.stop, self.bad, self.error = -1, stop, bad, error
-
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        self.at += 1
-        if self.at >= self.stop:
-            raise StopAsyncIteration
-        if self.at == self.bad:
-            raise self.error
-        return self.at
-
-
-@pytest.mark.parametrize("error", [ValueError, *STOPS])
-def test_a_stream_that_cannot_start_is_an_error_and_the_end(on_loop, error):
-    class CannotStart:
-        def __aiter__(self):
-            raise error
-
-    async def scenario():
-        async with streaming(CannotStart()) as stage:
-            await stage.admit(slots(0), slots(1))
-        (failure,), nothing = stage.batches
-        assert isinstance(failure, Failure)
-        assert nothing == []
-        assert all(raw.end for raw in stage.delivered)
-
-    on_loop(scenario)
-
-
-@pytest.mark.parametrize("error", [ValueError, SystemExit])
-def test_a_stream_that_cannot_be_closed_has_still_given_its_batches(on_loop, error):
-    class CannotClose(Faulty):
-        async def aclose(self):
-            raise error
-
-    async def scenario():
-        async with streaming(CannotClose(5, None, None)) as stage:
-            await stage.admit(slots(0), slots(1), slots(2))
-        assert stage.batches == [[0, 1, 2, 3], [4], []]
-
-    on_loop(scenario)
-
-
 # Where the dataset lives in the workers
-
-
-def test_plans_go_to_the_workers_in_turn_and_pass_over_those_that_have_ended():
-    delivered = []
-    source = DispatchToWorkers(3, streams=True, deliver=delivered.append, in_order=True)
-    for number in range(3):
-        source.admit(slots(number))
-    assert [raw.worker for raw in delivered] == [0, 1, 2]
-    empty = _ended(delivered[1])
-    assert not source.on_assembled(delivered[1], empty).end, "two go on"
-    for number in range(3, 7):
-        source.admit(slots(number))
-    assert [raw.worker for raw in delivered[3:]] == [0, 2, 0, 2]
-    assert not source.on_assembled(delivered[0], _ended(delivered[0])).end
-    assert source.on_assembled(delivered[2], _ended(delivered[2])).end
-    source.admit(slots(7))
-    assert (delivered[-1].samples, delivered[-1].end) == ((), True)
-
-
-def test_without_order_plans_go_to_workers_that_have_room():
-    delivered = []
-    source = DispatchToWorkers(2, streams=False, deliver=delivered.append, in_order=False)
-    for number in range(8):
-        source.admit(slots(number))
-    assert [raw.worker for raw in delivered] == [0, 1, 0, 1], "two each, and the others wait"
-    for _ in range(4):  # worker 1 is the fast one
-        fast = [raw for raw in delivered if raw.worker == 1]
-        source.on_assembled(fast[-2], _done(fast[-2]))
-    assert [raw.worker for raw in delivered[4:]] == [1, 1, 1, 1]
-    assert [raw.plan.number for raw in delivered] == list(range(8))
-
-
-def _done(raw):
-    from headrace._core.batches import HostBatch
-
-    return HostBatch(raw.plan, 0, 1)
-
-
-def _ended(raw):
-    from headrace._core.batches import HostBatch
-
-    return HostBatch(raw.plan, None, 0, end=True)
 
 
 def test_a_window_that_shrinks_lets_the_others_finish_and_grows_again(on_loop):

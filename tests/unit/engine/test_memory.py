@@ -1,19 +1,14 @@
 """Memory in flight is bounded, and the next batch in order is never held back."""
 
 import asyncio
-import threading
 
 import anyio
 import pytest
 
-import headrace as hr
-from headrace._core.batches import BatchPlan, HostBatch, SessionStart
+from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.engine.fetch import BatchFetch, SampleFetch
-from headrace._core.engine.memory import BoundedFetch, SampleSizes, bytes_in
-from headrace._core.runtime.thread import ThreadPlacement
+from headrace._core.engine.memory import BoundedFetch, SampleSizes
 from headrace._core.store.request_stats import RequestStats
-from headrace.options import checked_options, engine_options
-from tests.unit.engine.sessions import configured
 
 SIZE = 1000
 
@@ -137,24 +132,6 @@ def test_a_budget_less_than_a_sample_lets_one_batch_after_the_other_through(on_l
     on_loop(scenario)
 
 
-def test_plan_of_an_engine_that_has_ended_passes_those_that_hold_the_memory(on_loop):
-    async def scenario():
-        store = Store()
-        async with Stage(store, budget=1) as stage:
-            for number in (5, 7, 2, 3):  # the first two of its own, the others of the engine that has ended
-                stage.source.admit(BatchPlan(number, (2 * number, 2 * number + 1), 0))
-            await anyio.wait_all_tasks_blocked()
-            assert store.asked == {10, 11, 4, 5}, "no batch can be taken before number 2"
-            await stage.come(*range(20))
-            assert [raw.plan.number for raw in stage.delivered] == [2, 5]
-            for number, delivered in ((2, [2, 5, 3]), (3, [2, 5, 3]), (5, [2, 5, 3, 7])):
-                stage.source.on_consumed(number)
-                await anyio.wait_all_tasks_blocked()
-                assert [raw.plan.number for raw in stage.delivered] == delivered
-
-    on_loop(scenario)
-
-
 @pytest.mark.parametrize("size", [2, 0], ids=["a batch", "a batch without samples"])
 def test_before_a_batch_is_assembled_no_more_is_fetched_than_at_once(on_loop, size):
     async def scenario():
@@ -197,87 +174,3 @@ def test_samples_count_with_their_size_in_the_batch_if_that_is_larger(on_loop):
             assert len(store.asked) == 10
 
     on_loop(scenario)
-
-
-class Slotted:
-    __slots__ = ("data", "key")
-
-    def __init__(self, data):
-        self.data, self.key = data, "key"
-
-
-@pytest.mark.parametrize(
-    "sample",
-    [
-        bytes(5000),
-        memoryview(bytes(5000)),
-        {"a": bytes(2500), "b": [bytes(2500)]},
-        (bytearray(5000), 3),
-        Slotted(bytes(5000)),
-    ],
-    ids=["bytes", "memoryview", "dict", "tuple", "slots"],
-)
-def test_the_size_of_a_sample_is_that_of_its_buffers(sample):
-    assert 5000 <= bytes_in(sample) < 6000
-
-
-class StartsLate(hr.AsyncDataset):
-    """A dataset whose session has no stage until the test lets it begin."""
-
-    def __init__(self):
-        self.begins = threading.Event()
-
-    def __len__(self):
-        return 4
-
-    async def __aenter__(self):
-        await asyncio.to_thread(self.begins.wait)
-
-    async def __aexit__(self, *exc_info):
-        pass
-
-    async def aget(self, index):
-        return index
-
-
-def test_consumption_that_is_reported_before_a_session_has_begun_counts():
-    dataset = StartsLate()
-    options = engine_options(checked_options({"memory_budget": 1}))
-    config = configured(dataset, in_order=False)._replace(options=options)
-    placement = ThreadPlacement(config)
-    try:
-        session = placement.open(config, None, 0, set_epoch=True, start=SessionStart())
-        session.on_consumed(5)
-        session.admit([BatchPlan(5, (0, 1), 0), BatchPlan(7, (2, 3), 0)])
-        dataset.begins.set()
-        arrived = []
-        while len(arrived) < 2:
-            assert session.handoff.wait(20)
-            arrived += [host.plan.number for host in iter(session.handoff.take, None)]
-        assert arrived == [5, 7]
-    finally:
-        dataset.begins.set()
-        placement.close()
-
-
-async def test_estimated_sizes_bound_the_first_batches():
-    class Estimating(SampleFetch):
-        def estimate_sample_bytes(self, plan):
-            return 100.0 if plan.number < 3 else None
-
-    store = Store()
-    async with anyio.create_task_group() as tasks:
-        delivered = []
-        source = BoundedFetch(
-            lambda deliver: Estimating(store.aget, 64, deliver, tasks.start_soon, RequestStats()),
-            650,
-            delivered.append,
-            SampleSizes(),
-        )
-        for number in range(6):
-            first = number * 2
-            source.admit(BatchPlan(number, (first, first + 1), 0))
-        await anyio.wait_all_tasks_blocked()
-        assert store.asked == {0, 1, 2, 3, 4, 5}
-        source.stop()
-        tasks.cancel_scope.cancel()

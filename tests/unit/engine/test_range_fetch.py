@@ -63,20 +63,6 @@ async def test_the_first_batch_is_read_by_itself_and_all_others_together():
     assert dataset.asked == [(0, 5, 6, None), (1, 5, 6, None), (0, 6, 10, None), (2, 7, 9, None)]
 
 
-async def test_what_is_wanted_while_all_fetchers_are_busy_is_planned_together():
-    dataset = Bytes()
-    dataset.open.clear()
-    async with stage(dataset, concurrency=1) as fetch:
-        await fetch.admit(plan(0, (0,)))
-        for number in range(1, 6):
-            await fetch.admit(plan(number, (90 + number,)))
-        assert dataset.asked == [(0, 0, 1, None)]
-        dataset.open.set()
-        await fetch.admit()
-        assert fetch.batches == [[0], [91], [92], [93], [94], [95]]
-    assert dataset.asked[1:] == [(9, 1, 6, None)]
-
-
 async def test_the_request_that_the_oldest_batch_waits_for_goes_first():
     dataset = Bytes()
     async with stage(dataset, concurrency=1) as fetch:
@@ -104,16 +90,6 @@ async def test_members_of_a_request_that_failed_are_fetched_by_themselves_and_sa
         assert [batch[1] for batch in fetch.batches[1:]] == [40, 41]
         assert described(fetch.batches[1][0]) == (31, "object 3 is gone, said for index 31")
         assert described(fetch.batches[2][0]) == (39, "object 3 is gone, said for index 39")
-
-
-async def test_a_sample_that_is_no_good_is_read_by_itself_before_that_is_an_error():
-    dataset = Bytes()
-    dataset.refused = {31}
-    async with stage(dataset) as fetch:
-        await fetch.admit(plan(0, (0,)), plan(1, (30, 31, 32)))
-        assert described(fetch.batches[1][1]) == (31, "no good: 31")
-        assert fetch.batches[1][::2] == [30, 32]
-    assert dataset.asked[-1] == (3, 1, 2, 31)
 
 
 async def test_samples_without_bytes_need_no_request():

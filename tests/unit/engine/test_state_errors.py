@@ -8,7 +8,6 @@ from tests.unit.engine.sessions import (
     AsyncCount,
     AsyncCounter,
     Counter,
-    StatefulAsyncCount,
     StatefulTorchIterators,
     TorchCount,
     given,
@@ -71,7 +70,6 @@ class TorchDataset(TorchCount):
 
 FAULTY = {"async": AsyncDataset, "torch": TorchDataset}
 COUNT = {"async": AsyncCount, "torch": TorchCount}
-STATEFUL = {"async": StatefulAsyncCount, "torch": StatefulTorchIterators}
 
 
 def failures(hosts):
@@ -125,32 +123,6 @@ def test_stream_that_has_become_shorter_ends_the_epoch_with_both_numbers(kind, p
     assert "ended after 3 samples, but 4 had been read" in str(first.failures[0].error)
     assert first.end
     assert given(others) == []
-
-
-@EVERYWHERE
-def test_dataset_that_is_no_longer_stateful_is_an_error(kind, placement, workers):
-    with opened(STATEFUL[kind](7), placement, num_workers=workers) as opener:
-        start = start_after([*opener.batches()][:2], 1)
-    with opened(COUNT[kind](7), placement, num_workers=workers) as opener:
-        first, *others = opener.batches(start)
-    assert failures([first]) == [("load_state_dict", hr.StateError)]
-    assert "has no load_state_dict now" in str(first.failures[0].error)
-    assert first.end
-    assert given(others) == []
-
-
-@pytest.mark.parametrize("state", [{}, {"position": "4"}, {"position": 4}, {"position": 4, "stream": {"read": -1}}])
-@EVERYWHERE
-def test_damaged_state_is_an_error(kind, placement, workers, state):
-    start = SessionStart(1, {0 if workers else None: state})
-    with opened(COUNT[kind](7), placement, num_workers=workers) as opener:
-        try:
-            first = next(opener.batches(start))
-            error = first.failures[0].error
-        except hr.StateError as raised:  # that ended the session
-            error = raised
-    assert isinstance(error, hr.StateError)
-    assert "the state is damaged" in str(error)
 
 
 class OfWorkerZero(StatefulTorchIterators):

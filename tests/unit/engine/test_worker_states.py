@@ -13,7 +13,6 @@ from headrace._core.torchcompat.datapipes import seed_pipe
 from tests.unit.engine.sessions import (
     AsyncCount,
     StatefulAsyncCount,
-    StatefulTorchDataset,
     StatefulTorchIterators,
     TorchCount,
     given,
@@ -128,19 +127,6 @@ def test_stream_read_again_for_lost_batches_continues_in_that_pass(make, workers
             assert given(repeated[:count]) + given(rest) == given(repeated)
 
 
-@pytest.mark.parametrize("make", [TorchCount, StatefulTorchIterators, StatefulTorchDataset])
-@pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
-def test_worker_that_persists_begins_the_epoch_after_a_restored_one_anew(make):
-    with opened(make(7), "thread", num_workers=2) as opener:
-        hosts = [*opener.batches(epoch=0)]
-        leaving = opener.batches(epoch=1)  # left in its middle
-        next(leaving)
-        leaving.close()
-        restored = [*opener.batches(start_after(hosts[:2], 2), epoch=1)]
-        assert given(hosts[:2]) + given(restored) == given(hosts)
-        assert given(opener.batches(epoch=2)) == given(hosts)
-
-
 @pytest.mark.parametrize(
     ("make", "kind", "workers"),
     [(AsyncCount, "thread", 0), (AsyncCount, "process", 1), (TorchCount, "inline", 0), (TorchCount, "thread", 2)],
@@ -152,16 +138,3 @@ def test_one_warning_of_the_consumers_process_says_what_is_read_again(make, kind
             next(opener.batches(start))
     (warning,) = caught
     assert f"{make.__name__} has no state_dict: to continue after 8 samples" in str(warning.message)
-
-
-@pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
-@pytest.mark.parametrize("make", [TorchCount, StatefulTorchIterators, AsyncCount, StatefulAsyncCount])
-def test_samples_numbered_from_0_after_a_restore_are_saved_and_restored_too(make):
-    kind = "inline" if make in (TorchCount, StatefulTorchIterators) else "thread"
-    with opened(make(9), kind) as opener:
-        hosts = [*opener.batches()]
-        state = {**start_after(hosts[:2]).streams[None], "position": 0}
-        renumbered = [*opener.batches(SessionStart(0, {None: state}))]
-        assert [host.plan.indices for host in renumbered if host.size] == [(0, 1), (2, 3), (4,)]
-        rest = [*opener.batches(start_after(renumbered[:1]))]
-        assert given(hosts[:2]) + given(renumbered[:1]) + given(rest) == given(hosts)

@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import functools
 import multiprocessing
 import os
 import signal
 import socket
-import time
 
 import pytest
 
@@ -55,14 +53,6 @@ async def opened(program, launcher, *, workers=1, stateful=False, deadline=5.0):
         yield pool
     finally:
         await pool.close(deadline)
-
-
-def gone(process_id):
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 async def value(pool, request, **where):
@@ -195,92 +185,6 @@ def test_workers_that_never_start_break_the_pool(on_loop, launcher):
 
 
 # Closing
-
-
-@contextlib.asynccontextmanager
-async def caller(folder):
-    """An address at which workers call the test, and how the test waits for the next call."""
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(folder / "call"))
-        listening.listen()
-        listening.setblocking(False)
-
-        async def calls():
-            connection, _ = await asyncio.get_running_loop().sock_accept(listening)
-            connection.setblocking(False)
-            return connection
-
-        yield str(folder / "call"), calls
-
-
-def call_and_wait(address, _):
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(address)
-        connection.send(str(os.getpid()).encode())
-        return connection.recv(16)
-
-
-async def held_by(connection):
-    return {"pid": int(await asyncio.get_running_loop().sock_recv(connection, 16))}
-
-
-def loop_and_ignore(address, _):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(address)
-        connection.send(str(os.getpid()).encode())
-        while True:
-            time.monotonic()
-
-
-def test_close_kills_a_worker_that_ignores_sigterm(on_loop, launcher, tmp_path):
-    async def scenario():
-        async with caller(tmp_path) as (address, calls):
-            async with opened(Obey(), launcher, workers=2, deadline=0.1) as pool:
-                idle = await value(pool, pid, worker=0)
-                lost = asyncio.ensure_future(pool.run(functools.partial(loop_and_ignore, address), worker=1))
-                connection = await calls()
-                busy = (await held_by(connection))["pid"]
-            assert gone(idle)
-            assert gone(busy)
-            lost.cancel()
-            connection.close()
-
-    on_loop(scenario)
-
-
-def test_cancelled_request_does_not_block_its_worker(on_loop, launcher, tmp_path):
-    async def scenario():
-        async with opened(Obey(), launcher) as pool, caller(tmp_path) as (address, calls):
-            held = asyncio.ensure_future(pool.run(functools.partial(call_and_wait, address)))
-            connection = await calls()
-            queued = asyncio.ensure_future(pool.run(kill_self))
-            await asyncio.sleep(0)
-            held.cancel()
-            queued.cancel()
-            connection.send(b"go on")
-            assert await value(pool, lambda _: "next") == "next"
-            connection.close()
-
-    on_loop(scenario)
-
-
-def test_queued_request_of_a_dead_worker_keeps_its_attempts(on_loop, launcher, tmp_path):
-    async def scenario():
-        async with opened(Obey(), launcher, workers=2) as pool, caller(tmp_path) as (address, calls):
-            await value(pool, pid, worker=0)
-            waits = functools.partial(call_and_wait, address)
-            replies = [asyncio.ensure_future(pool.run(request, worker=0)) for request in (waits, pid, pid)]
-            connection = await calls()
-            os.kill((await held_by(connection))["pid"], signal.SIGKILL)
-            connection.close()
-            connection = await calls()
-            await held_by(connection)
-            connection.send(b"go on")
-            assert [reply.attempt for reply in await asyncio.gather(*replies)] == [2, 1, 1]
-            connection.close()
-
-    on_loop(scenario)
 
 
 def test_queued_request_survives_a_request_that_kills_two_workers(on_loop, launcher):

@@ -62,27 +62,6 @@ def test_tensors_arrive_in_their_places_among_other_values(kinds):
         assert others["tensor"].item() == number
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(12).reshape(3, 4).T,
-        torch.arange(12)[::3],
-        torch.arange(3).expand(4, 3),
-        torch.randn(3, dtype=torch.complex64).conj().imag,
-        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
-        torch.randn(3, requires_grad=True),
-    ],
-    ids=["transposed", "strided", "expanded", "negated", "channels-last", "requires-grad"],
-)
-def test_layout_and_requires_grad_are_kept(tensor):
-    one, came = there_and_back([torch.ones(3), tensor])
-    assert torch.equal(one, torch.ones(3))
-    assert torch.equal(came, tensor)
-    assert came.requires_grad == tensor.requires_grad
-    if not tensor.is_contiguous() and tensor.stride() == torch.empty_like(tensor).stride():
-        assert came.stride() == tensor.stride()
-
-
 def test_writing_to_one_tensor_leaves_the_others_and_their_gradients_alone():
     batch = there_and_back(columns())
     weight = torch.ones(4, 2, requires_grad=True)
@@ -108,18 +87,3 @@ def test_each_tensor_has_a_storage_of_its_own():
     assert len(saved.getvalue()) == len(alone.getvalue())
     assert len(pickle.dumps(batch["column 1"])) == len(pickle.dumps(torch.full((4, 2), 1.0)))
     assert copy.deepcopy(batch["column 1"]).untyped_storage().nbytes() == 32
-
-
-def test_tensor_does_not_grow_into_its_neighbour():
-    batch = there_and_back(columns())
-    with pytest.raises(RuntimeError, match="not resizable"):
-        batch["column 1"].resize_(8, 2)
-    assert torch.equal(batch["column 2"], torch.full((4, 2), 2.0))
-
-
-def test_tensors_of_a_pickle_that_was_given_up_are_forgotten(monkeypatch):
-    from headrace._core.transport import pickling
-
-    monkeypatch.setattr(pickling, "_picklers", (pickling._ByReference, pickling.ByValue))
-    tensor, function = there_and_back([torch.arange(3), lambda: torch.arange(3)])  # a lambda is pickled by value only
-    assert torch.equal(tensor, function())

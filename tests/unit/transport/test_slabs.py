@@ -10,7 +10,7 @@ import torch
 
 from headrace._core.transport.channel import BlockingChannel, Connection
 from headrace._core.transport.pickling import dump_message
-from headrace._core.transport.slabs import IDLE, SLABS, SMALLEST, Allocator, Mapper
+from headrace._core.transport.slabs import IDLE, SLABS, Allocator, Mapper
 
 pytestmark = pytest.mark.skipif("not hasattr(os, 'memfd_create')", reason="slabs are memfds")
 
@@ -99,17 +99,6 @@ def test_freed_slab_is_reused_without_another_descriptor(allocator, mapper):
     assert descriptors() == before
 
 
-def test_allocation_at_the_limit_returns_none_until_a_slab_is_freed(sockets):
-    allocator, mapper = Allocator(sockets[0], limit=3), Mapper(sockets[1])
-    slabs = [allocator.allocate(MEGABYTE) for _ in range(3)]
-    kept = [mapper.view(slab.number, MEGABYTE) for slab in slabs]
-    assert allocator.allocate(MEGABYTE) is None
-    kept.pop()
-    allocator.free(mapper.returned())
-    assert allocator.allocate(MEGABYTE) is slabs[2]
-    assert 0 < SLABS < 1000
-
-
 def returned(allocator, mapper):
     allocator.free(mapper.returned())
 
@@ -167,38 +156,6 @@ def test_replaced_slab_is_replaced_for_the_receiver_of_a_forwarded_one(monkeypat
     assert len(mapper._slabs) <= SLABS + 1
     for end in (source, middle_in, *sockets):
         end.close()
-
-
-@pytest.mark.parametrize("call", ["memfd_create", "posix_fallocate"])
-def test_failed_allocation_returns_none_and_leaks_nothing(allocator, mapper, monkeypatch, call):
-    def no_memory(*arguments):
-        raise OSError(28, "No space left on device")
-
-    before = descriptors()
-    with monkeypatch.context() as patched:
-        patched.setattr(os, call, no_memory)
-        assert allocator.allocate(MEGABYTE) is None
-    assert descriptors() == before
-    slab = allocator.allocate(MEGABYTE)  # and when the shortage is over, it lends again
-    assert len(mapper.view(slab.number, MEGABYTE)) == MEGABYTE
-
-
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_channel_carries_batches_of_every_size_both_ways(count):
-    ours, theirs = Connection.pair()
-    one, two = BlockingChannel(ours), BlockingChannel(theirs)
-    try:
-        for size in (0, 1, SMALLEST // 8 - 1, SMALLEST // 8, 100_000, 5, 1_000_000):
-            sent = [torch.arange(size) + number for number in range(count)]
-            for source, target in ((one, two), (two, one)):
-                source.send(sent)  # fits into the socket's buffer: what is large is in a slab
-                received = target.receive()
-                assert len(received) == count
-                assert all(map(torch.equal, received, sent))
-                del received
-    finally:
-        one.close()
-        two.close()
 
 
 def test_slab_in_use_at_one_end_is_not_overwritten_by_the_other():

@@ -82,8 +82,9 @@ def engine_actors():
 
 
 def engine_processes(actor):
-    """The engine's own processes, children of its actor."""
-    return [each for each in actor.children(recursive=True) if "loader" in " ".join(each.cmdline())]
+    """The engine's own process: the first that the helper forks, which is a child of the actor."""
+    forks = [each.children() for each in actor.children()]
+    return [min(each, key=psutil.Process.create_time) for each in forks if each]
 
 
 def collected_by_ray(folder):

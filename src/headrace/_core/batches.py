@@ -8,14 +8,36 @@
 from __future__ import annotations
 
 import operator
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import cloudpickle
 
 from headrace._core.failure import Failure, Stage
 
 if TYPE_CHECKING:
     import torch
+
+
+StreamState = Mapping[str, object] | bytes
+"""The position of a stream; pickled, if it comes from another process: most are never read."""
+
+
+def dump_state(state: StreamState | None) -> bytes | None:
+    """The position of a stream, pickled; errors of pickling are raised."""
+    if state is None or isinstance(state, bytes):
+        return state
+    try:
+        return pickle.dumps(state, protocol=5)
+    except Exception:  # a class of a script, by value; a fifth as fast
+        return cast(bytes, cloudpickle.dumps(state, protocol=5))
+
+
+def load_state(state: StreamState) -> Mapping[str, object]:
+    """The position of a stream; errors of unpickling are raised."""
+    return cast("Mapping[str, object]", pickle.loads(state)) if isinstance(state, bytes) else state
 
 
 class BatchPlan(NamedTuple):
@@ -45,7 +67,7 @@ class BatchPlan(NamedTuple):
     random_key: int = 0
     planned: float = 0.0
     lane: int | None = None
-    resume: Mapping[str, object] | None = None
+    resume: StreamState | None = None
     taken: int = -1
 
     @property
@@ -132,6 +154,7 @@ class StageTimes(NamedTuple):
 
 
 NO_TIMES = StageTimes()
+_LOAD, _LOADS = StageTimes._fields.index("load"), len(FetchLoad._fields)
 
 
 class FetchTimes(NamedTuple):
@@ -303,8 +326,9 @@ class HostBatch(NamedTuple):
         empty: there is nothing to deliver. (A batch sampler may ask for a batch of no samples: that is delivered.)
         requests: requests to stores since the batch before it; None for none.
         worker: the worker that read it, where each reads a copy of the dataset, or the lane; None elsewhere.
-        stream_state: the state of the stream, or of that worker's or lane's, after this batch; ``"ended"`` is in it if
-            it has nothing more. Of a map-style dataset only where that is stateful.
+        stream_state: the state of the stream, or of that worker's or lane's, after this batch, pickled where it comes
+            from another process; ``"ended"`` is in it if it has nothing more. Of a map-style dataset only where that is
+            stateful.
         times: when it passed the stages.
         fetches: single fetches that ended since the batch before it; None if none are measured.
     """
@@ -317,7 +341,7 @@ class HostBatch(NamedTuple):
     empty: bool = False
     requests: RequestCounts | None = None
     worker: int | None = None
-    stream_state: Mapping[str, object] | None = None
+    stream_state: StreamState | None = None
     times: StageTimes = NO_TIMES
     fetches: FetchTimes | None = None
 
@@ -325,6 +349,29 @@ class HostBatch(NamedTuple):
     def is_plain(self) -> bool:
         """Whether it holds no object of the user's beside `data`, which is pickled already where it is sent."""
         return not self.failures and self.stream_state is None and self.plan.is_plain
+
+    def flat(self, requested: BatchPlan) -> tuple[Any, ...]:
+        """The batch as a flat tuple of plain values, for a process that has its plan; `data` and `failures` are not.
+
+        Args:
+            requested: the plan as it is known there. What was read of a stream differs from it.
+        """
+        plan, times = self.plan, self.times
+        read = None if plan is requested else (plan.indices, plan.positions)
+        requests = self.requests and counts_of(self.requests)
+        own = (plan.number, read, self.data, self.size, self.failures, self.end, self.empty, requests)
+        return *own, self.worker, self.stream_state, self.fetches, *times[:_LOAD], *times.load, *times[_LOAD + 1 :]
+
+    @classmethod
+    def from_flat(cls, flat: tuple[Any, ...], plan: BatchPlan) -> HostBatch:
+        """The batch that was sent as a flat tuple, and its plan as it is known here."""
+        _, read, data, size, failures, end, empty, requests, worker, state, fetches, *times = flat
+        if read is not None:
+            plan = plan._replace(indices=read[0], positions=read[1])
+        counts = requests and RequestCounts(*requests)
+        load = FetchLoad(*times[_LOAD : _LOAD + _LOADS])
+        stages = StageTimes._make((*times[:_LOAD], load, *times[_LOAD + _LOADS :]))
+        return cls(plan, data, size, failures, end, empty, counts, worker, state, stages, fetches)
 
     @classmethod
     def nothing(cls, plan: BatchPlan, failures: tuple[Failure, ...] = (), *, end: bool = False) -> HostBatch:

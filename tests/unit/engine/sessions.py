@@ -7,16 +7,16 @@ from contextlib import contextmanager
 import torch
 
 import headrace as hr
-from headrace._core.batches import SessionStart
+from headrace._core.batches import SessionStart, load_state
 from headrace._core.consumer.planning import Planner, PlanStart
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
 from headrace._core.error_policy import Tolerance
 from headrace._core.interface.kinds import kind_of
 from headrace._core.rankinfo import RankInfo
-from headrace._core.runtime.assembling import AssemblingSession
-from headrace._core.runtime.inline import InlineSession
+from headrace._core.runtime.inline import InlineLink
 from headrace._core.runtime.select import PlacementSelector
+from headrace._core.runtime.session import Session
 from headrace.options import checked_options, engine_options
 
 BEGINNING = SessionStart()
@@ -150,7 +150,7 @@ class Opener:
     def open(self, epoch, start):
         config = self.config
         if self._inline:
-            return InlineSession(
+            link = InlineLink(
                 config.dataset,
                 iterable=config.kind.is_iterable,
                 assembler=config.assembler,
@@ -159,8 +159,8 @@ class Opener:
                 rank=RANK,
                 start=start,
             )
-        session = self._selector.open(config, epoch, set_epoch=True, persistent=self._persistent, start=start)
-        return AssemblingSession(session, config.dataset, config.assembler, RANK) if config.deferred else session
+            return Session(lambda _: link)
+        return self._selector.open(config, epoch, set_epoch=True, persistent=self._persistent, start=start)
 
     def batches(self, start=BEGINNING, *, size=2, epoch=0, ahead=4, draws=None, repeats=False):
         """The batches of an epoch, read with a look-ahead; those without samples and failures are included.
@@ -189,14 +189,14 @@ class Opener:
                 if not ended:
                     new = [*itertools.islice(plans, ahead - outstanding)]
                     ended = len(new) < ahead - outstanding
-                    session.admit(new)
+                    session.send(new)
                     outstanding += len(new)
                 if not outstanding:
                     break
-                while (host := session.handoff.take()) is None:
-                    if session.handoff.ended:
-                        raise session.handoff.error
-                    assert session.handoff.wait(30)
+                while (host := session.take()) is None:
+                    if session.ended:
+                        raise session.error
+                    assert session.wait(30)
                 outstanding -= 1
                 ended = ended or host.end
                 yield host
@@ -216,7 +216,7 @@ def given(hosts):
 
 def start_after(hosts, workers=1):
     """The start of a session that continues after these batches, as its JSON says."""
-    streams = {host.worker: host.stream_state for host in hosts if host.stream_state is not None}
+    streams = {host.worker: load_state(host.stream_state) for host in hosts if host.stream_state is not None}
     streams = {worker: json.loads(json.dumps(state)) for worker, state in streams.items()}
     ended = frozenset(worker for worker, state in streams.items() if "ended" in state and worker is not None)
     last = hosts[-1].worker if hosts else None

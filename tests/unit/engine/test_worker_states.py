@@ -8,7 +8,7 @@ import torch
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import headrace as hr
-from headrace._core.batches import SessionStart
+from headrace._core.batches import SessionStart, load_state
 from headrace._core.torchcompat.datapipes import seed_pipe
 from tests.unit.engine.sessions import (
     AsyncCount,
@@ -121,7 +121,7 @@ def test_stream_read_again_for_lost_batches_continues_in_that_pass(make, workers
         assert given(repeated)
         for count in range(1, len(repeated) + 1):
             before = [host for host in repeated[:count] if host.stream_state is not None]
-            streams = {**lost.streams, **{host.worker: host.stream_state for host in before}}
+            streams = {**lost.streams, **{host.worker: load_state(host.stream_state) for host in before}}
             start = SessionStart(lost.batch + count, streams, lost.ended, lost.next_worker)
             rest = [*opener.batches(start, repeats=True)]
             assert given(repeated[:count]) + given(rest) == given(repeated)

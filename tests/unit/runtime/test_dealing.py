@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 
-from headrace._core.batches import BatchPlan
+from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.runtime.dealing import DEATHS_ALONE, LOSSES, Dealer
 
 
 def plans(*numbers: int) -> list[BatchPlan]:
     return [BatchPlan(number, [number], seed=number) for number in numbers]
+
+
+def made(number: int) -> HostBatch:
+    return HostBatch(plans(number)[0], None, 1)
 
 
 def numbers(dealt: dict[int, list[BatchPlan]]) -> dict[int, list[int]]:
@@ -19,8 +23,8 @@ def numbers(dealt: dict[int, list[BatchPlan]]) -> dict[int, list[int]]:
 def test_plans_go_to_the_engine_with_the_fewest_unfinished() -> None:
     dealer = Dealer(3)
     assert numbers(dealer.deal(plans(0, 1, 2, 3), among=range(3))) == {0: [0, 3], 1: [1], 2: [2]}
-    dealer.on_batch(0, 0)
-    dealer.on_batch(0, 3)
+    dealer.receive(0, made(0))
+    dealer.receive(0, made(3))
     assert numbers(dealer.deal(plans(4, 5, 6), among=range(3))) == {0: [4, 5], 1: [6]}
 
 
@@ -33,7 +37,7 @@ def test_chunks_stay_together() -> None:
 def test_plans_of_an_engine_that_ended_are_dealt_again_before_new_ones() -> None:
     dealer = Dealer(3)
     dealer.deal(plans(*range(6)), among=range(3))
-    dealer.on_batch(1, 4)
+    dealer.receive(1, made(4))
     dealer.take_back([0, 1])
     assert dealer.waits
     assert numbers(dealer.deal(plans(6), among=[2])) == {2: [0, 1, 3, 6]}
@@ -48,9 +52,9 @@ def test_batch_that_was_lost_twice_is_made_alone() -> None:
     dealer.take_back([1])  # 0 and 1 for the second time
     assert numbers(dealer.deal([], among=[0, 1])) == {0: [0], 1: [1]}
     assert dealer.deal(plans(3), among=[0, 1]) == {}
-    dealer.on_batch(0, 0)
+    dealer.receive(0, made(0))
     assert numbers(dealer.deal([], among=[0, 1])) == {0: [2, 3]}
-    dealer.on_batch(1, 1)
+    dealer.receive(1, made(1))
     assert numbers(dealer.deal(plans(4), among=[0, 1])) == {1: [4]}
 
 
@@ -62,8 +66,8 @@ def test_an_engine_is_kept_free_for_a_batch_that_is_made_alone() -> None:
     dealer.deal(plans(1, 2), among=[1])
     dealer.take_back([0])
     assert numbers(dealer.deal(plans(3), among=[1])) == {}  # engine 1 finishes what it has
-    dealer.on_batch(1, 1)
-    dealer.on_batch(1, 2)
+    dealer.receive(1, made(1))
+    dealer.receive(1, made(2))
     assert numbers(dealer.deal([], among=[1])) == {1: [0]}
 
 
@@ -83,7 +87,7 @@ def test_batch_that_was_made_in_the_end_is_not_the_reason() -> None:
     for _ in range(LOSSES + DEATHS_ALONE - 1):
         dealer.take_back([0])
         dealer.deal([], among=[0])
-    dealer.on_batch(0, 7)
+    dealer.receive(0, made(7))
     dealer.deal(plans(8), among=[0])
     dealer.take_back([0])
     assert dealer.reason() is None
@@ -104,7 +108,7 @@ def test_each_plan_is_at_one_engine_or_waits_whatever_happens() -> None:
                 batch = draw.choice(held)
                 engine = dealer.engine_of(batch)
                 assert engine is not None
-                dealer.on_batch(engine, batch)
+                dealer.receive(engine, made(batch))
                 outstanding.remove(batch)
         else:
             dealer.take_back([draw.choice(alive)])
@@ -118,7 +122,7 @@ def test_each_plan_is_at_one_engine_or_waits_whatever_happens() -> None:
         for batch in held:
             engine = dealer.engine_of(batch)
             assert engine is not None
-            dealer.on_batch(engine, batch)
+            dealer.receive(engine, made(batch))
             outstanding.remove(batch)
         dealer.deal([], among=alive)
         assert held

@@ -52,8 +52,8 @@ from headrace._core.interface.merged import remainder_of
 from headrace._core.interface.order import counted_epoch
 from headrace._core.interface.resumable import State, is_stateful
 from headrace._core.interface.torch_views import without_adapter
+from headrace._core.messages import OpenSession
 from headrace._core.rankinfo import RankInfo, provided_rank
-from headrace._core.runtime.inline import InlineSession
 from headrace.errors import StateError
 from headrace.telemetry.counters import Counters
 from headrace.telemetry.limits import Setup
@@ -300,7 +300,7 @@ class LoaderControl:
         start = epoch_start(begun, order, rank, stream=stream, remainder=remainder_of(spec.source))
         self.counters.begin()
         session = self._sessions.open(loader, epoch, base_seed, pipe_seed, rank, start.session)
-        inline = isinstance(session, InlineSession)
+        inline_state = session.inline_state
         _log.debug(
             "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead",
             epoch,
@@ -323,7 +323,7 @@ class LoaderControl:
             rank=rank,
             of_rank=stream and not getattr(spec.source, "divides_samples", False),
             keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
-            before_first=session.state_dict if isinstance(session, InlineSession) else lambda: None,
+            before_first=inline_state or (lambda: None),
         )
         planner = Planner(
             draws,
@@ -336,19 +336,20 @@ class LoaderControl:
             on_plan=progress.on_plan,
             on_exhausted=progress.on_exhausted,
         )
+        delivers: OpenSession = session
         finalize: Callable[[Any, int], Any] | None
         if spec.device is None:
             finalize = Pinning(pinned) if should_pin(loader.pin_memory, loader.pin_memory_device) else None
         else:
             ahead = spec.options["device_prefetch"]
-            session = stage = DeviceStage(session, Copier(streams_of(spec.device), ahead), ahead, opened)
+            delivers = stage = DeviceStage(session, Copier(streams_of(spec.device), ahead), ahead, opened)
             finalize = stage.claim
         self.resumed, self._next_epoch, self.progress = (), epoch + 1, progress
         opened_epoch = Epoch(
             spec,
             planner,
-            session,
-            look_ahead=None if inline else self._sessions.plan_ahead(loader),
+            delivers,
+            look_ahead=None if inline_state is not None else self._sessions.plan_ahead(loader),
             timeout=loader.timeout,
             finish=self._delivery(loader, finalize),
             counters=self.counters,

@@ -28,7 +28,7 @@ from headrace._core.failure import Stage
 from headrace._core.interface.kinds import capabilities
 from headrace._core.interface.resumable import State
 from headrace._core.look_ahead import LookAheadSize
-from headrace._core.open_session import OpenSession, check_not_forked
+from headrace._core.messages import Consumed, OpenSession, StatusRequest, TraceRequest, check_not_forked
 from headrace._core.rankinfo import RankInfo, provide_rank, provided_rank, withdraw_rank
 from headrace._core.text import shorten_list
 from headrace._core.torchcompat.private import profiler_enabled
@@ -87,13 +87,12 @@ class Epoch:
         stream = spec.kind.is_iterable
         self._planner = planner
         self._session = session
-        self._handoff = session.handoff
         self._failures = FailureHandler(
             spec.policy, planner.repeat, stream=stream, as_torch=not spec.kind.is_async, counters=counters
         )
         self._ahead = Prefetcher(
             planner,
-            session.admit,
+            session.send,
             look_ahead,
             together=stream or capabilities(spec.source).ranges,
             more=self._failures.replacement,
@@ -172,7 +171,7 @@ class Epoch:
             if step is None:
                 self._check_end()
             self._ended = step is None
-            agreement.propose(0 if step is None else 1 + self._handoff.certain())
+            agreement.propose(0 if step is None else 1 + self._session.certain())
         try:
             if not agreement.settle():
                 return False
@@ -195,17 +194,17 @@ class Epoch:
 
     def _take_next(self) -> Any:
         """The next batch or error of a step; None at the end of this rank's epoch, or `WAIT`."""
-        ahead, handoff, failures = self._ahead, self._handoff, self._failures
+        ahead, session, failures = self._ahead, self._session, self._failures
         while True:
             if not ahead.under_way:
                 self._fill()
-            host = handoff.take()
+            host = session.take()
             if host is None:
                 if not ahead.under_way:
                     return None
-                if not handoff.ended:
+                if not session.ended:
                     return WAIT
-                host = handoff.take()  # it may have been put between our look and the end
+                host = session.take()  # it may have been put between our look and the end
                 if host is None:
                     raise self._cut_short()
             called, taken, self._called = self._called, time.perf_counter(), 0.0
@@ -218,7 +217,7 @@ class Epoch:
                         delivers = failures.delivers(host)
                 except Exception as error:  # raised at this batch's turn, when the ranks have agreed on the step
                     self._error = error
-            ready = handoff.ready()
+            ready = session.ready()
             # Before plans are drawn and sent, during which Ctrl-C must not lose the batch.
             self._times = called, taken, taken, ready
             if delivers:
@@ -294,7 +293,7 @@ class Epoch:
     def _follow_trace(self) -> None:
         """Have single fetches measured while a trace is written."""
         self._traced = self._counters.log.traced
-        self._session.trace(self._traced)
+        self._session.send(TraceRequest(self._traced))
 
     # The end.
 
@@ -319,7 +318,7 @@ class Epoch:
     def _finish_epoch(self) -> NoReturn:
         self._over = True
         if not self._ended:
-            self._counters.discarded_batches += 1 + self._handoff.ready()
+            self._counters.discarded_batches += 1 + self._session.ready()
         self.close()
         if self._ahead.failure is not None and self._ended:
             raise self._ahead.failure.exception()
@@ -337,7 +336,7 @@ class Epoch:
     def _cut_short(self) -> BaseException:
         if self.closed:  # by another thread, since we looked
             return LoaderClosedError()
-        error = self._handoff.error
+        error = self._session.error
         planned, outstanding = self._ahead.planned, len(self._ahead.under_way)
         if error is None:
             error = LostBatchError(planned=planned, accounted=planned - outstanding)
@@ -367,9 +366,9 @@ class Epoch:
         with self._waiting() as agreement:
             if agreement is not None:
                 agreement.wait()
-            elif not self._handoff.wait(self._timeout):
-                self._session.request_status(self._ahead.oldest.number)
-                self._handoff.wait(ANSWER_TIMEOUT)
+            elif not self._session.wait(self._timeout):
+                self._session.send(StatusRequest(self._ahead.oldest.number))
+                self._session.wait(ANSWER_TIMEOUT)
                 self._time_out()
 
     async def wait_async(self) -> None:
@@ -377,9 +376,9 @@ class Epoch:
         with self._waiting() as agreement:
             if agreement is not None:
                 await agreement.wait_async()
-            elif not await self._handoff.wait_async(self._timeout):
-                self._session.request_status(self._ahead.oldest.number)
-                await self._handoff.wait_async(ANSWER_TIMEOUT)
+            elif not await self._session.wait_async(self._timeout):
+                self._session.send(StatusRequest(self._ahead.oldest.number))
+                await self._session.wait_async(ANSWER_TIMEOUT)
                 self._time_out()
 
     @contextlib.contextmanager
@@ -393,7 +392,7 @@ class Epoch:
             check_not_forked(self._pid)  # a wait here would also take the bytes that wake the other process
             if self._session.is_current:
                 raise DeadlockError(what="next() of a loader")
-            self._handoff.take_status()  # an answer that arrived after its time-out
+            self._session.take_status()  # an answer that arrived after its time-out
             self._ahead.on_stall(time.perf_counter())
             # A single engine knows it from the last plan.
             if self._bounded_engines > 1 or (self._bounded_engines and not self._ahead.shows_taken):
@@ -407,11 +406,11 @@ class Epoch:
     def _report_consumed(self) -> None:
         """Tell the engine which batches were taken: plans may wait for their memory."""
         if self._ahead.under_way:
-            self._session.on_consumed(self._ahead.oldest.number - 1)
+            self._session.send(Consumed(self._ahead.oldest.number - 1))
 
     def _time_out(self) -> None:
-        status = self._handoff.take_status()
-        if self._handoff.ready() or self._handoff.ended:
+        status = self._session.take_status()
+        if self._session.ready() or self._session.ended:
             return  # the batch arrived meanwhile
         oldest = self._ahead.oldest
         if status is None:

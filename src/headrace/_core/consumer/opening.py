@@ -12,14 +12,12 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
 from headrace._core.interface.kinds import DatasetKind, capabilities
 from headrace._core.look_ahead import LookAheadSize, look_ahead, most_ahead, most_concurrency, most_fetches
-from headrace._core.open_session import OpenSession
 from headrace._core.pool.launch import start_early
 from headrace._core.rankinfo import RankInfo
 from headrace._core.ray_placement import RayPlacement
-from headrace._core.runtime.assembling import AssemblingSession
-from headrace._core.runtime.inline import InlineSession
+from headrace._core.runtime.inline import InlineLink
 from headrace._core.runtime.select import PlacementSelector
-from headrace._core.runtime.thread import ThreadSession
+from headrace._core.runtime.session import Session
 from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.options import Unset, engine_options
@@ -108,7 +106,7 @@ class SessionOpener:
         pipe_seed: int | None,
         rank: RankInfo,
         start: SessionStart,
-    ) -> OpenSession:
+    ) -> Session:
         """Open a session on the engine that runs, or on a new one; in the caller's thread where torch reads there."""
         # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in torch.
         set_epoch, self.epoch_set = self._spec.kind.is_async or self.epoch_set, False
@@ -122,7 +120,7 @@ class SessionOpener:
             self._counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
             iterable = self._spec.kind.is_iterable
             divide_pipe(self._spec.source, rank)
-            return InlineSession(
+            link = InlineLink(
                 self._spec.source,
                 iterable=iterable,
                 assembler=assembler,
@@ -132,6 +130,7 @@ class SessionOpener:
                 start=start,
                 seeds=options["seed"] is not None,
             )
+            return Session(lambda _: link, inline_state=link.state_dict)
         if options["seed"] is not None and not self._spec.kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
             base_seed += (epoch * rank.world_size + rank.rank) * loader.num_workers
@@ -160,12 +159,8 @@ class SessionOpener:
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = loader.persistent_workers
         with explained("start the loader"):
-            session: OpenSession = self._placements.open(
-                config, epoch, set_epoch=set_epoch, persistent=persistent, start=start
-            )
+            session = self._placements.open(config, epoch, set_epoch=set_epoch, persistent=persistent, start=start)
         self._counters.placement = self._placements.where + self._lanes.describe()
-        if isinstance(session, ThreadSession) and (deferred or config.steps_on_consumers_thread):
-            return AssemblingSession(session, self._spec.source, assembler, rank)
         return session
 
     def setup(self, loader: TorchLoader) -> Setup:

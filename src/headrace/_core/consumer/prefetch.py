@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from headrace._core.batches import BatchPlan, StageTimes
 from headrace._core.failure import Failure, Stage
@@ -45,7 +45,7 @@ class Prefetcher:
     def __init__(
         self,
         plans: Iterator[BatchPlan],
-        admit: Callable[[Sequence[BatchPlan]], None],
+        admit: Callable[[list[BatchPlan]], None],
         ahead: LookAheadSize | None,
         *,
         together: bool = False,

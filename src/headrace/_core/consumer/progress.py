@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.batches import BatchPlan, HostBatch, StreamState, load_state
 from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.order import EpochOrder
 from headrace._core.consumer.saved_order import checksum, encoded
@@ -32,7 +32,7 @@ class _Drawn(NamedTuple):
     first: int
     after: int
     sampler: object
-    stream: Mapping[str, object] | None
+    stream: StreamState | None
     positions: tuple[int, ...]
 
 
@@ -55,17 +55,19 @@ class _Point(NamedTuple):
     samples: int
     indices: Sequence[object] | None
     sampler: object
-    stream: Mapping[str, object] | None
-    workers: Mapping[int, Mapping[str, object]]
+    stream: StreamState | None
+    workers: Mapping[int, StreamState]
     last_worker: int
     delivered: tuple[_Drawn, ...]
     skipped: tuple[int, ...]
 
     def streams(self) -> dict[int | None, Mapping[str, object]]:
         """The states by their reader; None is the loader's."""
-        states: dict[int | None, Mapping[str, object]] = dict(self.workers.items())
+        states: dict[int | None, Mapping[str, object]] = {}
+        for worker, state in self.workers.items():
+            states[worker] = load_state(state)
         if self.stream is not None:
-            states[None] = self.stream
+            states[None] = load_state(self.stream)
         return states
 
 
@@ -76,8 +78,8 @@ _PointFields: TypeAlias = tuple[
     int,
     Sequence[object] | None,
     object,
-    Mapping[str, object] | None,
-    Mapping[int, Mapping[str, object]],
+    StreamState | None,
+    Mapping[int, StreamState],
     int,
     tuple[_Drawn, ...],
     tuple[int, ...],
@@ -197,7 +199,7 @@ class EpochProgress:
         else:
             while True:
                 batches, samples, sampler = batches + 1, after, drawn_sampler
-                stream = state or stream
+                stream = stream if state is None else state
                 if not plan.repeat:  # of a batch around others that were given out before they have gaps
                     indices = plan.indices if after - first == len(plan.indices) else ()
                 if batches not in self._beyond:
@@ -262,7 +264,7 @@ class EpochProgress:
             streams=streams,
             # What they were restored from; a lane that has given no batch begins there.
             merged=self._begun.merged if len(streams) < (self._begun.lanes or 1) else (),
-            ended=frozenset(worker for worker, state in point.workers.items() if state.get("ended")),
+            ended=frozenset(worker for worker in point.workers if streams[worker].get("ended")),
             next_worker=(point.last_worker + 1) % (self._workers or 1),
             delivered=(*earlier, *self._delivered_since(point)),
             skipped=point.skipped,
@@ -274,7 +276,7 @@ class EpochProgress:
         Their samples are numbered as in this epoch.
         """
         shift = self._begun.samples - self._order.first_sample
-        position: Any = 0 if point.stream is None else point.stream.get("position", 0)
+        position: Any = 0 if point.stream is None else load_state(point.stream).get("position", 0)
         return [
             (number, first - shift, count, *positions)
             for number, first, count, *positions in self._begun.delivered

@@ -118,13 +118,13 @@ class StepGroup:
 
     def wait(self) -> None:
         """Block until there is a result, or the group is closed."""
-        with self._guard.acquire() as entered:
+        with self._guard as entered:
             if entered and self._must_wait():
                 wait_readable(self._receiver, timeout=None)
 
     async def wait_async(self) -> None:
         """As `wait`, on the caller's event loop."""
-        with self._guard.acquire() as entered:
+        with self._guard as entered:
             if entered and self._must_wait():
                 await anyio.wait_readable(self._receiver)
 

@@ -10,10 +10,10 @@ from contextlib import suppress
 from headrace._core.batches import HostBatch
 from headrace._core.device.copy import Copier, DeviceBatch
 from headrace._core.failure import Failure, Stage
-from headrace._core.open_session import OpenSession, SessionWrapper
+from headrace._core.messages import OpenSession
 
 
-class DeviceStage(SessionWrapper):
+class DeviceStage:
     """Copies batches to a device before they are taken.
 
     Args:
@@ -26,7 +26,11 @@ class DeviceStage(SessionWrapper):
     def __init__(
         self, session: OpenSession, copier: Copier, depth: int, unpickled: Callable[[HostBatch], object]
     ) -> None:
-        super().__init__(session)
+        self._session = session
+        self.send = session.send
+        self.take_status = session.take_status
+        self.wait = session.wait
+        self.wait_async = session.wait_async
         self._copier = copier
         self._depth = depth
         self._unpickled = unpickled
@@ -35,12 +39,24 @@ class DeviceStage(SessionWrapper):
         self._lock = threading.RLock()  # a loader may be closed by another thread than its consumer
         self._closed = False
 
+    @property
+    def is_current(self) -> bool:
+        return self._session.is_current
+
+    @property
+    def ended(self) -> bool:
+        return self._session.ended
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._session.error
+
     def ready(self) -> int:
-        return len(self._copying) + self._queue.ready()
+        return len(self._copying) + self._session.ready()
 
     def certain(self) -> int:
         begun = (*self._copying, *(() if self._next is None else (self._next,)))
-        return sum(not host.empty for host in begun) + self._queue.certain()
+        return sum(not host.empty for host in begun) + self._session.certain()
 
     def take(self) -> HostBatch | None:
         """Enqueue the copies of the batches that have arrived, up to the depth, and return the oldest batch.
@@ -55,7 +71,7 @@ class DeviceStage(SessionWrapper):
             # One more than the depth: the oldest leaves.
             while len(self._copying) <= self._depth:
                 if self._next is None:
-                    self._next = self._queue.take()
+                    self._next = self._session.take()
                 if self._next is None:
                     break
                 # After Ctrl-C here the batch is still in `_next`: its copy is enqueued again.
@@ -93,7 +109,7 @@ class DeviceStage(SessionWrapper):
     def close(self) -> None:
         """End the session without waiting for it; wait for enqueued copies."""
         try:
-            super().close()
+            self._session.close()
         finally:
             with self._lock:
                 self._closed = True

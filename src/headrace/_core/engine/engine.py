@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable
 
 from headrace._core.batches import SessionStart
 from headrace._core.engine.concurrency import AdaptiveLimit
@@ -13,7 +14,7 @@ from headrace._core.engine.fetch import BatchFetch, Deliver, FetchStage, SampleF
 from headrace._core.engine.fetch_pool import Spawn
 from headrace._core.engine.memory import BoundedFetch, SampleSizes
 from headrace._core.engine.range_fetch import RangeFetch
-from headrace._core.engine.session import BatchSink, Session
+from headrace._core.engine.session import Session
 from headrace._core.engine.stepping import AppliesSteps
 from headrace._core.engine.streams import DispatchToWorkers, LaneFetch, StreamFetch
 from headrace._core.engine.worker_tasks import StartEpoch
@@ -22,6 +23,7 @@ from headrace._core.interface.blocking import EnteredDatasets
 from headrace._core.interface.kinds import DatasetKind, capabilities, sample_key
 from headrace._core.interface.order import session_epoch
 from headrace._core.look_ahead import AUTO_CONCURRENCY, most_concurrency
+from headrace._core.messages import Answer
 from headrace._core.rankinfo import provide_rank
 from headrace._core.retry_policy import as_policy
 from headrace._core.store.request_stats import RequestStats
@@ -61,12 +63,17 @@ class Engine:
         self._epochs: dict[Session, int] = {}
 
     def session(
-        self, handoff: BatchSink, work: Work, start: SessionStart, seed: int, steps: AppliesSteps | None = None
+        self,
+        send: Callable[[Answer], None],
+        work: Work,
+        start: SessionStart,
+        seed: int,
+        steps: AppliesSteps | None = None,
     ) -> Session:
         """A new session, not yet running; may be called from any thread.
 
         Args:
-            handoff: where its batches go.
+            send: sends the consumer a message.
             work: assembles the batches.
             start: where it begins within its epoch.
             seed: of the functions of a stream that are applied before batching.
@@ -82,7 +89,7 @@ class Engine:
             steps=steps or self._applies,
             seed=seed,
             common_seed=self._config.common_seed,
-            handoff=handoff,
+            send=send,
             # Lanes take turns; those of several engines where their batches arrive.
             in_order=self._config.in_order or (start.lanes > 1 and self._config.engines == 1),
             sample_key=functools.partial(sample_key, self._config.dataset),

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart, StageTimes
 from headrace._core.engine.assemble import Assembler
@@ -20,29 +20,17 @@ from headrace._core.eventloop.watchdog import LoopWatch
 from headrace._core.failure import describe_samples
 from headrace._core.interface.order import session_epoch
 from headrace._core.interface.steps import compute
+from headrace._core.messages import Answer, Consumed, Request, SessionEnd, Status, StatusRequest, TraceRequest
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import batch_seed
 from headrace._core.store.bodies import BodyReader
 from headrace._core.store.request_stats import RequestStats, session_stats
 
 
-class BatchSink(Protocol):
-    """The destination of a session's batches: a handoff, or the connection to one in another process."""
-
-    def put(self, host: HostBatch) -> None:
-        """Deliver a batch."""
-
-    def put_status(self, status: str) -> None:
-        """Answer the consumer's request for a status."""
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Deliver the end of the epoch, with its error if there was one."""
-
-
 class Session:
-    """Runs one epoch: plans in, batches out to the handoff, until it is cancelled.
+    """Runs one epoch: plans in, batches out to the consumer, until it is cancelled.
 
-    `admit` and `cancel` are called on the loop. `run` is the session's task; the fetchers and one short task for each
+    `handle` and `cancel` are called on the loop. `run` is the session's task; the fetchers and one short task for each
     batch are its children, so nothing of the epoch remains when it has ended.
 
     Args:
@@ -54,7 +42,7 @@ class Session:
         steps: the executor of a stream's functions before batching.
         seed: the seed of these functions; does not depend on where the session begins.
         common_seed: their seed under `split`, equal on all ranks.
-        handoff: the destination of batches.
+        send: sends the consumer a message.
         in_order: whether batches are delivered in plan order, or as they are completed.
         sample_key: the dataset's name of an index, for errors.
         sizes: of the loader's samples.
@@ -73,7 +61,7 @@ class Session:
         steps: AppliesSteps | None,
         seed: int,
         common_seed: int,
-        handoff: BatchSink,
+        send: Callable[[Answer], None],
         in_order: bool,
         sample_key: Callable[[Any], str | None],
         sizes: SampleSizes,
@@ -88,7 +76,7 @@ class Session:
         self._steps = steps
         self._seed = seed
         self._common_seed = common_seed
-        self._handoff = handoff
+        self._send = send
         self._reorder = Reorder(start.batch) if in_order else None
         self._sample_key = sample_key
         self._sizes = sizes
@@ -105,31 +93,31 @@ class Session:
         self._cancelled = False
         self._blocked_before = watch.blocked_seconds
 
-    def admit(self, plans: Sequence[BatchPlan]) -> None:
-        """Take on plans."""
+    def handle(self, message: Request) -> None:
+        """Do what the consumer asks for."""
+        if isinstance(message, list):
+            self._admit(message)
+        elif isinstance(message, Consumed):
+            self._on_consumed(message.number)
+        elif isinstance(message, StatusRequest):
+            self._send(Status(self._status(message.number)))
+        elif isinstance(message, TraceRequest):
+            self._recorder = FetchRecorder() if message.on else None
+            if self._stage is not None:
+                self._stage.trace(self._recorder)
+
+    def _admit(self, plans: Sequence[BatchPlan]) -> None:
         self._plans.extend(plans)
         self._outstanding.update((plan.number, plan) for plan in plans)
         self._admitted_at.update(dict.fromkeys((plan.number for plan in plans), time.perf_counter()))
         self._admitted.set()
 
-    def trace(self, on: bool) -> None:
-        """Measure single fetches from now on, or no longer."""
-        self._recorder = FetchRecorder() if on else None
-        if self._stage is not None:
-            self._stage.trace(self._recorder)
-
-    def on_consumed(self, number: int) -> None:
-        """Note that all batches up to this number have been taken."""
+    def _on_consumed(self, number: int) -> None:
         self._consumed = max(self._consumed, number)  # said once, perhaps before there is a stage
         if self._stage is not None and not self._cancelled:
             self._stage.on_consumed(self._consumed)
 
-    def report_status(self, number: int) -> None:
-        """Send the waiting consumer the status of a batch."""
-        self._handoff.put_status(self.status(number))
-
-    def status(self, number: int) -> str:
-        """The progress of a batch."""
+    def _status(self, number: int) -> str:
         plan = self._outstanding.get(number)
         if plan is None:
             return f"batch {number} is being sent to this process"
@@ -157,7 +145,7 @@ class Session:
             self._task.cancel()
 
     async def run(self, prepare: Callable[[], Any]) -> None:
-        """Await `prepare`, then run until `cancel`. However it ends, the handoff is ended."""
+        """Await `prepare`, then run until `cancel`. However it ends, a `SessionEnd` is sent."""
         self._task = asyncio.current_task()
         session_stats.set(self._requests)  # in this task's context, which its fetchers copy
         self._requests.bodies = BodyReader()
@@ -172,7 +160,7 @@ class Session:
                 raise
         finally:
             self._requests.bodies.close()
-            self._handoff.end(error)
+            self._send(SessionEnd(error))
             del self._work  # frees its shared memory now, not at the next garbage collection
 
     async def _run_stages(self) -> None:
@@ -270,7 +258,7 @@ class Session:
         )
         for ready in self._reorder.put(host) if self._reorder else (host,):
             del self._outstanding[ready.plan.number]
-            self._handoff.put(ready)
+            self._send(ready)
 
 
 def _single(error: BaseException) -> BaseException:

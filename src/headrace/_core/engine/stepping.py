@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from headrace._core.engine.assemble import CONSUMER_CATCH
-from headrace._core.engine.handoff import Handoff
 from headrace._core.engine.stream_batch import Catch
 from headrace._core.interface.distributed import undivided
 from headrace._core.interface.order import spawn_key
 from headrace._core.interface.steps import Raised, RunSteps, Step, apply_steps
+from headrace._core.messages import Call
 from headrace._core.notes import add_note
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import TransformGenerators, batch_seed, seed_everything
@@ -137,13 +137,13 @@ class StepsOnConsumersThread:
     """Application of steps on the consumer's thread, while it waits for a batch; with `num_workers=0`.
 
     Args:
-        handoff: the session's.
+        send: sends the consumer a message.
     """
 
     parallel = 1
 
-    def __init__(self, handoff: Handoff) -> None:
-        self._handoff = handoff
+    def __init__(self, send: Callable[[Call], None]) -> None:
+        self._send = send
 
     async def apply(self, request: StepsRequest) -> list[object]:
         """Apply steps when the consumer next asks for a batch and none is ready."""
@@ -157,7 +157,7 @@ class StepsOnConsumersThread:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(_settle, answer, outcomes)
 
-        self._handoff.call(run)
+        self._send(Call(run))
         return await answer
 
 

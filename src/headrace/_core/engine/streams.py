@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Any
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart, load_state
 from headrace._core.engine.fetch import Deliver, FetchStage
 from headrace._core.engine.fetch_pool import Spawn
 from headrace._core.engine.stream_batch import Progress, StreamBatch
@@ -183,7 +183,7 @@ class LaneFetch(FetchStage):
         if stage is None:
             start, lane = self._start, None if plan.lane is None else ShardOptions(plan.lane, self._start.lanes)
             if plan.resume is not None:
-                start = start._replace(streams={**start.streams, plan.lane: plan.resume})
+                start = start._replace(streams={**start.streams, plan.lane: load_state(plan.resume)})
             stage = self._stages[plan.lane] = self._make(start, lane)
         stage.admit(plan)
 

@@ -76,21 +76,20 @@ class CloseGuard:
         self._close = close
         # Reentrant: the garbage collector may close it on a thread that is acquiring it.
         self._lock = threading.RLock()
-        self._waiting = 0
+        self._held = 0
         self._closing = False
         self._closed = False
 
-    @contextlib.contextmanager
-    def acquire(self) -> Iterator[bool]:
-        """Hold the descriptors open during a wait; yields False if they are closed."""
+    def __enter__(self) -> bool:
+        """Hold the descriptors open inside the block; False if they are closed."""
         with self._lock:
-            open_ = not self._closing
-            self._waiting += open_
-        try:
-            yield open_
-        finally:
-            with self._lock:
-                self._waiting -= open_
+            self._held += 1
+            return not self._closing
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._held -= 1
+            if self._closing:
                 self._close_if_unused()
 
     def close(self) -> None:
@@ -98,12 +97,12 @@ class CloseGuard:
         with self._lock:
             if not self._closing:
                 self._closing = True
-                if self._waiting:
+                if self._held:
                     self._wake()
             self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        if self._closing and not self._waiting and not self._closed:
+        if not self._held and not self._closed:
             self._closed = True
             self._close()
 

@@ -159,7 +159,7 @@ class ZygoteLauncher:
         return _forked(FORK, (), modules)
 
 
-def launch_with_control(modules: tuple[str, ...], *, later: bool = False) -> tuple[WorkerProcess, Connection]:
+def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:
     """Fork a process, `modules` imported, that can itself request processes of the zygote (see `adopt_control`)."""
     ours, theirs = _control_pair()
     with ours, theirs:

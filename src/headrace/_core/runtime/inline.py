@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
@@ -14,6 +14,7 @@ from headrace._core.engine.torch_readers import BatchReader, CannotStart
 from headrace._core.interface.kinds import sample_key
 from headrace._core.interface.order import session_epoch
 from headrace._core.interface.resumable import State, warn_of_rereading
+from headrace._core.messages import Answer, Request
 from headrace._core.rankinfo import RankInfo, provided_rank
 from headrace._core.seeding import isolated_generators
 
@@ -22,8 +23,8 @@ T = TypeVar("T")
 _BEGINNING = SessionStart()
 
 
-class InlineSession:
-    """A session and its queue in one, which reads a batch when it is taken.
+class InlineLink:
+    """A link to the dataset itself, which reads a batch when it is received.
 
     Args:
         dataset: a map-style or iterable-style torch dataset.
@@ -36,9 +37,7 @@ class InlineSession:
         seeds: whether random generators are seeded for each batch; the program's own are restored after it.
     """
 
-    is_current = False
-    ended = False
-    error: BaseException | None = None
+    sources = ()
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class InlineSession:
         )
         self._read: BatchReader | CannotStart
         self._read = self._in_context(make) if not start.streams else self._restored(make, start)
-        self._dataset = dataset
+        self._sample_key = functools.partial(sample_key, dataset)
         self._plans: deque[BatchPlan] = deque()
         self._interrupted: BatchPlan | None = None
 
@@ -77,51 +76,30 @@ class InlineSession:
         """The state of a stateful dataset, or of its iterator; None if there is none."""
         return self._in_context(self._read.state_dict) if isinstance(self._read, BatchReader) else None
 
-    @property
-    def handoff(self) -> InlineSession:
-        return self
+    def send(self, message: Request) -> None:
+        if isinstance(message, list):  # nothing is in progress here, and nothing is fetched
+            self._plans.extend(message)
 
-    def on_consumed(self, number: int) -> None:
-        return
-
-    def admit(self, plans: Sequence[BatchPlan]) -> None:
-        self._plans.extend(plans)
-
-    def request_status(self, number: int) -> None:
-        """Do nothing: no batch is ever in progress."""
-
-    def trace(self, on: bool) -> None:
-        """Do nothing: there are no fetches."""
-
-    def take_status(self) -> str | None:
-        return None
-
-    def ready(self) -> int:
-        return 0
-
-    def certain(self) -> int:
-        return 0
-
-    def take(self) -> HostBatch | None:
+    def receive(self) -> deque[Answer]:
         """Read and assemble the next batch, now."""
         if not self._plans:
-            return None
+            return deque()
         plan = self._plans.popleft()
         if self._interrupted is plan:
-            return HostBatch.nothing(plan)
+            return deque((HostBatch.nothing(plan),))
         try:
             host = self._in_epoch(self._read, plan)
         except BaseException:  # Ctrl-C: the consumer may continue after this batch
             self._interrupted = plan
             self._plans.appendleft(plan)
             raise
-        return host.located(functools.partial(sample_key, self._dataset)) if host.failures else host
+        return deque((host.located(self._sample_key) if host.failures else host,))
 
-    def wait(self, timeout: float | None) -> bool:
-        return True
+    def must_wait(self) -> bool:
+        return False
 
-    async def wait_async(self, timeout: float | None) -> bool:
-        return True
+    def leave(self) -> None:
+        self._plans.clear()
 
     def close(self) -> None:
         self._plans.clear()

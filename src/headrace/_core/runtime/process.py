@@ -1,107 +1,308 @@
 """The process placement: engines in sidecar processes, where neither they nor the trainer's Python slow each other.
 
-The consumer's process has no thread of headrace. Plans are sent and batches
-received on the consumer's own thread; a blocking consumer waits for a socket, an async one for its descriptor.
+The consumer's process needs no thread for them. Plans are sent and batches received on the consumer's own thread; a
+blocking consumer waits for a socket, an async one for its descriptor.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
+import signal
+import socket
+import time
+import warnings
+import weakref
+from collections import deque
 
-from headrace._core.batches import SessionStart
+from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.runtime.dataset_copy import DatasetCopy
-from headrace._core.runtime.exit_hooks import close_at_exit
-from headrace._core.runtime.group_session import GroupSession
-from headrace._core.runtime.process_session import ProcessSession
-from headrace._core.runtime.sidecar import SidecarTask, StartSession
-from headrace._core.runtime.sidecar_process import SidecarProcess
+from headrace._core.eventloop.waiting import wait_readable
+from headrace._core.messages import Answer, Request, SessionEnd, check_not_forked
+from headrace._core.pool.launch import WorkerProcess, how_it_ended, launch_with_control
+from headrace._core.pool.settings import Settings
+from headrace._core.pool.supervisor import WORK_DEADLINE
+from headrace._core.pool.worker import BootMessage, ProcessEnvironment
+from headrace._core.runtime.placement import CLOSE_DEADLINE, Placement
+from headrace._core.runtime.session import Session, session_of
+from headrace._core.runtime.sidecar import OPEN, SidecarTask, StartSession
+from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
+from headrace._core.transport.pickling import Message, dump_message, dump_plain
 from headrace._core.transport.shared_pickle import SharedPickle
+from headrace.errors import EngineDiedError
 
 
-class ProcessPlacement:
-    """One sidecar process, or several. The loader owns it.
+class ProcessPlacement(Placement):
+    """One sidecar process, or several.
 
     Args:
         config: what to run.
         work: the functions of the first session.
         engines: number of processes.
 
+    Attributes:
+        dataset_bytes: the size of the copied part of the dataset.
+
     Raises:
         NotPicklableError: the dataset cannot be pickled.
     """
 
-    is_current = False
-
     def __init__(self, config: EngineConfig, work: SharedPickle, engines: int = 1) -> None:
+        super().__init__()
         try:
             self._pickled = SharedPickle.dumps(config.without_functions())
         except Exception as error:
             name_unpicklable(config, error)
-        self._fixed = None if config.functions_of_epoch else work
         self._config = config
-        self._copy = DatasetCopy(config)
         self.dataset_bytes = self._pickled.nbytes
-        """The size of the copied part of the dataset, in bytes."""
-        self._pid = os.getpid()
         self._modules = (*self._pickled.modules, *work.modules)
         self._engines: list[SidecarProcess] = []
-        self._replaced: list[SidecarProcess] = []  # those that died, until their sessions are closed
+        self._replaced: list[SidecarProcess] = []  # those that died, until the links to them are closed
         try:
             for number in range(engines):
-                self._engines.append(self._start(number, engines, later=number > 0))
-        except BaseException:  # Ctrl-C too: nothing owns the process yet
-            self.close()
+                self._engines.append(self._start(number, engines))
+        except BaseException:  # Ctrl-C too: nothing owns the processes yet
+            self._end()
             raise
-        close_at_exit(self)
 
-    def _start(self, number: int, engines: int, *, later: bool = False) -> SidecarProcess:
+    def _start(self, number: int, engines: int) -> SidecarProcess:
         task = SidecarTask(self._pickled, self._config.rank, number, engines)
-        return SidecarProcess(task, self._modules, later=later)
+        return SidecarProcess(task, self._modules)
 
-    def serves(self, config: EngineConfig, work: SharedPickle | None) -> bool:
-        """Whether a sidecar is alive, of this process, and does what `config` asks for, of the current dataset."""
-        alive = self._pid == os.getpid() and not all(engine.ended for engine in self._engines)
-        return alive and (config.functions_of_epoch or work is self._fixed) and self._copy.serves(config)
+    @property
+    def alive(self) -> bool:
+        return self._pid == os.getpid() and not all(engine.ended for engine in self._engines)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Call the dataset's `set_epoch` here. Its copy gets the epoch with the next session, and stays valid."""
-        self._copy.set_epoch(epoch)
-
-    def open(
-        self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
-    ) -> ProcessSession | GroupSession:
-        """Start a session."""
-        assert work is not None
-        opening = StartSession(epoch, set_epoch, work, config.steps_seed(epoch), start)
-        if len(self._engines) == 1:
-            return self._engines[0].open(opening)
-        open_at = functools.partial(self._open_at, opening)
-        return GroupSession.of_loader(config, open_at, len(self._engines), first=start.batch)
-
-    def _open_at(self, opening: StartSession, number: int) -> ProcessSession:
-        """Start one engine's part of a session; an engine that has died is replaced."""
-        if self._engines[number].ended:
-            self._replaced.append(self._engines[number])
-            self._engines[number] = self._start(number, len(self._engines))
+    def connect(
+        self,
+        config: EngineConfig,
+        work: SharedPickle,
+        epoch: int,
+        *,
+        set_epoch: bool,
+        start: SessionStart,
+        engine: int = 0,
+    ) -> ProcessLink:
+        """A link to one engine's part of a session; an engine that has died is replaced."""
+        if self._engines[engine].ended and len(self._engines) > 1:
+            self._replaced.append(self._engines[engine])
+            self._engines[engine] = self._start(engine, len(self._engines))
         for dead in [each for each in self._replaced if each.idle]:
             self._replaced.remove(dead)
-            _end([dead])
-        return self._engines[number].open(opening)
+            dead.close()
+            dead.join()
+        opening = StartSession(epoch, set_epoch, work, config.steps_seed(epoch), start)
+        return self._engines[engine].connect(opening)
+
+    def _open(
+        self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
+    ) -> Session:
+        assert work is not None
+
+        def connect(engine: int) -> ProcessLink:
+            return self.connect(config, work, epoch, set_epoch=set_epoch, start=start, engine=engine)
+
+        return session_of(config, connect, len(self._engines), first=start.batch)
+
+    def _end(self) -> None:
+        engines = [*self._engines, *self._replaced]
+        for engine in engines:
+            engine.close()
+        for engine in engines:
+            engine.join()
+
+
+class SidecarProcess:
+    """A sidecar process, started without waiting until it runs. Its placement owns it.
+
+    Args:
+        task: its main function.
+        modules: to be imported before the process is forked.
+    """
+
+    def __init__(self, task: SidecarTask, modules: tuple[str, ...]) -> None:
+        self._links: weakref.WeakSet[ProcessLink] = weakref.WeakSet()
+        settings = Settings.here()
+        modules = tuple(dict.fromkeys((*settings.modules, *modules)))
+        message = BootMessage(ProcessEnvironment.here(), settings, modules, task, None, 0)
+        self._process, self._connection = launch_with_control(modules)
+        try:
+            BlockingChannel(self._connection).send(message)
+        except BaseException as error:
+            self._connection.close()
+            ended = _ends_within(self._process, CLOSE_DEADLINE)
+            self._process.release()
+            if ended and isinstance(error, BrokenPipeError | ConnectionResetError):
+                raise _error_of_end(self._process) from error
+            raise
+
+    @property
+    def pid(self) -> int | None:
+        """The process id; None until it has started."""
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.ended()
 
     @property
     def idle(self) -> bool:
-        """Whether none of its sessions is open."""
-        return all(engine.idle for engine in (*self._engines, *self._replaced))
+        """Whether no link to it is open."""
+        return all(link.closed for link in self._links)
+
+    def connect(self, opening: StartSession) -> ProcessLink:
+        """Start a session; the process is sent one end of its connection."""
+        ours, theirs = Connection.pair()
+        try:
+            try:
+                ends = [theirs.frames.fileno(), theirs.descriptors.fileno()]
+                socket.send_fds(self._connection.descriptors, [OPEN], ends)
+            finally:
+                theirs.close()
+            link = ProcessLink(ours, self._process, opening)
+        except OSError as error:
+            ours.close()
+            raise _error_of_end(self._process) from error
+        except BaseException:  # user code: `__reduce__` of an object in a state
+            ours.close()
+            raise
+        self._links.add(link)
+        return link
 
     def close(self) -> None:
-        """End all sessions, the workers and the sidecars."""
-        _end([*self._engines, *self._replaced])
+        """Let the process end; does not wait for it. Idempotent; `join` follows."""
+        self._connection.close()
+
+    def join(self) -> None:
+        """Wait until the process has ended, after `close`; it is killed after a deadline."""
+        if self._process.sentinel == -1:
+            return
+        # One that has no pid yet has not started; it ends as soon as it has.
+        if not _ends_within(self._process, 5 * CLOSE_DEADLINE + WORK_DEADLINE) and self._process.pid is not None:
+            warnings.warn(
+                f"the loader's process {self._process.pid} did not end within its deadline and is killed: code in aget "
+                f"or __aiter__ blocks, or does not let CancelledError pass.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._process.signal(signal.SIGKILL)
+            _ends_within(self._process, CLOSE_DEADLINE)
+        self._process.release()
 
 
-def _end(engines: list[SidecarProcess]) -> None:
-    for engine in engines:
-        engine.close()
-    for engine in engines:
-        engine.join()
+class ProcessLink:
+    """A link to an engine in a sidecar process.
+
+    Args:
+        connection: its own; this owns it.
+        process: the sidecar.
+        opening: the first message.
+
+    Attributes:
+        closed: whether its descriptors are closed.
+    """
+
+    def __init__(self, connection: Connection, process: WorkerProcess, opening: StartSession) -> None:
+        self._connection = connection
+        self._channel = BlockingChannel(connection)
+        self._channel.send(opening)
+        self._process = process
+        self._pid = os.getpid()
+        self._plans: dict[int, BatchPlan] = {}  # of the batches that have not arrived
+        self._arrived: deque[Answer] = deque()
+        self._over = False  # nothing more is read
+        self.sources = connection.frames, process.sentinel
+        self.closed = False
+
+    def send(self, message: Request) -> None:
+        if self._over:
+            return
+        if isinstance(message, list):
+            self._plans.update((plan.number, plan) for plan in message)
+        try:
+            self._channel.send_message(dump_request(message))
+        except (BrokenPipeError, ConnectionResetError):
+            self.receive()  # the batches that arrived before are still delivered
+            self._end_with_process()
+
+    def receive(self) -> deque[Answer]:
+        if self._over:
+            return self._arrived
+        try:
+            for obj in self._channel.receive_ready():
+                self._arrived.append(answer := self._answer(obj))
+                if isinstance(answer, SessionEnd):
+                    break
+        except Disconnected:
+            self._end_with_process()
+        except OSError:
+            check_not_forked(self._pid)  # a fork, in which the connection is closed
+            raise
+        return self._arrived
+
+    def _answer(self, obj: object) -> Answer:
+        if isinstance(obj, tuple):
+            return HostBatch.from_flat(obj, self._plans.pop(obj[0]))
+        if isinstance(obj, BaseException):  # of unpickling: no batch may take the place of the one that is missing
+            obj = SessionEnd(obj)
+        self._over = isinstance(obj, SessionEnd)
+        return obj  # type: ignore[return-value]
+
+    def must_wait(self) -> bool:
+        if not self._over and self._process.ended():
+            self.receive()
+            self._end_with_process()
+        return not self._arrived
+
+    def _end_with_process(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        ended = _ends_within(self._process, CLOSE_DEADLINE)
+        pid = "" if self._process.pid is None else f"(process {self._process.pid}) "
+        death = f"{pid}{how_it_ended(self._process)}" if ended else None
+        self._arrived.append(SessionEnd(_error_of_end(self._process), death))
+
+    def leave(self) -> None:
+        if not self.closed:
+            self._over = True
+            with contextlib.suppress(OSError):  # closed at either end, which wakes waiters as well
+                self._connection.frames.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.leave()
+        self.closed = True
+        self._channel.close()
+
+
+def dump_request(message: Request) -> Message:
+    """Pickle a message. Plans with indices of a class of a script need cloudpickle, which takes three times as long."""
+    plain = not isinstance(message, list) or all(plan.is_plain for plan in message)
+    return dump_plain(message) if plain else dump_message(message)
+
+
+def _ends_within(process: WorkerProcess, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not process.ended():
+        left = deadline - time.monotonic()
+        if left <= 0 or not wait_readable(process.sentinel, timeout=left):
+            return process.ended()
+    return True
+
+
+def _error_of_end(process: WorkerProcess) -> Exception:
+    """The error for a sidecar that has ended, or has closed a session without an error."""
+    ended = _ends_within(process, CLOSE_DEADLINE)  # which reads a refusal, too
+    if process.refusal is not None:
+        return process.refusal
+    if not ended:
+        return EngineDiedError(why=f"its process {process.pid} has closed the session")
+    if process.pid is None:
+        return EngineDiedError(why="its process could not be started; its error is on standard error")
+    if (process.exit_code or 0) > 0:
+        return EngineDiedError(
+            why=f"its process {process.pid} {how_it_ended(process)}; the reason is on standard error"
+        )
+    oom = "if it was killed, look for the out-of-memory killer in the kernel's log"
+    return EngineDiedError(why=f"its process {process.pid} {how_it_ended(process)}; {oom}")

@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import threading
 import warnings
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from headrace._core.batches import SessionStart
 from headrace._core.call_site import users_stacklevel
@@ -14,13 +13,11 @@ from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.interface.kinds import DatasetKind, propagate_epoch
 from headrace._core.interface.resumable import warn_of_rereading
 from headrace._core.ray_placement import RayPlacement
-from headrace._core.runtime.thread import EpochSession, ThreadPlacement, ThreadSession
+from headrace._core.runtime.placement import Placement, Snapshot
+from headrace._core.runtime.session import Session
+from headrace._core.runtime.thread import ThreadPlacement
 from headrace._core.transport.shared_pickle import ForkOnlyError, SharedPickle
 from headrace.errors import DeadlockError, MissingExtraError, NotPicklableError
-
-if TYPE_CHECKING:
-    from headrace._core.runtime.group_session import GroupSession
-    from headrace._core.runtime.process_session import ProcessSession
 
 _BEGINNING = SessionStart()
 LARGE = 64_000_000  # bytes; larger functions and datasets for other processes are named in a warning
@@ -59,37 +56,6 @@ def check_engines(
         )
 
 
-class EnginePlacement(Protocol):
-    """Engines somewhere, for one loader, which owns them."""
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the caller is on the engine's own thread."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether none of its sessions is open."""
-
-    def serves(self, config: EngineConfig, work: SharedPickle | None) -> bool:
-        """Whether the engines are alive, of this process, and do what `config` asks for."""
-
-    def open(
-        self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
-    ) -> ThreadSession | ProcessSession | GroupSession:
-        """Start a session."""
-
-    def close(self) -> None:
-        """End all sessions and engines; idempotent."""
-
-
-@runtime_checkable
-class CopyingPlacement(EnginePlacement, Protocol):
-    """Engines with a copy of the dataset."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Call the dataset's `set_epoch` here; the copies get the epoch with their next session."""
-
-
 class PlacementSelector:
     """The engines of one loader: the current one, and those that still serve iterations begun before a change.
 
@@ -103,8 +69,11 @@ class PlacementSelector:
     def __init__(self, placement: str | RayPlacement, engines: int = 1) -> None:
         self._placement = placement
         self._asked = engines
-        self._current: EnginePlacement | None = None
-        self._retired: list[EnginePlacement] = []
+        self._current: Placement | None = None
+        self._config: EngineConfig | None = None  # of the current one, as it was made
+        self._made_with: SharedPickle | None = None  # the functions it was made with
+        self._seen: Snapshot | None = None  # of the dataset that it has a copy of
+        self._retired: list[Placement] = []
         self._work: SharedPickle | None = None  # the functions of the last session
         self._warned_of_size = False
         self.where = "not started"
@@ -118,7 +87,7 @@ class PlacementSelector:
         set_epoch: bool,
         persistent: bool,
         start: SessionStart = _BEGINNING,
-    ) -> ThreadSession | ProcessSession | GroupSession | EpochSession:
+    ) -> Session:
         """Start a session, in the current engine if it does what `config` asks for.
 
         Args:
@@ -139,24 +108,45 @@ class PlacementSelector:
         if not persistent and (forked or not config.kind.is_async):
             of_dataset = "forks of this process" if config.kind.is_async else "workers with a torch dataset"
             self.where = f"thread: {of_dataset}, for one epoch"
-            return EpochSession(config, epoch, set_epoch=set_epoch, start=start)
-        self._retired = [retired for retired in self._retired if not _closed_if_idle(retired)]
-        if self._current is not None and not self._current.serves(config, work):
+            placement = ThreadPlacement(config, for_one_session=True)
+            try:
+                return placement.open(config, None, epoch, set_epoch=set_epoch, start=start)
+            except BaseException:  # Ctrl-C too: nothing owns the placement yet
+                placement.close()
+                raise
+        for retired in [each for each in self._retired if each.idle]:
+            self._retired.remove(retired)
+            retired.close()
+        if self._current is not None and not self._serves(self._current, config, work):
             # An attribute was set since (the dataset, for example). Current iterations continue unchanged.
             self._retired.append(self._current)
             self._current = None
         if self._current is None:
             self._current = self._place(config, work)
+            self._config, self._made_with = config, work
+            self._seen = Snapshot(config.dataset) if self._current.has_copy else None
         if self._current.is_current:  # in aget: its session would start another, recursively
             raise DeadlockError(what="iter() of a loader")
         return self._current.open(config, work, epoch, set_epoch=set_epoch, start=start)
 
+    def _serves(self, current: Placement, config: EngineConfig, work: SharedPickle | None) -> bool:
+        """Whether the engines are alive, of this process, and do what `config` asks for, of the current dataset."""
+        assert self._config is not None
+        same = config.functions_of_epoch or work is self._made_with
+        if not (current.alive and same and self._config.same_engine(config)):
+            return False
+        return self._seen is None or self._seen.same_as(Snapshot(config.dataset))
+
     def set_epoch(self, dataset: object, epoch: int, *, only_wanted: bool) -> None:
         """Call a dataset's `set_epoch` in this process; a copy in another gets the epoch with its next session."""
-        if isinstance(self._current, CopyingPlacement):
-            self._current.set_epoch(epoch)
-        else:
+        if self._seen is None or self._config is None:
             propagate_epoch(dataset, epoch, only_wanted=only_wanted)
+            return
+        copied = self._config.dataset
+        same = self._seen.same_as(Snapshot(copied))
+        propagate_epoch(copied, epoch)
+        if same:  # the copy stays valid
+            self._seen = Snapshot(copied)
 
     def drop(self) -> None:
         """As `close`, for a loader that is collected: on any thread, with any lock held.
@@ -172,7 +162,7 @@ class PlacementSelector:
     def close(self) -> None:
         """End all engines; the next session starts a new one."""
         engines = [*self._retired, *([self._current] if self._current is not None else [])]
-        self._current, self._retired, self._work = None, [], None
+        self._current, self._seen, self._work, self._retired = None, None, None, []
         for engine in engines:
             engine.close()
 
@@ -211,7 +201,7 @@ class PlacementSelector:
     def _may_be_process(self, config: EngineConfig) -> bool:
         return self._placement == "process" or (self._placement == "auto" and config.num_workers > 0)
 
-    def _place(self, config: EngineConfig, work: SharedPickle | None) -> EnginePlacement:
+    def _place(self, config: EngineConfig, work: SharedPickle | None) -> Placement:
         engines = min(self._asked, config.lanes) if config.kind.is_iterable else self._asked
         if isinstance(self._placement, RayPlacement):
             return self._on_ray(self._placement, config, engines)
@@ -242,9 +232,9 @@ class PlacementSelector:
         self.where = f"thread: {why}"
         return ThreadPlacement(config, work)
 
-    def _on_ray(self, placement: RayPlacement, config: EngineConfig, engines: int) -> EnginePlacement:
+    def _on_ray(self, placement: RayPlacement, config: EngineConfig, engines: int) -> Placement:
         try:
-            from headrace._core.runtime.ray.placement import RayEngines
+            from headrace._core.runtime.ray_engines import RayEngines
         except ModuleNotFoundError:
             raise MissingExtraError(what="placement=RayPlacement(...)", package="ray", extra="ray") from None
         placed = RayEngines(config, placement, engines)
@@ -266,9 +256,3 @@ def _warn_of_size(what: str, nbytes: int) -> None:
         UserWarning,
         stacklevel=users_stacklevel(),
     )
-
-
-def _closed_if_idle(placement: EnginePlacement) -> bool:
-    if placement.idle:
-        placement.close()
-    return placement.idle

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
-from headrace._core.batches import HostBatch, RawBatch, SessionStart
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart, dump_state
 from headrace._core.descriptors import Reserve, explained, shortage
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.engine import Engine
@@ -24,9 +24,11 @@ from headrace._core.eventloop.loop_thread import end_tasks, new_event_loop
 from headrace._core.eventloop.per_loop import close_resources
 from headrace._core.failure import Stage
 from headrace._core.interface.kinds import propagate_epoch
+from headrace._core.messages import Answer, Request, SessionEnd
 from headrace._core.notes import add_note
 from headrace._core.pool.launch import adopt_control, report_ready
 from headrace._core.rankinfo import RankInfo, adopt_rank
+from headrace._core.runtime.placement import CLOSE_DEADLINE
 from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
 from headrace._core.transport.log_records import Record, send_no_more_by, send_records_by
 from headrace._core.transport.pickling import Message, dump_message, dump_plain, format_error, picklable_error
@@ -35,7 +37,6 @@ from headrace._core.transport.slabs import enable_forwarding
 from headrace.errors import LoaderClosedError
 
 OPEN = b"o"  # requests a session; sent with the two ends of its connection, on which a `StartSession` follows
-CLOSE_DEADLINE = 1.0  # seconds for each step of closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,39 +56,6 @@ class StartSession:
     work: SharedPickle
     seed: int
     start: SessionStart
-
-
-@dataclass(frozen=True, slots=True)
-class EndSession:
-    """The last message of a session, with the error that ended it, if any."""
-
-    error: BaseException | None
-
-
-@dataclass(frozen=True, slots=True)
-class Consumed:
-    """The number up to which all batches have been taken."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class StatusRequest:
-    """The consumer's request for the progress of a batch."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """The consumer's request to measure single fetches, or no longer."""
-
-    on: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +105,9 @@ def _refuse(connection: Connection, error: OSError) -> None:
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     with contextlib.suppress(BrokenPipeError):  # the consumer has closed it
         if len(sockets) == 2:
-            BlockingChannel(Connection(*sockets)).send(EndSession(error))
+            BlockingChannel(Connection(*sockets)).send(SessionEnd(error))
     for each in sockets:
         each.close()
-
-
-_Assembling = Callable[[RawBatch], HostBatch]
 
 
 class _Sidecar:
@@ -154,9 +119,8 @@ class _Sidecar:
         self._reserve = reserve
         self._engine: Engine | None = None
         self._connection = connection
-        # The functions of open sessions, by number: an epoch with known functions uses these.
-        self._works: weakref.WeakValueDictionary[int, SharedPickle] = weakref.WeakValueDictionary()
-        self._functions: weakref.WeakKeyDictionary[SharedPickle, _Assembling] = weakref.WeakKeyDictionary()
+        self._work: SharedPickle | None = None  # the functions of the last session: the next one may have the same
+        self._assemble: Callable[[RawBatch], HostBatch] | None = None  # the same, loaded
         self._over = asyncio.Event()
         self._servers: set[_SessionServer] = set()
         self._opening: set[asyncio.Task[None]] = set()
@@ -210,30 +174,17 @@ class _Sidecar:
             with explained("start the workers"):
                 self._engine = Engine(config, begin.work, owns_process=True)
         propagate_epoch(config.dataset, begin.epoch, only_wanted=not begin.set_epoch)
-        session = self._engine.session(server, self._work(config, begin.work), begin.start, begin.seed)
+        session = self._engine.session(server.send, self._functions(config, begin.work), begin.start, begin.seed)
         self._engine.start(session, begin.epoch, set_epoch=begin.set_epoch, start=begin.start)
         return session
 
-    def _work(self, config: EngineConfig, received: SharedPickle) -> Work:
+    def _functions(self, config: EngineConfig, received: SharedPickle) -> Work:
         if not config.functions_of_epoch:
             return None
-        known = self._works.setdefault(received.number, received)
-        if config.has_processes:
-            return known
-        if known not in self._functions:
-            self._functions[known] = known.loads()
-        return _Holding(known, self._functions[known])
-
-
-@dataclass(frozen=True, slots=True)
-class _Holding:
-    """Functions that were loaded in this process, with their pickle, while a session uses them."""
-
-    shared: SharedPickle
-    function: _Assembling
-
-    def __call__(self, raw: RawBatch) -> HostBatch:
-        return self.function(raw)
+        if self._work is None or self._work.number != received.number:
+            self._assemble = None if config.has_processes else received.loads()
+            self._work = received
+        return self._assemble or self._work
 
 
 class _SessionServer:
@@ -249,6 +200,7 @@ class _SessionServer:
         self._session: Session | None = None
         self._channel: EngineChannel | None = None
         self._unsent: list[Message] = []  # until this end is connected
+        self._plans: dict[int, BatchPlan] = {}  # as the consumer knows them, of the batches that were not sent
         self._ended = False
 
     async def connect(self, connection: Connection) -> None:
@@ -265,21 +217,14 @@ class _SessionServer:
                 send_records_by(self._send_record)
                 self._session = self._begin(self, obj)
                 report_ready()
-            elif self._session is None:  # it could not start
-                return
-            elif isinstance(obj, Consumed):
-                self._session.on_consumed(obj.number)
-            elif isinstance(obj, StatusRequest):
-                self._session.report_status(obj.number)
-            elif isinstance(obj, TraceRequest):
-                self._session.trace(obj.on)
-            else:
-                assert isinstance(obj, list)
-                self._session.admit(obj)
+            elif self._session is not None:  # otherwise it could not start
+                if isinstance(obj, list):
+                    self._plans.update((plan.number, plan) for plan in obj)
+                self._session.handle(cast(Request, obj))
         except BaseException as error:  # user code: imports of the user's modules, set_epoch
             if self._session is not None:
                 self._session.cancel()
-            self.end(error)
+            self.send(SessionEnd(error))
 
     def _send_record(self, record: Record) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -291,37 +236,46 @@ class _SessionServer:
             self._session.cancel()
         self._on_lost(self)
 
+    def send(self, message: Answer) -> None:
+        """Send a message; nothing follows the first end."""
+        if self._ended:
+            return
+        if isinstance(message, HostBatch):
+            packed = dump_batch(message, self._plans.pop(message.plan.number))
+        elif isinstance(message, SessionEnd):
+            self._ended = True
+            packed = dump_message(SessionEnd(portable_error(message.error, "in the loader's process")))
+        else:
+            packed = dump_message(message)
+        self._send(packed)
+
     def _send(self, packed: Message) -> None:
         if self._channel is None:
             self._unsent.append(packed)
         else:
             self._channel.send(packed)
 
-    def put(self, host: HostBatch) -> None:
-        host = to_wire(host)
-        try:
-            packed = dump_message(host)
-        except BaseException as error:  # user code: `__reduce__` of an object in the state of a stream
-            if host.stream_state is None:
-                raise
-            failed = HostBatch.failed(host.plan, unpicklable_state(error), stage=Stage.SAVE_STATE)
-            packed = dump_message(to_wire(failed.with_failures_of(host._replace(stream_state=None))))
-        self._send(packed)
-
-    def put_status(self, status: str) -> None:
-        self._send(dump_message(Status(status)))
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Send the end, once."""
-        if self._ended:
-            return
-        self._ended = True
-        if error is not None:
-            traceback = format_error(error).rstrip()
-            error = picklable_error(error)
-            add_note(error, f"in the loader's process:\n{traceback}")
-        self._send(dump_message(EndSession(error)))
-
     def close(self) -> None:
         if self._channel is not None:
             self._channel.close()
+
+
+def dump_batch(host: HostBatch, plan: BatchPlan) -> Message:
+    """Pickle a batch for a process that knows its plan."""
+    host = to_wire(host)
+    try:
+        host = host._replace(stream_state=dump_state(host.stream_state))
+    except BaseException as error:  # user code: `__reduce__` of an object in the state of a stream
+        failed = HostBatch.failed(host.plan, unpicklable_state(error), stage=Stage.SAVE_STATE)
+        host = to_wire(failed.with_failures_of(host._replace(stream_state=None)))
+    return dump_message(host.flat(plan), plain=not host.failures)
+
+
+def portable_error(error: BaseException | None, where: str) -> BaseException | None:
+    """An error that another process can unpickle, with its traceback in a note."""
+    if error is None:
+        return None
+    traceback = format_error(error).rstrip()
+    error = picklable_error(error)
+    add_note(error, f"{where}:\n{traceback}")
+    return error

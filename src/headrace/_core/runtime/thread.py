@@ -4,92 +4,94 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import warnings
-import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 
-from headrace._core.batches import BatchPlan, SessionStart
+from headrace._core.batches import HostBatch, RawBatch, SessionStart
+from headrace._core.engine.assemble import CONSUMER_CATCH, SeededAssembler
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.engine import Engine
-from headrace._core.engine.handoff import Handoff
-from headrace._core.engine.session import Session
+from headrace._core.engine.session import Session as EngineSession
 from headrace._core.engine.stepping import StepsOnConsumersThread
 from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.interface.blocking import background_loop, context_managers
-from headrace._core.open_session import BatchQueue, SessionWrapper
+from headrace._core.interface.kinds import sample_key
+from headrace._core.messages import Answer, Request, SessionEnd
 from headrace._core.pool.supervisor import WORK_DEADLINE
-from headrace._core.runtime.exit_hooks import close_at_exit
+from headrace._core.rankinfo import provided_rank
+from headrace._core.runtime.mailbox import Mailbox
+from headrace._core.runtime.placement import CLOSE_DEADLINE, Placement
+from headrace._core.runtime.session import Closable, Session
+from headrace._core.seeding import isolated_generators
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
 
-CLOSE_DEADLINE = 1.0  # seconds for each step of closing: tasks, workers, loop
 
-
-class ThreadPlacement:
-    """An engine and its thread. The loader owns it.
+class ThreadPlacement(Placement):
+    """An engine and its thread.
 
     The engine has a loop of its own, unless the dataset is an async context manager: then it runs on the background
     loop that `dataset[i]` uses, so that all reads of the dataset in this process share what `__aenter__` opened.
+
+    Args:
+        config: what to run.
+        work: the functions of the first session, where they go to worker processes.
+        for_one_session: whether it ends with its session.
     """
 
-    def __init__(self, config: EngineConfig, work: SharedPickle | None = None) -> None:
-        self._config = config
-        self._fixed = None if config.functions_of_epoch else work
+    has_copy = False
+
+    def __init__(
+        self, config: EngineConfig, work: SharedPickle | None = None, *, for_one_session: bool = False
+    ) -> None:
+        super().__init__()
         self._engine = Engine(config, work if config.context is None else None)
         self._shares_loop = config.kind.is_async and bool(context_managers(config.dataset))
+        self._owner: Closable | None = self if for_one_session else None
         try:
             self._loop = background_loop() if self._shares_loop else LoopThread("headrace-engine")
         except BaseException:  # no thread could be started, or Ctrl-C: the engine has workers
             self._engine.kill()
             self._engine.release()
             raise
-        self._pid = os.getpid()
-        self._sessions: weakref.WeakSet[ThreadSession] = weakref.WeakSet()
-        self._closed = False
-        close_at_exit(self)
-
-    def serves(self, config: EngineConfig, work: SharedPickle | None) -> bool:
-        """Whether this engine is alive, of this process, and does what `config` asks for."""
-        same_functions = config.functions_of_epoch or work is self._fixed
-        return self._loop.alive and self._engine.usable and same_functions and self._config.same_engine(config)
-
-    def open(
-        self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
-    ) -> ThreadSession:
-        """Start a session; its batches and errors arrive at its handoff."""
-        handoff = Handoff()
-        shipped = work if config.context is None else None
-        steps = StepsOnConsumersThread(handoff) if config.steps_on_consumers_thread else None
-        functions = shipped if config.has_processes else config.assembler
-        session = self._engine.session(handoff, functions, start, config.steps_seed(epoch), steps)
-        opened = ThreadSession(session, handoff, self._loop)
-        self._sessions.add(opened)
-        run = functools.partial(self._engine.start, set_epoch=set_epoch, pipe_seed=config.pipe_seed, start=start)
-        self._loop.call_soon(run, session, epoch)
-        return opened
+        self._ended = False
 
     @property
-    def is_current(self) -> bool:
+    def alive(self) -> bool:
+        return self._loop.alive and self._engine.usable
+
+    @property
+    def is_current(self) -> bool:  # type: ignore[override]
         return self._loop.is_current
 
-    @property
-    def idle(self) -> bool:
-        """Whether none of its sessions is open."""
-        return all(session.handoff.ended for session in self._sessions)
+    def _open(
+        self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
+    ) -> Session:
+        mailbox: Mailbox[Answer] = Mailbox()
+        shipped = work if config.context is None else None
+        steps = StepsOnConsumersThread(mailbox.put) if config.steps_on_consumers_thread else None
+        functions = shipped if config.has_processes else config.assembler
+        session = self._engine.session(mailbox.put, functions, start, config.steps_seed(epoch), steps)
+        link = ThreadLink(session, mailbox, self._loop)
+        run = functools.partial(self._engine.start, set_epoch=set_epoch, pipe_seed=config.pipe_seed, start=start)
+        self._loop.call_soon(run, session, epoch)
+        return Session(
+            lambda _: link,
+            work=WorkOnConsumersThread(config) if config.deferred or steps is not None else None,
+            is_current=lambda: self._loop.is_current,
+            owns=self._owner,
+        )
 
-    def close(self) -> None:
-        """End all sessions, the workers and the thread, in that order; warn if user code does not end."""
-        if self._closed:
+    def _end(self) -> None:
+        """End the workers and the thread, in that order; warn if user code does not end."""
+        if self._ended:
             return
-        self._closed = True
-        if self._pid != os.getpid():
-            return  # a fork: threads and workers are the parent's
-        for session in list(self._sessions):
-            session.close()
+        self._ended = True
         if self._loop.is_current:
             # The last reference was dropped on the engine's own thread, which cannot wait for itself.
-            self._loop.start(self._end())
+            self._loop.start(self._end_on_loop())
             return
         left: str | None = None
         try:  # processes that have not ended are killed below
@@ -113,7 +115,7 @@ class ThreadPlacement:
                 stacklevel=2,
             )
 
-    async def _end(self) -> None:
+    async def _end_on_loop(self) -> None:
         """End the engine, and the loop after it, on that loop."""
         await self._engine.close(CLOSE_DEADLINE)
         self._engine.kill()
@@ -122,77 +124,82 @@ class ThreadPlacement:
             self._loop.close(CLOSE_DEADLINE)
 
 
-class ThreadSession:
-    """The consumer's end of a session: plans out, batches in.
+class ThreadLink:
+    """A link to an engine in a thread of this process.
 
-    Attributes:
-        handoff: where the batches arrive.
+    Args:
+        session: the engine's.
+        mailbox: where its messages arrive; owned from here on.
+        loop: the engine's.
     """
 
-    def __init__(self, session: Session, handoff: Handoff, loop: LoopThread) -> None:
-        self.handoff = handoff
+    def __init__(self, session: EngineSession, mailbox: Mailbox[Answer], loop: LoopThread) -> None:
         self._session = session
+        self._mailbox = mailbox
         self._loop = loop
-        self._pid = os.getpid()
+        self.sources = (mailbox.source,)
         loop.on_death(self._on_death)
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the caller is on the engine's thread, where waiting for a batch would deadlock.
+    def send(self, message: Request) -> None:
+        with contextlib.suppress(EngineDiedError):  # whose message has the reason
+            self._loop.call_soon(self._session.handle, message)
 
-        Raises:
-            ForkedError: this process is a fork, without that thread.
-        """
-        self._loop.check_process()
-        return self._loop.is_current
+    def receive(self) -> deque[Answer]:
+        return self._mailbox.messages
 
-    def admit(self, plans: Sequence[BatchPlan]) -> None:
-        self._loop.call_soon(self._session.admit, plans)
+    def must_wait(self) -> bool:
+        return self._mailbox.must_wait()
 
-    def on_consumed(self, number: int) -> None:
-        with contextlib.suppress(EngineDiedError):  # the handoff has the error
-            self._loop.call_soon(self._session.on_consumed, number)
-
-    def request_status(self, number: int) -> None:
-        with contextlib.suppress(EngineDiedError):  # the handoff has the error
-            self._loop.call_soon(self._session.report_status, number)
-
-    def trace(self, on: bool) -> None:
-        with contextlib.suppress(EngineDiedError):  # the handoff has the error
-            self._loop.call_soon(self._session.trace, on)
-
-    def close(self) -> None:
-        """Cancel the session without waiting for it, and close the handoff; thread-safe, idempotent."""
-        if self._pid != os.getpid():
-            return  # a fork: the engine's thread, which may have held the locks, does not exist here
+    def leave(self) -> None:
         self._loop.forget(self._on_death)
         if self._loop.alive:
             with contextlib.suppress(EngineDiedError):  # since the check, and the session with it
                 self._loop.call_soon(self._session.cancel)
-        self.handoff.close()
+        self._mailbox.wake()
+
+    def close(self) -> None:
+        self._mailbox.close()
 
     def _on_death(self, error: BaseException) -> None:
         died = EngineDiedError(why=repr(error))
         died.__cause__ = error
-        self.handoff.end(died)
+        self._mailbox.put(SessionEnd(died))
 
 
-class EpochSession(SessionWrapper):
-    """A session that owns its placement, which ends with it."""
+class WorkOnConsumersThread:
+    """User functions on the consumer's thread, for async datasets with `num_workers=0`, as in torch.
 
-    def __init__(self, config: EngineConfig, epoch: int, *, set_epoch: bool, start: SessionStart) -> None:
-        self._placement = ThreadPlacement(config)
-        try:
-            super().__init__(self._placement.open(config, None, epoch, set_epoch=set_epoch, start=start))
-        except BaseException:  # Ctrl-C too: nothing owns the placement yet
-            self._placement.close()
-            raise
+    A helper thread would draw from the same random generators as the training loop, in an order that depends on timing.
+    Here each batch is transformed and collated with generators seeded from its own seed, and each sample of a stream
+    that is filtered with its own; afterwards their states are restored.
+    """
 
-    @property
-    def handoff(self) -> BatchQueue:
-        return self._queue  # without a call in between for each batch
+    def __init__(self, config: EngineConfig) -> None:
+        self._sample_key = functools.partial(sample_key, config.dataset)
+        self._assemble = SeededAssembler(replace(config.assembler, catch=CONSUMER_CATCH))
+        self._rank = config.rank
+        self.skips = config.assembler.tolerance.skips
 
-    def close(self) -> None:
-        """End the session, its workers and its thread."""
-        super().close()
-        self._placement.close()
+    def call(self, function: Callable[[], None]) -> None:
+        with isolated_generators(), provided_rank(self._rank):
+            function()
+
+    def finish(self, host: HostBatch) -> HostBatch:
+        """The batch of what was fetched."""
+        if not isinstance(host.data, RawBatch):
+            return host
+        with isolated_generators(), provided_rank(self._rank):
+            made = self._assemble(host.data)
+        work = made.times
+        return host._replace(
+            data=made.data,
+            size=made.size,
+            failures=(*host.failures, *made.located(self._sample_key).failures),
+            empty=made.empty,
+            times=host.times._replace(
+                work_began=work.work_began,
+                work_ended=work.work_ended,
+                work_cpu=work.work_cpu,
+                worked_by=work.worked_by,
+            ),
+        )

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from headrace._core.batches import SessionStart
+from headrace._core.messages import SessionEnd
 from headrace._core.pool.settings import Settings
-from headrace._core.runtime.ray.messages import EnginePart, OpenSession, SessionEnd
-from headrace._core.runtime.ray.wire import IN_BAND, pack, unpack, unpack_views
+from headrace._core.runtime.ray_wire import IN_BAND, EnginePart, SessionRequest, pack, unpack, unpack_views
 
 
 def sample(size):
@@ -53,7 +53,7 @@ def test_function_of_a_script_is_sent_by_value():
 @pytest.mark.parametrize(
     "message",
     [
-        OpenSession(1, 2, True, 3, SessionStart(batch=4), 5),
+        SessionRequest(1, 2, True, 3, SessionStart(batch=4), 5),
         SessionEnd(None, "was killed by SIGKILL"),
     ],
 )

@@ -1,0 +1,151 @@
+"""The messages between the consumer of an epoch and its engines, the link that carries them, and a session's face.
+
+A verb is a message type here and its handler in the engine's `Session.handle`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.eventloop.waiting import Readable
+from headrace.errors import ForkedError
+
+# To an engine; besides these, lists of plans.
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """All batches up to this number have been taken, where no plan shows it."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """The request for the progress of a batch, which a `Status` answers."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """The request to measure single fetches from now on, or no longer."""
+
+    on: bool
+
+
+Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest
+
+# From an engine; besides these, batches.
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The engine runs, where that may take long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The progress of a batch, in words."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function that the engine needs called on the consumer's thread, when that waits for a batch."""
+
+    function: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """The last message.
+
+    Attributes:
+        error: the error that ended the session, if any.
+        death: how the engine was lost, so that another can make its batches; None where user code ended the session.
+    """
+
+    error: BaseException | None
+    death: str | None = None
+
+
+Answer = HostBatch | Started | Status | Call | SessionEnd
+
+
+class Link(Protocol):
+    """The consumer's end of a session in one engine, wherever that runs. Used by one thread, except for `leave`.
+
+    Attributes:
+        sources: descriptors of which one is readable when there is a message, or the engine's process has ended.
+    """
+
+    @property
+    def sources(self) -> Sequence[Readable]: ...
+
+    def send(self, message: Request) -> None:
+        """Send a message, or drop it if the engine has ended; does not wait for an answer."""
+
+    def receive(self) -> deque[Answer]:
+        """The messages that have arrived, the oldest first; the caller removes them. A `SessionEnd` is the last."""
+
+    def must_wait(self) -> bool:
+        """Look after the engine; whether nothing has arrived, and a source will be readable when something does."""
+
+    def leave(self) -> None:
+        """End the session without waiting, and wake who waits for `sources`; from any thread, idempotent."""
+
+    def close(self) -> None:
+        """Close the descriptors, after `leave`; idempotent."""
+
+
+class OpenSession(Protocol):
+    """A running epoch as its consumer sees it: plans go out, batches come in. See `links.session.Session`."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more batches will arrive; those that have arrived can still be taken."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended the session; None after a normal end."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on the engine's own thread, where waiting would deadlock."""
+
+    def send(self, message: Request) -> None:
+        """Send a message to the engine that it is for, or to all."""
+
+    def take(self) -> HostBatch | None:
+        """The next batch if there is one; does not block."""
+
+    def take_status(self) -> str | None:
+        """The answer to a `StatusRequest`, if it has arrived."""
+
+    def ready(self) -> int:
+        """The number of batches that have arrived."""
+
+    def certain(self) -> int:
+        """The number of batches that have arrived, and that `next()` will return, or raise an error for."""
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until a batch or a status arrives or the session ends; False after `timeout` seconds."""
+
+    async def wait_async(self, timeout: float | None) -> bool:
+        """As `wait`, on the caller's event loop."""
+
+    def close(self) -> None:
+        """End the session without waiting; idempotent."""
+
+
+def check_not_forked(made_in: int) -> None:
+    """Raise `ForkedError` in a fork of the process that opened a session; its engine is that process's."""
+    if made_in != os.getpid():
+        raise ForkedError("an iterator of headrace", made_in=made_in, used_in=os.getpid())

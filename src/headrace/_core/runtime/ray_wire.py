@@ -1,0 +1,154 @@
+"""What the consumer and the actor of an engine on a Ray cluster exchange, as Ray carries it, and their clocks."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headrace._core.batches import FetchTimes, SessionStart, StageTimes
+from headrace._core.pool.settings import Settings
+from headrace._core.transport.pickling import Message, dump_message, load_message
+from headrace._core.transport.slabs import aligned
+
+IN_BAND = 64 * 1024  # bytes of buffers up to which an object is one byte string; below 100 KB it comes with Ray's reply
+
+Packed = bytes | tuple[bytes, list[np.ndarray[Any, Any]]]
+"""An object as one byte string, or as a pickle with arrays of bytes that lie in Ray's object store without a copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePart:
+    """Which of the loader's engines an actor is, and the settings of the consumer's process.
+
+    Attributes:
+        engine: its number, from 0.
+        engines: how many the loader has.
+        settings: for its processes.
+    """
+
+    engine: int
+    engines: int
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRequest:
+    """The request for a session.
+
+    Attributes:
+        number: the session's, in the loader.
+        epoch: the epoch's number.
+        set_epoch: whether to call the dataset's `set_epoch`.
+        base_seed: of the epoch, as in `EngineConfig`.
+        start: where it begins within the epoch.
+        work: the number of the functions that assemble its batches.
+    """
+
+    number: int
+    epoch: int
+    set_epoch: bool
+    base_seed: int
+    start: SessionStart
+    work: int
+
+
+def pack(obj: object) -> Packed:
+    """Pickle an object for Ray; the error of pickling it is raised."""
+    return packed_message(dump_message(obj))
+
+
+def packed_message(message: Message) -> Packed:
+    """The same of an object that is pickled."""
+    if sum(buffer.nbytes for buffer in message.buffers) <= IN_BAND:
+        return pickle.dumps((message.pickled, [bytes(buffer) for buffer in message.buffers]), protocol=5)
+    empty: np.ndarray[Any, Any] = np.empty(0, dtype=np.uint8)
+    return message.pickled, [np.frombuffer(each, np.uint8) if each.nbytes else empty for each in message.buffers]
+
+
+def unpack(packed: Packed) -> Any:
+    """The object, its tensors and arrays in memory of this process, which can be written to.
+
+    What Ray gives is a view of its object store, read-only, and shared with other readers. This is the only copy on
+    this side; the store's object can be released behind it.
+    """
+    pickled, found = _parts(packed)
+    memory = np.empty(sum(aligned(len(buffer)) for buffer in found), dtype=np.uint8)
+    buffers, end = [], 0
+    for buffer in found:
+        memory[end : end + len(buffer)] = np.frombuffer(buffer, dtype=np.uint8) if len(buffer) else 0
+        buffers.append(memory.data[end : end + len(buffer)])
+        end += aligned(len(buffer))
+    return load_message(pickled, buffers)
+
+
+def unpack_views(packed: Packed) -> Any:
+    """The object, its tensors and arrays read-only views of what Ray gave."""
+    pickled, found = _parts(packed)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable", UserWarning)  # of torch
+        return load_message(pickled, [memoryview(buffer).cast("B") for buffer in found])
+
+
+def _parts(packed: Packed) -> tuple[bytes, list[Any]]:
+    return pickle.loads(packed) if isinstance(packed, bytes) else packed
+
+
+_MOMENTS = ("admitted", "began", "fetched", "work_began", "work_ended", "assembled")
+_PIDS = 1 << 22  # the most of a Linux machine
+
+
+class RemoteClock:
+    """Bounds the difference of two clocks by causes and effects, and corrects times by it.
+
+    A plan arrives there after it was sent here; a batch arrives here after it was made there. Each batch so gives a
+    lower and an upper bound of the difference (as in Cristian, "Probabilistic clock synchronization", 1989, with the
+    bounds of all exchanges). While no difference is within the bounds, as on one machine, there is none.
+
+    Example:
+        >>> clock = RemoteClock()
+        >>> there = StageTimes(admitted=1000.1, assembled=1000.3)
+        >>> clock.bound(there, sent=0.0, received=0.4)
+        >>> round(clock.stages(there).admitted, 3)
+        0.1
+    """
+
+    def __init__(self) -> None:
+        self._least, self._most = -math.inf, math.inf  # of their clock, less ours
+
+    @property
+    def ahead(self) -> float:
+        """By how many seconds the other clock is ahead of this one; 0.0 if it may be the same clock."""
+        if self._least <= 0.0 <= self._most:
+            return 0.0
+        return (self._least + self._most) / 2
+
+    def bound(self, times: StageTimes, sent: float, received: float) -> None:
+        """Note the times of a batch by the other clock, and when its plan was sent and it was received by this one."""
+        if times.admitted:
+            self._most = min(self._most, times.admitted - sent)
+        if times.assembled:
+            self._least = max(self._least, times.assembled - received)
+
+    def stages(self, times: StageTimes) -> StageTimes:
+        """Times of a batch, by this process's clock."""
+        if not (ahead := self.ahead):
+            return times
+        moments = {name: getattr(times, name) for name in _MOMENTS}
+        return times._replace(**{name: moment - ahead for name, moment in moments.items() if moment})
+
+    def fetches(self, fetches: FetchTimes | None) -> FetchTimes | None:
+        """Times of single fetches, by this process's clock."""
+        if fetches is None or not (ahead := self.ahead):
+            return fetches
+        rows = np.frombuffer(fetches.rows).reshape(-1, 4) - (0.0, 0.0, ahead, ahead)
+        return fetches._replace(rows=rows.tobytes())
+
+
+def distinct_pid(pid: int, engine: int) -> int:
+    """A number for a process on another node that no process of this one has, nor one of another engine's node."""
+    return pid + (engine + 1) * _PIDS

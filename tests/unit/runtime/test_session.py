@@ -1,0 +1,163 @@
+"""A session's wait for its engine: nothing is lost, no wait is endless, nothing polls."""
+
+import subprocess
+import sys
+import threading
+
+import anyio
+import pytest
+
+from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.messages import SessionEnd
+from headrace._core.runtime.mailbox import Mailbox
+from headrace._core.runtime.session import Session
+
+
+class Link:
+    """A link to an engine that is a mailbox."""
+
+    def __init__(self):
+        self.mailbox = Mailbox()
+        self.sources = (self.mailbox.source,)
+        self.put = self.mailbox.put
+        self.must_wait = self.mailbox.must_wait
+        self.leave = self.mailbox.wake
+        self.close = self.mailbox.close
+
+    def receive(self):
+        return self.mailbox.messages
+
+
+def host(number):
+    return HostBatch(BatchPlan(number, (number,), 0), number, 1)
+
+
+@pytest.fixture
+def link():
+    return Link()
+
+
+@pytest.fixture
+def session(link):
+    session = Session(lambda _: link)
+    yield session
+    session.close()
+
+
+def test_batches_come_in_the_order_they_were_put(link, session):
+    for number in range(3):
+        link.put(host(number))
+    assert session.wait(None)
+    assert session.ready() == 3
+    assert [session.take().data for _ in range(3)] == [0, 1, 2]
+    assert session.take() is None
+
+
+def test_waiting_gives_up_after_the_timeout_and_can_go_on(link, session, consumer_loop):
+    assert not session.wait(0.001)
+    assert consumer_loop(lambda: session.wait_async(0.001)) is False
+    link.put(host(0))
+    assert session.wait(None)
+    assert session.take().data == 0
+
+
+def test_a_byte_of_an_earlier_wait_does_not_end_a_later_one(link, session):
+    session.wait(0.001)
+    link.put(host(0))  # writes a byte that is not read
+    session.take()
+    assert not session.wait(0.001)
+
+
+def test_an_end_wakes_and_follows_the_batches_before_it(link, session):
+    waiting = threading.Thread(target=session.wait, args=(None,))
+    waiting.start()
+    first = ValueError("first")
+    for message in (host(0), SessionEnd(first), SessionEnd(ValueError("second"))):
+        link.put(message)
+    waiting.join()
+    assert session.take().data == 0
+    assert session.take() is None
+    assert session.ended
+    assert session.error is first
+    assert session.wait(None)
+
+
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "async"])
+def test_a_thousand_batches_cross_to_a_consumer(link, session, blocking, consumer_loop):
+    def produce():
+        for number in range(1000):
+            link.put(host(number))
+        link.put(SessionEnd(None))
+
+    async def consume():
+        got = []
+        while not session.ended:
+            assert session.wait(None) if blocking else await session.wait_async(None)
+            while (batch := session.take()) is not None:
+                got.append(batch.data)
+        return got
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    assert consumer_loop(consume) == list(range(1000))
+    producer.join()
+
+
+def test_a_cancelled_wait_leaves_the_batch_for_the_next(link, session, consumer_loop):
+    async def scenario():
+        with anyio.move_on_after(0.001):
+            await session.wait_async(None)
+        link.put(host(0))
+        await session.wait_async(None)
+        return session.take().data
+
+    assert consumer_loop(scenario) == 0
+
+
+def test_closing_drops_what_was_not_taken_and_putting_is_harmless(link, session):
+    link.put(host(0))
+    session.close()
+    link.put(host(1))
+    session.close()
+    assert session.ended
+    assert session.take() is None
+
+
+def test_closing_wakes_a_thread_that_waits(session):
+    waiting = threading.Thread(target=session.wait, args=(None,), daemon=True)
+    waiting.start()
+    session.close()
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+WAITS_WHILE_IT_IS_CLOSED = """
+import asyncio, sys, anyio, trio, uvloop
+sys.path.insert(0, "tests/unit/runtime")
+from headrace._core.runtime.session import Session
+from test_session import Link
+
+async def scenario():
+    link = Link()
+    session = Session(lambda _: link)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(session.wait_async, None)
+            await anyio.wait_all_tasks_blocked()
+            session.close()
+
+if sys.argv[1] == "trio":
+    trio.run(scenario)
+else:
+    loop = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}[sys.argv[1]]
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(scenario())
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop", "trio"])
+def test_closing_wakes_a_task_that_waits(loop):
+    # In a process of its own: a loop that is left with a closed descriptor may end its process.
+    command = [sys.executable, "-c", WAITS_WHILE_IT_IS_CLOSED, loop]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+    assert ended.returncode == 0, ended.stderr

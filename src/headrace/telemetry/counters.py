@@ -161,11 +161,6 @@ class Counters:
         """Whether an iteration is open."""
         return bool(self._open)
 
-    @property
-    def waiting_since(self) -> float | None:
-        """When the running wait of a consumer began, by `time.perf_counter`; None if none waits."""
-        return self._waiting_since if self._waiting else None
-
     def open_iteration(self) -> object:
         """Count an iteration as open; returns the argument of `close_iteration`."""
         iteration = object()

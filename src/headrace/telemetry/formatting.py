@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["digits", "duration", "rate", "seconds", "share"]
+__all__ = ["digits", "rate", "seconds", "share"]
 
 
 def seconds(value: float) -> str:
@@ -11,14 +11,6 @@ def seconds(value: float) -> str:
         if value >= size:
             return f"{digits(value / size)} {unit}"
     return f"{digits(value / 1e-6)} µs"
-
-
-def duration(value: float) -> str:
-    """Seconds as text where minutes and hours are usual."""
-    if value < 100:
-        return f"{value:.0f} s"
-    minutes, rest = divmod(int(value), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def share(value: float) -> str:

@@ -10,10 +10,9 @@ from typing import Any
 
 from headrace.telemetry.batch_log import BatchRecord
 from headrace.telemetry.diagnosis import diagnose
-from headrace.telemetry.figures import Figures, figures_of
+from headrace.telemetry.figures import Figures, StageShare, figures_of
 from headrace.telemetry.formatting import rate, seconds, share
 from headrace.telemetry.limits import Diagnosis, Limit, Setup
-from headrace.telemetry.stages import StageShare
 
 __all__ = ["Report", "make_report"]
 

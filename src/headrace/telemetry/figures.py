@@ -11,7 +11,20 @@ from dataclasses import dataclass, field
 from headrace._core.batches import RequestCounts
 from headrace.telemetry.batch_log import BatchRecord
 
-__all__ = ["WAITS", "Figures", "StageShare", "figures_of", "percentile", "percentiles", "waits_of"]
+__all__ = [
+    "WAITS",
+    "Figures",
+    "Interval",
+    "StageShare",
+    "fetching",
+    "figures_of",
+    "length",
+    "percentile",
+    "percentiles",
+    "stage_shares",
+    "waits_of",
+    "working",
+]
 
 # The steps in which `next()` may wait for its batch, in their order.
 WAITS = ("plan", "queue", "fetch", "worker queue", "work", "loop", "hand-over", "delivery")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -24,59 +25,8 @@ from headrace.errors import NotPicklableError
 
 KNOWN = 32  # groups of functions that a worker keeps: one for each `filter` or inner `map` of its loader
 
-
 PickledSteps = OrderedDict[tuple[int, ...], SharedPickle]
-"""The last pickle of each group of functions, by the functions' identities."""
-
-
-class Functions:
-    """The functions of a stream's steps, pickled once for all workers.
-
-    Args:
-        steps: the steps.
-    """
-
-    def __init__(self, steps: tuple[Step, ...]) -> None:
-        self.steps = steps
-        self._shared: SharedPickle | None = None
-        self.replaces: int | None = None
-        """The version number of the same functions before they changed."""
-
-    def shared(self, earlier: PickledSteps) -> SharedPickle:
-        """The steps, pickled; their large buffers are shared by all workers.
-
-        Args:
-            earlier: of this and other functions. Unchanged functions are not sent again.
-
-        Raises:
-            NotPicklableError: one of the functions cannot be pickled.
-        """
-        if self._shared is None:
-            key = tuple(id(step.function) for step in self.steps)
-            previous = earlier.pop(key, None)
-            self._shared = earlier[key] = self._pickled(previous)
-            if previous is not None and previous is not self._shared:
-                self.replaces = previous.number
-            if len(earlier) > KNOWN:
-                earlier.popitem(last=False)
-        return self._shared
-
-    def _pickled(self, previous: SharedPickle | None) -> SharedPickle:
-        try:
-            return SharedPickle.dumps(self.steps, previous)
-        except Exception as error:
-            failed = next((step for step in self.steps if why_not_picklable(step.function)), self.steps[0])
-            raise NotPicklableError(
-                what=f"{'filter' if failed.is_filter else 'map'} function {failed.function!r}",
-                reason=f"{type(error).__name__}: {error}",
-                remedy="Worker processes need a copy of it: create unpicklable objects inside the function, or use "
-                "num_workers=0.",
-            ) from error
-
-    @cached_property
-    def generators(self) -> TransformGenerators:
-        """The random generators that the functions hold."""
-        return TransformGenerators(step.function for step in self.steps)
+"""The last pickle of each group of functions, by the functions' identities: unchanged ones are not sent again."""
 
 
 class WorkerRequest(NamedTuple):
@@ -84,17 +34,29 @@ class WorkerRequest(NamedTuple):
 
     number: int
     shipped: SharedPickle | None
-    replaces: int | None
     samples: Sequence[object]
     seed: int
     position: int
+
+
+@dataclass
+class Functions:
+    """The functions of a stream's steps, pickled once for all workers; `pickled` is None until then."""
+
+    steps: tuple[Step, ...]
+    pickled: SharedPickle | None = None
+
+    @cached_property
+    def generators(self) -> TransformGenerators:
+        """The random generators that the functions hold."""
+        return TransformGenerators(step.function for step in self.steps)
 
 
 class StepsRequest(NamedTuple):
     """Some samples of a stream, and the functions to apply to them.
 
     Attributes:
-        functions: the pickled functions.
+        functions: the functions.
         samples: in order.
         seed: of the random generators, with a sample's position.
         position: of the first sample in its stream.
@@ -115,10 +77,29 @@ class StepsRequest(NamedTuple):
         return _apply(self.functions.steps, self, self.functions.generators if seeds else None, catch)
 
     def to_worker(self, earlier: PickledSteps, *, with_functions: bool) -> WorkerRequest:
-        """The request to a worker; a worker that lacks the functions answers None."""
-        shared = self.functions.shared(earlier)
-        shipped = shared if with_functions else None
-        return WorkerRequest(shared.number, shipped, self.functions.replaces, self.samples, self.seed, self.position)
+        """The request to a worker; a worker that lacks the functions answers None.
+
+        Raises:
+            NotPicklableError: one of the functions cannot be pickled.
+        """
+        shared = self.functions.pickled
+        if shared is None:
+            steps = self.functions.steps
+            key = tuple(id(step.function) for step in steps)
+            try:
+                shared = SharedPickle.dumps(steps, earlier.pop(key, None))
+            except Exception as error:
+                failed = next((step for step in steps if why_not_picklable(step.function)), steps[0])
+                raise NotPicklableError(
+                    what=f"{'filter' if failed.is_filter else 'map'} function {failed.function!r}",
+                    reason=f"{type(error).__name__}: {error}",
+                    remedy="Worker processes need a copy of it: create unpicklable objects inside the function, or use "
+                    "num_workers=0.",
+                ) from error
+            self.functions.pickled = earlier[key] = shared
+            if len(earlier) > KNOWN:
+                earlier.popitem(last=False)
+        return WorkerRequest(shared.number, shared if with_functions else None, *self[1:])
 
 
 @runtime_checkable
@@ -150,20 +131,18 @@ class StepsOnConsumersThread:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[object]] = loop.create_future()
 
+        def settle(outcomes: list[object]) -> None:
+            if not answer.done():
+                answer.set_result(outcomes)
+
         def run() -> None:
-            if answer.done():  # the session was cancelled
-                return
-            outcomes = request.run(seeds=True, catch=CONSUMER_CATCH)
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(_settle, answer, outcomes)
+            if not answer.done():  # else the session was cancelled
+                outcomes = request.run(seeds=True, catch=CONSUMER_CATCH)
+                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                    loop.call_soon_threadsafe(settle, outcomes)
 
         self._send(Call(run))
         return await answer
-
-
-def _settle(answer: asyncio.Future[list[object]], outcomes: list[object]) -> None:
-    if not answer.done():
-        answer.set_result(outcomes)
 
 
 class SessionCompute:
@@ -183,18 +162,13 @@ class SessionCompute:
 
     @property
     def parallel(self) -> int:
-        """The number of requests that keep it busy."""
         return self._executor.parallel
 
     def prepare(self, steps: tuple[Step, ...]) -> RunSteps:
         """A function that applies these steps. Each pass of a stream has a seed of its own, by `spawn_key`."""
         base = self._common_seed if undivided.get() else self._seed
         functions, seed = Functions(steps), batch_seed(base, 1, spawn_key() or 0)
-
-        async def run(samples: Sequence[object], position: int) -> list[object]:
-            return await self._executor.apply(StepsRequest(functions, samples, seed, position))
-
-        return run
+        return lambda samples, position: self._executor.apply(StepsRequest(functions, samples, seed, position))
 
 
 class StepsInWorker:
@@ -213,15 +187,19 @@ class StepsInWorker:
         if request.number not in self._known:
             if request.shipped is None:
                 return None
-            if request.replaces is not None:  # an earlier epoch that still needs it sends it again
-                self._known.pop(request.replaces, None)
             steps: tuple[Step, ...] = request.shipped.loads()
             self._known[request.number] = steps, TransformGenerators(step.function for step in steps)
             if len(self._known) > KNOWN:
                 self._known.popitem(last=False)
         steps, generators = self._known[request.number]
         outcomes = _apply(steps, request, generators if self._seeds else None)
-        return [_travelling(outcome) if type(outcome) is Raised else outcome for outcome in outcomes]
+        for place, outcome in enumerate(outcomes):
+            if type(outcome) is Raised:
+                text = format_error(outcome.error).rstrip()
+                error = picklable_error(outcome.error)
+                add_note(error, f"in a worker process:\n{text}")
+                outcomes[place] = Raised(error)
+        return outcomes
 
 
 def _apply(
@@ -246,10 +224,3 @@ def _apply(
         return apply_steps(steps, request.samples, prepare, catch)
     finally:
         current_sample.reset(token)
-
-
-def _travelling(raised: Raised) -> Raised:
-    text = format_error(raised.error).rstrip()
-    error = picklable_error(raised.error)
-    add_note(error, f"in a worker process:\n{text}")
-    return Raised(error)

@@ -279,6 +279,9 @@ class ShuffledStream(OperatedStream[T_co]):
     operator = ShuffleBuffer
     same_by_lanes = True
 
+    def __repr__(self) -> str:
+        return f"{dataset_repr(self.dataset)}.shuffle({self._options[0]}, seed={self._options[1]})"
+
     def __aiter__(self) -> AsyncIterator[T_co]:
         buffer_size, seed = self._options
         return ShuffleBuffer(self.dataset, buffer_size, self._order_for(seed))
@@ -300,6 +303,9 @@ class SplitStream(OperatedStream[T_co]):
         super().__init__(dataset, remainder)
         self._ranks = ranks
         self._remainder: Remainder = remainder
+
+    def __repr__(self) -> str:
+        return f"{dataset_repr(self.dataset)}.split(remainder={self._remainder!r})"
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         shard = self._ranks.shard().in_worker()

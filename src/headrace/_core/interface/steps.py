@@ -42,14 +42,12 @@ RunSteps = Callable[[Sequence[Any], int], Awaitable[list[Any]]]
 
 
 class Compute(Protocol):
-    """Applies steps for a loader's session, off its event loop."""
+    """Applies steps for a loader's session, off its event loop; `parallel` requests keep it busy."""
 
     @property
-    def parallel(self) -> int:
-        """Number of requests that keep it busy."""
+    def parallel(self) -> int: ...
 
-    def prepare(self, steps: tuple[Step, ...]) -> RunSteps:
-        """A function that applies these steps."""
+    def prepare(self, steps: tuple[Step, ...]) -> RunSteps: ...
 
 
 compute: ContextVar[Compute | None] = ContextVar("headrace_compute", default=None)
@@ -62,16 +60,9 @@ def apply_steps(
     prepare: Callable[[int], object] | None,
     catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
 ) -> list[Any]:
-    """Apply steps to samples.
+    """The samples that are kept, in their order; `Raised` where a function raised one of `catch`.
 
-    Args:
-        steps: applied in order.
-        samples: the samples.
-        prepare: called before each sample with its position among these.
-        catch: exceptions of user code that are caught.
-
-    Returns:
-        The samples that were kept, in their order; `Raised` where a function raised.
+    `prepare` is called before each sample with its position among these.
 
     Example:
         >>> apply_steps([Step(abs, is_filter=False), Step(lambda x: x > 1, is_filter=True)], [-1, -2, 3], None)
@@ -100,7 +91,7 @@ def apply_steps(
 
 
 class _Chunk(NamedTuple):
-    """Samples in one request; `position` before them if it was noted."""
+    """Samples in one request; `position` before them, if it was noted."""
 
     outcomes: asyncio.Future[list[object]]
     size: int

@@ -26,7 +26,7 @@ test: $(VENV)/.dev ## every test, but for those of training programs
 	@$(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output-sync=target $(PARTS)
 
 # The parts of `make test`; those named "others" run what the rest leaves, so that no file is forgotten.
-ENGINE := tests/unit/engine tests/unit/interface
+ENGINE := tests/unit/engine tests/unit/streams
 DATA   := tests/unit/consumer tests/unit/datasets
 APART  := tests/unit tests/faults tests/contract tests/examples tests/integrations
 

@@ -33,7 +33,7 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.worker_tasks import ReadTask
 from headrace._core.error_policy import Tolerance
 from headrace._core.pool.worker import INHERITED, _answer_next, _Tasks
-from headrace._core.rankinfo import RankInfo
+from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.transport.channel import BlockingChannel, Connection
 from headrace._core.transport.pickling import dump_message
 

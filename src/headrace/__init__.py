@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from headrace import types as types
     from headrace._core.error_policy import SkipErrors as SkipErrors
     from headrace._core.eventloop.per_loop import per_loop as per_loop
-    from headrace._core.interface.iterable_style import AsyncIterableDataset as AsyncIterableDataset
-    from headrace._core.interface.map_style import AsyncDataset as AsyncDataset
-    from headrace._core.interface.map_style import RangedDataset as RangedDataset
     from headrace._core.pool.settings import worker_setup as worker_setup
     from headrace._core.randomized import randomized as randomized
-    from headrace._core.rankinfo import get_rank_info as get_rank_info
+    from headrace._core.ranks.rankinfo import get_rank_info as get_rank_info
     from headrace._core.ray_placement import RayPlacement as RayPlacement
     from headrace._core.retry_policy import RetryPolicy as RetryPolicy
     from headrace._core.store.ranges import Ranges as Ranges
     from headrace._core.store.request_stats import report_throttled as report_throttled
     from headrace._core.store.store import Store as Store
+    from headrace._core.streams.iterable_style import AsyncIterableDataset as AsyncIterableDataset
+    from headrace._core.streams.map_style import AsyncDataset as AsyncDataset
+    from headrace._core.streams.map_style import RangedDataset as RangedDataset
     from headrace.collate import default_collate as default_collate
     from headrace.collate import default_convert as default_convert
     from headrace.collate import pad_sequences as pad_sequences
@@ -64,8 +64,8 @@ if TYPE_CHECKING:
 # Each public name and the module that defines it. Importing torch takes seconds, and all of headrace longer than
 # torch's loader to its first batch: a name imports its own module, on first use, and no other.
 _MODULES = {
-    "AsyncDataset": "headrace._core.interface.map_style",
-    "AsyncIterableDataset": "headrace._core.interface.iterable_style",
+    "AsyncDataset": "headrace._core.streams.map_style",
+    "AsyncIterableDataset": "headrace._core.streams.iterable_style",
     "BlockShuffleSampler": "headrace.samplers",
     "CachedDataset": "headrace.datasets.cached",
     "DataLoader": "headrace.loader",
@@ -75,7 +75,7 @@ _MODULES = {
     "LinesDataset": "headrace.datasets.lines",
     "ObjectDataset": "headrace.datasets.objects",
     "ParquetDataset": "headrace.datasets.parquet",
-    "RangedDataset": "headrace._core.interface.map_style",
+    "RangedDataset": "headrace._core.streams.map_style",
     "Ranges": "headrace._core.store.ranges",
     "RayPlacement": "headrace._core.ray_placement",
     "RetryPolicy": "headrace._core.retry_policy",
@@ -91,7 +91,7 @@ _MODULES = {
     "default_convert": "headrace.collate",
     "from_async_iterable": "headrace.datasets.combine",
     "gather_state": "headrace.state",
-    "get_rank_info": "headrace._core.rankinfo",
+    "get_rank_info": "headrace._core.ranks.rankinfo",
     "get_worker_info": "torch.utils.data",
     "headspace": "headrace.telemetry.headspace",
     "merge_states": "headrace.state",

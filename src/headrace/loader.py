@@ -22,9 +22,9 @@ from headrace._core.consumer.sampling import SeededRandomSampler, SeededRankSamp
 from headrace._core.consumer.spec import LoaderSpec
 from headrace._core.device.streams import resolve
 from headrace._core.error_policy import error_policy
-from headrace._core.interface.kinds import DatasetKind, kind_of
-from headrace._core.interface.torch_views import torch_readable, unwrap, without_adapter
 from headrace._core.runtime.select import check_engines
+from headrace._core.streams.kinds import DatasetKind, kind_of
+from headrace._core.streams.torch_views import torch_readable, unwrap, without_adapter
 from headrace._core.text import dataset_repr, function_name
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.collate import default_collate

@@ -29,8 +29,8 @@ from typing import (
 import torch
 from torch.utils.data import Dataset
 
-from headrace._core.data_parallel import DataParallel, checked
 from headrace._core.error_policy import OnError, error_policy
+from headrace._core.ranks.data_parallel import DataParallel, checked
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.retry_policy import RetryPolicy, as_policy
 

@@ -10,8 +10,8 @@ import torch
 from headrace._core.consumer.block_order import BlockOrder
 from headrace._core.consumer.cursor_sampler import Identity, Order, number_in
 from headrace._core.consumer.rank_sampler import RankSampler
-from headrace._core.interface.distributed import ShardOptions
 from headrace._core.permutation import Permutation
+from headrace._core.ranks.distributed import ShardOptions
 
 __all__ = ["BlockShuffleSampler", "ElasticSampler", "Permutation", "permutation"]
 

@@ -22,7 +22,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from headrace._core.interface.kinds import capabilities
+from headrace._core.streams.kinds import capabilities
 
 __all__ = ["DatasetContract", "StreamContract", "same"]
 
@@ -178,7 +178,7 @@ class StreamContract(_Contract):
     """What a loader relies on in an async iterable dataset. Subclass it and define `make_dataset`; it must be finite.
 
     Example:
-        >>> from headrace._core.interface.iterable_style import AsyncIterableDataset
+        >>> from headrace._core.streams.iterable_style import AsyncIterableDataset
         >>> class Count(AsyncIterableDataset[int]):
         ...     async def __aiter__(self):
         ...         for i in range(3): yield i

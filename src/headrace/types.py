@@ -3,7 +3,7 @@
 from headrace._core.batches import BatchPlan, RequestCounts
 from headrace._core.failure import Failure, Stage
 from headrace._core.randomized import Randomized
-from headrace._core.rankinfo import RankInfo
+from headrace._core.ranks.rankinfo import RankInfo
 from headrace.datasets.files import FileSample
 from headrace.datasets.objects import ObjectSample
 from headrace.samplers import Permutation

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 import headrace as hr
-from headrace._core.rankinfo import RankInfo, provided_rank
+from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from tests.unit.counting import LENGTH, Count
 
 TABLE = Path(__file__).parents[2] / "docs" / "tuning.md"

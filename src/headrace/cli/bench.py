@@ -17,10 +17,10 @@ from typing import Any
 
 from torch.utils.data import RandomSampler
 
-from headrace._core.interface.blocking import background_loop
 from headrace._core.look_ahead import most_concurrency
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import Store
+from headrace._core.streams.blocking import background_loop
 from headrace.cli.cgroups import CgroupLimits
 from headrace.cli.checks.limits import available_memory
 from headrace.datasets.objects import ObjectDataset

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Any
 
-from headrace._core.interface.iterable_style import AsyncIterableDataset, OperatedStream
-from headrace._core.interface.operation import Mark, ReplayOperation
-from headrace._core.interface.torch_views import require_async
+from headrace._core.streams.iterable_style import AsyncIterableDataset, OperatedStream
+from headrace._core.streams.operation import Mark, ReplayOperation
+from headrace._core.streams.torch_views import require_async
 from headrace._core.text import dataset_repr
 from headrace.errors import StateError
 

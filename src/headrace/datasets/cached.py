@@ -16,9 +16,9 @@ import numpy as np
 from headrace._core.cache.disk_cache import DiskCache
 from headrace._core.cache.entry import lazy_memory
 from headrace._core.cache.get_many import get_many
-from headrace._core.interface.kinds import Capabilities, ReadRange, Views, capabilities, propagate_epoch, sample_key
-from headrace._core.interface.map_style import AsyncDataset, RangedDataset
 from headrace._core.store.ranges import Ranges, read_ranges
+from headrace._core.streams.kinds import Capabilities, ReadRange, Views, capabilities, propagate_epoch, sample_key
+from headrace._core.streams.map_style import AsyncDataset, RangedDataset
 from headrace.errors import ShardError
 
 __all__ = ["Cacheable", "CachedDataset", "CachedRanges", "Extent"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
-from headrace._core.interface.iterable_style import AsyncIterableDataset, ConcatenatedStreams, MixedStreams
-from headrace._core.interface.map_style import ConcatenatedDatasets
-from headrace._core.interface.operators import Stop
-from headrace._core.interface.resumable import is_stateful, start_stream
-from headrace._core.interface.torch_views import require_async
+from headrace._core.streams.iterable_style import AsyncIterableDataset, ConcatenatedStreams, MixedStreams
+from headrace._core.streams.map_style import ConcatenatedDatasets
+from headrace._core.streams.operators import Stop
+from headrace._core.streams.resumable import is_stateful, start_stream
+from headrace._core.streams.torch_views import require_async
 from headrace._core.text import function_name
 
 __all__ = ["concat", "from_async_iterable", "mix"]

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
-from headrace._core.interface.resumable import State, expect_int
 from headrace._core.shards.compression import SUFFIXES as compression_suffixes
 from headrace._core.shards.compression import without_suffix
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.reading import Decoder
 from headrace._core.shards.stream import ShardedStream, StreamOptions
+from headrace._core.streams.resumable import State, expect_int
 from headrace.errors import ShardError
 
 if TYPE_CHECKING:

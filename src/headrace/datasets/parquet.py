@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from headrace._core.interface.blocking import background_loop
-from headrace._core.interface.distributed import RankChoice, Remainder
-from headrace._core.interface.map_style import AsyncDataset
+from headrace._core.ranks.distributed import RankChoice, Remainder
 from headrace._core.shards.discovery import Shards, find_shards
 from headrace._core.shards.parquet.file import Footer, RowGroup, read_footers, require_pyarrow
 from headrace._core.shards.parquet.row_groups import RowGroupStream
 from headrace._core.shards.part_stream import PartStream
 from headrace._core.shards.positions import Part
 from headrace._core.store.store import StoreLike
+from headrace._core.streams.blocking import background_loop
+from headrace._core.streams.map_style import AsyncDataset
 from headrace.errors import ShardError
 
 __all__ = ["ParquetDataset", "RowGroupDataset"]

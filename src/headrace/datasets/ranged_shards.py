@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from headrace._core.interface.map_style import RangedDataset
 from headrace._core.shards.discovery import Shard
+from headrace._core.streams.map_style import RangedDataset
 from headrace.datasets.cached import Cacheable, Extent
 
 __all__ = ["ByteRange", "RangedShards"]

@@ -8,8 +8,6 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from headrace._core.interface.blocking import background_loop
-from headrace._core.interface.map_style import positions
 from headrace._core.shards.compression import SUFFIXES, TAR_SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.stream import ShardedStream, StreamOptions
@@ -18,6 +16,8 @@ from headrace._core.shards.tar.index import ABSENT, TarIndex, load_indices
 from headrace._core.shards.tar.samples import TarSamples
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
+from headrace._core.streams.blocking import background_loop
+from headrace._core.streams.map_style import positions
 from headrace.datasets.ranged_shards import RangedShards
 from headrace.errors import ShardError
 

@@ -13,12 +13,12 @@ import anyio.to_thread
 import numpy as np
 import torch
 
-from headrace._core.interface.blocking import background_loop
-from headrace._core.interface.map_style import positions
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
+from headrace._core.streams.blocking import background_loop
+from headrace._core.streams.map_style import positions
 from headrace.datasets.ranged_shards import RangedShards
 from headrace.errors import ShardError
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headrace._core.consumer.loader_state import LoaderState
-from headrace._core.rankinfo import RankInfo
+from headrace._core.ranks.rankinfo import RankInfo
 from headrace.errors import StateError
 from headrace.integrations._accelerate_loader import PreparedLoader
 from headrace.state import merge_states

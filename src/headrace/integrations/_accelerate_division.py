@@ -12,9 +12,9 @@ from accelerate.utils import DistributedType
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from headrace._core.consumer.sampling import SeededRandomSampler
-from headrace._core.interface.kinds import splits_by_rank
-from headrace._core.interface.torch_views import unwrap, without_adapter
-from headrace._core.rankinfo import RankInfo, provided_rank
+from headrace._core.ranks.rankinfo import RankInfo, provided_rank
+from headrace._core.streams.kinds import splits_by_rank
+from headrace._core.streams.torch_views import unwrap, without_adapter
 from headrace._core.text import dataset_repr
 from headrace.integrations._accelerate_loader import Division, PreparedLoader
 from headrace.integrations._batchwise import BatchwiseBatches, BatchwiseSampler

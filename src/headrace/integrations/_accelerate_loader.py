@@ -14,7 +14,7 @@ from accelerate.state import GradientState
 from accelerate.utils import synchronize_rng_states
 
 from headrace._core.consumer.epoch import BatchIterator
-from headrace._core.rankinfo import RankInfo, provided_rank
+from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.integrations._batchwise import BatchwiseSampler
 from headrace.loader import DataLoader

@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler
 from headrace._core.consumer.cursor_sampler import CursorSampler
 from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.restoring import merged
-from headrace._core.rankinfo import get_rank_info
+from headrace._core.ranks.rankinfo import get_rank_info
 from headrace.errors import StateError
 from headrace.loader import DataLoader
 

@@ -10,7 +10,7 @@ from accelerate.state import GradientState
 from accelerate.utils import recursively_apply
 from transformers.trainer_pt_utils import find_batch_size
 
-from headrace._core.rankinfo import reading_divided
+from headrace._core.ranks.rankinfo import reading_divided
 from headrace.loader import DataLoader
 
 _END = object()

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from headrace._core.consumer.sampling import SeededRandomSampler
-from headrace._core.interface.kinds import DatasetKind, kind_of
+from headrace._core.streams.kinds import DatasetKind, kind_of
 from headrace._core.text import dataset_repr
 from headrace.integrations._dealt_order import DealtSampler
 from headrace.loader import DataLoader

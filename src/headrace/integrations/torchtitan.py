@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headrace._core.interface.kinds import kind_of
-from headrace._core.interface.torch_views import unwrap, without_adapter
+from headrace._core.streams.kinds import kind_of
+from headrace._core.streams.torch_views import unwrap, without_adapter
 from headrace._core.text import dataset_repr
 from headrace.errors import StateError
 from headrace.loader import DataLoader

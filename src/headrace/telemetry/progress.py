@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Generic, Protocol, TextIO, TypeVar
 
-from headrace._core.rankinfo import own_rank
+from headrace._core.ranks.rankinfo import own_rank
 from headrace.errors import UnknownRankError
 from headrace.telemetry.counters import Counters, counters_of
 from headrace.telemetry.formatting import rate, share

@@ -26,7 +26,7 @@ import numpy as np
 
 from headrace._core.batches import FetchTimes
 from headrace._core.notes import add_note
-from headrace._core.rankinfo import get_rank_info
+from headrace._core.ranks.rankinfo import get_rank_info
 from headrace._version import __version__
 from headrace.telemetry.batch_log import BatchLog, BatchRecord
 

@@ -7,7 +7,7 @@ import pytest
 
 import headrace as hr
 from headrace._core.engine.executors import ThreadExecutor
-from headrace._core.rankinfo import RankInfo
+from headrace._core.ranks.rankinfo import RankInfo
 
 
 class Numbers(hr.AsyncDataset):

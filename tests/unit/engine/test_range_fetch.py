@@ -9,9 +9,9 @@ import torch
 from headrace._core.batches import Rows
 from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.failure import Failure
-from headrace._core.interface.map_style import RangedDataset, positions
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.request_stats import RequestStats
+from headrace._core.streams.map_style import RangedDataset, positions
 from tests.unit.engine.stages import Stage, plan
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 
 from headrace._core.consumer.step_group import StepGroup
-from headrace._core.rankinfo import RankInfo
+from headrace._core.ranks.rankinfo import RankInfo
 from headrace.errors import CoordinationError
 
 if TYPE_CHECKING:

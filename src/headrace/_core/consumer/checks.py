@@ -10,9 +10,9 @@ from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler,
 from headrace._core.call_site import users_stacklevel
 from headrace._core.consumer.cursor_sampler import CursorSampler
 from headrace._core.consumer.spec import LoaderSpec, TorchLoader
-from headrace._core.interface.distributed import check_given_rank
-from headrace._core.interface.kinds import DatasetKind, splits_by_rank
-from headrace._core.rankinfo import RankInfo
+from headrace._core.ranks.distributed import check_given_rank
+from headrace._core.ranks.rankinfo import RankInfo
+from headrace._core.streams.kinds import DatasetKind, splits_by_rank
 
 
 def check_stream(spec: LoaderSpec, rank: RankInfo, workers: int, done: set[str]) -> None:

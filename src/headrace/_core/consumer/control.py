@@ -41,19 +41,19 @@ from headrace._core.consumer.restoring import (
 )
 from headrace._core.consumer.saved_order import encoded
 from headrace._core.consumer.spec import LoaderSpec, TorchLoader
-from headrace._core.data_parallel import group_of, rank_among
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import Pinning, pinned
 from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
 from headrace._core.failure import Failure, Stage
-from headrace._core.interface.kinds import DatasetKind, propagate_epoch, translates_epochs
-from headrace._core.interface.merged import remainder_of
-from headrace._core.interface.order import counted_epoch
-from headrace._core.interface.resumable import State, is_stateful
-from headrace._core.interface.torch_views import without_adapter
 from headrace._core.messages import OpenSession
-from headrace._core.rankinfo import RankInfo, provided_rank
+from headrace._core.ranks.data_parallel import group_of, rank_among
+from headrace._core.ranks.rankinfo import RankInfo, provided_rank
+from headrace._core.streams.kinds import DatasetKind, propagate_epoch, translates_epochs
+from headrace._core.streams.merged import remainder_of
+from headrace._core.streams.order import counted_epoch
+from headrace._core.streams.resumable import State, is_stateful
+from headrace._core.streams.torch_views import without_adapter
 from headrace.errors import StateError
 from headrace.telemetry.counters import Counters
 from headrace.telemetry.limits import Setup

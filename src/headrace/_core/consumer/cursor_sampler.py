@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace._core.interface.distributed import ShardOptions
+from headrace._core.ranks.distributed import ShardOptions
 from headrace.errors import StateError
 
 

@@ -25,11 +25,11 @@ from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.consumer.progress import EpochProgress
 from headrace._core.consumer.spec import LoaderSpec
 from headrace._core.failure import Stage
-from headrace._core.interface.kinds import capabilities
-from headrace._core.interface.resumable import State
 from headrace._core.look_ahead import LookAheadSize
 from headrace._core.messages import Consumed, OpenSession, StatusRequest, TraceRequest, check_not_forked
-from headrace._core.rankinfo import RankInfo, provide_rank, provided_rank, withdraw_rank
+from headrace._core.ranks.rankinfo import RankInfo, provide_rank, provided_rank, withdraw_rank
+from headrace._core.streams.kinds import capabilities
+from headrace._core.streams.resumable import State
 from headrace._core.text import shorten_list
 from headrace._core.torchcompat.private import profiler_enabled
 from headrace._core.transport.channel import shortages

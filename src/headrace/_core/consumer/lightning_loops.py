@@ -19,8 +19,8 @@ import torch
 from headrace._core.consumer.epoch import BatchIterator
 from headrace._core.consumer.loader_state import LoaderState, states_to_dict
 from headrace._core.consumer.progress import EpochProgress
-from headrace._core.interface.resumable import State
-from headrace._core.rankinfo import RankInfo
+from headrace._core.ranks.rankinfo import RankInfo
+from headrace._core.streams.resumable import State
 from headrace.errors import StateError
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")  # one library, published as one package and as two

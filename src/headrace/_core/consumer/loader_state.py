@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from headrace._core.interface.resumable import State
+from headrace._core.streams.resumable import State
 from headrace.errors import StateError
 
 VERSION: Final = 1

@@ -10,8 +10,8 @@ from headrace._core.batches import BatchPlan, HostBatch, StreamState, load_state
 from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.order import EpochOrder
 from headrace._core.consumer.saved_order import checksum, encoded
-from headrace._core.interface.resumable import State, state_of_dataset
-from headrace._core.rankinfo import RankInfo
+from headrace._core.ranks.rankinfo import RankInfo
+from headrace._core.streams.resumable import State, state_of_dataset
 
 KEPT_POINTS = 9  # after each of the last 8 batches, and before them
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch.utils.data import DistributedSampler, Sampler
 
 from headrace._core.consumer.cursor_sampler import CursorSampler
-from headrace._core.interface.distributed import RankChoice, ShardOptions
 from headrace._core.permutation import Permutation
+from headrace._core.ranks.distributed import RankChoice, ShardOptions
 
 
 class RankSampler(CursorSampler, DistributedSampler[int]):

@@ -10,10 +10,10 @@ from headrace._core.consumer.loader_state import Fingerprint, LoaderState
 from headrace._core.consumer.order import EpochOrder
 from headrace._core.consumer.planning import PlanStart
 from headrace._core.consumer.spec import TorchLoader
-from headrace._core.interface.distributed import Remainder, ShardOptions
-from headrace._core.interface.merged import divided_state
-from headrace._core.interface.resumable import expect_int, expect_state
-from headrace._core.rankinfo import RankInfo
+from headrace._core.ranks.distributed import Remainder, ShardOptions
+from headrace._core.ranks.rankinfo import RankInfo
+from headrace._core.streams.merged import divided_state
+from headrace._core.streams.resumable import expect_int, expect_state
 from headrace.errors import StateError
 
 

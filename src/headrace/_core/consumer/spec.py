@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from headrace._core.error_policy import ErrorPolicy
-from headrace._core.interface.kinds import DatasetKind
 from headrace._core.ray_placement import RayPlacement
+from headrace._core.streams.kinds import DatasetKind
 from headrace.options import AllOptions, number_of_engines
 
 TorchLoader: TypeAlias = TorchDataLoader[object]

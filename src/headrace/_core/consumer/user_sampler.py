@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from headrace._core.consumer.cursor_sampler import CursorSampler
-from headrace._core.interface.resumable import Stateful
+from headrace._core.streams.resumable import Stateful
 from headrace.errors import StateError
 
 

@@ -10,11 +10,11 @@ from torch import multiprocessing
 
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.worker_tasks import AssembleTask, ReadTask
-from headrace._core.interface.kinds import DatasetKind
 from headrace._core.pool.launch import ContextLauncher, Launcher, ZygoteLauncher
 from headrace._core.pool.worker import WorkerTask
-from headrace._core.rankinfo import RankInfo
+from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.seeding import batch_seed
+from headrace._core.streams.kinds import DatasetKind
 from headrace._core.transport.shared_pickle import why_not_picklable
 from headrace.collate import destined
 from headrace.errors import NotPicklableError

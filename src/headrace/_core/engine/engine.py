@@ -19,14 +19,14 @@ from headrace._core.engine.stepping import AppliesSteps
 from headrace._core.engine.streams import DispatchToWorkers, LaneFetch, StreamFetch
 from headrace._core.engine.worker_tasks import StartEpoch
 from headrace._core.eventloop.watchdog import LoopWatch
-from headrace._core.interface.blocking import EnteredDatasets
-from headrace._core.interface.kinds import DatasetKind, capabilities, sample_key
-from headrace._core.interface.order import session_epoch
 from headrace._core.look_ahead import AUTO_CONCURRENCY, most_concurrency
 from headrace._core.messages import Answer
-from headrace._core.rankinfo import provide_rank
+from headrace._core.ranks.rankinfo import provide_rank
 from headrace._core.retry_policy import as_policy
 from headrace._core.store.request_stats import RequestStats
+from headrace._core.streams.blocking import EnteredDatasets
+from headrace._core.streams.kinds import DatasetKind, capabilities, sample_key
+from headrace._core.streams.order import session_epoch
 from headrace._core.transport.pickling import PickledPayload
 from headrace._core.transport.shared_pickle import SharedPickle
 

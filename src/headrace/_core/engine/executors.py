@@ -16,10 +16,10 @@ from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import PickledSteps, StepsRequest
 from headrace._core.engine.worker_tasks import not_picklable, unpicklable_state
 from headrace._core.failure import Failure, Stage, as_exception
-from headrace._core.interface.resumable import is_stateful
 from headrace._core.pool.supervisor import Pool, Reply
 from headrace._core.pool.worker import Answer
-from headrace._core.rankinfo import RankInfo, provide_rank
+from headrace._core.ranks.rankinfo import RankInfo, provide_rank
+from headrace._core.streams.resumable import is_stateful
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import NotPicklableError, WorkerDiedError
 

@@ -19,9 +19,9 @@ from headrace._core.engine.fetch import Deliver, FetchStage, PartialBatch
 from headrace._core.engine.fetch_pool import FetcherPool, FetchRecorder, Spawn
 from headrace._core.engine.hedging import HedgedRequests
 from headrace._core.failure import Failure, Stage
-from headrace._core.interface.kinds import JoinedReads
 from headrace._core.store.ranges import Ranges, Span, plan_spans
 from headrace._core.store.request_stats import RequestStats
+from headrace._core.streams.kinds import JoinedReads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

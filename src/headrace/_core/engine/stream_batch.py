@@ -12,8 +12,8 @@ from typing import Any
 from headrace._core.batches import BatchPlan, RawBatch
 from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
-from headrace._core.interface.pipe import Pipe
-from headrace._core.interface.resumable import State, expect_int
+from headrace._core.streams.pipe import Pipe
+from headrace._core.streams.resumable import State, expect_int
 from headrace.errors import StateError
 
 Catch = type[BaseException] | tuple[type[BaseException], ...]

@@ -13,12 +13,12 @@ from headrace._core.engine.fetch_pool import Spawn
 from headrace._core.engine.stream_batch import Progress, StreamBatch
 from headrace._core.error_policy import Tolerance
 from headrace._core.eventloop.per_loop import advise
-from headrace._core.interface.distributed import ShardOptions, current_lane
-from headrace._core.interface.merged import resume_stream
-from headrace._core.interface.order import StreamSeeds, seeds_of
-from headrace._core.interface.resumable import ResumableIterator, expect_state, start_stream
 from headrace._core.pool.supervisor import PINNED_AHEAD
+from headrace._core.ranks.distributed import ShardOptions, current_lane
 from headrace._core.seeding import batch_seed
+from headrace._core.streams.merged import resume_stream
+from headrace._core.streams.order import StreamSeeds, seeds_of
+from headrace._core.streams.resumable import ResumableIterator, expect_state, start_stream
 
 BEGINNING = SessionStart()
 

@@ -15,8 +15,8 @@ from headrace._core.engine.assemble import Assembler, Moment, now, times_since
 from headrace._core.engine.stream_batch import Catch, Progress, StreamBatch, without_state
 from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
-from headrace._core.interface.resumable import Reread, State, UserState, expect_int, expect_state, is_stateful, name_of
 from headrace._core.seeding import TransformGenerators, seed_everything
+from headrace._core.streams.resumable import Reread, State, UserState, expect_int, expect_state, is_stateful, name_of
 from headrace.collate import is_default, stacks_tensors
 
 Gather = Callable[[Sequence[Any]], list[torch.Tensor]]

@@ -16,10 +16,10 @@ from headrace._core.engine.assemble import Assembler, SeededAssembler, set_worke
 from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
 from headrace._core.engine.torch_readers import BatchReader, CannotStart
 from headrace._core.failure import Failure, Stage
-from headrace._core.interface.kinds import propagate_epoch
-from headrace._core.interface.order import session_epoch
-from headrace._core.interface.resumable import State
-from headrace._core.rankinfo import RankInfo, adopt_rank
+from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
+from headrace._core.streams.kinds import propagate_epoch
+from headrace._core.streams.order import session_epoch
+from headrace._core.streams.resumable import State
 from headrace._core.torchcompat.datapipes import divide_pipe, seed_pipe
 from headrace._core.torchcompat.private import become_worker, numpy_seed
 from headrace._core.transport.pickling import PickledPayload, format_error, picklable_error

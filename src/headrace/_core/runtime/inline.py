@@ -11,12 +11,12 @@ from typing import ParamSpec, TypeVar
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.torch_readers import BatchReader, CannotStart
-from headrace._core.interface.kinds import sample_key
-from headrace._core.interface.order import session_epoch
-from headrace._core.interface.resumable import State, warn_of_rereading
 from headrace._core.messages import Answer, Request
-from headrace._core.rankinfo import RankInfo, provided_rank
+from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.seeding import isolated_generators
+from headrace._core.streams.kinds import sample_key
+from headrace._core.streams.order import session_epoch
+from headrace._core.streams.resumable import State, warn_of_rereading
 
 P = ParamSpec("P")
 T = TypeVar("T")

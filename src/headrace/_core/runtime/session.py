@@ -23,8 +23,6 @@ from headrace._core.call_site import users_stacklevel
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.reorder import Reorder
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
-from headrace._core.interface.kinds import capabilities
-from headrace._core.interface.resumable import State
 from headrace._core.messages import (
     Answer,
     Call,
@@ -37,6 +35,8 @@ from headrace._core.messages import (
     check_not_forked,
 )
 from headrace._core.runtime.dealing import DEATHS_ALONE, Dealer, LaneDealer
+from headrace._core.streams.kinds import capabilities
+from headrace._core.streams.resumable import State
 from headrace.errors import EngineDiedError, EngineStartError, LoaderClosedError
 
 CHECK_EVERY = 5.0  # seconds after which engines elsewhere are looked at, if nothing arrives from them

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from headrace._core.interface.blocking import background_loop
 from headrace._core.store.client import StoreClient
 from headrace._core.store.head import Head, InitialRead
 from headrace._core.store.listing import list_heads
@@ -20,6 +19,7 @@ from headrace._core.store.open import check_shared
 from headrace._core.store.options import traits_of
 from headrace._core.store.redaction import check_path
 from headrace._core.store.store import Store, StoreLike, as_store
+from headrace._core.streams.blocking import background_loop
 from headrace.errors import EmptyListingError, ObjectNotFoundError
 
 Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from headrace._core.interface.distributed import Remainder
-from headrace._core.interface.resumable import State, expect_int, expect_list, expect_state
+from headrace._core.ranks.distributed import Remainder
 from headrace._core.shards.positions import Part, PartPosition, opened_parts, position_in
+from headrace._core.streams.resumable import State, expect_int, expect_list, expect_state
 from headrace.errors import StateError
 
 _SAME = ("of", "epoch", "repetition", "divisions")

@@ -8,14 +8,14 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from typing import ClassVar, NamedTuple, TypeVar, cast
 
-from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
-from headrace._core.interface.iterable_style import AsyncIterableDataset
-from headrace._core.interface.operators import EqualLength, Split
-from headrace._core.interface.order import FollowsEpoch, Order, current_repetition
-from headrace._core.interface.resumable import ResumableIterator, State, expect_int, expect_list, expect_state
-from headrace._core.interface.shuffle_buffer import ShuffleBuffer
+from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
 from headrace._core.shards.division import Division, Readers, deal_parts, reader_of
 from headrace._core.shards.positions import Part, names_digest
+from headrace._core.streams.iterable_style import AsyncIterableDataset
+from headrace._core.streams.operators import EqualLength, Split
+from headrace._core.streams.order import FollowsEpoch, Order, current_repetition
+from headrace._core.streams.resumable import ResumableIterator, State, expect_int, expect_list, expect_state
+from headrace._core.streams.shuffle_buffer import ShuffleBuffer
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from headrace._core.interface.resumable import State, expect_int, expect_list, expect_state
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.head import Head, same_tag
+from headrace._core.streams.resumable import State, expect_int, expect_list, expect_state
 from headrace.errors import StateError
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
-from headrace._core.interface.resumable import ResumableIterator, State, expect_int
 from headrace._core.shards.block_reader import Block, BlockReader
 from headrace._core.shards.compression import codec_for
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import Part, PartPosition, PartQueue
 from headrace._core.store.head import Head, InitialRead
+from headrace._core.streams.resumable import ResumableIterator, State, expect_int
 from headrace.errors import StateError
 
 if TYPE_CHECKING:

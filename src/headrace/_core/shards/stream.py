@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal, TypedDict, TypeVar, Unpack
 
 from headrace._core.call_site import users_stacklevel
-from headrace._core.interface.distributed import RankChoice, Remainder, ShardOptions
+from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions
 from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.part_stream import PartStream

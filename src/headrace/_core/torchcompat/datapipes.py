@@ -6,7 +6,7 @@ import torch
 import torch.distributed
 from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 
-from headrace._core.rankinfo import RankInfo
+from headrace._core.ranks.rankinfo import RankInfo
 
 
 class PipeSeeds:

@@ -33,7 +33,7 @@ import torch
 from torch.multiprocessing import get_sharing_strategy
 
 from headrace._core.descriptors import Descriptor
-from headrace._core.interface.blocking import reduce_unentered
+from headrace._core.streams.blocking import reduce_unentered
 from headrace._core.torchcompat.private import open_shared_file, share_by_file, untyped
 from headrace._core.transport.pickling import ByValue, dump_with, load_message
 from headrace._core.transport.preload import modules_named_in

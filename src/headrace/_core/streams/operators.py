@@ -8,10 +8,12 @@ import itertools
 from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Any, Literal, TypeVar
 
-from headrace._core.interface.distributed import Remainder, ShardOptions
-from headrace._core.interface.operation import NOTHING, InContext, ReplayOperation, StreamOperation
-from headrace._core.interface.order import Draws, Order, child_seeds, current_repetition, spawn_key
-from headrace._core.interface.resumable import (
+from headrace._core.ranks.distributed import Remainder, ShardOptions
+from headrace._core.ranks.rankinfo import bound
+from headrace._core.seeding import batch_seed
+from headrace._core.streams.operation import NOTHING, InContext, ReplayOperation, StreamOperation
+from headrace._core.streams.order import Draws, Order, child_seeds, current_repetition, spawn_key
+from headrace._core.streams.resumable import (
     ResumableIterator,
     State,
     close_iterator,
@@ -19,8 +21,6 @@ from headrace._core.interface.resumable import (
     expect_state,
     start_stream,
 )
-from headrace._core.rankinfo import bound
-from headrace._core.seeding import batch_seed
 from headrace.errors import ShortStreamError, StateError
 
 T = TypeVar("T")

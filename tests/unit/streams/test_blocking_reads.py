@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from headrace._core.interface.blocking import background_loop
-from headrace._core.interface.iterable_style import AsyncIterableDataset
-from headrace._core.interface.kinds import sample_key
-from headrace._core.interface.map_style import AsyncDataset
-from headrace._core.interface.torch_views import unwrap
+from headrace._core.streams.blocking import background_loop
+from headrace._core.streams.iterable_style import AsyncIterableDataset
+from headrace._core.streams.kinds import sample_key
+from headrace._core.streams.map_style import AsyncDataset
+from headrace._core.streams.torch_views import unwrap
 from headrace.errors import DeadlockError
 from tests.datasets import SlowDataset
 

@@ -14,11 +14,12 @@ import math
 from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast, get_args
 
-from headrace._core.interface.distributed import Remainder, ShardOptions, current_lane
-from headrace._core.interface.kinds import walk_datasets
-from headrace._core.interface.operation import InContext, StreamOperation
-from headrace._core.interface.operators import Split
-from headrace._core.interface.resumable import (
+from headrace._core.ranks.distributed import Remainder, ShardOptions, current_lane
+from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
+from headrace._core.streams.kinds import walk_datasets
+from headrace._core.streams.operation import InContext, StreamOperation
+from headrace._core.streams.operators import Split
+from headrace._core.streams.resumable import (
     ResumableIterator,
     State,
     expect_int,
@@ -27,7 +28,6 @@ from headrace._core.interface.resumable import (
     name_of,
     start_stream,
 )
-from headrace._core.rankinfo import RankInfo, bound, provided_rank
 from headrace.errors import StateError
 
 T = TypeVar("T")

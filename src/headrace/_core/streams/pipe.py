@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from typing import Any, TypeVar
 
-from headrace._core.interface.operation import NOTHING, ReplayOperation
-from headrace._core.interface.resumable import State, close_iterator, expect_state, is_stateful
+from headrace._core.streams.operation import NOTHING, ReplayOperation
+from headrace._core.streams.resumable import State, close_iterator, expect_state, is_stateful
 from headrace._core.text import function_name
 from headrace.errors import StateError
 

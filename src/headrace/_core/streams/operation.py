@@ -12,8 +12,8 @@ from collections.abc import AsyncIterable, Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
-from headrace._core.interface.order import Order
-from headrace._core.interface.resumable import (
+from headrace._core.streams.order import Order
+from headrace._core.streams.resumable import (
     Reread,
     ResumableIterator,
     State,

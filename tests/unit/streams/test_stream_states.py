@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 import headrace as hr
 from headrace._core.engine.stepping import SessionCompute
-from headrace._core.interface.operators import EqualLength
-from headrace._core.interface.order import StreamSeeds, seeds_of, session_epoch
-from headrace._core.interface.resumable import start_stream
-from headrace._core.interface.steps import compute
 from headrace._core.seeding import isolated_generators
+from headrace._core.streams.operators import EqualLength
+from headrace._core.streams.order import StreamSeeds, seeds_of, session_epoch
+from headrace._core.streams.resumable import start_stream
+from headrace._core.streams.steps import compute
 from headrace.errors import ShortStreamError
-from tests.unit.interface.reading import outcomes
+from tests.unit.streams.reading import outcomes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no state_dict")
 

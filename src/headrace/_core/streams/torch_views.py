@@ -21,19 +21,19 @@ from typing import Any
 
 from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, StackDataset, Subset, get_worker_info
 
-from headrace._core.interface.blocking import SyncStream
-from headrace._core.interface.composition import Functions, StackFunctions, plan
-from headrace._core.interface.iterable_style import (
+from headrace._core.ranks.rankinfo import reader_divides, reading_divided
+from headrace._core.streams.blocking import SyncStream
+from headrace._core.streams.composition import Functions, StackFunctions, plan
+from headrace._core.streams.iterable_style import (
     ConcatenatedStreams,
     FilteredStream,
     MappedIterableDataset,
     RepeatedStream,
     ShuffledStream,
 )
-from headrace._core.interface.kinds import Capabilities, DatasetKind, capabilities, fetch_all, kind_of, sample_key
-from headrace._core.interface.map_style import AsyncDataset, ComposedDataset, IndexedParts
-from headrace._core.interface.resumable import State
-from headrace._core.rankinfo import reader_divides, reading_divided
+from headrace._core.streams.kinds import Capabilities, DatasetKind, capabilities, fetch_all, kind_of, sample_key
+from headrace._core.streams.map_style import AsyncDataset, ComposedDataset, IndexedParts
+from headrace._core.streams.resumable import State
 from headrace._core.torchcompat.private import outside_workers
 
 

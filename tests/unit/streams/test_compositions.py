@@ -7,7 +7,7 @@ import pytest
 from torch.utils import data
 
 import headrace as hr
-from headrace._core.interface.torch_views import unwrap
+from headrace._core.streams.torch_views import unwrap
 
 
 class Together(hr.AsyncDataset):

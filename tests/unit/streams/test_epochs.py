@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, IterableDataset
 
 import headrace as hr
-from headrace._core.interface.kinds import propagate_epoch
+from headrace._core.streams.kinds import propagate_epoch
 
 PLACES = [("thread", 0), ("thread", 2), ("process", 0), ("process", 2)]
 

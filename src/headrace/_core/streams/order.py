@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from headrace._core.rankinfo import bound
+from headrace._core.ranks.rankinfo import bound
 from headrace._core.seeding import batch_seed
 
 session_epoch: ContextVar[int | None] = ContextVar("headrace_epoch", default=None)

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from headrace import DataLoader, StateError
-from headrace._core.interface.resumable import expect_int, expect_list, expect_state, start_stream, warn_of_rereading
-from tests.unit.interface.reading import outcomes
+from headrace._core.streams.resumable import expect_int, expect_list, expect_state, start_stream, warn_of_rereading
+from tests.unit.streams.reading import outcomes
 
 
 class Count:

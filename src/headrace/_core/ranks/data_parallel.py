@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed
 
-from headrace._core.rankinfo import RankInfo, get_rank_info, rank_of_group
+from headrace._core.ranks.rankinfo import RankInfo, get_rank_info, rank_of_group
 from headrace.errors import UnknownRankError
 
 if TYPE_CHECKING:

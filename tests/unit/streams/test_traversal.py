@@ -4,7 +4,7 @@ import pytest
 from torch.utils import data
 
 import headrace as hr
-from headrace._core.interface.kinds import walk_datasets
+from headrace._core.streams.kinds import walk_datasets
 from tests.datasets import SlowDataset
 
 

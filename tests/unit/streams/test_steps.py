@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.interface.steps import CHUNK
+from headrace._core.streams.steps import CHUNK
 
 WHERE = pytest.mark.parametrize(
     "options",

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headrace._core.interface.kinds import propagate_epoch
+from headrace._core.streams.kinds import propagate_epoch
 
 Functions = tuple[Callable[[Any], object], ...]
 """Functions that are applied to a sample, the first one first."""

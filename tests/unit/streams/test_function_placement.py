@@ -10,8 +10,8 @@ import pytest
 from torch.utils import data
 
 import headrace as hr
-from headrace._core.interface.kinds import capabilities
-from headrace._core.interface.map_style import positions
+from headrace._core.streams.kinds import capabilities
+from headrace._core.streams.map_style import positions
 
 
 class Fetched(NamedTuple):

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from headrace._core.interface.blocking import read_blocking
-from headrace._core.interface.composition import Composition, ConcatComposition, MapComposition, apply_functions, plan
-from headrace._core.interface.kinds import (
+from headrace._core.store.ranges import Ranges, read_ranges
+from headrace._core.streams.blocking import read_blocking
+from headrace._core.streams.composition import Composition, ConcatComposition, MapComposition, apply_functions, plan
+from headrace._core.streams.kinds import (
     Capabilities,
     ReadRange,
     Views,
@@ -26,7 +27,6 @@ from headrace._core.interface.kinds import (
     fetch_all,
     sample_key,
 )
-from headrace._core.store.ranges import Ranges, read_ranges
 from headrace._core.text import dataset_repr, function_name
 from headrace.errors import ShardError
 

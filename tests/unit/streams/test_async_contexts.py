@@ -11,7 +11,7 @@ import pytest
 from torch.utils import data
 
 import headrace as hr
-from headrace._core.interface.blocking import background_loop
+from headrace._core.streams.blocking import background_loop
 
 PLACEMENTS = pytest.mark.parametrize(
     "options", [{}, {"num_workers": 1, "placement": "process"}, {"num_workers": 1, "placement": "thread"}],

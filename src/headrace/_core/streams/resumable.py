@@ -13,9 +13,9 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Ma
 from typing import Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
 from headrace._core.call_site import users_stacklevel
-from headrace._core.interface.kinds import has_method
-from headrace._core.interface.order import StreamSeeds, seeds_of, spawn_key, stream_seeds
 from headrace._core.notes import add_note
+from headrace._core.streams.kinds import has_method
+from headrace._core.streams.order import StreamSeeds, seeds_of, spawn_key, stream_seeds
 from headrace._core.text import dataset_repr
 from headrace.errors import StateError
 

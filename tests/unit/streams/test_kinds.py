@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from headrace._core.interface.iterable_style import AsyncIterableDataset
-from headrace._core.interface.kinds import DatasetKind, kind_of, sample_key
+from headrace._core.streams.iterable_style import AsyncIterableDataset
+from headrace._core.streams.kinds import DatasetKind, kind_of, sample_key
 from headrace.errors import DatasetTypeError
 from tests.datasets import SlowDataset
 

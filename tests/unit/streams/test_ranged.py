@@ -7,8 +7,8 @@ from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import headrace as hr
-from headrace._core.interface.kinds import capabilities
-from headrace._core.interface.map_style import positions
+from headrace._core.streams.kinds import capabilities
+from headrace._core.streams.map_style import positions
 from headrace.testing import DatasetContract
 from object_server import Fault, ObjectServer
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import get_worker_info
 
-from headrace._core.rankinfo import RankInfo, own_rank, rank_of_loader, reader_divides
+from headrace._core.ranks.rankinfo import RankInfo, own_rank, rank_of_loader, reader_divides
 
 Remainder = Literal["drop", "pad", "repeat", "keep"]
 """The policy for ranks that would get unequal numbers of samples.

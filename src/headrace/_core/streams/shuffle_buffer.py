@@ -6,9 +6,9 @@ import random
 from collections.abc import AsyncIterable
 from typing import TypeVar
 
-from headrace._core.interface.operation import Mark, ReplayOperation
-from headrace._core.interface.order import Order
 from headrace._core.seeding import batch_seed
+from headrace._core.streams.operation import Mark, ReplayOperation
+from headrace._core.streams.order import Order
 
 T = TypeVar("T")
 

@@ -78,21 +78,7 @@ DAMAGE = {
         "1-06.txt",
         AT + SAMPLE,
     ),
-    "a name that leads out": (lambda tar: renamed(tar, "../evil.txt"), 6, "UnsafeMemberError", "../evil.txt", AT),
-    "an absolute name": (lambda tar: renamed(tar, "/etc/evil.txt"), 6, "UnsafeMemberError", "/etc/evil.txt", AT),
-    "a link": (lambda tar: renamed(tar, "evil.txt", kind=b"2"), 6, "UnsafeMemberError", "evil.txt", AT),
-    "a device": (lambda tar: renamed(tar, "evil.txt", kind=b"3"), 6, "UnsafeMemberError", "evil.txt", AT),
 }
-
-
-def renamed(data, name, kind=b"0"):
-    """The tar with the member at `AT` under another name and of another kind, its checksum right."""
-    header = bytearray(data[AT : AT + BLOCK])
-    header[:100] = name.encode().ljust(100, b"\0")
-    header[156:157] = kind
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    return data[:AT] + bytes(header) + data[AT + BLOCK :]
 
 
 OBJECTS = {f"{number}.tar": shard(number) for number in range(3)}
@@ -102,12 +88,12 @@ def number_of(sample):
     return int(sample["txt"])
 
 
-def check(case, server, *, whole, kind, member, offset, fields=None, chunk=1 << 20, **options):
+def check(case, server, *, whole, kind, member, offset, chunk=1 << 20, **options):
     """Two epochs over three shards, of which the one in the middle is damaged."""
     urls = [f"{server.http_url}/{name}" for name in OBJECTS]
 
     def program() -> None:
-        dataset = hr.TarDataset(urls, shards_in_parallel=2, chunk_bytes=chunk, fields=fields)
+        dataset = hr.TarDataset(urls, shards_in_parallel=2, chunk_bytes=chunk)
         with hr.DataLoader(dataset, transform=number_of, **options) as loader:
             delivered, errors = drain(loader)
             delivered_again, errors_again = drain(loader)
@@ -127,16 +113,15 @@ def check(case, server, *, whole, kind, member, offset, fields=None, chunk=1 << 
     case(program, within=CLOSING)
 
 
-@pytest.mark.parametrize("chunk", [1000, 1 << 20], ids=["small-chunks", "large-chunks"])
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_tar_is_one_error_and_never_a_short_epoch(case, damage, on_error, chunk):
+def test_damaged_tar_is_one_error_and_never_a_short_epoch(case, damage, on_error):
     spoil, whole, kind, member, offset = DAMAGE[damage]
     with ObjectServer({**OBJECTS, "1.tar": spoil(OBJECTS["1.tar"])}) as server:
         # A raised error costs its batch; with batches of one it costs one sample.
         size = 1 if on_error == "raise" else 4
         expected = {"whole": whole, "kind": kind, "member": member, "offset": offset}
-        check(case, server, **expected, chunk=chunk, on_error=on_error, batch_size=size)
+        check(case, server, **expected, chunk=1000, on_error=on_error, batch_size=size)
 
 
 def test_truncated_tar_is_one_error_with_placement_process(case):
@@ -144,13 +129,6 @@ def test_truncated_tar_is_one_error_with_placement_process(case):
     with ObjectServer({**OBJECTS, "1.tar": spoil(OBJECTS["1.tar"])}) as server:
         expected = {"whole": whole, "kind": kind, "member": member, "offset": offset}
         check(case, server, **expected, on_error="skip", batch_size=4, num_workers=1, placement="process")
-
-
-def test_missing_declared_field_is_an_error(case):
-    tar = without(OBJECTS["1.tar"], AT + MEMBER, AT + SAMPLE)
-    with ObjectServer({**OBJECTS, "1.tar": tar}) as server:
-        expected = {"whole": 7, "kind": "ShardError", "member": "1-07.txt", "offset": AT}
-        check(case, server, **expected, fields=["cls", "txt"], on_error="skip", batch_size=4)
 
 
 def test_flipped_bit_in_compressed_data_is_an_error(case):
@@ -212,12 +190,11 @@ def test_flipped_bits_in_plain_data_are_found_by_the_index(case, always):
         assert any(seen.fault == "flip" for seen in server.seen())
 
 
-@pytest.mark.parametrize("spoil", ["cut", "flipped", "not one", "of another shard", "beyond its shard", "empty"])
+@pytest.mark.parametrize("spoil", ["cut", "of another shard", "beyond its shard"])
 def test_corrupt_index_is_replaced(case, spoil):
     with ObjectServer(OBJECTS) as server:
         store = hr.Store(server.url, options=server.store_options)
         case(lambda: hr.TarDataset.index(list(OBJECTS), store=store, save=True), within=CLOSING)
-
         url, options = server.url, dict(server.store_options)
 
         def program() -> None:
@@ -225,19 +202,14 @@ def test_corrupt_index_is_replaced(case, spoil):
             good = bytes(obstore.get(backend, "1.tar.index.npz").bytes())
             if spoil == "cut":
                 bad = good[: len(good) // 2]
-            elif spoil == "flipped":
-                middle = len(good) // 2
-                bad = good[:middle] + bytes([good[middle] ^ 8]) + good[middle + 1 :]
             elif spoil == "of another shard":
                 bad = bytes(obstore.get(backend, "0.tar.index.npz").bytes())
-            elif spoil == "beyond its shard":
+            else:
                 with np.load(io.BytesIO(good)) as arrays:
                     changed = dict(arrays)
                 changed["offsets"] = changed["offsets"] + (1 << 40)
                 np.savez(stream := io.BytesIO(), **changed)
                 bad = stream.getvalue()
-            else:
-                bad = b"" if spoil == "empty" else b"<html>Please log in</html>"
             obstore.put(backend, "1.tar.index.npz", bad)
             dataset = hr.TarDataset.index(list(OBJECTS), store=store, save=True)
             with hr.DataLoader(dataset, batch_size=4, transform=number_of) as loader:
@@ -245,8 +217,7 @@ def test_corrupt_index_is_replaced(case, spoil):
             assert not errors, (delivered, errors)
             assert delivered == once_each(range(60)), (delivered, errors)
             if spoil != "of another shard":
-                assert len(bytes(obstore.get(backend, "1.tar.index.npz").bytes())) == len(good), (
-                    "it was not stored again"
-                )
+                stored = bytes(obstore.get(backend, "1.tar.index.npz").bytes())
+                assert len(stored) == len(good), "it was not stored again"
 
         case(program, within=CLOSING)

@@ -2,14 +2,10 @@
 
 import gzip
 import json
-from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import headrace as hr
-from headrace.datasets.lines import _Lines
 from headrace.errors import ShardError, TruncatedShardError
 from headrace.testing import StreamContract
 from object_server import ObjectServer
@@ -89,16 +85,6 @@ def test_compression_that_is_not_supported_is_refused(tmp_path, ending):
                 hr.LinesDataset(shards, format=format)
 
 
-@given(content=st.binary(max_size=200), pieces=st.integers(1, 50))
-@settings(deadline=None)
-def test_chunk_size_does_not_change_lines(content, pieces):
-    content = content.replace(b"\r", b"")
-    lines = _Lines("x", "bytes", 1000)
-    got = [line for at in range(0, len(content), pieces) for line in lines.feed(content[at : at + pieces])]
-    got.extend(lines.finish())
-    assert got == content.removesuffix(b"\n").split(b"\n") if content else got == []
-
-
 def test_invalid_line_is_an_error_with_its_offset(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"x": 1}\n{"x": \n{"x": 3}\n')
     (tmp_path / "b.jsonl").write_bytes(b'{"x": 4}\n')
@@ -107,12 +93,6 @@ def test_invalid_line_is_an_error_with_its_offset(tmp_path):
         (failure,) = loader.stats().skipped
     assert failure.error == "ShardError"
     assert "a.jsonl, offset 9)" in failure.message
-
-
-def test_invalid_utf_8_is_an_error(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"good\n\xff\n")
-    with pytest.raises(ShardError, match=r"invalid line.*offset 5"):
-        list(hr.LinesDataset(tmp_path / "a.txt"))
 
 
 @pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".zst", zstd)])
@@ -133,22 +113,6 @@ def test_line_longer_than_the_limit_is_refused_before_its_end(tmp_path):
         with pytest.raises(ShardError, match="longer than line_limit=2000"):
             list(dataset)
         assert server.requests()["GET"] < 10
-
-
-def test_ranks_divide_files_or_lines(tmp_path):
-    for number in range(4):
-        (tmp_path / f"{number}.txt").write_text("".join(f"{number}-{line}\n" for line in range(number + 1)))
-    every = Counter(f"{number}-{line}" for number in range(4) for line in range(number + 1))
-
-    def ranks(**options):
-        return [list(hr.LinesDataset(tmp_path, rank=rank, world_size=2, **options)) for rank in range(2)]
-
-    assert sum(map(Counter, ranks(remainder="keep")), Counter()) == every
-    assert sum(map(Counter, ranks(split="samples")), Counter()) == every
-    assert list(map(len, ranks(counts=[1, 2, 3, 4]))) == [4, 4]
-    assert list(map(len, ranks(samples_per_rank=7, remainder="repeat"))) == [7, 7]
-    with pytest.raises(ValueError, match="unequal numbers"):
-        ranks()
 
 
 @pytest.fixture
@@ -214,8 +178,3 @@ def test_counts_are_not_compared_with_a_file_that_is_damaged_or_read_in_part(fil
     with hr.DataLoader(dataset, batch_size=None, on_error="skip") as loader:
         assert len(list(loader)) == sum(COUNTS) - 2
     assert len(list(hr.LinesDataset(files, counts=COUNTS).take(2))) == 2
-
-
-def test_unknown_format_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="format='xml'"):
-        hr.LinesDataset(tmp_path / "a.txt", format="xml")

@@ -1,6 +1,5 @@
 """`ParquetDataset` gives rows and tables by reading no more than the columns that are wanted, each footer once."""
 
-import asyncio
 import datetime
 import decimal
 import io
@@ -378,12 +377,3 @@ except ImportError as error:
 def test_invalid_arguments_are_errors(server, options):
     with pytest.raises(ValueError, match=next(iter(options))):
         opened(server, **options)
-
-
-async def test_closing_a_pass_cancels_its_requests(server):
-    dataset = await asyncio.to_thread(opened, server)
-    stream = aiter(dataset)
-    assert (await anext(stream))["id"] == 0
-    await stream.aclose()
-    with pytest.raises(StopAsyncIteration):
-        await anext(stream)

@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
 from obstore.store import MemoryStore
@@ -76,12 +75,6 @@ def test_members_with_the_same_key_are_one_sample(tmp_path):
         {"__key__": "d/1", "__url__": url, "jpg": b"j", "seg.png": b"s", "cls": b"7"},
         {"__key__": "d.e/2", "__url__": url, "jpg": b"J"},
     ]
-
-
-def test_fields_selects_the_returned_fields(tmp_path):
-    (tmp_path / "a.tar").write_bytes(tars.shard("ab", jpg=str.encode, cls=str.encode, json=str.encode))
-    samples = list(hr.TarDataset(tmp_path / "a.tar", fields=["cls"]))
-    assert [sorted(sample) for sample in samples] == [["__key__", "__url__", "cls"]] * 2
 
 
 @pytest.mark.parametrize("suffix", tars.PACKERS)
@@ -366,17 +359,6 @@ def test_memory_is_bounded_by_read_ahead(tmp_path):
         assert server.requests()["GET"] <= 3 * (2 + 3)
 
 
-async def test_closing_cancels_every_task(folder):
-    before = asyncio.all_tasks()
-    stream = aiter(hr.TarDataset(folder / "*.tar", chunk_bytes=600))
-    await anext(stream)
-    assert asyncio.all_tasks() > before
-    await stream.aclose()
-    assert asyncio.all_tasks() == before
-    with pytest.raises(StopAsyncIteration):
-        await anext(stream)
-
-
 def test_shard_that_changes_while_being_read_raises(tmp_path):
     first, second = (tars.shard(map(str, range(50)), bin=lambda key, i=i: bytes([i]) * 2000) for i in (1, 2))
     with ObjectServer({"a.tar": first}) as server:
@@ -392,11 +374,6 @@ def test_shard_that_changes_while_being_read_raises(tmp_path):
 
         with pytest.raises(StoreError, match="was overwritten"):
             asyncio.run(read())
-
-
-def test_dataset_can_be_pickled(folder):
-    dataset = cloudpickle.loads(cloudpickle.dumps(hr.TarDataset(folder / "*.tar")))
-    assert sorted(keys(dataset)) == ALL
 
 
 # The index
@@ -471,22 +448,6 @@ def test_read_only_store_warns_once(tmp_path):
             dataset = hr.TarDataset.index(server.url + "/*.tar", save=True, **options)
         assert dataset[15]["txt"] == b"text of 01-005"
         assert len(warned) == 1
-
-
-def test_index_detects_a_flipped_bit_in_a_member(folder):
-    hr.TarDataset.index(folder / "*.tar", save=True)
-    data = bytearray((folder / "0000.tar").read_bytes())
-    data[512] ^= 1
-    dataset = hr.TarDataset.index(folder / "0000.tar")
-    changed = hr.TarDataset.index(folder / "{0001..0001}.tar")
-    assert changed[0]["__key__"] == "01-000"
-    with ObjectServer({"a.tar": (folder / "0000.tar").read_bytes()}) as server:
-        dataset = hr.TarDataset.index(server.url + "/a.tar", store=hr.Store(server.url, options=server.store_options))
-        (index,) = dataset._indices
-        index.checksums[0, 0] ^= 1
-        with pytest.raises(ShardError, match=r"checksum of a member.*00-000\.txt.*offset 512"):
-            dataset[0]
-        assert dataset[1]["txt"] == b"text of 00-001"
 
 
 def test_shard_that_changed_since_indexing_raises(tmp_path):

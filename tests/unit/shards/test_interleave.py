@@ -1,7 +1,6 @@
 """Shards are read ahead, in turn, and the next is begun in time; what is in memory is bounded."""
 
 import asyncio
-import contextlib
 from collections import Counter
 
 import anyio
@@ -121,45 +120,3 @@ async def test_closing_a_stream_closes_standby_shards():
     assert len(before) > 1
     await stream.aclose()
     assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-async def test_first_sample_after_a_restore_takes_no_more_requests_than_a_fresh_start():
-    sizes = {"0": 3 * CHUNK, "1": 4 * CHUNK, "2": 2 * CHUNK, "3": 5 * CHUNK, "4": CHUNK}
-    first = Source(sizes).stream()
-    fresh = None
-    for _ in range(0, sum(sizes.values()), 5):
-        source = Source(sizes)
-        stream = source.stream()
-        stream.load_state_dict(first.state_dict())
-        sample = await anext(stream)
-        await settled(source)
-        fresh = fresh or len(source.asked)  # the first state is that of the start
-        assert len(source.asked) <= fresh + 2
-        await stream.aclose()
-        assert await anext(first) == sample
-        for _ in range(4):
-            await anext(first)
-
-
-async def test_cancelled_read_is_no_step():
-    sizes = {"0": 2 * CHUNK, "1": 3 * CHUNK, "2": CHUNK}
-    expected = await drained(Source(sizes).stream())
-    source = Source(sizes)
-    stream = source.stream()
-    found = []
-    while len(found) < len(expected):
-        source.open.clear()
-        reading = asyncio.create_task(anext(stream))
-        await settled(source)
-        before = stream.state_dict()
-        reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            found.append(await reading)
-        again = Source(sizes).stream()
-        again.load_state_dict(stream.state_dict())
-        assert stream.state_dict() == before
-        assert await drained(again) == expected[len(found) :]
-        source.open.set()
-        if len(found) < len(expected):
-            found.append(await anext(stream))
-    assert found == expected

@@ -102,12 +102,6 @@ def test_lines_continue_at_every_position(packing, format, ending):
     assert len(found) == 30 if format == "json" else len(found) > 30
 
 
-def test_listed_shards_continue(tmp_path):
-    for number in range(4):
-        (tmp_path / f"{number}.tar").write_bytes(tar_bytes(number, 5))
-    resumes_at_every_position(lambda: hr.TarDataset(tmp_path, chunk_bytes=CHUNK, shards_in_parallel=2))
-
-
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_sizes_continue(data):
@@ -207,12 +201,6 @@ def test_fields_of_the_first_sample_are_required_after_a_restore():
     found = resumes_at_every_position(lambda: hr.TarDataset(["0.tar"], store=store, chunk_bytes=CHUNK))
     assert len(found) == 5
     assert found[4][0] is ShardError
-
-
-def test_shard_without_samples_in_its_rest_is_no_error():
-    data = tars.members(("0.a", b"x"), *((f"README{n}", b"y" * 900) for n in range(6)))
-    store = in_memory({"0.tar": data})
-    assert len(resumes_at_every_position(lambda: hr.TarDataset(["0.tar"], store=store, chunk_bytes=CHUNK))) == 1
 
 
 # Requests
@@ -358,9 +346,3 @@ def test_state_continues_in_the_order_of_its_epoch(objects):
         assert await outcomes(again) == found[4:]
 
     asyncio.run(run())
-
-
-def test_state_is_small_and_without_names(objects):
-    state = json.dumps(asyncio.run(state_after(small(in_memory(objects)), 3)))
-    assert len(state) < 1024
-    assert ".tar" not in state

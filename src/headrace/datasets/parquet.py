@@ -23,7 +23,7 @@ _SUFFIXES = (".parquet", ".pq", ".parq")
 
 
 def _open_row_groups(shards: Shards, columns: Sequence[str] | None, store: StoreLike | None) -> list[RowGroup]:
-    """Find the files, read their footers, and check that their columns agree."""
+    """Find the files, read their footers, check that their columns agree; row groups without rows are left out."""
     require_pyarrow()
     if isinstance(columns, str):
         raise TypeError("columns= must be several names, not one str")
@@ -39,7 +39,7 @@ def _open_row_groups(shards: Shards, columns: Sequence[str] | None, store: Store
             listed, expected = (", ".join(f"{n} {t}" for n, t in each.items()) for each in (types, first))
             what = f"columns {listed}, but {expected} in {footers[0].shard.name}; give columns= that all files have"
             raise ShardError(what, shard=footer.shard.name)
-    return [RowGroup(footer, number, names) for footer in footers for number in range(len(footer.rows))]
+    return [RowGroup(footer, number, names) for footer in footers for number, rows in enumerate(footer.rows) if rows]
 
 
 def _column_types(footer: Footer, columns: tuple[str, ...] | None) -> dict[str, str]:
@@ -147,7 +147,7 @@ class ParquetDataset(PartStream[Any]):
         )
         self._format, self._table_rows = format, table_rows
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
-        self._groups = [group for group in _open_row_groups(shards, columns, store) if group.rows]
+        self._groups = _open_row_groups(shards, columns, store)
 
     @staticmethod
     def groups(
@@ -234,9 +234,11 @@ class RowGroupDataset(AsyncDataset[Any]):
             ShardError: it is corrupt.
             StoreError: a request failed, or the file has changed since the dataset was made.
         """
+        import pyarrow
+
         group = self._group(index)
-        batches = group.decode(await group.fetch(), max(1, group.rows))
-        return await asyncio.to_thread(_table, group, batches)
+        pieces = await group.fetch()
+        return await asyncio.to_thread(lambda: pyarrow.Table.from_batches(list(group.decode(pieces, group.rows))))
 
     def sample_key(self, index: int) -> str:
         """The file and the number of the row group at `index`."""
@@ -246,16 +248,3 @@ class RowGroupDataset(AsyncDataset[Any]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for {self!r}")
         return self._groups[index]
-
-
-def _table(group: RowGroup, batches: Iterator[Any]) -> Any:
-    import pyarrow
-
-    decoded = list(batches)
-    if decoded:
-        return pyarrow.Table.from_batches(decoded)
-    schema = group.footer.schema  # a row group without rows
-    if group.columns is not None:
-        names = [name for name in schema.names if name in {column.partition(".")[0] for column in group.columns}]
-        schema = pyarrow.schema([schema.field(name) for name in names])
-    return schema.empty_table()

@@ -58,8 +58,7 @@ PACKINGS = {
 
 
 @pytest.fixture(params=PACKINGS)
-def packing(request, monkeypatch):
-    monkeypatch.setattr("headrace._core.shards.compression._START_DISTANCE", 300)
+def packing(request):
     return PACKINGS[request.param]
 
 
@@ -224,25 +223,6 @@ def test_restore_reads_at_most_a_chunk_again():
         asyncio.run(run())
 
 
-def test_compressed_shard_is_read_from_the_stream_that_holds_the_position():
-    part = b"".join(b"%d %s\n" % (n, random.Random(n).randbytes(90).hex().encode()) for n in range(100))
-    lines = gzip.compress(part, mtime=0) * 8
-    with ObjectServer({"0.txt.gz": lines}) as server:
-        store = hr.Store(server.url, options=server.store_options)
-
-        def make():
-            return hr.LinesDataset(["0.txt.gz"], store=store, chunk_bytes=1000, requests_per_shard=1)
-
-        async def run():
-            found, dumps = await states(make())
-            before = server.requests()["GET"]
-            iterator = await restored(make(), dumps[750])
-            assert await outcomes(iterator) == found[750:]
-            assert server.requests()["GET"] - before < 1.5 * len(lines) / 8 / 1000
-
-        asyncio.run(run())
-
-
 # States that do not fit
 
 
@@ -317,9 +297,7 @@ def test_each_different_option_is_named_with_old_and_new(objects):
         {"open": [3]},
         {"open": [{"part": 9, "given": 0, "drop": 0}]},
         {"open": [{"part": 0, "given": 0, "drop": 1}]},
-        {"open": [{"part": 0, "given": 1, "drop": 0, "start": 0, "skip": 0, "decoder": {"offset": 5}}]},
-        {"open": [{"part": 0, "given": 1, "drop": 0, "start": 0, "skip": 9, "decoder": {"offset": 5}, "size": 99}]},
-        {"open": [{"part": 0, "given": 1, "drop": 0, "start": 200, "skip": 0, "decoder": {"offset": 5}, "size": 9}]},
+        {"open": [{"part": 0, "given": 1, "drop": 0, "decoder": 5}]},
     ],
 )
 def test_damaged_state_is_an_error(objects, damage):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,9 +19,6 @@ MAX_OUTPUT = 4 << 20
 # ends of gzip streams took 91 ms in one piece, growing as the square, and take 22 ms in these.
 _INPUT_BYTES = 64 << 10
 
-# Packed bytes from one noted start of a compressed stream to the next: bounds their number.
-_START_DISTANCE = 4 << 10
-
 
 class Plain:
     """No compression; the interface of the decompressors.
@@ -31,8 +27,8 @@ class Plain:
         shard: the object's name in errors.
     """
 
-    heavy = False
-    """Whether `feed` computes long enough to be worth a thread."""
+    compressed = False
+    """Whether `feed` computes long enough to be worth a thread, and bytes are read from the start of the object on."""
 
     def __init__(self, shard: str) -> None:
         self._shard = shard
@@ -44,21 +40,11 @@ class Plain:
     def finish(self) -> None:
         """Signal the end of the input; raises `TruncatedShardError` if it is incomplete."""
 
-    def restart(self, offset: int) -> tuple[int, int]:
-        """Where unpacking can start to reach an unpacked `offset`: a byte of the input, and its unpacked offset.
-
-        `offset` must not decrease from call to call.
-        """
-        return offset, offset
-
-    def restore(self, packed: int, unpacked: int) -> None:
-        """Start in the middle, at a place that `restart` gave; called before the first `feed`."""
-
 
 class _Decompressor(Plain):
     """Base of formats in which several compressed streams in a row unpack to one."""
 
-    heavy = True
+    compressed = True
     stream_name: ClassVar[str]
 
     def __init__(self, shard: str) -> None:
@@ -66,40 +52,18 @@ class _Decompressor(Plain):
         self._stream: Any = None
         self._complete_streams = 0
         self._offset = 0
-        self._packed = 0  # bytes fed
-        self._starts = deque([(0, 0)])  # of streams, packed and unpacked
 
     def feed(self, data: Buffer) -> Iterator[Buffer]:
         view = memoryview(data)
         for start in range(0, len(view), _INPUT_BYTES):
-            part = bytes(view[start : start + _INPUT_BYTES])
-            self._packed += len(part)
-            yield from self._unpack(part)
+            yield from self._unpack(bytes(view[start : start + _INPUT_BYTES]))
 
     def finish(self) -> None:
         if self._stream is not None or not self._complete_streams:
             raise TruncatedShardError(f"this {self.stream_name} is truncated", shard=self._shard, offset=self._offset)
 
-    def restart(self, offset: int) -> tuple[int, int]:
-        starts = self._starts
-        while len(starts) > 1 and starts[1][1] <= offset:
-            starts.popleft()
-        return starts[0]
-
-    def restore(self, packed: int, unpacked: int) -> None:
-        self._packed, self._offset = packed, unpacked
-        self._starts = deque([(packed, unpacked)])
-        self._complete_streams = int(packed > 0)
-
     def _unpack(self, rest: bytes) -> Iterator[bytes]:
         raise NotImplementedError
-
-    def _start_stream(self, stream: Any, rest: bytes) -> None:
-        """Unpack `rest`, the last bytes fed, by a new stream."""
-        self._stream = stream
-        packed = self._packed - len(rest)
-        if packed - self._starts[-1][0] >= _START_DISTANCE:
-            self._starts.append((packed, self._offset))
 
     def _end_stream(self) -> bytes:
         """Forget the complete stream; returns the bytes after it."""
@@ -123,7 +87,7 @@ class Gzip(_Decompressor):
                     rest = rest.lstrip(b"\0")  # padding after a stream, which gzip itself accepts
                     if not rest:
                         return
-                self._start_stream(zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), rest)
+                self._stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
             try:
                 piece = self._stream.decompress(rest, MAX_OUTPUT)
             except zlib.error as error:
@@ -157,7 +121,7 @@ class Zstd(_Decompressor):
     def _unpack(self, rest: bytes) -> Iterator[bytes]:
         while rest or (self._stream is not None and not self._stream.needs_input):
             if self._stream is None:
-                self._start_stream(self._zstd.ZstdDecompressor(), rest)
+                self._stream = self._zstd.ZstdDecompressor()
             try:
                 piece = self._stream.decompress(rest, MAX_OUTPUT)
             except self._zstd.ZstdError as error:

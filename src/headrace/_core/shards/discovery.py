@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import os
 import re
-from collections.abc import Awaitable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,33 +64,6 @@ class Shard:
         return await self.store.read_end(self.key, length, head=self.head)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pattern:
-    """A glob, a directory, or an object whose ending is not that of a shard."""
-
-    store: StoreClient
-    key: str
-
-    async def shards(self, suffixes: tuple[str, ...]) -> list[Shard]:
-        match = _GLOB.search(self.key)
-        prefix = self.key[: match.start()].rpartition("/")[0] if match else self.key.strip("/")
-        heads = await list_heads(self.store, prefix)
-        if match:
-            glob = glob_expression(self.key)
-            heads = [head for head in heads if glob.fullmatch(head.key)]
-            problem = f"nothing matches {self.key!r}"
-        else:
-            if not heads and prefix == self.key != "":
-                with contextlib.suppress(ObjectNotFoundError):
-                    return [Shard(self.store, self.key, await self.store.head(self.key))]
-            named = (head for head in heads if head.key.lower().endswith(suffixes))
-            heads = [head for head in named if not _is_hidden(head.key.removeprefix(prefix))]
-            problem = f"no such file, and no file in such a directory that ends in {' or '.join(suffixes)}"
-        if not heads:
-            raise EmptyListingError(problem, url=self.store.name(prefix))
-        return [Shard(self.store, head.key, head) for head in heads]
-
-
 def find_shards(
     shards: Shards | Sequence[Shard], *, suffixes: tuple[str, ...], store: StoreLike | None
 ) -> tuple[Shard, ...]:
@@ -108,40 +82,52 @@ def find_shards(
     """
     opened = None if store is None else as_store(store)
     clients: dict[str, StoreClient] = {}
-    names = [shards] if isinstance(shards, str | os.PathLike) else shards
-    named = [one for name in names for one in _named(name, clients, suffixes, opened)]
-    patterns = [one for one in named if isinstance(one, _Pattern)]
+    named: list[tuple[Shard, bool]] = []  # and whether it has to be listed
+    for name in [shards] if isinstance(shards, str | os.PathLike) else shards:
+        if isinstance(name, Shard):
+            named.append((name, False))
+            continue
+        for url in expand_braces(os.fspath(name)):
+            base, key = split_url(url) if opened is None else ("", opened.key_of(url))
+            if base not in clients:
+                clients[base] = (opened or Store(base))._client
+            is_pattern = _GLOB.search(key) is not None or not key.lower().endswith(suffixes)
+            named.append((Shard(clients[base], key), is_pattern))
+    patterns = [shard for shard, is_pattern in named if is_pattern]
     listed = iter(background_loop().run(_list_all(patterns, suffixes)) if patterns else ())
-    found = [shard for one in named for shard in (next(listed) if isinstance(one, _Pattern) else (one,))]
+    found = [shard for one, is_pattern in named for shard in (next(listed) if is_pattern else (one,))]
     if not found:
         raise ValueError("no shard was given")
-    seen: set[str] = set()
-    for shard in found:
-        if shard.name in seen:
-            raise ValueError(f"shard {shard.name} is given twice, which would repeat its samples")
-        seen.add(shard.name)
+    name, times = Counter(shard.name for shard in found).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"shard {name} is given twice, which would repeat its samples")
     return tuple(found)
 
 
-async def _list_all(patterns: list[_Pattern], suffixes: tuple[str, ...]) -> list[list[Shard]]:
-    return await asyncio.gather(*(pattern.shards(suffixes) for pattern in patterns))
+async def _list_all(patterns: list[Shard], suffixes: tuple[str, ...]) -> list[list[Shard]]:
+    return await asyncio.gather(*(_list(pattern, suffixes) for pattern in patterns))
 
 
-def _named(
-    name: str | os.PathLike[str] | Shard,
-    clients: dict[str, StoreClient],
-    suffixes: tuple[str, ...],
-    store: Store | None,
-) -> Iterator[Shard | _Pattern]:
-    if isinstance(name, Shard):
-        yield name
-        return
-    for url in expand_braces(os.fspath(name)):
-        base, key = split_url(url) if store is None else ("", store.key_of(url))
-        if base not in clients:
-            clients[base] = (store or Store(base))._client
-        is_pattern = _GLOB.search(key) or not key.lower().endswith(suffixes)
-        yield (_Pattern if is_pattern else Shard)(clients[base], key)
+async def _list(pattern: Shard, suffixes: tuple[str, ...]) -> list[Shard]:
+    """The shards of a glob or a directory; or the object itself, if its ending is not that of a shard."""
+    store, key = pattern.store, pattern.key
+    match = _GLOB.search(key)
+    prefix = key[: match.start()].rpartition("/")[0] if match else key.strip("/")
+    heads = await list_heads(store, prefix)
+    if match:
+        glob = glob_expression(key)
+        heads = [head for head in heads if glob.fullmatch(head.key)]
+        problem = f"nothing matches {key!r}"
+    else:
+        if not heads and prefix == key != "":
+            with contextlib.suppress(ObjectNotFoundError):
+                return [Shard(store, key, await store.head(key))]
+        named = (head for head in heads if head.key.lower().endswith(suffixes))
+        heads = [head for head in named if not _is_hidden(head.key.removeprefix(prefix))]
+        problem = f"no such file, and no file in such a directory that ends in {' or '.join(suffixes)}"
+    if not heads:
+        raise EmptyListingError(problem, url=store.name(prefix))
+    return [Shard(store, head.key, head) for head in heads]
 
 
 def expand_braces(pattern: str) -> list[str]:

@@ -6,26 +6,19 @@ import functools
 import random
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
-from typing import ClassVar, NamedTuple, TypeVar, cast
+from typing import ClassVar, TypeVar, cast
 
 from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
 from headrace._core.shards.division import Division, Readers, deal_parts, reader_of
 from headrace._core.shards.positions import Part, names_digest
 from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.operators import EqualLength, Split
-from headrace._core.streams.order import FollowsEpoch, Order, current_repetition
+from headrace._core.streams.order import FollowsEpoch, Order
 from headrace._core.streams.resumable import ResumableIterator, State, expect_int, expect_list, expect_state
 from headrace._core.streams.shuffle_buffer import ShuffleBuffer
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-class Occasion(NamedTuple):
-    """When a stream is read: its order depends on it."""
-
-    epoch: int
-    repetition: int
 
 
 class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
@@ -65,7 +58,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Start a pass."""
         rank = self._ranks.shard()
-        return PartIterator(self, rank, rank.in_worker(), Occasion(self._current_epoch(), current_repetition.get()))
+        return PartIterator(self, rank, rank.in_worker(), self._order_for(self._seed))
 
     def __len__(self) -> int:
         """The number of samples of this rank in this epoch.
@@ -73,7 +66,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         Raises:
             TypeError: it is unknown.
         """
-        rank, order = self._ranks.shard(), self._current_order()
+        rank, order = self._ranks.shard(), self._parts_in(self._order_for(self._seed))
         shard = rank if current_lane.get() is None else rank.in_worker()
         length = self._length(rank, shard, order)
         if length is not None:
@@ -97,15 +90,12 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """The number of parts that every rank has."""
         return self._part_count() // self._ranks.shard().count
 
-    def _current_order(self) -> list[int]:
-        return self._order(self._current_epoch(), current_repetition.get())
-
-    def _order(self, epoch: int, repetition: int) -> list[int]:
+    def _parts_in(self, order: Order) -> list[int]:
         """The numbers of all parts."""
-        order = list(range(self._part_count()))
+        parts = list(range(self._part_count()))
         if self._shuffle:
-            random.Random(Order(self._seed, epoch, repetition).key()).shuffle(order)
-        return order
+            random.Random(order.key()).shuffle(parts)
+        return parts
 
     def _options(self) -> dict[str, object]:
         """What must be the same where a state is loaded."""
@@ -187,11 +177,11 @@ class PartIterator(ResumableIterator[T_co]):
         stream: the stream.
         rank: the rank.
         shard: the reader: the rank, or a worker or lane of it.
-        occasion: the epoch.
+        order: that of the epoch.
     """
 
-    def __init__(self, stream: PartStream[T_co], rank: ShardOptions, shard: ShardOptions, occasion: Occasion) -> None:
-        self._stream, self._rank, self._shard, self._occasion = stream, rank, shard, occasion
+    def __init__(self, stream: PartStream[T_co], rank: ShardOptions, shard: ShardOptions, order: Order) -> None:
+        self._stream, self._rank, self._shard, self._order = stream, rank, shard, order
         self._readers = Readers(shard.count, rank.count)
         self._divisions: list[Division] = []
         self._fixed: State | None = None  # the part of the state that stays the same
@@ -205,7 +195,8 @@ class PartIterator(ResumableIterator[T_co]):
             self._fixed = {
                 "of": self._stream._options(),
                 "reader": [self._shard.index, *self._readers],
-                **self._occasion._asdict(),
+                "epoch": self._order.epoch,
+                "repetition": self._order.repetition,
                 "divisions": [division.to_state() for division in self._divisions],
             }
         return {**self._fixed, "stream": self._samples.state_dict()}
@@ -217,7 +208,7 @@ class PartIterator(ResumableIterator[T_co]):
         if different:
             listed = "; ".join(f"{one} was {saved.get(one)!r}, and is {present.get(one)!r}" for one in different)
             raise StateError(f"the state does not fit this {name}: {listed}")
-        self._occasion = Occasion(expect_int(state, "epoch"), expect_int(state, "repetition"))
+        self._order = Order(stream._seed, expect_int(state, "epoch"), expect_int(state, "repetition"))
         parts = stream._part_count()
         self._divisions = [Division.from_state(one, parts) for one in expect_list(state, "divisions")]
         self._fixed = None
@@ -242,7 +233,7 @@ class PartIterator(ResumableIterator[T_co]):
         """Start to read; nothing is read before the first `anext`. `whole` is the position of readers that read all."""
         stream, shard = self._stream, self._shard
         by_sample, remainder = stream._by_sample, stream._remainder
-        order = stream._order(*self._occasion)
+        order = stream._parts_in(self._order)
         parts: Sequence[Part] = order if by_sample else order[shard.index :: shard.count]
         if self._divisions:
             dealt_order, counts = ([], None) if by_sample else (order, stream._sample_counts())
@@ -265,4 +256,4 @@ class PartIterator(ResumableIterator[T_co]):
         samples = start_share() if length is None else EqualLength(start_share, length, remainder)
         if not stream._buffer_size:
             return samples
-        return ShuffleBuffer(samples, stream._buffer_size, Order(stream._seed, *self._occasion, 1 + shard.index))
+        return ShuffleBuffer(samples, stream._buffer_size, self._order._replace(number=1 + shard.index))

@@ -20,9 +20,6 @@ class PartPosition:
         part: its number in the user's list.
         given: number of its samples that were given out.
         drop: how many of them come again after the place where the decoder starts.
-        start: the byte of the object from which it is read; of a compressed shard that at which a compressed stream
-            starts.
-        skip: number of unpacked bytes to skip from there.
         decoder: the decoder's position, ``{"offset": …}`` in unpacked bytes; None at the start of the part.
         size: bytes of the object, if known.
         etag: its version, if known.
@@ -32,8 +29,6 @@ class PartPosition:
     part: int
     given: int = 0
     drop: int = 0
-    start: int = 0
-    skip: int = 0
     decoder: State | None = None
     size: int | None = None
     etag: str | None = None
@@ -52,7 +47,7 @@ class PartPosition:
         """
         state: State = {"part": self.part, "given": self.given + taken, "drop": self.drop + taken}
         if self.decoder is not None:
-            state["start"], state["skip"], state["decoder"] = self.start, self.skip, self.decoder
+            state["decoder"] = self.decoder
         size, etag = (self.size, self.etag) if head is None else (head.size, head.etag)
         if size is not None:
             state["size"], state["etag"] = size, etag
@@ -69,7 +64,7 @@ class PartPosition:
         """
         state = expect_state({"position": state}, "position")
         values = {name: expect_int(state, name) for name in ("part", "given", "drop")}
-        for name in ("start", "skip", "size", "stop"):
+        for name in ("size", "stop"):
             if name in state:
                 values[name] = expect_int(state, name)
         decoder = expect_state(state, "decoder") if "decoder" in state else None
@@ -77,10 +72,7 @@ class PartPosition:
         if (etag is not None and not isinstance(etag, str)) or (parts is not None and values["part"] >= parts):
             raise StateError(f"the state is damaged: {state} is a position in none of {parts} parts")
         position = cls(**values, decoder=decoder, etag=etag)
-        in_object = decoder is None or (
-            expect_int(decoder, "offset") >= position.skip and position.start <= values.get("size", -1)
-        )
-        if not in_object or position.drop > position.given or position.given > values.get("stop", position.given):
+        if position.drop > position.given or position.given > values.get("stop", position.given):
             raise StateError(f"the state is damaged: {state} is no position")
         return position
 

@@ -172,10 +172,12 @@ class ShardReader(BlockReader):
         self._shard = shard
         self._codec = codec_for(shard.key)(shard.name)
         self._decoder = decoder
+        offset = 0
         if position.decoder is not None:
             decoder.restore(position.decoder)
-            self._codec.restore(position.start, expect_int(position.decoder, "offset") - position.skip)
-        self._skip, self._drop, self._stop = position.skip, position.drop, position.stop
+            offset = expect_int(position.decoder, "offset")
+        start = 0 if self._codec.compressed else offset
+        self._skip, self._drop, self._stop = offset - start, position.drop, position.stop
         self._current = position  # the start of the current block
         self._following = position  # the start of the block after it
         self._decoded = position  # the position after the last block that was produced
@@ -185,7 +187,7 @@ class ShardReader(BlockReader):
         self.error: Exception | None = None
         self.ended = False
         self.has_successor = False
-        self.chunks = ChunkReader(shard, ahead, standby=standby, start=position.start)
+        self.chunks = ChunkReader(shard, ahead, standby=standby, start=start)
         super().__init__()
 
     async def fill(self) -> None:
@@ -199,8 +201,7 @@ class ShardReader(BlockReader):
     def differs_from(self, count: int) -> bool:
         """Whether the samples up to the end of the current block show that the shard has not `count` of them."""
         decoded = self._current.given + self._count
-        read_whole = self.ended and self.error is None and self._stop is None
-        return decoded > count or (read_whole and decoded < count)
+        return decoded > count or (decoded < count and self.ended and self.error is None and self._stop is None)
 
     def state_dict(self) -> State:
         """The position after the samples that were taken from `samples`."""
@@ -215,9 +216,10 @@ class ShardReader(BlockReader):
 
     async def _next_block(self) -> Block:
         samples: deque[Any] = deque()
+        error: Exception | None = None
         end = False
-        try:
-            while not (samples or end):
+        while not (samples or end):
+            try:
                 piece = await self._next_piece()
                 if piece is None:
                     end = True
@@ -225,52 +227,37 @@ class ShardReader(BlockReader):
                 # One by one, to keep those before an error.
                 for sample in self._decoder.finish() if piece is None else self._decoder.feed(piece):
                     samples.append(sample)
-                if self._drop:
-                    self._drop_from(samples)
-                if self._reaches_stop(samples):
-                    await self.chunks.aclose()
-                    return Block(samples, end=True)
-            if self._drop:
-                given = self._decoded.given
-                raise StateError(
-                    f"{self._shard.name} has changed since the state was saved: it ends after {given - self._drop} "
-                    f"samples, and {given} of them had been given out"
-                )
-        except Exception as error:
-            self._drop_from(samples)
-            await self.chunks.aclose()
-            stopped = self._reaches_stop(samples)
-            return Block(samples, None if stopped else as_exception(error), end=True)
-        self._decoded = self._position_after(len(samples))
-        return Block(samples, end=end)
-
-    def _drop_from(self, samples: deque[Any]) -> None:
-        while self._drop and samples:
-            samples.popleft()
-            self._drop -= 1
-
-    def _reaches_stop(self, samples: deque[Any]) -> bool:
-        """Whether the next samples end the part of the shard that is to be read; removes those after it."""
-        if self._stop is None or self._drop or self._decoded.given + len(samples) < self._stop:
-            return False
-        while self._decoded.given + len(samples) > self._stop:
-            samples.pop()
-        return True
+            except Exception as caught:
+                error, end = as_exception(caught), True
+            while self._drop and samples:
+                samples.popleft()
+                self._drop -= 1
+            if self._stop is not None and not self._drop and self._decoded.given + len(samples) >= self._stop:
+                while self._decoded.given + len(samples) > self._stop:
+                    samples.pop()
+                error, end = None, True
+        if not end:
+            self._decoded = self._position_after(len(samples))
+            return Block(samples)
+        await self.chunks.aclose()
+        if self._drop and error is None:
+            given = self._decoded.given
+            error = StateError(
+                f"{self._shard.name} has changed since the state was saved: it ends after {given - self._drop} "
+                f"samples, and {given} of them had been given out"
+            )
+        return Block(samples, error, end=True)
 
     def _position_after(self, count: int) -> PartPosition:
         last, decoder = self._decoded, self._decoder.position()
         if decoder is None:
             return last.after(count)
-        offset = expect_int(decoder, "offset")
-        start, unpacked = self._codec.restart(offset)
-        return PartPosition(
-            last.part, last.given + count, start=start, skip=offset - unpacked, decoder=decoder, stop=last.stop
-        )
+        return PartPosition(last.part, last.given + count, decoder=decoder, stop=last.stop)
 
     async def _next_piece(self) -> Buffer | None:
         while True:
             # zlib and zstd release the interpreter lock while they unpack.
-            piece = await asyncio.to_thread(self._unpack) if self._codec.heavy else self._unpack()
+            piece = await asyncio.to_thread(self._unpack) if self._codec.compressed else self._unpack()
             if piece is not None:
                 if not self._skip:
                     return piece

@@ -173,11 +173,7 @@ def times_since(began: Moment) -> StageTimes:
 
 
 class SeededAssembler:
-    """Assembles each batch with all random generators seeded from the batch's own seed.
-
-    Args:
-        assembler: the CPU work.
-    """
+    """Assembles each batch with all random generators seeded from the batch's own seed."""
 
     def __init__(self, assembler: Assembler) -> None:
         self._assembler = assembler

@@ -97,11 +97,6 @@ class ThreadExecutor(Executor):
     """Threads beside the loop: one without workers, or several for decoders that release the GIL.
 
     They share the process's random generators; the functions they call seed them where that is right.
-
-    Args:
-        threads: batches that are assembled at once.
-        rank: the result of `get_rank_info` in the threads.
-        seeds: whether to seed the process's random generators.
     """
 
     def __init__(self, threads: int, rank: RankInfo, *, seeds: bool) -> None:
@@ -185,11 +180,7 @@ class ThreadExecutor(Executor):
 
 
 class ProcessExecutor(Executor):
-    """The pool's worker processes.
-
-    Args:
-        pool: launched, not yet opened; owned from here on.
-    """
+    """The pool's worker processes."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool

@@ -29,7 +29,11 @@ MISSING = object()
 
 
 class FetchStage(ABC):
-    """Turns plans into raw batches. `deliver` and `spawn` are given to the constructor."""
+    """Turns plans into raw batches.
+
+    Constructors take `deliver`, which is called with each complete batch, `spawn`, which starts a coroutine as a task,
+    and `requests`, the session's counters.
+    """
 
     _stopping = False
 
@@ -96,12 +100,7 @@ class SampleFetch(FetchStage):
     """Fetches samples with `aget`, `concurrency` at a time.
 
     Args:
-        aget: the dataset's method; with `hedge` it is called again for slow samples.
         concurrency: calls in flight, or an `AdaptiveLimit` that finds the number.
-        deliver: called with each complete batch.
-        spawn: starts a coroutine as a task.
-        requests: the session's counters.
-        hedge: whether slow calls are repeated.
     """
 
     def __init__(
@@ -176,12 +175,8 @@ class BatchFetch(FetchStage):
     """Fetches with `agets`, a batch in a call.
 
     Args:
-        agets: the dataset's method.
         concurrency: samples in flight, which the calls in flight cover; or an `AdaptiveLimit` that finds the number of
             calls.
-        deliver: called with each complete batch.
-        spawn: starts a coroutine as a task.
-        requests: the session's counters.
     """
 
     def __init__(

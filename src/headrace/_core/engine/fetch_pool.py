@@ -83,8 +83,6 @@ class FetcherPool:
 
     Args:
         concurrency: the number of fetchers, or an `AdaptiveLimit` that finds it.
-        policy: fetches, and takes the results.
-        spawn: starts a coroutine as a task.
         requests: the session's counters, whose throttle events lower an `AdaptiveLimit`.
 
     Attributes:

@@ -51,12 +51,7 @@ class _Race:
 
 
 class HedgedRequests:
-    """The requests of one epoch, with slow ones repeated. Each attempt is a task.
-
-    Args:
-        spawn: starts a coroutine as a task.
-        requests: the session's counters.
-    """
+    """The requests of one epoch, with slow ones repeated. Each attempt is a task."""
 
     def __init__(self, spawn: Spawn, requests: RequestStats) -> None:
         self._spawn = spawn

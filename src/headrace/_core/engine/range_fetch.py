@@ -158,13 +158,7 @@ class RangeFetch(FetchStage):
     is made first. The first batch is planned alone: joined with the others it would be complete when they are.
 
     Args:
-        dataset: the dataset.
         concurrency: requests in flight, or an `AdaptiveLimit` that finds the number.
-        deliver: called with each complete batch.
-        spawn: starts a coroutine as a task.
-        requests: the session's counters.
-        hedge: whether slow requests are repeated.
-        cached: whether the dataset has a cache.
     """
 
     def __init__(

@@ -8,11 +8,7 @@ from headrace._core.batches import HostBatch
 
 
 class Reorder:
-    """A buffer of batches that wait for earlier ones; bounded by the number of outstanding plans.
-
-    Args:
-        first: the number of the first batch.
-    """
+    """A buffer of batches that wait for earlier ones; bounded by the number of outstanding plans."""
 
     def __init__(self, first: int = 0) -> None:
         self._next = first

@@ -27,12 +27,6 @@ class StreamFetch(FetchStage):
     """Reads an async iterable by one coroutine.
 
     Args:
-        dataset: the async iterable.
-        drop_last: whether an incomplete last batch is dropped.
-        tolerance: how failed samples are treated.
-        deliver: called with each complete batch.
-        spawn: starts a coroutine as a task.
-        start: where it begins.
         lane: the part of the stream that is read; None for this rank's whole part.
 
     Raises:
@@ -208,10 +202,7 @@ class DispatchToWorkers(FetchStage):
     a slow worker delays only its own plans.
 
     Args:
-        workers: the number of workers.
         streams: whether each reads a stream, which can end.
-        deliver: called with each plan, as a raw batch without samples.
-        in_order: whether batches are delivered in plan order.
         start: the worker that is next, and those whose streams have ended.
     """
 

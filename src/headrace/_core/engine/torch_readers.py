@@ -68,10 +68,6 @@ class MapReader:
     """Reads a map-style dataset, by `__getitems__` where it has one and batches are automatic.
 
     Args:
-        dataset: the dataset.
-        batched: whether a plan is a batch.
-        tolerance: how failed samples are treated.
-        catch: what is caught from user code.
         state: a stateful dataset's, from another reader after one of its batches.
 
     Raises:
@@ -138,9 +134,6 @@ class StreamReader:
 
     Args:
         dataset: the dataset; `iter()` is called on it here.
-        drop_last: whether an incomplete last batch is dropped.
-        tolerance: how failed samples are treated.
-        catch: what is caught from user code.
         state: that of an earlier reader, after one of its batches; None for the beginning.
 
     Raises:
@@ -212,12 +205,7 @@ class StreamReader:
 
 
 class CannotStart:
-    """Stands in for a reader that could not be made, and reports the error once.
-
-    Args:
-        error: the error.
-        restoring: whether it was made from a state.
-    """
+    """Stands in for a reader that could not be made, and reports the error once."""
 
     def __init__(self, error: BaseException, *, restoring: bool) -> None:
         self._error: BaseException | None = error
@@ -236,10 +224,7 @@ class BatchReader:
     """Reads and assembles the batches of one epoch.
 
     Args:
-        dataset: a map-style or iterable-style dataset of torch's.
         iterable: which of the two; a stream is started here.
-        assembler: the CPU work.
-        drop_last: whether a stream's last batch is left out when it is not full.
         state: that of an earlier reader, after one of its batches; None for the beginning.
         seeds: whether random generators are seeded for each batch, before it is read.
 

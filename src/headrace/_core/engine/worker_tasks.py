@@ -89,12 +89,7 @@ class ReadTask:
     """Reads a torch dataset inside the worker, as torch's own loader does, then transforms and collates.
 
     Args:
-        dataset: the dataset; each worker has a copy.
-        iterable: whether it is a stream.
-        assembler: what makes a batch of its samples.
-        drop_last: whether a stream's last batch is left out when it is not full.
         base_seed: worker `w` is seeded with ``base_seed + w``, by torch's rules.
-        rank: the rank of the consumer's process.
         worker_init_fn: called with the worker's number after seeding.
     """
 

@@ -202,9 +202,6 @@ class Pool:
 
     Args:
         task: the first task of the workers; pickled here if the launcher sends tasks.
-        workers: how many, from 1.
-        launcher: starts them.
-        first: the number of the first worker.
         of: workers of all pools of a loader; None where this is the only one.
         stateful: the task has state that cannot be rebuilt (a stream's position): a dead worker is not replaced, and
             its requests are not tried again.

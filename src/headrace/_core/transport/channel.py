@@ -340,7 +340,6 @@ class EngineChannel(asyncio.BufferedProtocol):
     """The engine's end; owns the connection once connected.
 
     Args:
-        connection: the two sockets.
         on_object: called on the loop with each object that arrives, or with the error of unpickling it.
         on_lost: called once, when the other end closes or after `close`.
     """

@@ -294,7 +294,7 @@ class _Loader:
             self.received.append(self._clock.now)
         self._next += 1
         self.delivered += 1
-        if self._plans.on_batch(number, end=False, times=batch.times, ready=len(self._ready)):
+        if self._plans.on_batch(number, False, batch.times, len(self._ready)):
             self._plans.fill()
         self._clock.at(self._clock.now + self._host.step, self._consume)
 

@@ -38,7 +38,7 @@ class Engine:
 
     def take(self, times=NO_TIMES):
         number, self.taken = self.taken, self.taken + 1
-        if self.ahead.on_batch(number, end=False, times=times, ready=self.ready()):
+        if self.ahead.on_batch(number, False, times, self.ready()):
             self.ahead.fill()
 
     def run_without_waiting(self, batches):

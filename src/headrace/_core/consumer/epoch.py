@@ -194,7 +194,7 @@ class Epoch:
 
     def _take_next(self) -> Any:
         """The next batch or error of a step; None at the end of this rank's epoch, or `WAIT`."""
-        ahead, session, failures = self._ahead, self._session, self._failures
+        planner, ahead, session, failures = self._planner, self._ahead, self._session, self._failures
         while True:
             if not ahead.under_way:
                 self._fill()
@@ -208,9 +208,9 @@ class Epoch:
                 if host is None:
                     raise self._cut_short()
             called, taken, self._called = self._called, time.perf_counter(), 0.0
-            end, delivers = self._planner.on_batch(host), True
-            if host.times.worker_deaths:
-                self._counters.worker_deaths += host.times.worker_deaths
+            delivers, times = True, host.times
+            if times.worker_deaths:
+                self._counters.worker_deaths += times.worker_deaths
             if failures.skips or host.failures or host.empty:
                 try:
                     with provided_rank(self._rank):
@@ -224,13 +224,14 @@ class Epoch:
                 self._next = host
             else:
                 self._progress.on_batch(host, failures.counts, given=False)
-            # Before the consumer computes, so that fetching goes on meanwhile.
-            if ahead.on_batch(host.plan.number, end=end, times=host.times, ready=ready):
-                self._fill()
-            if host.times.load.held_plans:
+            planner.taken += 1
+            end = host.end if planner.turns is None else planner.turns.on_batch(host)
+            if ahead.on_batch(host.plan.number, end, times, ready):
+                self._fill()  # before the consumer computes, so that fetching goes on meanwhile
+                self._times = called, taken, time.perf_counter(), ready
+            if times.load.held_plans:
                 self._report_consumed()
             if delivers:
-                self._times = called, taken, time.perf_counter(), ready
                 return host
 
     def _fill(self) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.batches import BatchPlan
 from headrace._core.consumer.lanes import LaneTurns
 from headrace._core.seeding import batch_seed, random_key
 
@@ -60,6 +60,10 @@ class Planner(Iterator[BatchPlan]):
         turns: the turns of the lanes, of a stream that is read by lanes.
         on_plan: called with each plan, and the number of samples drawn so far (those before `start` included).
         on_exhausted: called when the sampler has nothing more.
+
+    Attributes:
+        turns: the same as given.
+        taken: number of the last batch that was taken; out of order, one less than their number. Set by the consumer.
     """
 
     def __init__(
@@ -83,15 +87,15 @@ class Planner(Iterator[BatchPlan]):
         self._first, self._stride, self._block = start.first, start.stride, start.block
         self._stream = stream
         self._number = start.batches
-        self._taken = start.batches - 1
+        self.taken = start.batches - 1
         self._repeats, self._over = start.repeats, start.over
         self._samples = start.samples
-        self._turns = turns
+        self.turns = turns
         self._on_plan, self._on_exhausted = on_plan, on_exhausted
 
     def __next__(self) -> BatchPlan:
         try:
-            if self._over or (self._turns is not None and not self._turns.left):
+            if self._over or (self.turns is not None and not self.turns.left):
                 raise StopIteration
             drawn = next(self._draws)
         except StopIteration:
@@ -114,11 +118,6 @@ class Planner(Iterator[BatchPlan]):
         self._repeats += 1
         return self._plan(indices, self._positions(first, len(indices)), repeat=True)
 
-    def on_batch(self, host: HostBatch) -> bool:
-        """Note a batch that arrived; whether the stream has nothing after those that were planned."""
-        self._taken += 1
-        return host.end if self._turns is None else self._turns.on_batch(host)
-
     def _position(self, number: int) -> int:
         """The position of this rank's sample of this number."""
         block, inside = divmod(number, self._block)
@@ -137,15 +136,15 @@ class Planner(Iterator[BatchPlan]):
         self._number += 1
         seeded_by = positions[0] if positions else self._position(self._samples)
         lane: int | None = None
-        if self._turns is not None:
+        if self.turns is not None:
             if repeat:
-                lane = self._turns.repeating
+                lane = self.turns.repeating
             else:
-                lane, before = self._turns.take(len(indices))
-                seeded_by = self._position(before * self._turns.lanes + lane)
+                lane, before = self.turns.take(len(indices))
+                seeded_by = self._position(before * self.turns.lanes + lane)
             first = (_SAMPLES_AT_MOST if repeat else 0) + lane
             # Sample n of lane k of K is number n * K + k of this rank, whenever the other lanes end.
-            step = self._stride * self._turns.lanes
+            step = self._stride * self.turns.lanes
             start = self._position(first)
             positions = range(start, start + _SAMPLES_AT_MOST * step, step)
         elif self._stream:  # which of its samples are in the batch is known when it is read
@@ -160,7 +159,7 @@ class Planner(Iterator[BatchPlan]):
             random_key=self._random_key,
             planned=time.perf_counter(),
             lane=lane,
-            taken=self._taken,
+            taken=self.taken,
         )
         self._on_plan(plan, self._samples)
         return plan

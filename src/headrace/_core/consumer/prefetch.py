@@ -96,7 +96,7 @@ class Prefetcher:
         """The oldest plan under way."""
         return next(iter(self.under_way.values()))
 
-    def on_batch(self, number: int, *, end: bool, times: StageTimes, ready: int) -> bool:
+    def on_batch(self, number: int, end: bool, times: StageTimes, ready: int) -> bool:
         """Count a batch that arrived; whether the look-ahead is to be filled now, by `fill`, or later.
 
         Args:
@@ -129,7 +129,7 @@ class Prefetcher:
         self._calm += 1
         if self._calm == CALM:
             self._calm, self._prompt_again = 0, max(PROMPT, self._prompt_again // 2)
-        return ready < max(2, ahead.batches // 3)
+        return ready < 2 or ready < ahead.batches // 3
 
     def on_stall(self, now: float) -> None:
         """Send the next plans one by one: the consumer has to wait, since `now` by the clock of `StageTimes`."""

@@ -36,14 +36,17 @@ class _Drawn(NamedTuple):
     positions: tuple[int, ...]
 
 
+# A plan, the number of samples drawn before it and with it, and the state of the user's sampler after it. Plain tuples,
+# as one is made for each batch; the plan is None before the first.
+_DrawnFields: TypeAlias = tuple[BatchPlan | None, int, int, object]
+
+
 class _Point(NamedTuple):
     """The position after a batch.
 
     Attributes:
         batches: number of the epoch's batches that were given out without a gap.
-        samples: number of samples drawn for them.
-        indices: of the last of them; none where they are not the last that were drawn.
-        sampler: the state of the user's sampler after them.
+        drawn: the plan of the last of them, with what was drawn for them.
         stream: the state of the loader's stream after them.
         workers: the state of each worker's stream.
         last_worker: the worker of the last batch.
@@ -52,9 +55,7 @@ class _Point(NamedTuple):
     """
 
     batches: int
-    samples: int
-    indices: Sequence[object] | None
-    sampler: object
+    drawn: _DrawnFields
     stream: StreamState | None
     workers: Mapping[int, StreamState]
     last_worker: int
@@ -71,13 +72,9 @@ class _Point(NamedTuple):
         return states
 
 
-# Plain tuples in the order of the fields above, since both are made for each batch.
-_DrawnFields: TypeAlias = tuple[BatchPlan, int, int, object]
 _PointFields: TypeAlias = tuple[
     int,
-    int,
-    Sequence[object] | None,
-    object,
+    _DrawnFields,
     StreamState | None,
     Mapping[int, StreamState],
     int,
@@ -133,9 +130,7 @@ class EpochProgress:
         begun_streams = dict(streams)
         self._last: _PointFields = _Point(
             batches=begun.batches,
-            samples=order.first_sample,
-            indices=None,
-            sampler=begun.sampler,
+            drawn=(None, order.first_sample, order.first_sample, begun.sampler),
             stream=begun_streams.pop(None, None),
             workers={worker: state for worker, state in begun_streams.items() if worker is not None},
             last_worker=begun.next_worker - 1,
@@ -185,30 +180,43 @@ class EpochProgress:
             given: whether `next()` returns it or raises its error; otherwise it is skipped.
         """
         self._before_first = None
-        batches, samples, indices, sampler, stream, workers, last_worker, _, _ = self._last
+        number, state = host.plan.number, host.stream_state
+        drawn = self._drawn.pop(number)
+        batches, _, stream, workers, last_worker, _, _ = self._last
+        if number == batches and host.worker is None and not self._beyond and not host.plan.repeat:
+            self._last = number + 1, drawn, stream if state is None else state, workers, last_worker, (), skipped
+        else:
+            self._last = self._after(host, drawn, skipped)
+        if given:
+            self._points.append(self._last)
+
+    def _after(self, host: HostBatch, drawn: _DrawnFields, skipped: tuple[int, ...]) -> _PointFields:
+        """The position after a batch of any kind."""
+        batches, last_drawn, stream, workers, last_worker, _, _ = self._last
         number, state = host.plan.number, host.stream_state
         if host.worker is not None:
             last_worker = host.worker
             if state is not None:
                 workers, state = {**workers, host.worker: state}, None
-        plan, first, after, drawn_sampler = self._drawn.pop(number)
+        plan, first, after, sampler = drawn
+        assert plan is not None
         if number != batches:
             read: Any = host.plan.indices
             positions = (read[0], read[-1]) if state is not None and read else ()
-            self._beyond[number] = _Drawn(plan, first, after, drawn_sampler, state, positions)
+            self._beyond[number] = _Drawn(plan, first, after, sampler, state, positions)
         else:
             while True:
-                batches, samples, sampler = batches + 1, after, drawn_sampler
-                stream = stream if state is None else state
-                if not plan.repeat:  # of a batch around others that were given out before they have gaps
-                    indices = plan.indices if after - first == len(plan.indices) else ()
+                batches, stream = batches + 1, stream if state is None else state
+                if plan.repeat:  # of a batch around others that were given out before they have gaps
+                    last_plan, before, with_it, _ = last_drawn
+                    last_drawn = last_plan, after - (with_it - before), after, sampler
+                else:
+                    last_drawn = plan, first, after, sampler
                 if batches not in self._beyond:
                     break
-                plan, first, after, drawn_sampler, state, _ = self._beyond.pop(batches)
+                plan, first, after, sampler, state, _ = self._beyond.pop(batches)
         delivered = tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
-        self._last = batches, samples, indices, sampler, stream, workers, last_worker, delivered, skipped
-        if given:
-            self._points.append(self._last)
+        return batches, last_drawn, stream, workers, last_worker, delivered, skipped
 
     @property
     def kept_streams(self) -> dict[int | None, Mapping[str, object]]:
@@ -236,30 +244,32 @@ class EpochProgress:
             raise ValueError(f"lag={lag} must be {int(self.over)} to {most}: other states are not kept")
         point, order = _Point(*self._points[-1 - back]), self._order
         size = self._begun.fingerprint.length
-        cursor = self._origin + point.samples * self._ranks
-        checked = (
-            None if point.indices is None or not order.checks_indices else (*checksum(point.indices), self._rank.rank)
-        )
+        plan, first, samples, sampler = point.drawn
+        cursor = self._origin + samples * self._ranks
+        checked = None
+        if plan is not None and order.checks_indices:
+            indices = plan.indices if samples - first == len(plan.indices) else ()
+            checked = (*checksum(indices), self._rank.rank)
         earlier = self._delivered_before(point)
         of_rank = (
             self._of_rank or bool(point.delivered or earlier) or (order.is_of_one_rank and self._rank.world_size > 1)
         )
         streams = point.streams()
-        if not streams and self._before_first is not None and (first := self._before_first()) is not None:
-            streams[None] = first
+        if not streams and self._before_first is not None and (before := self._before_first()) is not None:
+            streams[None] = before
         over = self._begun.over or (self._most is not None and point.batches >= self._most)
         if size is not None and self._ranks > 1:
             cursor = size if over else min(cursor, size)  # ranks may have unequal last batches
         return self._begun._replace(
             cursor=cursor,
-            samples=point.samples,
+            samples=samples,
             batches=self._number_in_epoch(point.batches),
             over=over,
             rank=self._rank.rank if of_rank else None,
             ranks=self._rank.world_size,
             order_seed=order.order_seed,
             generator=encoded(order.generator),
-            sampler=self._sampler_at_end if over and not self._begun.over else point.sampler,
+            sampler=self._sampler_at_end if over and not self._begun.over else sampler,
             last_indices=self._begun.last_indices if checked is None else checked,
             streams=streams,
             # What they were restored from; a lane that has given no batch begins there.
@@ -280,7 +290,7 @@ class EpochProgress:
         return [
             (number, first - shift, count, *positions)
             for number, first, count, *positions in self._begun.delivered
-            if (positions[1] >= position if positions else first - shift + count > point.samples)
+            if (positions[1] >= position if positions else first - shift + count > point.drawn[2])
         ]
 
     def _delivered_since(self, point: _Point) -> list[tuple[int, ...]]:

@@ -45,6 +45,8 @@ class Around(hr.AsyncIterableDataset):
 
 
 class OwnSplit(hr.AsyncIterableDataset):
+    splits_by_rank = True
+
     async def __aiter__(self):
         info = hr.get_rank_info()
         for number in range(info.rank, SAMPLES, info.world_size):

@@ -28,6 +28,8 @@ class Numbers(hr.AsyncDataset):
 
 
 class AsksItself(hr.AsyncIterableDataset):
+    splits_by_rank = True
+
     async def __aiter__(self):
         info = hr.get_rank_info()
         for number in range(info.rank, LENGTH, info.world_size):
@@ -148,6 +150,8 @@ def gathered():
 
 class Uneven(hr.AsyncIterableDataset):
     """Streams of which the first rank of two has the shorter."""
+
+    splits_by_rank = True
 
     async def __aiter__(self):
         for number in range(20 if hr.get_rank_info().rank else 7):

@@ -40,6 +40,8 @@ class Unsplit(hr.AsyncIterableDataset):
 class AsksItself(hr.AsyncIterableDataset):
     """A stream that determines its rank when reading begins."""
 
+    splits_by_rank = True
+
     async def __aiter__(self):
         info = hr.get_rank_info()
         for number in range(info.rank, 40, info.world_size):

@@ -16,6 +16,8 @@ N = 48
 class Own(hr.AsyncIterableDataset):
     """Each rank reads every n-th number."""
 
+    splits_by_rank = True
+
     async def __aiter__(self):
         info = get_rank_info()
         for number in range(info.rank, N, info.world_size):

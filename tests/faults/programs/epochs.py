@@ -60,6 +60,8 @@ async def numbers():
 class Counting(hr.AsyncIterableDataset):
     """A user's stream: each rank reads every n-th number."""
 
+    splits_by_rank = True
+
     async def __aiter__(self):
         rank = hr.get_rank_info()
         for number in range(rank.rank, N, rank.world_size):
@@ -69,6 +71,7 @@ class Counting(hr.AsyncIterableDataset):
 class Remembering(hr.AsyncIterableDataset):
     """A user's stream that continues after its state."""
 
+    splits_by_rank = True
     position = 0
 
     async def __aiter__(self):

@@ -120,16 +120,6 @@ def _first(samples):
     return samples[0]
 
 
-def test_loaders_of_one_process_do_not_confuse_their_ranks(monkeypatch):
-    with hr.DataLoader(Said(), collate_fn=_first) as one, hr.DataLoader(Said(), collate_fn=_first) as other:
-        set_all(monkeypatch, "RANK=0 WORLD_SIZE=2")
-        ours = iter(one)
-        set_all(monkeypatch, "RANK=1 WORLD_SIZE=2")
-        theirs = iter(other)
-        assert (next(ours)[0], next(theirs)[0]) == (0, 1)
-        assert hr.get_rank_info().rank == 1
-
-
 class Drawing(torch.utils.data.Dataset):
     """A torch dataset that says the rank it finds where it is read."""
 

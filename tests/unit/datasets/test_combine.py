@@ -4,7 +4,6 @@ import asyncio
 import itertools
 from collections import Counter
 
-import cloudpickle
 import pytest
 
 import headrace as hr
@@ -52,16 +51,6 @@ class TestConcatOfMaps(DatasetContract):
         return hr.concat([SlowDataset(3, 0.0), SlowDataset(5, 0.0, make=str)])
 
 
-class TestTakeOfAMap(DatasetContract):
-    def make_dataset(self):
-        return SlowDataset(30, 0.0).take(9)
-
-
-class TestConcatOfStreams(StreamContract):
-    def make_dataset(self):
-        return hr.concat([stream(1, 2), stream(), stream(3)])
-
-
 class TestShuffle(StreamContract):
     def make_dataset(self):
         return stream(*range(30)).shuffle(7, seed=3)
@@ -72,19 +61,9 @@ class TestMix(StreamContract):
         return hr.mix([stream(*"abcd"), stream(*range(9))], [1, 2], stop="all")
 
 
-class TestSplit(StreamContract):
-    def make_dataset(self):
-        return stream(*range(9)).split(rank=1, world_size=2)
-
-
 class TestBatches(StreamContract):
     def make_dataset(self):
         return hr.batch_by_tokens(stream("a", "bbb", "cc", "dd"), 4, boundaries=[2])
-
-
-class TestTakeOfAStream(StreamContract):
-    def make_dataset(self):
-        return stream(*range(9)).take(4)
 
 
 def test_concat_yields_parts_in_order_and_keeps_keys():
@@ -178,10 +157,6 @@ def test_mix_ends_with_the_first_stream_or_with_all():
     assert every[0] > 1
 
 
-def test_mix_that_ends_with_the_first_stream_ends_with_an_empty_one():
-    assert len(list(hr.mix([stream(), stream(*range(5))], [1, 1], stop="first"))) < 5
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_stream_without_a_sample_is_left_out_of_a_mix_that_ends_with_all(seed):
     rejected = stream(*range(9)).filter(lambda number: False)
@@ -213,11 +188,6 @@ class OnlyOnce(hr.AsyncIterableDataset):
 def test_stream_whose_second_pass_is_empty_is_left_out_of_a_mix():
     mixed = list(hr.mix([OnlyOnce(1), stream(*range(100, 140))], [1, 1], stop="all"))
     assert sorted(mixed) == [0, *range(100, 140)]
-
-
-def test_stream_is_repeated_as_often_as_asked_for_after_an_empty_repetition():
-    assert list(OnlyOnce(2, 0, 1).repeat(3)) == [0, 1, 0]
-    assert list(OnlyOnce(2, 0, 1).repeat()) == [0, 1]
 
 
 # Ranks
@@ -273,10 +243,6 @@ def test_bucket_has_samples_of_similar_length():
     assert Counter(itertools.chain.from_iterable(batches)) == Counter(words)
     for batch in batches:
         assert len({(len(word) > 4) + (len(word) > 8) for word in batch}) == 1
-
-
-def test_incomplete_batches_of_buckets_can_be_dropped():
-    assert list(hr.batch_by_tokens(stream("aa", "bb", "cc"), 4, drop_last=True)) == [["aa", "bb"]]
 
 
 def test_sample_over_budget_is_an_error_and_the_next_batch_follows():
@@ -349,11 +315,6 @@ def test_closing_an_operation_closes_its_source(combine):
 
     asyncio.run(read_one())
     assert opened == closed > 0
-
-
-def test_combined_datasets_can_be_pickled():
-    dataset = hr.mix([stream(*range(9)).shuffle(3), hr.concat([stream(1), stream(2)])], [1, 1]).take(5)
-    assert list(cloudpickle.loads(cloudpickle.dumps(dataset))) == list(dataset)
 
 
 class Pairs(hr.AsyncIterableDataset):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import json
 import threading
 
@@ -130,24 +129,6 @@ def test_engine_enters_once_for_all_epochs_and_exits_at_close(diary, kind, optio
 
 
 @PLACEMENTS
-def test_break_and_close_exit_the_dataset(diary, options):
-    loader = hr.DataLoader(Rows(diary), batch_size=1, **options)
-    for _ in loader:
-        break
-    loader.close()
-    assert diary.read() == ONCE
-
-
-@PLACEMENTS
-def test_collected_loader_exits_the_dataset(diary, options):
-    loader = hr.DataLoader(Rows(diary), batch_size=4, **options)
-    next(iter(loader))
-    del loader
-    gc.collect()
-    assert diary.read() == ONCE
-
-
-@PLACEMENTS
 def test_error_in_a_sample_does_not_exit_the_dataset_and_close_does(diary, options):
     class Broken(Rows):
         async def aget(self, index):
@@ -200,21 +181,6 @@ def test_two_loaders_at_once_share_the_entered_dataset(diary):
     assert diary.read() == ONCE
 
 
-def test_engine_exits_a_dataset_entered_for_indexing(diary):
-    dataset = Rows(diary)
-    assert dataset[0] == 0
-    assert diary.read() == ONCE[:1]
-    with hr.DataLoader(dataset, batch_size=4) as loader:
-        list(loader)
-    assert diary.read() == ONCE
-    assert dataset.connection.closed
-
-
-def test_stream_is_read_by_a_plain_for(diary):
-    assert list(Stream(diary)) == list(range(8))
-    assert diary.read() == ONCE[:1]
-
-
 def test_dataset_works_in_torchs_own_loader(diary):
     dataset = Rows(diary)
     loader = data.DataLoader(dataset, batch_size=4)
@@ -257,17 +223,6 @@ def test_dataset_inside_others_is_entered(diary, kind, around, options):
     assert diary.read() == ONCE
 
 
-def test_inner_datasets_are_entered_first_and_exited_last(diary):
-    class Outer(Source, Holder):
-        def __init__(self, diary, inner):
-            Source.__init__(self, diary, "outer")
-            Holder.__init__(self, inner)
-
-    with hr.DataLoader(Outer(diary, Rows(diary)), batch_size=4) as loader:
-        list(loader)
-    assert diary.read() == [("enter", "source"), ("enter", "outer"), ("exit", "outer"), ("exit", "source")]
-
-
 def test_connection_in_an_attribute_is_not_entered_as_a_dataset(diary):
     class Feed(Source):
         async def __aiter__(self):
@@ -303,23 +258,6 @@ def test_error_of_aenter_is_raised_once_and_names_the_dataset(diary, options):
             next(batches)
     with pytest.raises(ConnectionRefusedError, match="no such server"):
         Refused(diary)[0]
-
-
-def test_next_epoch_tries_to_enter_again(diary):
-    class Flaky(Rows):
-        tried = 0
-
-        async def __aenter__(self):
-            self.tried += 1
-            if self.tried == 1:
-                raise ConnectionRefusedError
-            return await super().__aenter__()
-
-    with hr.DataLoader(Flaky(diary), batch_size=4) as loader:
-        with pytest.raises(ConnectionRefusedError):
-            list(loader)
-        assert samples_of(loader) == list(range(8))
-    assert diary.read() == ONCE
 
 
 def test_error_of_aexit_is_a_warning(diary):
@@ -368,32 +306,6 @@ def test_attributes_set_by_aenter_are_not_pickled(diary):
     with hr.DataLoader(dataset, batch_size=4, num_workers=1, placement="process") as loader:
         assert samples_of(loader) == list(range(8))
     assert dataset[1] == 1
-
-
-def test_dataset_without_hash_and_without_weak_references(diary):
-    class Slotted:
-        __slots__ = ("connection", "diary")
-        __hash__ = None
-
-        def __init__(self):
-            self.diary = diary
-
-        def __len__(self):
-            return 8
-
-        async def aget(self, index):
-            return await self.connection.fetch(index)
-
-        async def __aenter__(self):
-            self.connection = Connection()
-
-        async def __aexit__(self, *error):
-            self.connection.closed = True
-            self.diary.note("exit")
-
-    with hr.DataLoader(Slotted(), batch_size=4) as loader:
-        assert samples_of(loader) == list(range(8))
-    assert diary.read() == [("exit",)]
 
 
 def test_per_loop_resource_is_opened_for_each_engine_and_closed_with_it(diary):

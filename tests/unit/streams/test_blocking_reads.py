@@ -12,9 +12,7 @@ from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.kinds import sample_key
 from headrace._core.streams.map_style import AsyncDataset
-from headrace._core.streams.torch_views import unwrap
 from headrace.errors import DeadlockError
-from tests.datasets import SlowDataset
 
 
 class Squares(AsyncDataset):
@@ -53,17 +51,9 @@ def test_indexing_runs_aget():
     assert [Squares()[i] for i in range(3)] == [0, 1, 4]
 
 
-async def test_indexing_works_inside_a_running_loop():
-    assert Squares()[3] == 9
-
-
 def test_indexing_raises_what_aget_raises():
     with pytest.raises(IndexError, match="10"):
         Squares()[10]
-
-
-def test_plain_for_over_a_map_style_dataset_ends():
-    assert list(Squares()) == [i * i for i in range(10)]
 
 
 def test_batch_is_fetched_concurrently():
@@ -88,11 +78,6 @@ def test_indexing_on_the_background_loop_raises_instead_of_deadlocking():
 
     with pytest.raises(DeadlockError, match=r"await dataset\.aget"):
         Nested()[0]
-
-
-def test_plain_for_reads_a_stream_twice():
-    stream = Count(4)
-    assert list(stream) == [0, 1, 2, 3] == list(stream)
 
 
 def test_plain_iterators_of_a_stream_are_independent():
@@ -135,14 +120,6 @@ def test_forked_process_has_its_own_background_loop():
 # In torch's own loader
 
 
-@pytest.mark.parametrize(
-    "dataset", [Squares(), SlowDataset(10, 0.0, make=lambda i: i * i)], ids=lambda dataset: type(dataset).__name__
-)
-def test_torchs_loader_batches_an_async_dataset(dataset):
-    batches = list(DataLoader(dataset, batch_size=4))
-    assert [batch.tolist() for batch in batches] == [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81]]
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
 def test_torchs_loader_runs_an_async_dataset_in_forked_workers():
@@ -159,22 +136,6 @@ def test_torchs_loader_runs_an_async_stream_in_a_forked_worker():
 
 
 # map
-
-
-async def test_map_applies_a_function_to_each_sample():
-    mapped = Squares().map(str).map(len)
-    assert (mapped[9], await mapped.aget(3), len(mapped)) == (2, 1, 10)
-
-
-async def test_map_applies_a_function_to_a_stream():
-    mapped = Count(3).map(str)
-    assert list(mapped) == [sample async for sample in mapped] == ["0", "1", "2"]
-
-
-def test_unwrap_returns_functions_in_the_order_of_application():
-    dataset = Squares()
-    assert unwrap(dataset.map(str).map(len)) == (dataset, (str, len))
-    assert unwrap(dataset) == (dataset, ())
 
 
 def test_mapped_sample_keeps_its_key():

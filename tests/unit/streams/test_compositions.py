@@ -82,26 +82,6 @@ def test_negative_index_counts_from_the_end():
         loaded(both, sampler=[-9])
 
 
-def test_functions_of_parts_run_in_the_workers():
-    mapped = Named("a").map(in_process)
-    compositions = [
-        data.Subset(mapped, [2]),
-        data.Subset(data.Subset(mapped, [0, 2]), [1]),
-        data.ConcatDataset([data.Subset(Named("b").map(str.upper), []), data.Subset(mapped, [2])]),
-    ]
-    for dataset in compositions:
-        ((sample, pid),) = loaded(dataset, num_workers=1)
-        assert sample == "a2"
-        assert pid != os.getpid()
-
-
-def test_each_part_has_its_own_functions():
-    upper, plain = Named("a", 1).map(str.upper), Named("b", 1)
-    assert loaded(data.ConcatDataset([upper, plain])) == ["A0", "b0"]
-    assert loaded(data.StackDataset(x=upper, y=plain)) == [{"x": "A0", "y": "b0"}]
-    assert loaded(data.ChainDataset([Numbers(), Numbers().map(str)])) == [0, 1, 2, "0", "1", "2"]
-
-
 def test_error_has_the_sample_key_of_the_part():
     with pytest.raises(KeyError) as caught:
         loaded(data.Subset(Named("a"), [1, 7]))
@@ -144,23 +124,6 @@ def test_subclass_of_a_composition_is_read_as_torch_reads_it():
 )
 def test_composition_with_a_torch_part_is_not_unwrapped(dataset):
     assert unwrap(dataset) == (dataset, ())
-
-
-def test_source_is_the_dataset_itself_without_functions():
-    named = Named("a")
-    for dataset in (named, named.take(2), named.repeat(2), hr.concat([named, named.take(2)])):
-        assert unwrap(dataset) == (dataset, ())
-
-
-def test_common_functions_of_all_parts_need_no_numbered_samples():
-    first, second = Named("a"), Named("b")
-    source, functions = unwrap(hr.concat([first.map(str.upper), second.take(2).map(str.upper)]).map(len))
-    assert functions == (str.upper, len)
-    assert not source.numbered
-    source, functions = unwrap(hr.concat([first.map(str.upper), second]))
-    assert source.numbered
-    assert [function((0, "x")) for function in functions] == ["X"]
-    assert [function((1, "x")) for function in functions] == ["x"]
 
 
 def test_dataset_attribute_of_the_loader_is_the_users_object():

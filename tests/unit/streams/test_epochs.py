@@ -142,26 +142,6 @@ def test_length_while_an_iteration_is_under_way_is_that_of_its_epoch(rank_of_two
         assert len(loader) == LENGTHS[4]
 
 
-def test_length_before_a_restored_iteration_is_that_of_its_whole_epoch(rank_of_two):
-    with hr.DataLoader(lines(rank_of_two), 2) as loader:
-        loader.set_epoch(3)
-        batches = iter(loader)
-        next(batches)
-        state = loader.state_dict()
-    with hr.DataLoader(lines(rank_of_two), 2) as loader:
-        loader.load_state_dict(state)
-        assert len(loader) == LENGTHS[3]
-        assert len(list(loader)) == LENGTHS[3] - 1
-        assert len(loader) == LENGTHS[4]
-
-
-def test_length_does_not_change_the_epoch_of_a_stream(rank_of_two):
-    stream = lines(rank_of_two)
-    stream.set_epoch(4)
-    assert len(hr.DataLoader(stream, 2)) == LENGTHS[0]
-    assert -(-len(stream) // 2) == LENGTHS[4]
-
-
 def test_length_of_a_stream_whose_epoch_a_wrapper_translates_is_that_of_the_epoch_begun_last(rank_of_two):
     class Translated(OwnSetEpoch):
         def __len__(self):
@@ -171,12 +151,6 @@ def test_length_of_a_stream_whose_epoch_a_wrapper_translates_is_that_of_the_epoc
         for _ in LENGTHS:
             given = len(list(loader))
             assert len(loader) == given
-
-
-def test_longer_epoch_than_the_one_whose_length_was_asked_for_does_not_warn(rank_of_two):
-    with hr.DataLoader(lines(rank_of_two), batch_size=None) as loader:
-        assert len(loader) == 20
-        assert [sum(1 for _ in loader) for _ in range(3)] == [20, 20, 26]
 
 
 def epochs_of(loader, count=3):
@@ -234,20 +208,6 @@ def test_wrapper_with_set_epoch_sets_the_epoch_of_inner_streams():
     assert list(inner) == epoch
 
 
-def test_sampler_inside_a_batch_sampler_follows_the_epoch():
-    class Numbers(hr.AsyncDataset):
-        def __len__(self):
-            return 40
-
-        async def aget(self, index):
-            return index
-
-    sampler = hr.BlockShuffleSampler(40, block_size=4, seed=1)
-    batches = torch.utils.data.BatchSampler(sampler, 4, drop_last=False)
-    with hr.DataLoader(Numbers(), batch_sampler=batches) as loader:
-        assert len(set(map(tuple, epochs_of(loader)))) == 3
-
-
 def test_stream_without_a_loader_uses_the_epoch_of_set_epoch():
     stream = shuffled()
     first = list(stream)
@@ -267,22 +227,6 @@ def test_set_epoch_of_a_dataset_that_raises_is_raised_at_iter():
         loader = hr.DataLoader(Refuses(shuffled()), placement=placement)
         with pytest.raises(ValueError, match="no epoch 0"):
             iter(loader)
-
-
-def test_set_epoch_that_raises_in_the_loaders_process_alone_ends_the_epoch():
-    class RefusesElsewhere(Packed):
-        here = True
-
-        def set_epoch(self, epoch):
-            if not self.here:
-                raise ValueError(f"no epoch {epoch}")
-
-        def __getstate__(self):
-            return {**self.__dict__, "here": False}
-
-    loader = hr.DataLoader(RefusesElsewhere(shuffled()), placement="process")
-    with loader, pytest.raises(ValueError, match="no epoch 0"):
-        list(loader)
 
 
 # A part of a mix that begins again
@@ -323,14 +267,6 @@ def test_repeated_part_of_a_mix_is_reshuffled(around):
 def test_first_round_of_a_mix_is_the_order_of_the_part():
     part = short(8)
     assert rounds(mixed(part), 8)[0] == tuple(part)
-
-
-def test_repeated_mix_inside_a_mix_is_reshuffled():
-    inner = hr.mix([short(4), short(8)], [1, 1], stop="all")
-    length = len(list(inner))
-    orders = rounds(mixed(inner), length)
-    assert len(orders) > 1
-    assert len(set(orders)) == len(orders)
 
 
 def test_shards_of_a_repeated_part_of_a_mix_are_reshuffled(tmp_path):

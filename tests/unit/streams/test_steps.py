@@ -107,13 +107,6 @@ def test_map_below_a_filter_comes_first_and_map_above_it_last(options):
     assert list(stream) == expected
 
 
-def test_shard_streams_can_be_filtered(tmp_path):
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"x": {i}}}\n' for i in range(100)))
-    lines = hr.LinesDataset(tmp_path).filter(lambda line: line["x"] % 3 == 0)
-    with hr.DataLoader(lines, batch_size=5, num_workers=1) as loader:
-        assert sorted(x for batch in loader for x in batch["x"].tolist()) == list(range(0, 100, 3))
-
-
 @pytest.mark.parametrize(
     "around",
     [
@@ -214,17 +207,6 @@ def test_sample_that_kills_its_worker_before_batching_loses_no_other():
     assert came == [i for i in range(60) if i != 20]
 
 
-def test_sample_that_kills_its_worker_before_batching_is_skipped():
-    def die(sample):
-        if sample == 20:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return True
-
-    with hr.DataLoader(Count(60).filter(die), batch_size=8, num_workers=1, on_error="skip") as loader:
-        assert flat(loader) == [i for i in range(60) if i != 20]
-        assert [(record.error, record.index) for record in loader.stats().skipped] == [("WorkerDiedError", 20)]
-
-
 def test_function_that_cannot_be_sent_is_named():
     lock = threading.Lock()
 
@@ -283,18 +265,6 @@ def test_random_predicates_under_a_split_keep_the_same_samples_on_all_ranks(monk
         assert [index for index, _, _ in both] == sorted({index for index, _, _ in both})
         assert len({above for _, _, above in both}) == len(both)  # after the split each rank draws its own
     assert epochs[0][0] != epochs[0][1]
-
-
-@pytest.mark.parametrize("collate_fn", [None, list], ids=["default collate", "a collate function"])
-def test_random_predicates_on_this_thread_do_not_change_its_random_state(collate_fn):
-    def draws(batches):
-        random.seed(1)
-        torch.manual_seed(1)
-        return [(random.random(), torch.rand(()).item()) for _ in batches]
-
-    stream = Count(64).filter(lambda i: random.random() + torch.rand(()).item() > -1)
-    with hr.DataLoader(stream, batch_size=8, seed=5, collate_fn=collate_fn) as loader:
-        assert draws(loader) == draws(range(8))
 
 
 def test_interrupted_predicate_is_called_again_for_the_same_samples():
@@ -369,11 +339,6 @@ def test_dropped_iterator_closes_the_stream_and_leaves_no_task(options, recwarn)
         del batches
         gc.collect()
         assert closed.wait(20)
-
-
-def test_filter_is_right_in_a_stock_torch_loader():
-    loader = torch.utils.data.DataLoader(Count(20).map(square).filter(even), batch_size=4)
-    assert flat(loader) == [i * i for i in range(0, 20, 2)]
 
 
 # Piping
@@ -505,11 +470,6 @@ def test_repeated_shuffled_stream_has_another_order_each_time_and_in_each_epoch(
     assert all(sorted(order) == list(range(30)) for order in orders)
     with hr.DataLoader(Count(30).shuffle(10, seed=3), batch_size=30) as loader:
         assert tuple(next(iter(loader)).tolist()) == orders[0], "the first is as without repeat"
-
-
-def test_repeated_stream_continues_after_a_failed_sample():
-    with hr.DataLoader(Count(3, bad=(1,)).repeat(2), batch_size=1, on_error="skip") as loader:
-        assert flat(loader) == [0, 2, 0, 2]
 
 
 def test_map_style_dataset_is_repeated():

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from headrace import DataLoader, StateError
-from headrace._core.streams.resumable import expect_int, expect_list, expect_state, start_stream, warn_of_rereading
+from headrace._core.streams.resumable import start_stream, warn_of_rereading
 from tests.unit.streams.reading import outcomes
 
 
@@ -133,13 +133,6 @@ def test_state_at_the_start_needs_no_warning(recwarn):
     assert not recwarn.list
 
 
-def test_one_warning_names_the_samples_of_all_workers():
-    state = {worker: {"position": 3, "stream": {"read": 3, "read_again": "Count"}} for worker in range(3)}
-    with pytest.warns(UserWarning, match="to continue after 9 samples") as caught:
-        warn_of_rereading(state)
-    assert len(caught) == 1
-
-
 def test_stream_that_has_become_shorter_raises_with_both_numbers():
     async def run():
         first = start_stream(Count(5))
@@ -172,18 +165,3 @@ def test_state_of_a_dataset_that_has_none_now_is_refused():
             start_stream(Count(5)).load_state_dict(state)
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize("value", [None, -1, "1", True, 1.0])
-def test_damaged_number_is_refused(value):
-    with pytest.raises(StateError, match="'read' must be an int of at least 0"):
-        expect_int({"read": value}, "read")
-
-
-def test_damaged_parts_are_refused():
-    with pytest.raises(StateError, match="'inner' must be a dict"):
-        expect_state({"inner": 3}, "inner")
-    with pytest.raises(StateError, match="'parts' must be a list"):
-        expect_list({}, "parts")
-    with pytest.raises(StateError, match="has 1 parts, but there are 2 now"):
-        expect_list({"parts": [1]}, "parts", length=2)

@@ -76,7 +76,7 @@ class Cacheable(AsyncDataset[T_co]):
         """Fetch the sample at `index`."""
         return self.sample_of(index, await self.read_bytes(index))
 
-    def cache(  # type: ignore[override]  # which has no options of its own
+    def cache(
         self,
         folder: str | os.PathLike[str],
         max_bytes: int | None = None,

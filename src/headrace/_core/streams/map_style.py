@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
-import os
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
@@ -99,18 +98,6 @@ class AsyncDataset(Dataset[T_co]):
             (12, 1)
         """
         return RepeatedSamples(self, times)
-
-    def cache(self, folder: str | os.PathLike[str], **options: Any) -> Any:
-        """This dataset with its bytes cached on disk; only for datasets over stores, see `headrace.datasets.cached`.
-
-        Raises:
-            TypeError: this dataset has no bytes to cache.
-        """
-        raise TypeError(
-            f"{type(self).__name__} cannot be cached: cache() keeps the bytes of an ObjectDataset, a TokenDataset or "
-            f"TarDataset.index(...). Call it on one of these, before map, take or concat: "
-            f"dataset.cache(folder).map(fn)."
-        )
 
     def __getitem__(self, index: Any) -> T_co:
         return read_blocking(self, lambda: self.aget(index))

@@ -227,9 +227,6 @@ class _Adapter:
     def __repr__(self) -> str:
         return repr(self._adapted)
 
-    def __str__(self) -> str:
-        return str(self._adapted)
-
 
 class _MapAdapter(_Adapter, AsyncDataset[object]):
     """A map-style dataset that has only `aget`, with `__getitem__` and `__getitems__` of `AsyncDataset`."""

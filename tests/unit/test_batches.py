@@ -3,8 +3,7 @@
 import pytest
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch
-from headrace._core.failure import Failure, Stage
-from headrace._core.pool.worker import Answer
+from headrace._core.failure import Failure
 
 PLAN = BatchPlan(number=3, indices=(6, 7), seed=11, positions=range(6, 8))
 
@@ -21,12 +20,6 @@ class Index(str):
         RawBatch(PLAN, [Index("7")]),
         RawBatch(PLAN, None, stream_state={"position": Index("7")}),
         RawBatch(PLAN._replace(indices=(Index("7"),)), None),
-        HostBatch.failed(PLAN, ValueError(), stage=Stage.FETCH),
-        HostBatch(PLAN, None, 2, stream_state={"position": Index("7")}),
-        HostBatch(PLAN._replace(indices=(Index("7"),)), None, 2),
-        Answer(HostBatch.failed(PLAN, ValueError(), stage=Stage.FETCH)),
-        Answer([PLAN]),
-        Answer(error=ValueError()),
     ],
     ids=repr,
 )
@@ -35,8 +28,8 @@ def test_messages_with_objects_of_the_users_are_not_plain(with_users_objects):
 
 
 def test_messages_without_objects_of_the_users_are_plain():
-    raw, host = RawBatch(PLAN, None), HostBatch(PLAN, None, 2, empty=True)
-    assert all(message.is_plain for message in (PLAN, raw, host, Answer(host)))
+    assert PLAN.is_plain
+    assert RawBatch(PLAN, None).is_plain
 
 
 def test_failures_are_taken_out_with_their_indices():

@@ -78,9 +78,6 @@ class BatchPlan(NamedTuple):
 
 _PLAIN = frozenset({int, str, type(None)})
 
-SAME_PLAN = BatchPlan(-1, (), 0)
-"""Stands, in the answer to a request, for the request's plan, so that no index is pickled on the way back."""
-
 
 class FetchLoad(NamedTuple):
     """The load of a fetch stage at one moment.
@@ -344,11 +341,6 @@ class HostBatch(NamedTuple):
     stream_state: StreamState | None = None
     times: StageTimes = NO_TIMES
     fetches: FetchTimes | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it holds no object of the user's beside `data`, which is pickled already where it is sent."""
-        return not self.failures and self.stream_state is None and self.plan.is_plain
 
     def flat(self, requested: BatchPlan) -> tuple[Any, ...]:
         """The batch as a flat tuple of plain values, for a process that has its plan; `data` and `failures` are not.

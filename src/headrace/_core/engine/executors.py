@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from headrace._core.batches import SAME_PLAN, BatchPlan, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import PickledSteps, StepsRequest
 from headrace._core.engine.worker_tasks import not_picklable, unpicklable_state
@@ -253,9 +253,7 @@ class ProcessExecutor(Executor):
     def _host_batch(self, raw: RawBatch, reply: Reply) -> HostBatch:
         answer, plan = reply.answer, raw.plan
         if answer.error is None:
-            host: HostBatch = answer.value
-            if host.plan == SAME_PLAN:
-                host = host._replace(plan=plan)
+            host = HostBatch.from_flat(answer.value, plan)
         elif answer.step == "start":
             # The worker cannot run, so its stream cannot continue.
             host = _failed(plan, answer, stage=Stage.WORKER_START)._replace(end=raw.worker is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Callable
@@ -11,11 +12,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from headrace._core.batches import SAME_PLAN, BatchPlan, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, dump_state
 from headrace._core.engine.assemble import Assembler, SeededAssembler, set_worker
 from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
 from headrace._core.engine.torch_readers import BatchReader, CannotStart
 from headrace._core.failure import Failure, Stage
+from headrace._core.pool.worker import Plain
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
 from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.streams.order import session_epoch
@@ -47,11 +49,14 @@ class AssembleTask:
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
 
-    def __call__(self, request: tuple[Any, ...] | WorkerRequest) -> HostBatch | list[Any] | None:
-        """Assemble one `RawBatch`, or apply steps to samples that are not yet in one."""
+    def __call__(self, request: tuple[Any, ...] | WorkerRequest) -> Any:
+        """Assemble one batch, sent flat, or apply steps to samples that are not yet in one."""
         if type(request) is WorkerRequest:
             return self._steps(request)
-        return self.assemble(request if type(request) is RawBatch else RawBatch.from_flat(request))
+        if type(request) is RawBatch:  # in a thread
+            return self.assemble(request)
+        raw = RawBatch.from_flat(request)
+        return _flat(self.assemble(raw), raw.plan)
 
     def assemble(self, raw: RawBatch) -> HostBatch:
         assemble = self._seeded if self.seeds else self.assembler
@@ -129,8 +134,8 @@ class ReadTask:
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker)
 
-    def __call__(self, request: tuple[Any, ...] | StartEpoch) -> HostBatch | None:
-        """Start an epoch, or read and assemble one `RawBatch` of the epoch that its plan names."""
+    def __call__(self, request: tuple[Any, ...] | StartEpoch) -> Any:
+        """Start an epoch, or read and assemble one batch, sent flat, of the epoch that its plan names."""
         if type(request) is StartEpoch:
             self._readers = {epoch: self._readers[epoch] for epoch in request.running & self._readers.keys()}
             seed_pipe(self._dataset, request.pipe_seed)
@@ -144,7 +149,7 @@ class ReadTask:
         if reader is None:  # the worker was replaced in mid-epoch
             reader = self._readers[epoch] = self._reader(epoch, None, set_epoch=False)
         session_epoch.set(epoch)
-        return to_wire(reader(plan), requested=plan)
+        return _flat(to_wire(reader(plan)), plan)
 
     def _reader(self, epoch: int, state: PickledPayload | None, *, set_epoch: bool) -> Callable[[BatchPlan], HostBatch]:
         session_epoch.set(epoch)
@@ -162,13 +167,22 @@ class ReadTask:
             return CannotStart(error, restoring=state is not None)
 
 
-def to_wire(host: HostBatch, *, copied: bool = False, requested: BatchPlan | None = None) -> HostBatch:
+def _flat(host: HostBatch, plan: BatchPlan) -> Any:
+    """The answer to the request for a batch."""
+    if host.stream_state is not None:
+        with contextlib.suppress(BaseException):  # user code: __reduce__; raised where the answer is pickled
+            host = host._replace(stream_state=dump_state(host.stream_state))
+    flat = host.flat(plan)
+    plain = not host.failures and (host.stream_state is None or isinstance(host.stream_state, bytes))
+    return Plain(flat) if plain else flat
+
+
+def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
     """The batch with pickled data and picklable errors, to be sent to another process.
 
     Args:
         host: the batch.
         copied: whether the data's memory may change before the batch is sent.
-        requested: the plan that the receiver knows; `SAME_PLAN` is sent in its place.
     """
     if not host.empty and not isinstance(host.data, PickledPayload):
         try:
@@ -179,7 +193,7 @@ def to_wire(host: HostBatch, *, copied: bool = False, requested: BatchPlan | Non
             host = HostBatch.failed(host.plan, unpicklable, stage=Stage.COLLATE).with_failures_of(host)
     if host.failures:
         host = host._replace(failures=tuple(map(_with_picklable_error, host.failures)))
-    return host._replace(plan=SAME_PLAN) if host.plan is requested else host
+    return host
 
 
 def not_picklable(what: str, reason: BaseException, remedy: str) -> NotPicklableError:

@@ -398,7 +398,9 @@ class Pool:
         if isinstance(obj, Started):
             worker.started = True
             return
-        if isinstance(obj, BaseException):
+        if type(obj) is tuple:
+            obj = Answer(*obj)
+        elif isinstance(obj, BaseException):
             obj = Answer(error=obj, step="unpack")
         assert isinstance(obj, Answer)
         worker.answered(obj)

@@ -62,14 +62,16 @@ class Answer(NamedTuple):
     traceback: str | None = None
     """The traceback as the worker would print it."""
 
-    @property
-    def is_plain(self) -> bool:
-        return self.error is None and getattr(self.value, "is_plain", False)
-
     @classmethod
     def failed(cls, error: BaseException, step: str = "run") -> Answer:
         traceback = format_error(error)
         return cls(error=picklable_error(error), step=step, traceback=traceback)
+
+
+class Plain(NamedTuple):
+    """A task's result without objects of the user's, which the plain pickler takes."""
+
+    value: object
 
 
 class Started:
@@ -241,7 +243,12 @@ def _run(task: WorkerTask, request: object, channel: BlockingChannel) -> Answer:
 
 def _answer(channel: BlockingChannel, answer: Answer) -> None:
     try:
-        channel.send(answer)
+        if answer.error is not None:
+            channel.send(answer)
+        elif type(answer.value) is Plain:
+            channel.send((answer.value.value,), plain=True)
+        else:
+            channel.send((answer.value,))
     except OSError:
         raise
     except BaseException as error:  # user code: the result of transform or collate_fn cannot be pickled

@@ -238,9 +238,9 @@ class BlockingChannel:
         self._between: deque[object] = deque()  # small messages of any thread
         self.arena = Arena(self._frames.allocator)
 
-    def send(self, obj: object) -> None:
+    def send(self, obj: object, *, plain: bool = False) -> None:
         """Pickle and send `obj`; errors of pickling are raised before anything is sent."""
-        self.send_message(dump_message(obj, self.arena))
+        self.send_message(dump_message(obj, self.arena, plain=plain))
 
     def send_message(self, packed: Message) -> None:
         slab = self.arena.finish(packed.size) if packed.size else None

@@ -61,15 +61,14 @@ def dump_message(obj: object, arena: Arena | None = None, *, plain: bool = False
     Args:
         obj: anything that can be pickled.
         arena: memory in which some of the buffers may be already; they keep their places, the others follow.
-        plain: whether no tensors and no classes of `__main__` are looked for in it, which takes twice as long; also if
-            it is one of our messages and its `is_plain` is true.
+        plain: whether no tensors and no classes of `__main__` are looked for in it, which takes ten times as long.
 
     Raises:
         Exception: the error of pickling `obj`.
     """
     found: list[pickle.PickleBuffer] = []
     descriptors: list[Descriptor] = []
-    if plain or getattr(obj, "is_plain", False):
+    if plain:
         pickled = pickle.dumps(obj, protocol=5, buffer_callback=found.append)
     else:
         pickled = dump_parts(obj, found, descriptors)

@@ -114,7 +114,10 @@ def test_the_rest_of_an_epoch_is_divided_among_the_new_ranks(name, before, after
         rest = read(loader)
         given += rest
         lengths.append(len(rest))
-    assert sorted(given) == list(range(N))
+    assert sorted(set(given)) == list(range(N))
+    # Of the buffer of each old rank, what was given of a window is given again; not by as many ranks as before.
+    buffer = 3 if "shards" in name and "shuffled" in name and before != after else 0
+    assert len(given) - N <= before * buffer
     if "shards" not in name:  # of which whole ones are divided
         assert max(lengths) - min(lengths) <= 1
 

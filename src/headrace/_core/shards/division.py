@@ -166,7 +166,7 @@ def merge_part_states(states: Sequence[State]) -> State:
     """Merge the states of the readers of a stream: each reader that loads it continues with its share of what is left.
 
     What was in a shuffle buffer is read again from the start of the buffer's window, so that up to a buffer of samples
-    of each reader is given again.
+    of each reader is given again; as many readers as before continue from their own positions in place of that.
 
     Args:
         states: of the iterators of all readers at the same time, in order.
@@ -228,6 +228,7 @@ def merge_part_states(states: Sequence[State]) -> State:
         "divisions": [*divisions, division.to_state()],
         "reader": None,
         "stream": leaves[0] if by_sample else None,
+        "own": [state["stream"] for state in states] if of.get("buffer_size") else None,
     }
 
 

@@ -212,19 +212,24 @@ class PartIterator(ResumableIterator[T_co]):
         parts = stream._part_count()
         self._divisions = [Division.from_state(one, parts) for one in expect_list(state, "divisions")]
         self._fixed = None
+        position = state.get("stream")
         if state.get("reader") is None:  # merged of all readers
-            self._samples = self._start(None if state.get("stream") is None else expect_state(state, "stream"))
-            return
-        index, readers = reader_of(state)
-        if not stream.divides_samples and (index, readers) != (self._shard.index, self._readers):
-            raise StateError(
-                f"the state does not fit this {name}: it was saved by reader {index} of {readers.number} "
-                f"({readers.ranks} ranks), and this is reader {self._shard.index} of {self._readers.number} "
-                f"({self._readers.ranks} ranks). Readers are ranks, or the workers of ranks in a torch loader. For "
-                f"another number of them, merge the states of all ranks by headrace.merge_states"
-            )
+            if state.get("own") is None or not self._divisions or self._divisions[-1].readers != self._readers:
+                self._samples = self._start(None if position is None else expect_state(state, "stream"))
+                return
+            self._divisions.pop()
+            position = expect_list(state, "own", length=self._readers.number)[self._shard.index]
+        else:
+            index, readers = reader_of(state)
+            if not stream.divides_samples and (index, readers) != (self._shard.index, self._readers):
+                raise StateError(
+                    f"the state does not fit this {name}: it was saved by reader {index} of {readers.number} "
+                    f"({readers.ranks} ranks), and this is reader {self._shard.index} of {self._readers.number} "
+                    f"({self._readers.ranks} ranks). Readers are ranks, or the workers of ranks in a torch loader. For "
+                    f"another number of them, merge the states of all ranks by headrace.merge_states"
+                )
         self._samples = self._start()
-        self._samples.load_state_dict(expect_state(state, "stream"))
+        self._samples.load_state_dict(expect_state({"stream": position}, "stream"))
 
     async def aclose(self) -> None:
         await self._samples.aclose()

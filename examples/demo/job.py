@@ -15,9 +15,9 @@ from demo.comparison import compare
 from demo.digits import HELD_OUT, MANY, TRAIN, decode, decode_and_augment, digit_objects, label_of, with_copies
 from demo.display import Display
 from demo.flow import Flow
+from demo.interrupts import interrupts_held
 from demo.options import DemoOptions
 from demo.training import Trainer, accuracy_of
-from headrace.cli.interrupts import interrupts_held
 from object_server import ObjectServer
 
 __all__ = ["run_demo", "verdict"]
@@ -54,7 +54,7 @@ def run_demo(options: DemoOptions, display: Display) -> bool:
 def verdict(accuracy: float, epochs: int, seconds: float) -> str:
     """The last line: the next step, or the failure."""
     if accuracy >= GOOD_ACCURACY:
-        return f"Done in {seconds:.0f} s. Next, your own objects: headrace demo --url s3://bucket/prefix"
+        return f"Done in {seconds:.0f} s. Next, your own objects: headrace bench s3://bucket/prefix"
     return (
         f"Only {accuracy:.1%} of the held-out digits are right, and {GOOD_ACCURACY:.0%} should be. "
         f"Try more than --epochs {epochs}."

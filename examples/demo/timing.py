@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
-from headrace.cli.interrupts import interrupts_held
+from demo.interrupts import interrupts_held
 
 __all__ = ["Batches", "BlockingGets", "FixedOrder", "Timing", "batches_within", "time_epoch", "torch_loader"]
 

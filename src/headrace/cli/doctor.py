@@ -2,36 +2,350 @@
 
 from __future__ import annotations
 
-import functools
+import importlib.metadata
+import importlib.util
 import json
+import math
+import multiprocessing
 import os
+import platform
+import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from typing import TextIO
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from headrace._core.terminal import columns
-from headrace.cli.checks.finding import Finding
-from headrace.cli.checks.limits import (
-    check_cores,
-    check_descriptors,
-    check_memory,
-    check_processes,
-    check_shared_memory,
+from headrace._version import __version__
+from headrace.cli.limits import CgroupLimits, available_memory
+
+__all__ = [
+    "CHECKS",
+    "Finding",
+    "check_clock",
+    "check_cores",
+    "check_descriptors",
+    "check_device",
+    "check_environment",
+    "check_event_loop",
+    "check_extras",
+    "check_memory",
+    "check_processes",
+    "check_shared_memory",
+    "check_versions",
+    "examine",
+    "findings",
+    "limit_text",
+    "size_text",
+    "within",
+]
+
+USUAL_DESCRIPTORS = 1024
+SHM = Path("/dev/shm")
+LEAST_SHM = 64 << 20  # bytes: the default of docker, and less than torch's workers use for a few batches of images
+LEAST_PROCESSES = 64  # that may still be started: the zygote, the loader's process, workers, and their threads
+SLOW_CLOCKS = frozenset({"hpet", "acpi_pm", "refined-jiffies", "jiffies"})
+REQUIRED = ("torch", "numpy", "anyio", "obstore", "uvloop", "aiofiles", "cloudpickle")
+OPTIONAL = (  # module, what it is for, how it is installed
+    ("pyarrow", "Parquet datasets and listing files", "'headrace[parquet]'"),
+    ("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd", "shards in zstd", "'headrace[zstd]'"),
+    ("boto3", "profiles of AWS", "'headrace[aws]'"),
+    ("aiohttp", "the demo", "'headrace[demo]'"),
+    ("matplotlib", "plots of headrace bench", "'headrace[plot]'"),
+    ("prometheus_client", "metrics for Prometheus", "'headrace[prometheus]'"),
+    ("opentelemetry.metrics", "metrics for OpenTelemetry", "'headrace[opentelemetry]'"),
 )
-from headrace.cli.checks.software import (
-    check_clock,
-    check_device,
-    check_environment,
-    check_event_loop,
-    check_extras,
-    check_versions,
+VARIABLES = (
+    *("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY"),
+    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL"),
+    *("GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
 )
 
-__all__ = ["examine", "findings"]
 
-GREEN, YELLOW, PLAIN = "\033[32m", "\033[33m", "\033[0m"
-NAME = 18  # columns
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the output.
+
+    Attributes:
+        name: what was looked at.
+        text: what was found, and what suffers from it.
+        remedy: the command or the option that helps; None where all is well.
+    """
+
+    name: str
+    text: str
+    remedy: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether all is well."""
+        return self.remedy is None
+
+
+def limit_text(number: int) -> str:
+    """A limit of the system as text."""
+    return "unlimited" if number < 0 or number >= 1 << 62 else f"{number:,}"
+
+
+def size_text(count: float) -> str:
+    """A number of bytes as text."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"
+
+
+def check_descriptors() -> Iterator[Finding]:
+    """File descriptors: one for each request in flight."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    from headrace._core.look_ahead import MOST_CONCURRENCY, most_concurrency  # which imports torch
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f'{limit_text(soft)} (hard limit {limit_text(hard)}): concurrency="auto" uses up to {most_concurrency():,}'
+    if soft != resource.RLIM_INFINITY and soft < USUAL_DESCRIPTORS:
+        if hard == resource.RLIM_INFINITY or hard >= USUAL_DESCRIPTORS:
+            most = 2 * MOST_CONCURRENCY if hard == resource.RLIM_INFINITY else min(hard, 2 * MOST_CONCURRENCY)
+            raising = f"ulimit -n {most}"
+        else:
+            raising = "docker run --ulimit nofile=4096; outside of a container, as root: ulimit -n 4096"
+        yield Finding("descriptors", f"{text} of {MOST_CONCURRENCY:,} requests, and workers may fail to start", raising)
+    else:
+        yield Finding("descriptors", f"{text} requests")
+
+
+def check_memory() -> Iterator[Finding]:
+    """Memory of the machine and of the control group, against the default `memory_budget`."""
+    from headrace.options import MEMORY_BUDGET as BUDGET
+
+    limits = CgroupLimits.here()
+    left = min(limits.memory_left, available_memory())
+    if math.isinf(left):
+        return
+    of = f" of the container's {size_text(limits.memory)}" if math.isfinite(limits.memory) else ""
+    text = f"{size_text(left)} available{of}"
+    if left < 2 * BUDGET:
+        smaller = max(1 << 24, int(left) // 4) >> 20
+        text += f"; batches that are fetched ahead may take {size_text(BUDGET)}: the kernel may kill the job"
+        yield Finding("memory", text, f"memory_budget={smaller} << 20, or more memory for the container")
+    else:
+        yield Finding("memory", text)
+
+
+def check_shared_memory() -> Iterator[Finding]:
+    """Memory that processes share: memfd for batches of headrace, /dev/shm for torch's workers."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("headrace-doctor", os.MFD_CLOEXEC)
+        try:
+            os.write(descriptor, bytes(4096))
+        finally:
+            os.close(descriptor)
+        yield Finding("memfd", "usable: batches of workers are shared, not copied")
+    else:
+        yield Finding("memfd", "absent: batches of workers are copied through sockets", "run on Linux")
+    if not SHM.is_dir():
+        return
+    free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
+    text = f"{size_text(free)} free; "
+    if free <= LEAST_SHM:
+        text += "torch's own workers use it and may die of a bus error; batches of headrace do not use it"
+        yield Finding("/dev/shm", text, f"mount -o remount,size=2G {SHM}, or docker run --shm-size=2g")
+    else:
+        yield Finding("/dev/shm", f"{text}used by torch's own workers, not for batches of headrace")
+
+
+def check_cores() -> Iterator[Finding]:
+    """Cores that this process may use, and the threads that libraries start."""
+    machine = os.cpu_count() or 1
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    quota = CgroupLimits.here().cores
+    granted = min(affinity, quota)
+    text = f"{granted:g} of {machine}"
+    if quota < affinity:
+        text += " (the container's quota)"
+    elif affinity < machine:
+        text += " (CPU affinity)"
+    if granted < 2:
+        yield Finding(
+            "cores",
+            f"{text}: fetching, workers and training share {'it' if granted <= 1 else 'them'}",
+            _more_cores(machine, quota < affinity, affinity < machine),
+        )
+    else:
+        yield Finding("cores", f"{text}: num_workers up to {int(granted)}")
+    name = "OMP_NUM_THREADS"
+    threads = os.environ.get(name)
+    if threads is None and quota < affinity:
+        text = f"{name} is not set: libraries start {affinity} threads for {quota:g} cores, in each worker"
+        yield Finding("threads", text, f"export {name}={max(1, int(quota))}")
+    elif threads is not None and threads.isdecimal() and int(threads) > granted:
+        text = f"{name}={threads} for {granted:g} cores: threads of each worker compete for them"
+        yield Finding("threads", text, f"export {name}={max(1, int(granted))}")
+    else:
+        yield Finding("threads", f"{name} is {threads or 'not set'}; torch has one thread in each worker of headrace")
+
+
+def _more_cores(machine: int, has_quota: bool, has_affinity: bool) -> str:
+    if has_quota:
+        return "docker run --cpus=4, or a larger limit of resources.limits.cpu in Kubernetes"
+    if not has_affinity:
+        return "a machine with more cores"
+    cores = f"0-{machine - 1}"
+    if "SLURM_JOB_ID" in os.environ:
+        return f"srun --cpus-per-task={min(machine, 8)}"
+    return f"taskset -c {cores} before the command, or docker run --cpuset-cpus={cores}"
+
+
+def check_processes() -> Iterator[Finding]:
+    """How many processes may be started, and how."""
+    limits = CgroupLimits.here()
+    if math.isfinite(limits.pids):
+        text = f"{limits.pids_left:,.0f} of the container's {limits.pids:,.0f} are left"
+        few = limits.pids_left < LEAST_PROCESSES
+        remedy = "docker run --pids-limit=4096" if few else None
+        yield Finding("container PIDs", text + ": workers may fail to start" * few, remedy)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    few = soft != resource.RLIM_INFINITY and soft < 4 * LEAST_PROCESSES and os.geteuid() != 0
+    enough = hard == resource.RLIM_INFINITY or hard >= 4 * LEAST_PROCESSES
+    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+    raising = f"ulimit -u {most}" if enough else "as root: ulimit -u 4096"
+    text = f"limit {limit_text(soft)} for this user (ulimit -u)" + ": workers may fail to start" * few
+    yield Finding("user processes", text, raising if few else None)
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    yield Finding(
+        "start method", f"{method} for torch datasets; workers of async datasets are forked from a clean process"
+    )
+
+
+def check_event_loop() -> Iterator[Finding]:
+    """uvloop, and the variable that chooses asyncio's loop."""
+    if os.environ.get("HEADRACE_EVENT_LOOP") == "asyncio":
+        yield Finding("event loop", "HEADRACE_EVENT_LOOP=asyncio: slower than uvloop", "unset HEADRACE_EVENT_LOOP")
+        return
+    try:
+        import uvloop
+
+        uvloop.new_event_loop().close()
+        yield Finding("event loop", "uvloop")
+    except (ImportError, OSError) as error:
+        text = f"uvloop is not usable ({error}): asyncio's loop is slower"
+        yield Finding("event loop", text, "pip install uvloop")
+
+
+def check_device() -> Iterator[Finding]:
+    """The accelerator, and whether host memory can be page-locked for copies to it."""
+    import torch
+
+    present = any(Path(each).exists() for each in ("/dev/nvidiactl", "/dev/kfd"))
+    if not torch.cuda.is_available():
+        accelerator = getattr(torch, "accelerator", None)
+        if accelerator is not None and accelerator.is_available():
+            yield Finding("device", f"{accelerator.current_accelerator()}; copies with device= are made for CUDA")
+        elif present:
+            text = f"this machine has a GPU, and torch {torch.__version__} cannot use it: batches stay in host memory"
+            yield Finding("device", text, "install torch for your driver: https://pytorch.org/get-started/locally")
+        else:
+            yield Finding("device", "no accelerator: batches stay in host memory")
+        return
+    try:
+        pinned = torch.empty(1 << 20, dtype=torch.uint8).pin_memory().is_pinned()
+        reason = "" if pinned else "torch says so"
+    except RuntimeError as error:
+        pinned, reason = False, str(error).splitlines()[0]
+    text = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
+    if pinned:
+        yield Finding("device", f"{text}; memory can be pinned")
+    else:
+        yield Finding("device", f"{text}; memory cannot be pinned ({reason}): copies block", "ulimit -l unlimited")
+
+
+def check_versions() -> Iterator[Finding]:
+    """Versions of what headrace needs, against the ranges that it declares."""
+    yield Finding("headrace", f"{__version__}, Python {platform.python_version()}, {platform.system()}")
+    try:
+        requirements = importlib.metadata.requires("headrace") or []
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+        requirements = []
+    ranges = {
+        match[1]: match[2]
+        for each in requirements
+        if "extra ==" not in each and (match := re.match(r"([\w.-]+)\s*([<>=!~][^;]*)?", each)) and match[2]
+    }
+    for name in REQUIRED:
+        wanted = ranges.get(name, "").replace(" ", "")
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name != "uvloop":  # the event loop's line
+                yield Finding(name, "is not installed", f"pip install '{name}{wanted}'")
+            continue
+        if within(version, wanted):
+            yield Finding(name, version)
+        else:
+            yield Finding(name, f"{version} is outside of the tested range {wanted}", f"pip install '{name}{wanted}'")
+
+
+def within(version: str, wanted: str) -> bool:
+    """Whether a version is in a range such as ``>=2.6,<3``; release numbers only."""
+    found = _release(version)
+    for each in filter(None, wanted.split(",")):
+        operator, bound = re.match(r"([<>=!~]+)(.*)", each).groups()  # type: ignore[union-attr]
+        limit = _release(bound)
+        holds = {">=": found >= limit, "<": found < limit, ">": found > limit, "<=": found <= limit}
+        if not holds.get(operator, True):
+            return False
+    return True
+
+
+def _release(version: str) -> tuple[int, ...]:
+    numbers = [int(each) for each in re.findall(r"\d+", re.split(r"[a-z+]", version)[0])]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def check_extras() -> Iterator[Finding]:
+    """Optional packages, and what they are for."""
+    for module, purpose, install in OPTIONAL:
+        parent = module.partition(".")[0]
+        installed = importlib.util.find_spec(parent) is not None and importlib.util.find_spec(module) is not None
+        text = f"{purpose}: installed" if installed else f"{purpose}: not installed, pip install {install}"
+        yield Finding(module, text)
+
+
+def check_clock() -> Iterator[Finding]:
+    """The clock, which is read for each request and each batch."""
+    file = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    source = file.read_text().strip() if file.exists() else "unknown"
+    resolution = time.get_clock_info("monotonic").resolution
+    text = f"{source}, resolution {resolution * 1e9:g} ns"
+    if source in SLOW_CLOCKS:
+        remedy = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource"
+        yield Finding("clock", f"{text}: reading it is a slow system call", remedy)
+    else:
+        yield Finding("clock", text)
+    yield Finding("ptrace", "not needed: headrace samples its own threads, and py-spy is only for benchmarks")
+
+
+def check_environment(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Proxies and credentials: present or not, never their values."""
+    present = [each for each in VARIABLES if environment.get(each) or environment.get(each.lower())]
+    text = f"set: {', '.join(present) or 'no proxies, no credentials'}"
+    key, secret = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"
+    if (key in present) != (secret in present):
+        missing = secret if key in present else key
+        yield Finding(
+            "environment", f"{text}, without {missing}: requests to S3 will be refused", f"export {missing}=…"
+        )
+    else:
+        yield Finding("environment", text)
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
@@ -59,52 +373,22 @@ def findings() -> Iterator[Finding]:
             yield Finding(name, f"could not be examined: {type(error).__name__}: {error}", "please report this")
 
 
-def examine(*, as_json: bool, stream: TextIO | None = None) -> int:
-    """Print the findings.
+def examine(*, as_json: bool) -> int:
+    """Print the findings; returns the number of problems.
 
     Args:
         as_json: one JSON object, for programs: ``{"ok": bool, "findings": [{"name", "ok", "text", "remedy"}, …]}``.
-        stream: where to; by default standard output.
-
-    Returns:
-        The number of problems.
     """
-    stream = stream or sys.stdout
-    if as_json:
-        found = list(findings())
-        lines = [{"name": each.name, "ok": each.ok, "text": each.text, "remedy": each.remedy} for each in found]
-        json.dump({"ok": all(each.ok for each in found), "findings": lines}, stream, indent=2, ensure_ascii=False)
-        stream.write("\n")
-        return sum(not each.ok for each in found)
     found = []
-    terminal = stream.isatty()
-    width = columns(stream) if terminal else None
     for each in findings():
         found.append(each)
-        stream.write(_line(each, width=width, colored=terminal and not os.environ.get("NO_COLOR")))
-        stream.flush()
-    stream.write(_summary(found))
-    return sum(not each.ok for each in found)
-
-
-def _line(finding: Finding, *, width: int | None, colored: bool) -> str:
-    mark = "ok     " if finding.ok else "problem"
-    remedy = "" if finding.ok else f"Remedy: {finding.remedy}"
-    head = f"{mark}  {finding.name:<{NAME}}"
-    if width is None:
-        line = f"{head}{finding.text}{'. ' * bool(remedy)}{remedy}"
-    else:  # the remedy, which has commands to be copied, on lines of its own
-        indent = " " * len(head)
-        wrap = functools.partial(
-            textwrap.wrap, width=max(width - 1, 50), break_long_words=False, break_on_hyphens=False
-        )
-        lines = wrap(head + finding.text, subsequent_indent=indent)
-        line = "\n".join([*lines, *wrap(remedy, initial_indent=indent, subsequent_indent=indent + "  ")])
-    if colored:
-        line = f"{GREEN if finding.ok else YELLOW}{line[: len(mark)]}{PLAIN}{line[len(mark) :]}"
-    return f"{line}\n"
-
-
-def _summary(found: Sequence[Finding]) -> str:
+        if not as_json:
+            remedy = "" if each.ok else f". Remedy: {each.remedy}"
+            print(f"{'ok' if each.ok else 'problem':<9}{each.name:<18}{each.text}{remedy}", flush=True)
     problems = sum(not each.ok for each in found)
-    return "no problems\n" if not problems else f"{problems} problem{'s' * (problems > 1)}\n"
+    if as_json:
+        lines = [{**asdict(each), "ok": each.ok} for each in found]
+        print(json.dumps({"ok": not problems, "findings": lines}, indent=2, ensure_ascii=False))
+    else:
+        print("no problems" if not problems else f"{problems} problem{'s' * (problems > 1)}")
+    return problems

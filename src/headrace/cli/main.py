@@ -52,8 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    if arguments.url is not None:
-        return _stream(arguments)
     examples = _examples()
     if examples is None:
         return _complain(NO_EXAMPLES, status=UNUSABLE)
@@ -68,30 +66,13 @@ def _demo(arguments: argparse.Namespace) -> int:
             latency=arguments.latency / 1000,
             epochs=arguments.epochs,
             batch_size=arguments.batch_size,
-            workers=2 if arguments.workers is None else arguments.workers,
+            workers=arguments.workers,
             concurrency=arguments.concurrency,
             seed=arguments.seed,
         ),
         display.Display(),
     )
     return OK if reached else FAILED
-
-
-def _stream(arguments: argparse.Namespace) -> int:
-    print(IMPORTING, flush=True)
-    from headrace.cli.bucket import BucketOptions, stream_bucket
-
-    stream_bucket(
-        BucketOptions(
-            url=arguments.url,
-            store_options=_nested(arguments.store_option),
-            batch_size=arguments.batch_size,
-            workers=arguments.workers or 0,
-            concurrency=arguments.concurrency,
-            seed=arguments.seed,
-        )
-    )
-    return OK
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -141,18 +122,16 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="train on objects streamed from a local object store, and compare with torch's loader",
         description="Streams 1,797 handwritten digits from an object store that runs beside it, trains a small CNN on "
-        "them, and compares the loading of an epoch with torch's DataLoader. With --url, streams your own objects.",
+        "them, and compares the loading of an epoch with torch's DataLoader.",
     )
     demo.set_defaults(run=_demo)
     add = demo.add_argument
     add("--latency", type=_milliseconds, default=20.0, metavar="MS", help="the store's time to first byte (20)")
     add("--epochs", type=_positive, default=6, metavar="N", help="passes over the training objects (6)")
     add("--batch-size", type=_positive, default=64, metavar="N", help="samples in a batch (64)")
-    add("--workers", type=_count, metavar="N", help="processes for decoding and augmenting (2; with --url, 0)")
+    add("--workers", type=_count, default=2, metavar="N", help="processes for decoding and augmenting (2)")
     add("--concurrency", type=_concurrency, default=256, metavar="N", help="fetches in flight (256)")
     add("--seed", type=_count, default=0, metavar="N", help="of the order, the augmentation and the model (0)")
-    add("--url", help="stream the objects under this URL once: s3://bucket/prefix, gs://, az://, or a directory")
-    _add_store_option(demo)
     _add_bench(commands)
     doctor = commands.add_parser(
         "doctor",

@@ -1,4 +1,4 @@
-"""Limits of the control groups, versions 1 and 2, that a process is in: what a container is granted."""
+"""What this process is granted: limits of its control groups, versions 1 and 2, as of a container, and free memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CgroupLimits"]
+__all__ = ["CgroupLimits", "available_memory"]
 
 _UNLIMITED = 1 << 60  # bytes; version 1 writes a number near 2**63 where there is no limit
 
@@ -61,6 +61,15 @@ class CgroupLimits:
             min(self.pids, pids),
             min(self.pids_left, pids - started),
         )
+
+
+def available_memory() -> float:
+    """Bytes of memory that the machine has available."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return math.inf
+    return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")), math.inf)
 
 
 def _links(root: Path, controllers: str) -> list[Path]:

@@ -1,1 +1,0 @@
-"""What `headrace doctor` looks at."""

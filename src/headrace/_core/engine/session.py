@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart, StageTimes
@@ -14,7 +14,6 @@ from headrace._core.engine.executors import Executor, Work
 from headrace._core.engine.fetch import Deliver, FetchStage
 from headrace._core.engine.fetch_pool import FetchRecorder, Spawn
 from headrace._core.engine.memory import SampleSizes
-from headrace._core.engine.reorder import Reorder
 from headrace._core.engine.stepping import AppliesSteps, SessionCompute
 from headrace._core.eventloop.watchdog import LoopWatch
 from headrace._core.failure import describe_samples
@@ -25,6 +24,21 @@ from headrace._core.store.bodies import BodyReader
 from headrace._core.store.request_stats import RequestStats, session_stats
 from headrace._core.streams.order import session_epoch
 from headrace._core.streams.steps import compute
+
+
+class Reorder:
+    """A buffer of batches that wait for earlier ones; bounded by the number of outstanding plans."""
+
+    def __init__(self, first: int = 0) -> None:
+        self._next = first
+        self._held: dict[int, HostBatch] = {}
+
+    def put(self, host: HostBatch) -> Iterator[HostBatch]:
+        """Add a batch; yields the batches that are next in order."""
+        self._held[host.plan.number] = host
+        while (ready := self._held.pop(self._next, None)) is not None:
+            self._next += 1
+            yield ready
 
 
 class Session:

@@ -325,10 +325,6 @@ def start_early() -> None:
             _zygote = _Zygote.start()
 
 
-def report_ready() -> None:
-    """Nothing waits for it."""
-
-
 def _request_fork(modules: tuple[str, ...], request: bytes, descriptors: list[int]) -> None:
     global _zygote
     with _lock:

@@ -21,7 +21,7 @@ import anyio
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, StageTimes
 from headrace._core.call_site import users_stacklevel
 from headrace._core.engine.config import EngineConfig
-from headrace._core.engine.reorder import Reorder
+from headrace._core.engine.session import Reorder
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.messages import (
     Answer,

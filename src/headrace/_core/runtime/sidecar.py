@@ -25,7 +25,7 @@ from headrace._core.eventloop.per_loop import close_resources
 from headrace._core.failure import Stage
 from headrace._core.messages import Answer, Request, SessionEnd
 from headrace._core.notes import add_note
-from headrace._core.pool.launch import adopt_control, report_ready
+from headrace._core.pool.launch import adopt_control
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
 from headrace._core.runtime.placement import CLOSE_DEADLINE
 from headrace._core.streams.kinds import propagate_epoch
@@ -216,7 +216,6 @@ class _SessionServer:
             if isinstance(obj, StartSession):
                 send_records_by(self._send_record)
                 self._session = self._begin(self, obj)
-                report_ready()
             elif self._session is not None:  # otherwise it could not start
                 if isinstance(obj, list):
                     self._plans.update((plan.number, plan) for plan in obj)

@@ -29,6 +29,7 @@ FLOORS = (
     {"_core.pool"},
     {"_core.engine", "_core.device"},
     {"_core.runtime"},
+    {"_core.order"},
     {"_core.consumer"},
     {"datasets", "samplers", "loader"},
     {"state"},

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sized
 
 import torch
 
-from headrace._core.consumer.block_order import BlockOrder
-from headrace._core.consumer.cursor_sampler import Identity, Order, number_in
-from headrace._core.consumer.rank_sampler import RankSampler
+from headrace._core.order.blocks import BlockOrder
+from headrace._core.order.samplers import Identity, Order, RankSampler, number_in
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import ShardOptions
 

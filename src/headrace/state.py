@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
-from headrace._core.consumer.loader_state import states_from_dict
-from headrace._core.consumer.restoring import merged
+from headrace._core.order.restore import merged
+from headrace._core.order.state import states_from_dict
 
 if TYPE_CHECKING:
     from headrace.loader import DataLoader

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from headrace._core.consumer.loader_state import LoaderState
+from headrace._core.order.state import LoaderState
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace.errors import StateError
 from headrace.integrations._accelerate_loader import PreparedLoader

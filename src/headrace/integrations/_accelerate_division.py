@@ -11,7 +11,7 @@ from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import DistributedType
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-from headrace._core.consumer.sampling import SeededRandomSampler
+from headrace._core.order.samplers import SeededRandomSampler
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.streams.kinds import splits_by_rank
 from headrace._core.streams.torch_views import unwrap, without_adapter

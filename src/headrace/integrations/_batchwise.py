@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler
 
-from headrace._core.consumer.cursor_sampler import Order
+from headrace._core.order.samplers import Order
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import ShardOptions
 from headrace.samplers import ElasticSampler
 
-_AT_ONCE = 4096  # indices computed by one call; as headrace._core.consumer.cursor_sampler
+_AT_ONCE = 4096  # indices computed by one call; as headrace._core.order.samplers
 
 
 class BatchwiseSampler(ElasticSampler):

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler
 
-from headrace._core.consumer.cursor_sampler import CursorSampler
-from headrace._core.consumer.loader_state import LoaderState
-from headrace._core.consumer.restoring import merged
+from headrace._core.order.restore import merged
+from headrace._core.order.samplers import CursorSampler
+from headrace._core.order.state import LoaderState
 from headrace._core.ranks.rankinfo import get_rank_info
 from headrace.errors import StateError
 from headrace.loader import DataLoader

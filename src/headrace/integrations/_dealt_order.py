@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace._core.consumer.cursor_sampler import Order
+from headrace._core.order.samplers import Order
 from headrace._core.seeding import batch_seed, isolated_generators, seed_everything
 from headrace.samplers import ElasticSampler
 

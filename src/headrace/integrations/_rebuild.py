@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from headrace._core.consumer.sampling import SeededRandomSampler
+from headrace._core.order.samplers import SeededRandomSampler
 from headrace._core.text import dataset_repr
 from headrace.loader import DataLoader
 from headrace.options import OPTIONS

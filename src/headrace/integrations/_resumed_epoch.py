@@ -11,7 +11,7 @@ from typing import Any
 from transformers.trainer_utils import has_length
 
 from headrace._core.consumer.epoch import BatchIterator
-from headrace._core.consumer.loader_state import LoaderState
+from headrace._core.order.state import LoaderState
 from headrace.loader import DataLoader
 
 _END = object()

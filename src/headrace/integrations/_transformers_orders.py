@@ -10,7 +10,7 @@ from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from headrace._core.consumer.sampling import SeededRandomSampler
+from headrace._core.order.samplers import SeededRandomSampler
 from headrace._core.streams.kinds import DatasetKind, kind_of
 from headrace._core.text import dataset_repr
 from headrace.integrations._dealt_order import DealtSampler

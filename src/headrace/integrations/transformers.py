@@ -15,7 +15,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerState
 from transformers.trainer_utils import get_last_checkpoint, has_length
 from transformers.utils import is_datasets_available
 
-from headrace._core.consumer.loader_state import LoaderState
+from headrace._core.order.state import LoaderState
 from headrace._core.streams.kinds import DatasetKind
 from headrace.errors import StateError
 from headrace.integrations._checkpoint import batches_left, save_state, saved_state

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler, TensorDataset
 
 import headrace as hr
-from headrace._core.consumer.sampling import SeededRandomSampler
+from headrace._core.order.samplers import SeededRandomSampler
 
 NUMBERS = TensorDataset(torch.arange(40))
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
 import headrace as hr
-from headrace._core.consumer.sampling import SeededRandomSampler
+from headrace._core.order.samplers import SeededRandomSampler
 from headrace._core.torchcompat import portable_collate as portable
 
 

@@ -23,14 +23,18 @@ from headrace._core.consumer.agreement import Agreement, Coordinator
 from headrace._core.consumer.checks import check_data_parallel, check_stream
 from headrace._core.consumer.deliver import Delivery, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
-from headrace._core.consumer.epoch_seeds import EpochSeeds
-from headrace._core.consumer.lanes import LaneChoice, LaneTurns
-from headrace._core.consumer.loader_state import Fingerprint, LoaderState, states_to_dict
 from headrace._core.consumer.opening import SessionOpener
-from headrace._core.consumer.order import EpochOrder
 from headrace._core.consumer.planning import Planner
-from headrace._core.consumer.progress import EpochProgress
-from headrace._core.consumer.restoring import (
+from headrace._core.device.copy import Copier
+from headrace._core.device.pinning import Pinning, pinned
+from headrace._core.device.stage import DeviceStage
+from headrace._core.device.streams import streams_of
+from headrace._core.failure import Failure, Stage
+from headrace._core.messages import OpenSession
+from headrace._core.order.lanes import LaneChoice, LaneTurns
+from headrace._core.order.order import EpochOrder
+from headrace._core.order.progress import EpochProgress
+from headrace._core.order.restore import (
     batches_before,
     check_fit,
     check_rank,
@@ -39,14 +43,9 @@ from headrace._core.consumer.restoring import (
     of_rank,
     without_indices_of_others,
 )
-from headrace._core.consumer.saved_order import encoded
-from headrace._core.consumer.spec import LoaderSpec, TorchLoader
-from headrace._core.device.copy import Copier
-from headrace._core.device.pinning import Pinning, pinned
-from headrace._core.device.stage import DeviceStage
-from headrace._core.device.streams import streams_of
-from headrace._core.failure import Failure, Stage
-from headrace._core.messages import OpenSession
+from headrace._core.order.seeds import EpochSeeds
+from headrace._core.order.spec import LoaderSpec, TorchLoader
+from headrace._core.order.state import Fingerprint, LoaderState, encoded, states_to_dict
 from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.streams.kinds import DatasetKind, propagate_epoch, translates_epochs

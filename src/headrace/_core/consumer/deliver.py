@@ -16,6 +16,7 @@ from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.call_site import users_stacklevel
 from headrace._core.error_policy import EpochFailures, ErrorPolicy
 from headrace._core.failure import Failure, Stage
+from headrace._core.order.order import CANDIDATES
 from headrace._core.text import shorten
 from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import NotPicklableError, WorkerDiedError
@@ -23,7 +24,6 @@ from headrace.telemetry.counters import Counters
 
 # Batches in a row that may be skipped because they killed their workers; after more it is not the samples.
 DEATHS_IN_A_ROW = 3
-CANDIDATES = 64  # delivered batches whose indices are kept, to be repeated in place of lost ones
 LOST_IN_A_ROW = 100  # batches; a stream is given up after as many failures
 
 

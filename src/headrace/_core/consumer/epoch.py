@@ -19,14 +19,14 @@ from torch.autograd.profiler import record_function
 from headrace._core.batches import HostBatch
 from headrace._core.consumer.agreement import Agreement
 from headrace._core.consumer.deliver import FailureHandler, opened
-from headrace._core.consumer.loader_state import LoaderState
 from headrace._core.consumer.planning import Planner
 from headrace._core.consumer.prefetch import Prefetcher
-from headrace._core.consumer.progress import EpochProgress
-from headrace._core.consumer.spec import LoaderSpec
 from headrace._core.failure import Stage
 from headrace._core.look_ahead import LookAheadSize
 from headrace._core.messages import Consumed, OpenSession, StatusRequest, TraceRequest, check_not_forked
+from headrace._core.order.progress import EpochProgress
+from headrace._core.order.spec import LoaderSpec
+from headrace._core.order.state import LoaderState
 from headrace._core.ranks.rankinfo import RankInfo, provide_rank, provided_rank, withdraw_rank
 from headrace._core.streams.kinds import capabilities
 from headrace._core.streams.resumable import State

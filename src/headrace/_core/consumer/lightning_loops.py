@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from headrace._core.consumer.epoch import BatchIterator
-from headrace._core.consumer.loader_state import LoaderState, states_to_dict
-from headrace._core.consumer.progress import EpochProgress
+from headrace._core.order.progress import EpochProgress
+from headrace._core.order.state import LoaderState, states_to_dict
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.resumable import State
 from headrace.errors import StateError

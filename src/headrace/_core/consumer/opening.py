@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 
 from headrace._core.batches import SessionStart
-from headrace._core.consumer.lanes import LaneChoice
-from headrace._core.consumer.spec import LoaderSpec, TorchLoader
 from headrace._core.descriptors import explained
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
 from headrace._core.look_ahead import LookAheadSize, look_ahead, most_ahead, most_concurrency, most_fetches
+from headrace._core.order.lanes import LaneChoice
+from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.pool.launch import start_early
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.ray_placement import RayPlacement

@@ -4,47 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from headrace._core.batches import BatchPlan
-from headrace._core.consumer.lanes import LaneTurns
+from headrace._core.order.lanes import LaneTurns
+from headrace._core.order.order import Scattered
+from headrace._core.order.restore import PlanStart
 from headrace._core.seeding import batch_seed, random_key
 
 _SAMPLES_AT_MOST = 1 << 48  # of one rank in an epoch; replacements of lost batches have positions after these
-
-
-class PlanStart(NamedTuple):
-    """Where an epoch's plans begin, and the positions of its samples among those of all ranks.
-
-    Attributes:
-        first: position of this rank's sample 0.
-        stride: the number of ranks.
-        block: number of consecutive positions that this rank has before the next rank's turn.
-        batches: number of batches given out before.
-        samples: number of samples of this rank before the first plan; not 0 only where `first` is the epoch's.
-        repeats: number of batches among `batches` that replaced lost ones.
-        over: whether a stream has nothing left but replacements of lost batches.
-    """
-
-    first: int = 0
-    stride: int = 1
-    block: int = 1
-    batches: int = 0
-    samples: int = 0
-    repeats: int = 0
-    over: bool = False
-
-
-class Scattered(NamedTuple):
-    """A batch whose samples do not follow each other, since those between them were delivered before.
-
-    Attributes:
-        indices: the sampler's indices.
-        samples: for each, its number among this rank's samples.
-    """
-
-    indices: tuple[object, ...]
-    samples: tuple[int, ...]
 
 
 class Planner(Iterator[BatchPlan]):

@@ -1,16 +1,18 @@
-"""Samplers that can begin at any position of an epoch's order, by arithmetic."""
+"""Samplers that can begin at any position of an epoch's order, by arithmetic; those that deal it to the ranks."""
 
 from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from headrace._core.ranks.distributed import ShardOptions
+from headrace._core.permutation import Permutation
+from headrace._core.ranks.distributed import RankChoice, ShardOptions
 from headrace.errors import StateError
 
 
@@ -168,3 +170,110 @@ def number_in(state: Mapping[str, object], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise StateError(f"the sampler's state must have {name!r}, an integer of zero or more, but has {value!r}")
     return value
+
+
+class RankSampler(CursorSampler, DistributedSampler[int]):
+    """A sampler that deals its order to the ranks, and needs no process group before it is iterated over."""
+
+    seed: Any  # torch's is an int
+
+    def __init__(
+        self, dataset: Sized | int, seed: int | None, rank: int | None, world_size: int | None, *, drop_last: bool
+    ) -> None:
+        if seed is not None:
+            Permutation(0, seed, 0)  # checks the seed
+        Sampler.__init__(self)  # DistributedSampler's needs a process group
+        self.dataset: Any = dataset
+        self.seed = seed
+        self.shuffle = True
+        self.drop_last = drop_last
+        self.epoch = 0
+        self._length = dataset if isinstance(dataset, int) else len(dataset)
+        self._ranks = RankChoice(rank, world_size)
+
+    def _shard(self) -> ShardOptions:
+        return self._ranks.shard()
+
+    @property
+    def epoch_size(self) -> int:
+        """The number of samples of an epoch of all ranks, without padding."""
+        return self._length
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """The rank whose part is sampled."""
+        return self._shard().index
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        """The number of ranks."""
+        return self._shard().count
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        """The number of samples of each rank in a whole epoch."""
+        count = self.num_replicas
+        return self._length // count if self.drop_last else -(-self._length // count)
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]
+        """The number of samples of all ranks in a whole epoch."""
+        return self.num_samples * self.num_replicas
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class SeededRandomSampler(CursorSampler, RandomSampler):
+    """A random order that follows from the seed and the epoch alone, in headrace's loader and in any other.
+
+    Args:
+        data_source: the sampled dataset, for its length.
+        seed: of the order, with the epoch.
+
+    Example:
+        >>> sampler = SeededRandomSampler(range(6), seed=0)
+        >>> list(sampler)
+        [3, 4, 2, 1, 0, 5]
+        >>> sampler.set_epoch(0)
+        >>> list(sampler)
+        [3, 4, 2, 1, 0, 5]
+    """
+
+    def __init__(self, data_source: Sized, *, seed: int) -> None:
+        super().__init__(data_source)
+        self.seed = seed
+
+    @property
+    def epoch_size(self) -> int:
+        """The number of samples."""
+        return len(self.data_source)
+
+    def _order(self, epoch: int) -> Permutation:
+        return Permutation(self.epoch_size, self.seed, epoch)
+
+    def _start_epoch(self) -> int:
+        # Without a call of `set_epoch` each iteration is the next epoch.
+        self.epoch += 1
+        return self.epoch - 1
+
+
+class SeededRankSampler(RankSampler):
+    """The order of a loader with a seed, dealt to the ranks: in place of a `DistributedSampler` put in by a trainer.
+
+    Args:
+        replaced: the sampler of the trainer, which says how the ranks share the dataset.
+        seed: the loader's.
+    """
+
+    def __init__(self, replaced: DistributedSampler[Any], *, seed: int) -> None:
+        ranks = replaced.rank, replaced.num_replicas
+        super().__init__(replaced.dataset, seed, *ranks, drop_last=replaced.drop_last)  # type: ignore[arg-type]
+        self.shuffle = replaced.shuffle
+
+    def on_one_rank(self) -> SeededRandomSampler | SequentialSampler:
+        """The sampler with the same order on a single rank."""
+        return SeededRandomSampler(self.dataset, seed=self.seed) if self.shuffle else SequentialSampler(self.dataset)
+
+    def _order(self, epoch: int) -> Order:
+        return Permutation(self._length, self.seed, epoch) if self.shuffle else Identity(self._length)

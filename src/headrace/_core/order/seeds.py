@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe
 
-from headrace._core.consumer.loader_state import LoaderState
-from headrace._core.consumer.order import EpochOrder
-from headrace._core.consumer.spec import TorchLoader
+from headrace._core.order.order import EpochOrder
+from headrace._core.order.spec import TorchLoader
+from headrace._core.order.state import LoaderState
 from headrace._core.seeding import batch_seed
 from headrace._core.torchcompat.datapipes import PipeSeeds, seed_pipe
 

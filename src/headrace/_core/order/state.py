@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import torch
 
 from headrace._core.streams.resumable import State
 from headrace.errors import StateError
+
+
+def checksum(indices: Sequence[object]) -> tuple[int, int]:
+    """Number and checksum of a batch's indices."""
+    return len(indices), zlib.crc32(repr(tuple(indices)).encode())
+
+
+def encoded(state: torch.Tensor | None) -> str | None:
+    """The state of a generator as text."""
+    return None if state is None else base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()
+
+
+def decoded(text: str) -> torch.Tensor:
+    """The state of a generator that was `encoded`.
+
+    Raises:
+        StateError: it is damaged.
+    """
+    try:
+        return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
+    except (ValueError, zlib.error) as error:
+        raise StateError(f"the state is damaged: the generator's state cannot be read ({error})") from error
+
 
 VERSION: Final = 1
 _KEYS: Final = (
@@ -183,47 +210,32 @@ class LoaderState(NamedTuple):
         return states[0]
 
     @classmethod
-    def _from_values(cls, values: Mapping[str, object]) -> LoaderState:
+    def _from_values(cls, values: Mapping[str, Any]) -> LoaderState:
         if set(values) != set(_KEYS):
             raise StateError(f"the state is damaged: it has {_keys_of(values)}, and not {', '.join(_KEYS)}")
         if values["checksum"] != _checksum(values):
             raise StateError("the state is damaged, or was edited: its checksum does not match")
-        try:
-            return cls._parsed(values)
-        except (TypeError, ValueError, KeyError) as error:
-            raise StateError(f"the state is damaged: {error}") from error
-
-    @classmethod
-    def _parsed(cls, state: Mapping[str, object]) -> LoaderState:
-        base_seed, order_seed, pipe_seed, kept_seed, sampler_epoch = _sequence(state, "seeds")
-        next_worker, *streams = _sequence(state, "streams")
-        kind, length, order, seed, readers = _sequence(state, "loader")
-        last = state["last_indices"]
-        entries = [_entry(entry) for entry in streams]
+        # With its checksum it is what was saved, as JSON has it: tuples may be lists.
+        base_seed, order_seed, pipe_seed, kept_seed, sampler_epoch = values["seeds"]
+        next_worker, *streams = values["streams"]
+        last = values["last_indices"]
+        same = ("epoch", "cursor", "samples", "batches", "over", "rank", "ranks", "generator", "lanes")
         return cls(
-            epoch=_number(state["epoch"]),
-            fingerprint=Fingerprint(str(kind), _optional(length), str(order), _optional(seed), _optional(readers)),
-            cursor=_number(state["cursor"]),
-            samples=_number(state["samples"]),
-            batches=_number(state["batches"]),
-            over=bool(state["over"]),
-            rank=_optional(state["rank"]),
-            ranks=_number(state["ranks"]),
-            base_seed=_optional(base_seed),
-            order_seed=_optional(order_seed),
-            pipe_seed=_optional(pipe_seed),
-            kept_seed=_optional(kept_seed),
-            sampler_epoch=_optional(sampler_epoch),
-            generator=None if state["generator"] is None else str(state["generator"]),
-            sampler=_sequence(state, "sampler")[0],
-            last_indices=None if last is None else _triple(last),
-            lanes=_optional(state["lanes"]),
-            merged=tuple(_mapping(each) for each in _sequence(state, "merged")),
-            streams={worker: saved for worker, _, saved in entries},
-            ended=frozenset(worker for worker, ended, _ in entries if ended and worker is not None),
-            next_worker=_number(next_worker),
-            delivered=tuple(_numbers(batch) for batch in _sequence(state, "delivered")),
-            skipped=_numbers(state["skipped"]),
+            **{name: values[name] for name in same},
+            fingerprint=Fingerprint(*values["loader"]),
+            base_seed=base_seed,
+            order_seed=order_seed,
+            pipe_seed=pipe_seed,
+            kept_seed=kept_seed,
+            sampler_epoch=sampler_epoch,
+            sampler=values["sampler"][0],
+            last_indices=None if last is None else (last[0], last[1], last[2]),
+            merged=tuple(values["merged"]),
+            streams={worker: saved for worker, _, saved in streams},
+            ended=frozenset(worker for worker, ended, _ in streams if ended and worker is not None),
+            next_worker=next_worker,
+            delivered=tuple(map(tuple, values["delivered"])),
+            skipped=tuple(values["skipped"]),
         )
 
 
@@ -248,53 +260,10 @@ def states_from_dict(state: Mapping[str, object]) -> tuple[LoaderState, ...]:
         )
     if set(state) != {"version", "state"}:
         raise StateError(f"the state is damaged: it has {_keys_of(state)}, and not version, state")
-    try:
-        saved = [_mapping(values) for values in _items(state["state"])]
-    except TypeError as error:
-        raise StateError(f"the state is damaged: {error}") from error
-    if not saved:
-        raise StateError("the state is damaged: it is empty")
+    saved = state["state"]
+    if not (isinstance(saved, list | tuple) and saved and all(isinstance(values, Mapping) for values in saved)):
+        raise StateError(f"the state is damaged: {saved!r:.80} is not a list of states")
     return tuple(LoaderState._from_values(values) for values in saved)
-
-
-def _entry(entry: object) -> tuple[int | None, bool, Mapping[str, object]]:
-    worker, ended, state = _items(entry)
-    return _optional(worker), bool(ended), _mapping(state)
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{value!r} is no dict")
-    return value
-
-
-def _sequence(state: Mapping[str, object], name: str) -> Sequence[object]:
-    return _items(state[name])
-
-
-def _items(value: object) -> Sequence[object]:
-    if not isinstance(value, list | tuple):
-        raise TypeError(f"{value!r} is no list")
-    return value
-
-
-def _number(value: object) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is no int")
-    return value
-
-
-def _optional(value: object) -> int | None:
-    return None if value is None else _number(value)
-
-
-def _numbers(value: object) -> tuple[int, ...]:
-    return tuple(map(_number, _items(value)))
-
-
-def _triple(value: object) -> tuple[int, int, int]:
-    first, second, third = _numbers(value)
-    return first, second, third
 
 
 def _keys_of(state: object) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from headrace._core.batches import BatchPlan, HostBatch, StreamState, load_state
-from headrace._core.consumer.loader_state import LoaderState
-from headrace._core.consumer.order import EpochOrder
-from headrace._core.consumer.saved_order import checksum, encoded
+from headrace._core.order.order import EpochOrder
+from headrace._core.order.state import LoaderState, checksum, encoded
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.resumable import State, state_of_dataset
 

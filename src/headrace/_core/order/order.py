@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import (
@@ -18,16 +18,167 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from headrace._core.consumer.cursor_sampler import CursorSampler
-from headrace._core.consumer.deliver import CANDIDATES
-from headrace._core.consumer.draws import SamplerOf, WatchedDraws
-from headrace._core.consumer.loader_state import LoaderState
-from headrace._core.consumer.sampling import SeededRandomSampler, SeededRankSampler
-from headrace._core.consumer.saved_order import checksum, decoded
-from headrace._core.consumer.spec import TorchLoader
-from headrace._core.consumer.undelivered import delivered_ranges, scattered, without_delivered
-from headrace._core.consumer.user_sampler import UserSampler
+from headrace._core.order.samplers import CursorSampler, SeededRandomSampler, SeededRankSampler
+from headrace._core.order.spec import TorchLoader
+from headrace._core.order.state import LoaderState, checksum, decoded
+from headrace._core.streams.resumable import Stateful
 from headrace.errors import StateError
+
+CANDIDATES = 64  # delivered batches whose indices are kept, to be repeated in place of lost ones
+
+
+class SamplerOf(Iterable[Any]):
+    """An iterator that a BatchSampler takes for a sampler."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterator
+
+
+class WatchedDraws(Iterator[object]):
+    """Calls functions before and after the first draw."""
+
+    def __init__(self, draws: Iterator[object], before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._draws = draws
+        self._before, self._after = before, after
+        self._begun = False
+
+    def __next__(self) -> object:
+        if self._begun:
+            return next(self._draws)
+        self._begun = True
+        self._before()
+        drawn = next(self._draws)
+        self._after()
+        return drawn
+
+
+class Scattered(NamedTuple):
+    """A batch whose samples do not follow each other, since those between them were delivered before.
+
+    Attributes:
+        indices: the sampler's indices.
+        samples: for each, its number among this rank's samples.
+    """
+
+    indices: tuple[object, ...]
+    samples: tuple[int, ...]
+
+
+def delivered_ranges(resumed: LoaderState, *, over: int) -> list[range]:
+    """The samples of this rank that were delivered out of order, ascending, less `over`."""
+    return sorted((range(b[1] - over, b[1] - over + b[2]) for b in resumed.delivered), key=lambda part: part.start)
+
+
+def scattered(
+    indices: Iterator[Any], first: int, holes: Sequence[range], *, batch_size: int | None, drop_last: bool
+) -> Iterator[Scattered]:
+    """Batches of the indices that are not in `holes`; `first` is the number of the first index."""
+    done = deque(holes)
+
+    def rest() -> Iterator[tuple[int, Any]]:
+        for number, index in enumerate(indices, first):
+            while done and number >= done[0].stop:
+                done.popleft()
+            if not done or number not in done[0]:
+                yield number, index
+
+    left = rest()
+    size = 1 if batch_size is None else batch_size
+    while batch := list(itertools.islice(left, size)):
+        if drop_last and len(batch) < size:
+            return
+        numbers, drawn = zip(*batch, strict=True)
+        yield Scattered(drawn, numbers)
+
+
+def without_delivered(batches: Iterator[Any], number: int, samples: int, done: dict[int, int]) -> Iterator[Scattered]:
+    """The batches that were not delivered, each with the numbers of its samples."""
+    for batch in batches:
+        indices = tuple(batch)
+        if number not in done:
+            yield Scattered(indices, tuple(range(samples, samples + len(indices))))
+        number += 1
+        samples += len(indices)
+
+
+class UserSampler:
+    """The states of a sampler that is asked for its indices one after the other.
+
+    Args:
+        batch_sampler: the loader's; None without.
+        sampler: what indices are drawn from; None where a batch sampler of the user's decides.
+        walked: whether indices are drawn from it; if not, positions are computed, and it has no state here.
+
+    Attributes:
+        stateful: the part whose state is saved with each plan, once draws have begun; None if there is none.
+        at_start: its state before the epoch's first draw; None if it has none.
+    """
+
+    def __init__(self, batch_sampler: object, sampler: object, *, walked: bool) -> None:
+        self._parts = (batch_sampler, sampler) if walked else ()
+        self.stateful: Stateful | None = None
+        self.at_start: object = None
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that was set by its `set_epoch`; None if it has none."""
+        epochs = (getattr(part, "epoch", None) for part in self._parts if hasattr(part, "set_epoch"))
+        return next((epoch for epoch in epochs if type(epoch) is int), None)
+
+    @property
+    def _own(self) -> Stateful | None:
+        """The sampler or batch sampler with a state; None of one of ours, which draws each epoch anew."""
+        part = next((part for part in self._parts if isinstance(part, Stateful)), None)
+        return None if isinstance(part, CursorSampler) else part
+
+    @property
+    def outlives_epochs(self) -> bool:
+        """Whether its state outlives the iterator of an epoch."""
+        return self._own is not None
+
+    def between_epochs(self) -> object:
+        """The state now, between two epochs; None if it has none that outlives them."""
+        return None if self._own is None else copy.deepcopy(self._own.state_dict())
+
+    def restore(self, state: object) -> None:
+        """Restore a state that was saved between two epochs, or at the end of one."""
+        if self._own is not None and state is not None:
+            _load(self._own, state)
+
+    def begin(self, draws: Iterator[object]) -> None:
+        """Follow an epoch's draws: the state is that of the iterator, the batch sampler or the sampler."""
+        parts = (draws, *self._parts) if self._parts else ()
+        self.stateful = next((part for part in parts if isinstance(part, Stateful)), None)
+
+    def after_draw(self) -> object:
+        """The state after the last draw; None if there is none."""
+        return None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
+
+    def continued(self, part: Any, state: object) -> Iterator[object]:
+        """The draws of `part`, the sampler or the batch sampler, from a state within an epoch on.
+
+        Raises:
+            StateError: neither it nor its iterator has a `load_state_dict`.
+        """
+        stateful: Any = part  # what is saved from now on
+        if isinstance(part, Stateful):
+            _load(part, state)  # before its iterator is made
+        draws: Iterator[object] = iter(stateful)
+        if not isinstance(part, Stateful):
+            if not isinstance(draws, Stateful):
+                raise StateError(f"the state has one of {type(part).__name__}, which has no load_state_dict now")
+            _load(draws, state)
+            stateful = draws
+        self.stateful = stateful
+        return draws
+
+
+def _load(part: Stateful, state: object) -> None:
+    part.load_state_dict(cast(Any, copy.deepcopy(state)))
+
 
 _WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # torch's that are not divided among ranks
 # Arguments of samplers that decide on the order, and do not depend on the number of ranks.

@@ -6,15 +6,36 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from headrace._core.batches import SessionStart
-from headrace._core.consumer.loader_state import Fingerprint, LoaderState
-from headrace._core.consumer.order import EpochOrder
-from headrace._core.consumer.planning import PlanStart
-from headrace._core.consumer.spec import TorchLoader
+from headrace._core.order.order import EpochOrder
+from headrace._core.order.spec import TorchLoader
+from headrace._core.order.state import Fingerprint, LoaderState
 from headrace._core.ranks.distributed import Remainder, ShardOptions
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.merged import divided_state
 from headrace._core.streams.resumable import expect_int, expect_state
 from headrace.errors import StateError
+
+
+class PlanStart(NamedTuple):
+    """Where an epoch's plans begin, and the positions of its samples among those of all ranks.
+
+    Attributes:
+        first: position of this rank's sample 0.
+        stride: the number of ranks.
+        block: number of consecutive positions that this rank has before the next rank's turn.
+        batches: number of batches given out before.
+        samples: number of samples of this rank before the first plan; not 0 only where `first` is the epoch's.
+        repeats: number of batches among `batches` that replaced lost ones.
+        over: whether a stream has nothing left but replacements of lost batches.
+    """
+
+    first: int = 0
+    stride: int = 1
+    block: int = 1
+    batches: int = 0
+    samples: int = 0
+    repeats: int = 0
+    over: bool = False
 
 
 class EpochStart(NamedTuple):

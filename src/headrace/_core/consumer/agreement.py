@@ -19,9 +19,9 @@ import torch
 import torch.distributed
 
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
+from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.text import shorten
 from headrace._core.torchcompat.private import default_store
-from headrace._core.ranks.rankinfo import RankInfo
 from headrace.errors import CoordinationError, LoaderClosedError, LoaderTimeoutError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from headrace import DataLoader, FileDataset, LinesDataset, ObjectDataset, TarDa
 from headrace.errors import NotPicklableError, StoreError
 from headrace.testing import DatasetContract, StreamContract
 from tests.contract.places import PLACES, files
-from tests.unit.shards.tar.tars import shard
+from tests.unit.shards.tars import shard
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of boto3 and moto themselves
 

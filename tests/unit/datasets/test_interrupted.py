@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import headrace as hr
-from tests.unit.shards.tar import tars
+from tests.unit.shards import tars
 
 EPOCHS = 3
 COUNTS = (4, 1, 0, 6)  # samples of each shard

@@ -2,12 +2,10 @@
 
 import asyncio
 import gzip
-import importlib.util
 import itertools
 import random
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +15,7 @@ import headrace as hr
 from headrace.errors import EmptyListingError, ShardError, ShortStreamError, StoreError
 from headrace.testing import DatasetContract, StreamContract
 from object_server import Fault, ObjectServer
-
-_spec = importlib.util.spec_from_file_location("tars", Path(__file__).parents[1] / "shards" / "tar" / "tars.py")
-tars = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tars)
+from tests.unit.shards import tars
 
 
 def keys(stream):

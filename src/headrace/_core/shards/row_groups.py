@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from headrace._core.failure import as_exception
 from headrace._core.shards.block_reader import Block, BlockReader
-from headrace._core.shards.parquet.file import Pieces, RowGroup
+from headrace._core.shards.parquet_file import Pieces, RowGroup
 from headrace._core.shards.positions import Part, PartPosition, PartQueue
 from headrace._core.streams.resumable import ResumableIterator, State
 

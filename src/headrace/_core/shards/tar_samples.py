@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace._core.shards.reading import Decoder
-from headrace._core.shards.tar.format import MEMBER_LIMIT, Member, TarParser
+from headrace._core.shards.tar_format import MEMBER_LIMIT, Member, TarParser
 from headrace._core.streams.resumable import State, expect_int, expect_list
 from headrace.errors import ShardError
 

@@ -19,8 +19,8 @@ from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import ChunkReader, Decoder, ReadAhead, ShardReader
-from headrace._core.shards.tar.format import TarParser
-from headrace._core.shards.tar.samples import SampleGrouper, SampleMembers
+from headrace._core.shards.tar_format import TarParser
+from headrace._core.shards.tar_samples import SampleGrouper, SampleMembers
 from headrace.errors import ObjectNotFoundError, StoreError
 
 if TYPE_CHECKING:

@@ -1,1 +1,0 @@
-"""Parquet files: footers and row groups by ranged reads."""

@@ -1,1 +1,0 @@
-"""The tar format: parsing, samples, indices."""

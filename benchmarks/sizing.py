@@ -10,8 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from headrace._core.store.client import LARGE, PART
-from headrace._core.store.list_requests import PAGE
+from headrace._core.store.client import LARGE, PAGE, PART
 
 __all__ = ["MODELS", "WORKLOADS", "Model", "Workload", "cluster_tables", "cost_table", "host_tables", "other_costs"]
 

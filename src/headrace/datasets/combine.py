@@ -34,8 +34,12 @@ def concat(datasets: Sequence[object]) -> Any:
         TypeError: their kinds differ, or one is not async.
 
     Example:
-        >>> from headrace.testing import SlowDataset
-        >>> both = concat([SlowDataset(2, 0.0), SlowDataset(3, 0.0)])
+        >>> from headrace import AsyncDataset
+        >>> class Numbers(AsyncDataset):
+        ...     def __init__(self, count): self.count = count
+        ...     def __len__(self): return self.count
+        ...     async def aget(self, index): return index
+        >>> both = concat([Numbers(2), Numbers(3)])
         >>> len(both), both[4]
         (5, 2)
     """

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self, SupportsIndex
 import anyio.to_thread
 
 from headrace._core.store.catalog import UNKNOWN, Catalog, Labels, StringArray, align_labels
-from headrace._core.store.checksums import check_form
+from headrace._core.store.head import check_form
 from headrace._core.store.listing import list_objects
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import StoreLike, as_store

@@ -6,8 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from headrace._core.store.bodies import SMALL, BodyReader
-from headrace._core.store.request_stats import RequestStats
+from headrace._core.store.request_stats import SMALL, BodyReader, RequestStats
 
 TIMEOUT = 30
 

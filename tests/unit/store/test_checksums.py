@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.store.checksums import check_form, matches
+from headrace._core.store.head import check_form, matches
 
 
 @given(st.binary(max_size=100))

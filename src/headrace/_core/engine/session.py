@@ -20,8 +20,7 @@ from headrace._core.failure import describe_samples
 from headrace._core.messages import Answer, Consumed, Request, SessionEnd, Status, StatusRequest, TraceRequest
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import batch_seed
-from headrace._core.store.bodies import BodyReader
-from headrace._core.store.request_stats import RequestStats, session_stats
+from headrace._core.store.request_stats import BodyReader, RequestStats, session_stats
 from headrace._core.streams.order import session_epoch
 from headrace._core.streams.steps import compute
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import warnings
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,22 +14,21 @@ from typing import TYPE_CHECKING
 import obstore
 from obstore import get_range_async
 
-from headrace._core.store import forks
+from headrace._core.store import requests
 from headrace._core.store.backoff import Tries
-from headrace._core.store.checksums import matches
 from headrace._core.store.errors import NATIVE_ERRORS, Cause, RequestFailure, classify_error
-from headrace._core.store.head import Head, InitialRead, check_bytes, check_version, strong
-from headrace._core.store.list_requests import ListRequests
+from headrace._core.store.head import Head, InitialRead, check_bytes, check_version, matches, strong
 from headrace._core.store.ranges import run_all
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.request_stats import RequestStats, session_stats
-from headrace._core.store.requests import failure_of
+from headrace._core.store.requests import StoreRequests, failure_of
 from headrace.errors import ObjectChangedError
 
 if TYPE_CHECKING:
-    from obstore import GetResult
+    from obstore import GetResult, ObjectMeta
     from obstore.store import ObjectStore
 
+PAGE = 1000  # objects of a page of a listing: the maximum of S3, GCS and Azure, or nearly
 LARGE = 16 * 2**20  # bytes, above which a range is read in parts; S3's and GCS's guides recommend 8 to 16 MiB a request
 PART = 8 * 2**20
 AT_ONCE = 8  # parts of one object in flight; 64 MiB in flight cover 10 Gbit/s at 50 ms
@@ -36,12 +36,8 @@ LARGEST_WHOLE = 64 * 2**20  # bytes of an object of which a store that ignores r
 REPLACEMENTS = 3  # times that a large object of no given version is read again because it was overwritten meanwhile
 
 
-class StoreClient(ListRequests):
+class StoreClient(StoreRequests):
     """Reads one store; what all datasets over stores have in common. Arguments are those of `StoreRequests`."""
-
-    def sibling(self, url: str, *, same_options: bool) -> StoreClient:
-        """A client of another store, with this one's time-out and retries, and its options if they may go there."""
-        return StoreClient(url, self._options if same_options else {}, timeout=self.timeout, retry=self._retry)
 
     def read(
         self,
@@ -99,7 +95,7 @@ class StoreClient(ListRequests):
         tries: Tries | None,
     ) -> memoryview:
         store = self._store
-        if store is None or forks.forked_from is not None:
+        if store is None or requests.forked_from is not None:
             store = self.store
         if self._gate.not_before:
             await self._gate.wait_open(tries or self.tries())
@@ -352,6 +348,44 @@ class StoreClient(ListRequests):
         expected = head.size if whole else min(length, head.size)
         checked = check_bytes(data, expected, checksum if expected == head.size else None)
         return checked if isinstance(checked, RequestFailure) else InitialRead(checked, head)
+
+    async def pages(
+        self, prefix: str | None = None, *, after: str | None = None
+    ) -> AsyncGenerator[Sequence[ObjectMeta], None]:
+        """List the store, a page at a time. A page that fails is requested again, after the last key of those before.
+
+        An object may come twice where a listing had to begin again: keep them by their `path`.
+
+        Raises:
+            StoreUnreachableError: no page came within the time-out, on every attempt.
+            StoreError: the store refused or failed.
+        """
+        tries = self.tries()
+        last = after
+        while True:
+            self.stats.requests += 1
+            offset = last if self.traits.list_resumes else None
+            pages = obstore.list(self.store, prefix, offset=offset, chunk_size=PAGE)
+            error: BaseException | None = None
+            while True:
+                try:
+                    async with asyncio.timeout(self.timeout):
+                        page = await anext(pages, None)
+                except TimeoutError:
+                    failure = RequestFailure(Cause.TIMED_OUT, detail=f"no page came within {self.timeout} s")
+                    break
+                except NATIVE_ERRORS as caught:
+                    failure, error = failure_of(caught)
+                    break
+                if page is None:
+                    return
+                self._gate.successes += 1
+                tries.progress()
+                tries.attempts = 0
+                if page:
+                    last = page[-1]["path"]
+                    yield page
+            await self.retry_or_raise(failure, error, tries, "listing")
 
     async def head(self, key: str, *, index: object = None) -> Head:
         """Request an object's size and version; `index` is the sample's, for errors; raises `StoreError`."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace._core.store.checksums import matches
 from headrace._core.store.errors import Cause, RequestFailure
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
+
+# Of the checksums that users have of their objects: ``sha256:…``, in hexadecimal digits.
+_LENGTHS = {"sha256": 64, "sha1": 40, "md5": 32, "crc32": 8}  # hexadecimal digits
+_FORM = re.compile(r"(\w+):([0-9a-f]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +113,31 @@ def same_tag(wanted: str | None, found: str | None) -> bool:
 
 def _value(etag: str) -> str:
     return etag.removeprefix("W/").strip('"')
+
+
+def check_form(checksum: str) -> None:
+    """Refuse what `matches` could not compare with.
+
+    Raises:
+        ValueError: it is not ``algorithm:hexadecimal`` of an algorithm that is known.
+
+    Example:
+        >>> check_form("crc32:352441c2")
+    """
+    found = _FORM.fullmatch(checksum)
+    if found is None or _LENGTHS.get(found[1]) != len(found[2]):
+        known = ", ".join(_LENGTHS)
+        raise ValueError(f"a checksum must be algorithm:hexadecimal, of one of {known}, but got {checksum!r}")
+
+
+def matches(data: memoryview, checksum: str) -> bool:
+    """Whether `data` has that checksum.
+
+    Example:
+        >>> matches(memoryview(b"abc"), "crc32:352441c2")
+        True
+    """
+    algorithm, _, expected = checksum.partition(":")
+    if algorithm == "crc32":
+        return f"{zlib.crc32(data):08x}" == expected
+    return hashlib.new(algorithm, data, usedforsecurity=False).hexdigest() == expected

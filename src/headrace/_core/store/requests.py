@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace._core.retry_policy import RetryPolicy
-from headrace._core.store import forks
 from headrace._core.store.backoff import RetryGate, Tries, ask_retry_after, count_refusal
 from headrace._core.store.errors import (
     NATIVE_ERRORS,
@@ -23,7 +23,7 @@ from headrace._core.store.open import open_store, store_id
 from headrace._core.store.options import StoreTraits, traits_of
 from headrace._core.store.redaction import redact_text, redact_url, secrets_in
 from headrace._core.store.request_stats import RequestStats, session_stats
-from headrace.errors import NotPicklableError, StoreError
+from headrace.errors import ForkedError, NotPicklableError, StoreError
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -32,6 +32,24 @@ T = TypeVar("T")
 
 RENEWAL_INTERVAL = 5.0  # seconds; requests that began with the old credentials fail within a few
 HEAD_INTERVAL = 1.0  # seconds between two requests that only ask for `Retry-After`
+
+forked_from: int | None = None
+"""The ancestor that used a store before it forked this process; None if there is none.
+
+obstore's I/O runs on threads of a native runtime. A fork has none of them, and even a new store in it waits for them
+for ever; so the child raises an error where it would hang.
+"""
+_used_in: int | None = None
+
+
+def _after_fork_in_child() -> None:
+    global forked_from
+    if forked_from is None:
+        forked_from = _used_in
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class StoreRequests:
@@ -107,8 +125,11 @@ class StoreRequests:
         Raises:
             ForkedError: this process is a fork of one that had used a store.
         """
-        if self._store is None or forks.forked_from is not None:
-            forks.note_store_io()
+        global _used_in
+        if self._store is None or forked_from is not None:
+            if forked_from is not None:
+                raise ForkedError("obstore, which reads object stores,", made_in=forked_from, used_in=os.getpid())
+            _used_in = os.getpid()
             given = self.backend
             self._store = open_store(self.url, self._options, timeout=self.timeout) if given is None else given
         return self._store

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace._core.store.catalog import UNKNOWN, Catalog, StringArray, compact
-from headrace._core.store.checksums import check_form
-from headrace._core.store.head import strong
+from headrace._core.store.head import check_form, strong
 from headrace._core.store.redaction import path_of, redact_url
 from headrace.errors import MissingExtraError
 

@@ -206,10 +206,14 @@ def walk_datasets(dataset: Any) -> Iterator[Any]:
 
     Example:
         >>> from torch.utils.data import ConcatDataset, Subset
-        >>> from headrace.testing import SlowDataset
-        >>> inner = SlowDataset(4, 0.0)
+        >>> from headrace import AsyncDataset
+        >>> class Numbers(AsyncDataset):
+        ...     def __init__(self, count): self.count = count
+        ...     def __len__(self): return self.count
+        ...     async def aget(self, index): return index
+        >>> inner = Numbers(4)
         >>> [type(part).__name__ for part in walk_datasets(ConcatDataset([inner, Subset(inner, [0])]))]
-        ['SlowDataset', 'Subset', 'ConcatDataset']
+        ['Numbers', 'Subset', 'ConcatDataset']
     """
     yield from _walk(dataset, set())
 

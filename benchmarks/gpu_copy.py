@@ -31,7 +31,7 @@ from harness import Figure, Rounds, claim, describe_machine, interleave, parse_a
 import headrace as hr
 from headrace._core.consumer import starting
 from headrace._core.device.copy import Copier
-from headrace._core.device.registration import Registry
+from headrace._core.device.pinning import Registry
 
 MIB = 2**20
 PEAKS = (1, 4, 16, 38, 64, 154, 256, 1024)

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import torch
 
 from headrace import loader as loading
-from headrace._core.consumer import starting
+from headrace._core.consumer import control
 from headrace._core.device import copy
-from headrace._core.device.registration import Registry
+from headrace._core.device.pinning import Registry
 from headrace.errors import CudaGraphError
 
 
@@ -20,8 +20,8 @@ def use(monkeypatch, streams):
     """Loaders with `device=` get `streams`, and a registry of their own."""
     registry = Registry()
     monkeypatch.setattr(loading, "resolve", lambda device: device)
-    monkeypatch.setattr(starting, "streams_of", lambda device: streams)
-    monkeypatch.setattr(starting, "Copier", lambda streams, depth: copy.Copier(streams, depth, registry))
+    monkeypatch.setattr(control, "streams_of", lambda device: streams)
+    monkeypatch.setattr(control, "Copier", lambda streams, depth: copy.Copier(streams, depth, registry))
 
 
 class Stream:

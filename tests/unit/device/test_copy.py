@@ -7,8 +7,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from headrace._core.device.copy import Copier
-from headrace._core.device.registration import Registry
-from headrace._core.device.staging import Ring
+from headrace._core.device.pinning import Registry, Ring
 from tests.unit.device.recording import RecordingStreams
 
 Point = namedtuple("Point", ["x", "label"])

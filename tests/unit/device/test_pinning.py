@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.consumer import starting
+from headrace._core.consumer import control
 
 ELEMENTS = 20_000  # 160 KB a sample: batches go in slabs
 
@@ -48,8 +48,8 @@ class PinnedMemory:
 def memory(monkeypatch):
     memory = PinnedMemory()
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: memory.copy(tensor))
-    monkeypatch.setattr(starting, "should_pin", lambda pin_memory, device: pin_memory)
-    monkeypatch.setattr(starting, "pinned", memory.allocate)
+    monkeypatch.setattr(control, "should_pin", lambda pin_memory, device: pin_memory)
+    monkeypatch.setattr(control, "pinned", memory.allocate)
     return memory
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace._core.device.containers import MovableTensors, Placed, moves, names_its_memory, replaced
-from headrace._core.device.registration import REGISTRY, Registry
-from headrace._core.device.staging import Ring
+from headrace._core.device.pinning import REGISTRY, Registry, Ring
 from headrace._core.device.streams import Event, Streams
 from headrace._core.transport.slabs import ALIGNMENT, Slab, aligned, slab_at
 

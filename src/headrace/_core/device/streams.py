@@ -32,49 +32,6 @@ class DeviceStream(Protocol):
     def wait_event(self, event: Event) -> None: ...
 
 
-class Streams(Protocol):
-    """One device's streams, and page-locked memory for its copies."""
-
-    device: torch.device
-    registers: bool
-
-    def check(self) -> None:
-        """Raise `CudaGraphError` while the current stream is being captured."""
-
-    def side(self) -> DeviceStream:
-        """A separate stream for copies."""
-
-    def rest(self, stream: DeviceStream) -> None:
-        """Return a stream of `side`, with no work left, for reuse."""
-
-    def current(self) -> DeviceStream:
-        """The caller's stream."""
-
-    def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
-        """A block whose work goes to `stream`."""
-
-    def place(self, host: torch.Tensor, stream: DeviceStream) -> torch.Tensor:
-        """Enqueue a copy of `host` on `stream`; returns the copy."""
-
-    def event(self, stream: DeviceStream) -> Event:
-        """An event after the work that `stream` has so far."""
-
-    def wait(self, stream: DeviceStream, event: Event) -> None:
-        """Let `stream` wait for `event`; the caller does not."""
-
-    def used_on(self, placed: Placed, stream: DeviceStream) -> None:
-        """Notify the allocator that `stream` uses memory of another stream."""
-
-    def pinned(self, size: int) -> torch.Tensor:
-        """`size` bytes of page-locked memory; raises RuntimeError if there are none."""
-
-    def register(self, address: int, size: int) -> None:
-        """Page-lock existing memory; raises RuntimeError if that is refused."""
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`."""
-
-
 _IDLE: dict[torch.device, list[DeviceStream]] = {}
 
 
@@ -92,8 +49,13 @@ class _Accelerator(Protocol):
     def stream(self, stream: DeviceStream) -> AbstractContextManager[object]: ...
 
 
-class GenericStreams:
-    """Any accelerator whose torch module has streams."""
+class Streams:
+    """One device's streams, and page-locked memory for its copies: of any accelerator whose torch module has streams.
+
+    Attributes:
+        device: with its index.
+        registers: whether existing memory can be page-locked.
+    """
 
     registers = False
 
@@ -101,7 +63,8 @@ class GenericStreams:
         self.device = device
         self._module: _Accelerator = torch.get_device_module(device)
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        """Raise `CudaGraphError` while the current stream is being captured."""
 
     def side(self) -> DeviceStream:
         """A separate stream for copies, one of an earlier epoch if there is one.
@@ -114,35 +77,43 @@ class GenericStreams:
             return self._module.Stream(device=self.device)
 
     def rest(self, stream: DeviceStream) -> None:
+        """Return a stream of `side`, with no work left, for reuse."""
         _IDLE.setdefault(self.device, []).append(stream)
 
     def current(self) -> DeviceStream:
         return self._module.current_stream(self.device)
 
     def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
+        """A block whose work goes to `stream`."""
         return self._module.stream(stream)
 
     def place(self, host: torch.Tensor, stream: DeviceStream) -> torch.Tensor:
+        """Enqueue a copy of `host` on `stream`; returns the copy."""
         with self.on(stream):
             return host.to(self.device, non_blocking=True)
 
     def event(self, stream: DeviceStream) -> Event:
+        """An event after the work that `stream` has so far."""
         return stream.record_event()
 
     def wait(self, stream: DeviceStream, event: Event) -> None:
+        """Let `stream` wait for `event`; the caller does not."""
         stream.wait_event(event)
 
     def used_on(self, placed: Placed, stream: DeviceStream) -> None:
+        """Notify the allocator that `stream` uses memory of another stream."""
         placed.record_stream(stream)
 
     def pinned(self, size: int) -> torch.Tensor:
+        """`size` bytes of page-locked memory; raises RuntimeError if there are none."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def register(self, address: int, size: int) -> None:
+        """Page-lock existing memory; raises RuntimeError if that is refused."""
         raise RuntimeError(f"torch cannot page-lock existing memory for {self.device.type}")
 
     def unregister(self, address: int) -> None:
-        """Do nothing: nothing was registered."""
+        """Undo `register`."""
 
 
 class _CudaRuntime(Protocol):
@@ -156,13 +127,13 @@ def _runtime() -> _CudaRuntime:
     return runtime
 
 
-class CudaStreams(GenericStreams):
+class CudaStreams(Streams):
     """CUDA, which can page-lock slabs in place."""
 
     registers = torch.version.hip is None  # the generic way serves ROCm, where this has not been tried
 
     def check(self) -> None:
-        """Also on the caller's current device, if that is another."""
+        """As above, also on the caller's current device, if that is another."""
         capturing = torch.cuda.is_current_stream_capturing()
         if not capturing and torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
@@ -209,7 +180,7 @@ class _InOrder:
         pass
 
 
-class OneStream(GenericStreams):
+class OneStream(Streams):
     """An accelerator without streams in torch (mps): copies and kernels run in order."""
 
     def side(self) -> DeviceStream:
@@ -285,4 +256,4 @@ def streams_of(device: torch.device) -> Streams:
     if device.type == "cuda":
         return CudaStreams(device)
     has_streams = hasattr(module, "Stream") and hasattr(module, "current_stream")
-    return GenericStreams(device) if has_streams else OneStream(device)
+    return Streams(device) if has_streams else OneStream(device)

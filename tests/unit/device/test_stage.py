@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.consumer import starting
+from headrace._core.consumer import control
 from headrace._core.transport.slabs import SLABS
 from headrace.errors import CudaGraphError
 from tests.unit.device.recording import RecordingStreams, use
@@ -143,7 +143,7 @@ def test_concurrent_iterators_have_a_stream_each(streams):
 def test_loaders_for_several_devices_copy_to_their_own(monkeypatch):
     devices = {"there:0": RecordingStreams(), "there:1": RecordingStreams()}
     use(monkeypatch, None)
-    monkeypatch.setattr(starting, "streams_of", devices.__getitem__)
+    monkeypatch.setattr(control, "streams_of", devices.__getitem__)
     with hr.DataLoader(Rows(8), device="there:0") as one, hr.DataLoader(Rows(8), device="there:1") as other:
         for number, (left, right) in enumerate(zip(one, other, strict=True)):
             assert values(devices["there:0"], left) == values(devices["there:1"], right) == [number]

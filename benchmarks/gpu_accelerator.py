@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from headrace import loader as loading
-from headrace._core.consumer import starting
+from headrace._core.consumer import control
 from headrace._core.device.streams import OneStream
 
 __all__ = ["Gpu", "StandIn"]
@@ -64,7 +64,7 @@ class StandIn:
     def __init__(self) -> None:
         # Two seams of the loader: any device is host memory, and has one stream.
         loading.resolve = lambda device: None if device is None else torch.device("cpu")
-        starting.streams_of = _HostStreams
+        control.streams_of = _HostStreams
 
     def name(self) -> str:
         return "no GPU: a rehearsal in host memory, whose times mean nothing"

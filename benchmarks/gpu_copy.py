@@ -29,7 +29,7 @@ from gpu_accelerator import Gpu, StandIn
 from harness import Figure, Rounds, claim, describe_machine, interleave, parse_arguments
 
 import headrace as hr
-from headrace._core.consumer import starting
+from headrace._core.consumer import control
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import Registry
 
@@ -201,12 +201,12 @@ def staged(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator[Batch]
     with headrace(bench, data) as begin:
 
         def begin_staged() -> Iterator[Batch]:
-            copier = starting.Copier
-            starting.Copier = lambda streams, depth: Copier(streams, depth, refused)  # type: ignore[assignment,misc]
+            copier = control.Copier
+            control.Copier = lambda streams, depth: Copier(streams, depth, refused)  # type: ignore[assignment,misc]
             try:
                 return begin()
             finally:
-                starting.Copier = copier  # type: ignore[misc]
+                control.Copier = copier  # type: ignore[misc]
 
         yield begin_staged
 
@@ -234,7 +234,7 @@ def slabs_at_hand(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator
         registry = Registry()
 
         def begin() -> Iterator[Batch]:
-            copier = Copier(starting.streams_of(torch.device(bench.gpu.device)), 2, registry)
+            copier = Copier(control.streams_of(torch.device(bench.gpu.device)), 2, registry)
             try:
                 begun = [copier.begin(batch) for batch in kept[:2]]
                 for batch in kept[2:]:

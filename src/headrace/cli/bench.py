@@ -114,11 +114,11 @@ class Bench:
             OSError: the plot cannot be written.
         """
         _say("listing")
-        keys, sizes = background_loop().run(_list(self._store, self._objects))
-        if not keys:
+        table = background_loop().run(_list(self._store, self._objects))
+        if not table["key"]:
             raise EmptyListingError("no object that is not empty was listed", url=redact_url(self._store.url))
-        self._dataset = ObjectDataset(self._store, keys=keys)
-        self._mean = statistics.fmean(sizes)
+        self._dataset = ObjectDataset.from_table(self._store, table, size="size", etag="etag")
+        self._mean = statistics.fmean(table["size"])
         self._batch_size = max(1, min(BATCH, int(BATCH_BYTES / self._mean)))
         memory = min(available_memory(), CgroupLimits.here().memory_left)
         limits = (self._max_concurrency or most_concurrency(), memory / 4 / self._mean)
@@ -224,21 +224,18 @@ class Bench:
         )
 
 
-async def _list(store: Store, most: int) -> tuple[list[str], list[int]]:
-    """Keys and sizes of the first objects that are not empty."""
-    keys: list[str] = []
-    sizes: list[int] = []
+async def _list(store: Store, most: int) -> dict[str, list[Any]]:
+    """Keys, sizes and entity tags of the first objects that are not empty."""
+    found: list[Any] = []
     pages = store._client.pages()
     try:
         async for page in pages:
-            filled = [entry for entry in page if entry["size"] > 0][: most - len(keys)]
-            keys += [entry["path"] for entry in filled]
-            sizes += [entry["size"] for entry in filled]
-            if len(keys) == most:
+            found += [entry for entry in page if entry["size"] > 0][: most - len(found)]
+            if len(found) == most:
                 break
     finally:
         await pages.aclose()
-    return keys, sizes
+    return {"key": [e["path"] for e in found], "size": [e["size"] for e in found], "etag": [e["e_tag"] for e in found]}
 
 
 def sweep(

@@ -9,7 +9,6 @@ import math
 import multiprocessing
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +36,6 @@ __all__ = [
     "findings",
     "limit_text",
     "size_text",
-    "within",
 ]
 
 USUAL_DESCRIPTORS = 1024
@@ -267,48 +265,14 @@ def check_device() -> Iterator[Finding]:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Versions of what headrace needs, against the ranges that it declares."""
+    """Versions of what headrace needs."""
     yield Finding("headrace", f"{__version__}, Python {platform.python_version()}, {platform.system()}")
-    try:
-        requirements = importlib.metadata.requires("headrace") or []
-    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
-        requirements = []
-    ranges = {
-        match[1]: match[2]
-        for each in requirements
-        if "extra ==" not in each and (match := re.match(r"([\w.-]+)\s*([<>=!~][^;]*)?", each)) and match[2]
-    }
     for name in REQUIRED:
-        wanted = ranges.get(name, "").replace(" ", "")
         try:
-            version = importlib.metadata.version(name)
+            yield Finding(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             if name != "uvloop":  # the event loop's line
-                yield Finding(name, "is not installed", f"pip install '{name}{wanted}'")
-            continue
-        if within(version, wanted):
-            yield Finding(name, version)
-        else:
-            yield Finding(name, f"{version} is outside of the tested range {wanted}", f"pip install '{name}{wanted}'")
-
-
-def within(version: str, wanted: str) -> bool:
-    """Whether a version is in a range such as ``>=2.6,<3``; release numbers only."""
-    found = _release(version)
-    for each in filter(None, wanted.split(",")):
-        operator, bound = re.match(r"([<>=!~]+)(.*)", each).groups()  # type: ignore[union-attr]
-        limit = _release(bound)
-        holds = {">=": found >= limit, "<": found < limit, ">": found > limit, "<=": found <= limit}
-        if not holds.get(operator, True):
-            return False
-    return True
-
-
-def _release(version: str) -> tuple[int, ...]:
-    numbers = [int(each) for each in re.findall(r"\d+", re.split(r"[a-z+]", version)[0])]
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return tuple(numbers)
+                yield Finding(name, "is not installed", f"pip install {name}")
 
 
 def check_extras() -> Iterator[Finding]:
@@ -331,7 +295,6 @@ def check_clock() -> Iterator[Finding]:
         yield Finding("clock", f"{text}: reading it is a slow system call", remedy)
     else:
         yield Finding("clock", text)
-    yield Finding("ptrace", "not needed: headrace samples its own threads, and py-spy is only for benchmarks")
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:

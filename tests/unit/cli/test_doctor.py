@@ -19,7 +19,6 @@ from headrace.cli.doctor import (
     check_event_loop,
     check_memory,
     check_processes,
-    within,
 )
 from headrace.cli.limits import CgroupLimits
 from headrace.cli.main import main
@@ -219,17 +218,3 @@ def test_values_of_variables_are_not_printed():
     for mended in ({}, {"AWS_ACCESS_KEY_ID": "hush", "AWS_SECRET_ACCESS_KEY": "hush"}):
         (found,) = check_environment(mended)
         assert found.ok
-
-
-@pytest.mark.parametrize(
-    ("version", "wanted", "holds"),
-    [
-        ("2.13.0+cpu", ">=2.6,<3", True),
-        ("2.5.1", ">=2.6,<3", False),
-        ("3.0.0", ">=2.6,<3", False),
-        ("0.12.0rc1", ">=0.11,<0.13", True),
-        ("4.0", "", True),
-    ],
-)
-def test_versions_are_compared_with_the_declared_range(version, wanted, holds):
-    assert within(version, wanted) is holds

@@ -13,10 +13,9 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, Sampler
 
-from headrace._core.consumer.control import LoaderControl
+from headrace._core.consumer.control import LoaderControl, trainers
 from headrace._core.consumer.deliver import check_pin_memory_device
 from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator
-from headrace._core.consumer.lightning_loops import follow, injects_sampler, request, saved_state
 from headrace._core.device.streams import resolve
 from headrace._core.error_policy import error_policy
 from headrace._core.order.samplers import SeededRandomSampler, SeededRankSampler
@@ -160,7 +159,8 @@ class DataLoader(TorchDataLoader[T_co]):
         transform: Callable[[Any], object] | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None:
-        if isinstance(collate_fn, PortableCollate):  # another loader's
+        rebuilt = isinstance(collate_fn, PortableCollate)  # with the arguments of another loader
+        if isinstance(collate_fn, PortableCollate):
             transform = collate_fn.transform if transform is None else transform
             collate_fn = collate_fn.collate
         if isinstance(prefetch_factor, Unset):  # another loader's
@@ -190,7 +190,7 @@ class DataLoader(TorchDataLoader[T_co]):
         draws_order = shuffle and sampler is None and batch_sampler is None and not kind.is_iterable
         if draws_order and seed is not None and generator is None:
             sampler, shuffle = SeededRandomSampler(shown, seed=seed), False
-        elif type(sampler) is DistributedSampler and seed is not None and injects_sampler():
+        elif type(sampler) is DistributedSampler and seed is not None and rebuilt:
             sampler = SeededRankSampler(sampler, seed=seed)
         if collate_fn is None and batch_size is not None and kind.is_async:
             collate_fn = default_collate
@@ -253,7 +253,7 @@ class DataLoader(TorchDataLoader[T_co]):
     @property
     def _loses_options(self) -> bool:
         """Whether a plain torch loader of a torch dataset would ignore an option."""
-        return any(self._control.spec.options[name] != OPTIONS[name].default for name in ("on_error", "device"))
+        return any(self._control.spec.options[name] != OPTIONS[name].default for name in ("on_error", "device", "seed"))
 
     def __repr__(self) -> str:
         shown = [dataset_repr(self.dataset), f"batch_size={self.batch_size}"]
@@ -288,11 +288,11 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _get_iterator(self) -> Iterator[T_co]:  # type: ignore[override]
         """The iterator of an epoch: torch's loader calls it in `__iter__`, and subclasses call and replace it."""
-        asked = request(self)
+        if any(trainer.begins(self) for trainer in trainers):
+            return iter(())
         with self._control.ranked() as rank:
-            if asked is not None and follow(self, rank, asked):
-                return iter(())
-            return BatchIterator(self._control.begin(self, rank, late_epoch=asked is not None), self)
+            late = bool(trainers) or isinstance(self.sampler, SeededRankSampler)
+            return BatchIterator(self._control.begin(self, rank, late_epoch=late), self)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Begin the next epoch: an iterator for `async for`, on any event loop.
@@ -349,8 +349,7 @@ class DataLoader(TorchDataLoader[T_co]):
             >>> [a.tolist() for a in restored] == [a.tolist() for a in rest]
             True
         """
-        state = saved_state(self, lag)
-        return self._control.state_dict(self, lag) if state is None else state
+        return self._control.state_dict(self, lag)
 
     def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True) -> None:
         """Continue after a saved position: the next iteration gives the rest of that epoch.

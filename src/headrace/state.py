@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 
 from headrace._core.order.restore import merged
-from headrace._core.order.state import states_from_dict
+from headrace._core.order.state import states_from_dict, states_to_dict
 
 if TYPE_CHECKING:
     from headrace.loader import DataLoader
@@ -47,8 +47,9 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def gather_state(loader: DataLoader[Any], group: torch.distributed.ProcessGroup | None = None) -> dict[str, Any]:
-    """The merged state of a loader's ranks: `merge_states` of the state of every rank.
+    """One state with those of all ranks of a loader, to be saved once and loaded on every rank.
 
+    The same number of ranks continues each its own part; another number divides what is left, as with `merge_states`.
     A collective call: every rank of the group calls it, after the same batch, and gets the same state. Unlike it,
     `DataLoader.state_dict` never communicates.
 
@@ -61,10 +62,11 @@ def gather_state(loader: DataLoader[Any], group: torch.distributed.ProcessGroup 
         StateError: as `merge_states`.
         UnknownRankError: this process is not a member of `data_parallel=`.
     """
-    state = loader.state_dict()
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return merge_states([state])
-    group = loader._control.group if group is None else group
-    gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(gathered, state, group)
-    return merge_states(gathered)
+    gathered: list[Any] = [loader.state_dict()]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        group = loader._control.group if group is None else group
+        gathered *= torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(gathered, gathered[0], group)
+    states = [state for each in gathered for state in states_from_dict(each)]
+    whole = merged(states)  # or an error, while it can still be corrected
+    return states_to_dict(states) if states[0].rank is not None else whole.to_dict()

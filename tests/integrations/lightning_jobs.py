@@ -217,6 +217,10 @@ class Weight(torch.nn.Module):
         return (self.weight - numbers.float().mean() / 100) ** 2
 
 
+def state_of_all(loader: hr.DataLoader[Any], world_size: int) -> dict[str, Any]:
+    return hr.gather_state(loader) if world_size > 1 else loader.state_dict()
+
+
 def with_fabric(folder: str, resume: str | None = None) -> dict[str, Any]:
     """Three epochs by Fabric, with a checkpoint in the second ("middle") and after it ("end"); or the rest of them."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -230,10 +234,12 @@ def with_fabric(folder: str, resume: str | None = None) -> dict[str, Any]:
     loaders = dict(zip(made, fabric.setup_dataloaders(*made.values()), strict=True))
     model = Weight()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    parts = {**loaders, "model": model, "optimizer": optimizer}
+    # Each rank reads shards of its own, and Fabric keeps one state: that of all ranks is saved.
+    parts = {"seeded": loaders["seeded"], "shards": {}, "model": model, "optimizer": optimizer}
     seen: dict[str, list[list[list[int]]]] = {name: [] for name in loaders}
     if resume:
         fabric.load(f"{folder}/{resume}.ckpt", parts)
+        made["shards"].load_state_dict(parts["shards"])
     for epoch in range({None: 0, "middle": 1, "end": 2}[resume], EPOCHS):
         for epochs in seen.values():
             epochs.append([])
@@ -244,9 +250,9 @@ def with_fabric(folder: str, resume: str | None = None) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
             if (epoch, number, resume) == (1, 1, None):
-                fabric.save(f"{folder}/middle.ckpt", parts)
+                fabric.save(f"{folder}/middle.ckpt", {**parts, "shards": state_of_all(made["shards"], world_size)})
         if (epoch, resume) == (1, None):
-            fabric.save(f"{folder}/end.ckpt", parts)
+            fabric.save(f"{folder}/end.ckpt", {**parts, "shards": state_of_all(made["shards"], world_size)})
     sampler, weight = type(loaders["seeded"].sampler).__name__, model.module.weight.item()
     counted = fabric.setup_dataloaders(hr.DataLoader(lines(f"{folder}/lines", split="samples").filter(over_two), 4))
     steps = len(list(counted))

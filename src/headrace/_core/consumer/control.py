@@ -14,7 +14,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -62,6 +62,17 @@ if TYPE_CHECKING:
 
 _ALONE = contextlib.nullcontext()
 _log = logging.getLogger("headrace")
+
+
+class Trainer(Protocol):
+    """A trainer that runs in this process, and knows more of the epoch than the loader."""
+
+    def begins(self, loader: Any) -> bool:
+        """Set the position of a loader whose iteration begins; returns whether it has to be empty."""
+
+
+trainers: list[Trainer] = []
+"""The trainers that run; those of `headrace.integrations` that cannot call the loader themselves."""
 
 
 class LoaderControl:

@@ -14,7 +14,6 @@ import torch
 import trio
 
 import headrace as hr
-from headrace._core.eventloop.waiting import wait_readable
 
 STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
 
@@ -169,19 +168,6 @@ def test_iterators_of_one_loader_do_not_disturb_each_other(dataset, num_workers,
         assert [a for a, _ in turns] == [b for _, b in turns] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
 
 
-@pytest.mark.parametrize("dataset", [TorchNumbers(30), TorchCount(30)], ids=lambda d: type(d).__name__)
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str)
-def test_iterators_over_a_torch_dataset_do_not_disturb_each_other(dataset, options):
-    with hr.DataLoader(dataset, batch_size=3, **options) as loader:
-        left = iter(loader)
-        left_first = next(left).tolist()
-        right = iter(loader)
-        right_first = next(right).tolist()  # by now every worker knows of both
-        expected = [list(range(start, start + 3)) for start in range(0, 30, 3)]
-        assert [left_first, *lists(left)] == expected
-        assert [right_first, *lists(right)] == expected
-
-
 def test_dropping_an_iterator_half_way_leaves_the_loader_usable(engine_loop):
     with hr.DataLoader(Numbers(100), batch_size=2, num_workers=1) as loader:
         for _ in range(20):
@@ -278,21 +264,6 @@ def test_consumer_that_stops_reading_stops_the_fetching(options, ahead, engine_l
             assert dataset.settled_at((ahead + taken) * 4) == (ahead + taken) * 4
 
 
-def test_torch_dataset_in_this_thread_is_read_only_when_asked():
-    class Watched(TorchNumbers):
-        asked = 0
-
-        def __getitem__(self, index):
-            self.asked += 1
-            return index
-
-    dataset = Watched(20)
-    running = iter(hr.DataLoader(dataset, batch_size=4))
-    assert dataset.asked == 0
-    next(running)
-    assert dataset.asked == 4
-
-
 def test_sampler_is_drawn_on_the_consumers_thread_no_further_than_needed():
     drawn = []
 
@@ -376,11 +347,6 @@ class Mine(ValueError):
     """A user's own exception."""
 
 
-class NeedsTwo(Exception):
-    def __init__(self, left, right):
-        super().__init__(f"{left} {right}")
-
-
 @STAGES
 @WORKERS
 def test_error_keeps_its_type_has_its_location_and_iteration_continues(stage, num_workers, engine_loop):
@@ -430,36 +396,6 @@ def test_interrupt_on_this_thread_passes_and_its_batch_is_assembled_again(stage,
         assert last.tolist() == [6, 7]
 
 
-@STAGES
-@WORKERS
-@pytest.mark.parametrize("stop", [StopAsyncIteration, GeneratorExit, asyncio.CancelledError])
-def test_stop_iteration_of_user_code_does_not_end_an_async_for(stage, num_workers, stop, consumer_loop):
-    async def scenario():
-        async with failing(stage, Fails(1, stop), num_workers=num_workers) as loader:
-            running = aiter(loader)
-            with pytest.raises(RuntimeError, match=stop.__name__):
-                await anext(running)
-            return [batch.tolist() async for batch in running]
-
-    assert consumer_loop(scenario) == [[2, 3], [4, 5], [6, 7]]
-
-
-@pytest.mark.parametrize("stage", ["transform", "collate"])
-@WORKERS
-def test_error_keeps_its_cause(stage, num_workers):
-    class Chained(Fails):
-        def __call__(self, sample):
-            try:
-                return super().__call__(sample)
-            except KeyError as error:
-                raise ValueError("outer") from error
-
-    with failing(stage, Chained(1, lambda: KeyError("inner")), num_workers=num_workers) as loader:
-        error = drain(iter(loader))[0]
-        assert isinstance(error, ValueError)
-        assert isinstance(error.__cause__, KeyError)
-
-
 @WORKERS
 def test_cause_of_a_control_flow_error_is_the_original(num_workers):
     with failing("transform", Fails(1, lambda: GeneratorExit(3)), num_workers=num_workers) as loader:
@@ -477,14 +413,6 @@ def test_unpicklable_error_of_a_worker_is_raised_as_text():
         assert isinstance(error, hr.errors.RemoteError)
         assert "Refuses: left right" in str(error)
         assert len(rest) == 3
-
-
-@STAGES
-@WORKERS
-def test_error_whose_constructor_takes_two_arguments_stays_what_it_is(stage, num_workers):
-    with failing(stage, Fails(1, lambda: NeedsTwo("left", "right")), num_workers=num_workers) as loader:
-        error = drain(iter(loader))[0]
-        assert (type(error), str(error)) == (NeedsTwo, "left right")
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -593,16 +521,6 @@ def test_error_of_a_torch_dataset_has_its_location(num_workers, error):
         assert "stage fetch, batch 2, index 5, key 'key-5'" in note_of(caught)
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_interrupt_in_this_thread_is_the_users_and_iteration_can_go_on(stop):
-    running = iter(hr.DataLoader(FailingTorchNumbers(6, Fails(2, stop)), batch_size=2))
-    assert next(running).tolist() == [0, 1]
-    with pytest.raises(stop):
-        next(running)
-    signal.setitimer(signal.ITIMER_REAL, 3)  # it spins where it fails: no need to wait as long as for others
-    assert next(running).tolist() == [4, 5]
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", ["async", "torch"])
@@ -639,17 +557,6 @@ def test_stream_that_cannot_start_raises_once(num_workers, error):
         assert "stage fetch, batch 0" in note_of(caught)
 
 
-def test_torch_stream_that_cannot_start_in_its_worker_raises_once():
-    class CannotStart(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            raise Mine("no")
-
-    with hr.DataLoader(CannotStart(), batch_size=4, num_workers=1) as loader:
-        (caught,) = drain(iter(loader))
-        assert isinstance(caught, Mine)
-        assert "stage fetch" in note_of(caught)
-
-
 def test_error_of_the_sampler_is_raised_after_the_batches_before_it():
     class Sampler:
         def __iter__(self):
@@ -671,17 +578,6 @@ def test_sampler_that_cannot_start_names_the_stage():
     with hr.DataLoader(Numbers(), batch_sampler=Sampler()) as loader, pytest.raises(Mine) as caught:
         list(loader)
     assert "stage sampling" in note_of(caught.value)
-
-
-def test_index_out_of_range_is_an_error_with_its_index():
-    class Short(Numbers):
-        async def aget(self, index):
-            return ["a", "b"][index]
-
-    with hr.DataLoader(Short(3)) as loader:
-        *_, error = drain(iter(loader))
-        assert isinstance(error, IndexError)
-        assert "index 2" in note_of(error)
 
 
 def test_sample_key_that_fails_hides_no_error():
@@ -708,45 +604,11 @@ class Locks(Numbers):
         return threading.Lock() if index == 1 else index
 
 
-def test_sample_whose_pickling_wants_to_exit_is_an_error_of_its_batch():
-    class Exits:
-        def __reduce__(self):
-            raise SystemExit
-
-    class Samples(Numbers):
-        async def aget(self, index):
-            return Exits() if index == 1 else index
-
-    with hr.DataLoader(Samples(3), num_workers=1) as loader:
-        first, error, last = drain(iter(loader))
-        assert lists([first, last]) == [[0], [2]]
-        assert isinstance(error, hr.errors.NotPicklableError)
-
-
 def test_batch_that_cannot_leave_its_worker_is_an_error_of_collate():
     with hr.DataLoader(Numbers(2), num_workers=1, collate_fn=lambda samples: threading.Lock()) as loader:
         for error in drain(iter(loader)):
             assert isinstance(error, hr.errors.NotPicklableError)
             assert "collate_fn" in str(error)
-
-
-def test_stream_whose_closing_fails_has_given_all_its_batches():
-    class CannotClose:
-        def __aiter__(self):
-            self.rest = iter(range(4))
-            return self
-
-        async def __anext__(self):
-            try:
-                return next(self.rest)
-            except StopIteration:
-                raise StopAsyncIteration from None
-
-        async def aclose(self):
-            raise SystemExit
-
-    with hr.DataLoader(CannotClose(), batch_size=2) as loader:
-        assert lists(batch for batch in drain(iter(loader)) if not isinstance(batch, Exception)) == [[0, 1], [2, 3]]
 
 
 def test_next_from_inside_aget_is_refused():
@@ -1001,18 +863,6 @@ def test_closing_while_another_task_waits_ends_its_wait(run):
                 await loader.aclose()
 
     run(scenario)
-
-
-@pytest.mark.parametrize("how", ["wait", "wait_async"])
-def test_batch_that_arrived_before_the_wait_is_not_waited_for(how):
-    with hr.DataLoader(Numbers(2), 2, placement="process") as loader:
-        running = iter(loader)
-        session = running._epoch._session
-        wait_readable(session._connection.frames, timeout=None)
-        session.take_status()  # takes the batch off the socket
-        wait = getattr(session, how)
-        assert wait(30.0) if how == "wait" else asyncio.run(wait(30.0))
-        assert next(running).tolist() == [0, 1]
 
 
 class Volumes(hr.AsyncDataset):

@@ -51,12 +51,6 @@ def numbers(groups):
     return list(itertools.chain(*groups))
 
 
-def test_first_plans_go_in_one_group():
-    engine = Engine(plans(), 6)
-    engine.ahead.fill()
-    assert engine.sent == [[0, 1, 2, 3, 4, 5]]
-
-
 def test_plans_are_sent_one_by_one_at_first_and_after_a_stall():
     engine = Engine(plans(), 6)
     engine.ahead.fill()
@@ -79,17 +73,6 @@ def test_plans_are_sent_one_by_one_for_longer_while_groups_lead_to_stalls():
         before = len(engine.sent)
         engine.run_without_waiting(PROMPT << doubled)
         assert [len(group) for group in engine.sent[before + 1 :]] == [1] * ((PROMPT << doubled) - 1)
-
-
-def test_rare_stalls_leave_most_plans_in_groups():
-    engine = Engine(plans(), 6)
-    engine.ahead.fill()
-    for _ in range(20):
-        engine.stall()
-        engine.run_without_waiting(5 * CALM)
-    alone = sum(len(group) == 1 for group in engine.sent)
-    assert alone <= 20 * (2 * PROMPT + 1)
-    assert numbers(engine.sent) == list(range(engine.ahead.planned))
 
 
 def test_plans_are_sent_in_groups_while_the_consumer_never_waits():
@@ -123,25 +106,6 @@ def test_no_more_than_the_look_ahead_is_ever_outstanding_and_something_always_is
         assert 1 <= len(engine.ahead.under_way) <= 6
         if step % 17 == 0:
             engine.stall()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_small_look_ahead_is_always_kept_full(size):
-    engine = Engine(plans(), size)
-    engine.ahead.fill()
-    for _ in range(PROMPT + 20):
-        engine.arrive()
-        engine.take()
-        assert len(engine.ahead.under_way) == size
-
-
-def test_what_is_not_ready_is_never_waited_for_with_plans_held_back():
-    engine = Engine(plans(), 6)
-    engine.ahead.fill()
-    engine.run_without_waiting(PROMPT + 7)
-    while engine.ready():
-        engine.take()  # nothing arrives any more
-        assert engine.ready() >= 2 or len(engine.ahead.under_way) == 6
 
 
 def test_ctrl_c_in_the_sampler_loses_no_plan():
@@ -188,56 +152,6 @@ def test_look_ahead_grows_while_the_consumer_waits_and_fetches_are_idle():
     assert numbers(engine.sent) == list(range(engine.ahead.planned))
 
 
-@pytest.mark.parametrize(
-    "times",
-    [
-        LATE._replace(fetched=0.5),
-        LATE._replace(load=IDLE._replace(unused=0)),
-    ],
-    ids=["waits for a worker", "samples wait"],
-)
-def test_look_ahead_stays_where_it_is_not_the_limit(times):
-    engine = Engine(plans(), 6, most=9)
-    engine.ahead.fill()
-    for _ in range(5):
-        engine.stall()
-        engine.arrive()
-        engine.take(times)
-    assert engine.look_ahead.batches == 6
-
-
-def test_look_ahead_grows_by_the_batches_that_idle_fetches_could_begin():
-    def batches_of_four():
-        for number in itertools.count():
-            yield BatchPlan(number, range(4), 0)
-
-    engine = Engine(batches_of_four(), 6, most=20)
-    engine.ahead.fill()
-    engine.stall()
-    engine.arrive()
-    engine.take(LATE._replace(load=FetchLoad(in_flight=1, limit=10, unused=9)))
-    assert len(engine.ahead.under_way) == 6 + 3
-
-
-def test_look_ahead_stays_at_the_end_of_the_epoch():
-    engine = Engine(itertools.islice(plans(), 8), 6, most=20)
-    engine.ahead.fill()
-    for _ in range(8):
-        engine.stall()
-        engine.arrive()
-        engine.take(LATE if engine.ahead.exhausted else NO_TIMES)
-    assert engine.look_ahead.batches == 6
-
-
-def test_look_ahead_stays_where_the_consumer_never_waits():
-    engine = Engine(plans(), 6, most=9)
-    engine.ahead.fill()
-    for _ in range(5):
-        engine.arrive()
-        engine.take(LATE)
-    assert engine.look_ahead.batches == 6
-
-
 def test_look_ahead_shrinks_while_the_consumer_never_waits():
     engine = Engine(plans(), 6, most=20)
     engine.ahead.fill()
@@ -252,15 +166,3 @@ def test_look_ahead_shrinks_while_the_consumer_never_waits():
         assert len(engine.ahead.under_way) <= sizes[-2]
     assert sizes == [15, 10, 8, 7, 6, 6]
     assert numbers(engine.sent) == list(range(engine.ahead.planned))
-
-
-def test_plan_drawn_since_the_last_batch_shows_what_was_taken():
-    engine = Engine(plans(), 2, most=4)
-    engine.ahead.fill()
-    assert engine.ahead.shows_taken
-    engine.arrive()
-    engine.take()
-    assert engine.ahead.shows_taken
-    engine.look_ahead.batches = 1
-    engine.take()
-    assert not engine.ahead.shows_taken, "one plan is under way, so that none was drawn"

@@ -1,8 +1,6 @@
 """The random order of a loader with a seed."""
 
 import itertools
-import json
-import pickle
 import tracemalloc
 
 import pytest
@@ -51,33 +49,6 @@ def test_without_set_epoch_each_iteration_is_the_next_epoch():
     assert [list(sampler) for _ in range(3)] == [hr.permutation(9, 1, epoch)[:].tolist() for epoch in range(3)]
     iter(sampler)  # draws nothing, and counts for nothing
     assert list(sampler) == hr.permutation(9, 1, 3)[:].tolist()
-
-
-def test_state_continues_after_any_index_and_after_the_end_with_the_next_epoch():
-    sampler = SeededRandomSampler(range(9), seed=1)
-    list(sampler)
-    order = hr.permutation(9, 1, 1)[:].tolist()
-    draws = iter(sampler)
-    for count in range(1, 10):
-        assert next(draws) == order[count - 1]
-        state = json.loads(json.dumps(sampler.state_dict()))
-        assert state == {"epoch": 1, "cursor": count}
-        other = SeededRandomSampler(range(9), seed=1)
-        other.load_state_dict(state)
-        other.set_epoch(0)
-        assert list(other) == order[count:]
-        assert list(other) == hr.permutation(9, 1, 2)[:].tolist()
-    assert next(draws, None) is None
-    assert sampler.state_dict() == {"epoch": 2, "cursor": 0}
-
-
-def test_indices_from_a_cursor_are_the_rest_of_the_epoch():
-    sampler = SeededRandomSampler(range(9), seed=1)
-    sampler.set_epoch(4)
-    order = hr.permutation(9, 1, 4)[:].tolist()
-    assert [list(sampler.indices_from(cursor)) for cursor in range(11)] == [order[cursor:] for cursor in range(11)]
-    assert sampler.epoch_size == len(sampler) == 9
-    assert list(pickle.loads(pickle.dumps(sampler))) == order
 
 
 def test_memory_does_not_grow_with_the_length():

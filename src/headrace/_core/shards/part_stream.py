@@ -11,11 +11,11 @@ from typing import ClassVar, TypeVar, cast
 from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
 from headrace._core.shards.division import Division, Readers, deal_parts, reader_of
 from headrace._core.shards.positions import Part, names_digest
+from headrace._core.streams.buffering import ShuffleBuffer, Split
 from headrace._core.streams.iterable_style import AsyncIterableDataset
-from headrace._core.streams.operators import EqualLength, Split
+from headrace._core.streams.operators import EqualLength
 from headrace._core.streams.order import FollowsEpoch, Order
 from headrace._core.streams.resumable import ResumableIterator, State, expect_int, expect_list, expect_state
-from headrace._core.streams.shuffle_buffer import ShuffleBuffer
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)

@@ -11,14 +11,13 @@ from torch.utils.data import IterableDataset
 from headrace._core.ranks.distributed import RankChoice, Remainder, check_remainder, undivided
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.blocking import SyncStream
+from headrace._core.streams.buffering import Pipe, ShuffleBuffer, Split
 from headrace._core.streams.composition import ConcatComposition, MapComposition, plan
 from headrace._core.streams.kinds import check_times, propagate_epoch
 from headrace._core.streams.operation import InContext
-from headrace._core.streams.operators import Concat, Mix, Repeat, Split, Stop, Take
+from headrace._core.streams.operators import Concat, Mix, Repeat, Stop, Take
 from headrace._core.streams.order import FollowsEpoch
-from headrace._core.streams.pipe import Pipe
 from headrace._core.streams.resumable import start_stream
-from headrace._core.streams.shuffle_buffer import ShuffleBuffer
 from headrace._core.streams.steps import Step, Steps
 from headrace._core.text import dataset_repr, function_name
 

@@ -16,9 +16,9 @@ from typing import Any, TypeVar, cast, get_args
 
 from headrace._core.ranks.distributed import Remainder, ShardOptions, current_lane
 from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
+from headrace._core.streams.buffering import Split
 from headrace._core.streams.kinds import walk_datasets
 from headrace._core.streams.operation import InContext, StreamOperation
-from headrace._core.streams.operators import Split
 from headrace._core.streams.resumable import (
     ResumableIterator,
     State,

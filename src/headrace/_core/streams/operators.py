@@ -1,4 +1,4 @@
-"""The operations that hold no samples: take, equal length, repeat, concat, mix; and the split over ranks."""
+"""The operations that hold no samples: take, equal length, repeat, concat, mix."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import itertools
 from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Any, Literal, TypeVar
 
-from headrace._core.ranks.distributed import Remainder, ShardOptions
+from headrace._core.ranks.distributed import Remainder
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.seeding import batch_seed
-from headrace._core.streams.operation import NOTHING, InContext, ReplayOperation, StreamOperation
+from headrace._core.streams.operation import NOTHING, InContext, StreamOperation
 from headrace._core.streams.order import Draws, Order, child_seeds, current_repetition, spawn_key
 from headrace._core.streams.resumable import (
     ResumableIterator,
     State,
     close_iterator,
-    expect_same,
     expect_state,
     start_stream,
 )
@@ -140,91 +139,6 @@ class EqualLength(StreamOperation[T]):
     async def aclose(self) -> None:
         self._closed = True
         await super().aclose()
-
-
-class Split(ReplayOperation[T]):
-    """Every n-th sample of a stream that is the same in all shards; every shard gets the same number.
-
-    A group is one sample for each shard. Samples are returned when their group is complete, so that no shard is ahead
-    of another by more than the time to read a group. Its states between groups are the same for all shards, and can be
-    restored with another number of shards.
-
-    Args:
-        start: returns the iterator; called again at the end for ``"repeat"`` if it was restored.
-        shard: the shard to return.
-        remainder: policy for an incomplete last group. ``"pad"`` completes it with its last sample, ``"repeat"`` with
-            the first samples of all.
-    """
-
-    operation = "split"
-    fields = (("world_size", int), ("ended", bool))
-
-    def __init__(self, start: Callable[[], ResumableIterator[T]], shard: ShardOptions, remainder: Remainder) -> None:
-        self._key = spawn_key()
-        self._start = start
-        super().__init__(self._started())
-        self._shard = shard
-        self._world_size = shard.count
-        self._remainder = remainder
-        self._first: list[T] = []  # the first group, for "repeat"
-        self._was_restored = False  # the first group was read before the state was saved
-        self._group: list[T] = []
-        self._ended = False
-
-    def _started(self) -> ResumableIterator[T]:
-        with child_seeds(self._key, 0):
-            return self._start()
-
-    async def _next(self) -> T:
-        count, index = self._shard.count, self._shard.index
-        while not self._ended:
-            try:
-                self._group.append(await anext(self._inner))
-            except StopAsyncIteration:
-                return await self._from_last_group()
-            if len(self._group) == count:
-                sample = self._group[index]
-                if self._remainder == "repeat" and not (self._first or self._was_restored):
-                    self._first = self._group
-                self._group = []
-                return sample
-        raise StopAsyncIteration
-
-    async def _from_last_group(self) -> T:
-        last, index = self._group, self._shard.index
-        if last and index >= len(last) and self._remainder == "repeat":
-            first = await self._first_group() or last  # fewer samples in all than shards
-            last = [*last, *(first[number % len(first)] for number in range(index + 1 - len(last)))]
-        self._ended, self._group = True, []
-        if not last or self._remainder == "drop" or (self._remainder == "keep" and index >= len(last)):
-            raise StopAsyncIteration
-        return last[min(index, len(last) - 1)]
-
-    async def _first_group(self) -> list[T]:
-        if self._was_restored:
-            first: list[T] = []
-            inner = self._started()
-            try:
-                while len(first) < self._shard.count:
-                    try:
-                        first.append(await anext(inner))
-                    except StopAsyncIteration:
-                        break
-                    except Exception:  # it was raised when it was read for the first time
-                        continue
-            finally:
-                await close_iterator(inner)
-            self._first, self._was_restored = first, False
-        return self._first
-
-    def _is_exact(self) -> bool:
-        return not self._group
-
-    def _restored(self) -> None:
-        if self._reread.left:
-            expect_same({"world_size": self._world_size}, "world_size", self._shard.count)
-        self._world_size = self._shard.count
-        self._was_restored = True
 
 
 class Repeat(StreamOperation[Any]):

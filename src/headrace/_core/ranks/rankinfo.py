@@ -115,7 +115,7 @@ def reader_divides() -> bool:
 
 
 class bound:
-    """Set a context variable within a ``with`` block.
+    """Set a context variable within a ``with`` block; can be entered again after its exit.
 
     A class, since it is entered for each sample: 0.3 µs in place of 1.2 for a generator function.
     """

@@ -310,7 +310,7 @@ class SplitStream(OperatedStream[T_co]):
         shard = self._ranks.shard().in_worker()
         start: Any = functools.partial(start_stream, self.dataset)
         if shard.count > 1:  # all samples, even of a stream that splits itself by rank
-            start = functools.partial(InContext, functools.partial(bound, undivided, True), start)
+            start = functools.partial(InContext, bound(undivided, True), start)
         return Split(start, shard, self._remainder)
 
 

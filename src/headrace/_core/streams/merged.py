@@ -7,11 +7,10 @@ reads two of the four; with 8 after 4, two ranks share each, and both read all o
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import math
-from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Mapping, Sequence
 from typing import Any, TypeVar, cast, get_args
 
 from headrace._core.ranks.distributed import Remainder, ShardOptions, current_lane
@@ -144,16 +143,12 @@ class _Readers(StreamOperation[object]):
         dataset = _copied(self._dataset) if self._readers else self._dataset
         if not len(self._ended) == len(self._numbers) > number:
             raise StateError(f"the state is damaged: it has {len(self._numbers)} readers, and a state of more or fewer")
+        # As the old rank did, in the old lane.
         lane, rank = divmod(self._numbers[number], self._world_size)
-        context = functools.partial(self._as_reader, lane, rank)
-        return InContext(context, functools.partial(_start_for, dataset, state))
-
-    @contextlib.contextmanager
-    def _as_reader(self, lane: int, rank: int) -> Iterator[None]:
-        """Start and read a stream as the old rank did, in the old lane."""
         part = ShardOptions(lane, self._lanes) if self._lanes > 1 else None
-        with bound(current_lane, part), provided_rank(RankInfo(rank, self._world_size, "a state of several ranks")):
-            yield
+        info = RankInfo(rank, self._world_size, "a state of several ranks")
+        start = functools.partial(_start_for, dataset, state)
+        return InContext(provided_rank(info), lambda: InContext(bound(current_lane, part), start))
 
 
 def _copied(dataset: AsyncIterable[T]) -> AsyncIterable[T]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import AsyncIterable, Callable
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
+from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.order import Order
 from headrace._core.streams.resumable import (
     Reread,
@@ -187,7 +187,8 @@ class ReplayOperation(StreamOperation[T]):
         reread = self._reread
         if self._mark is None:
             self._mark = self._new_mark()
-        reread.check()
+        if reread.left:
+            reread.check()
         while True:
             try:
                 sample = await self._next()
@@ -247,26 +248,24 @@ class InContext(ResumableIterator[T]):
     """A stream that is started, read and restored within a context, since a generator starts its inner streams late.
 
     Args:
-        context: makes the context manager.
+        context: sets a context variable.
         start: starts the stream.
     """
 
-    def __init__(
-        self, context: Callable[[], AbstractContextManager[object]], start: Callable[[], ResumableIterator[T]]
-    ) -> None:
+    def __init__(self, context: bound, start: Callable[[], ResumableIterator[T]]) -> None:
         self._context = context
-        with context():
+        with context:
             self._inner = start()
 
     async def __anext__(self) -> T:
-        with self._context():
+        with self._context:
             return await anext(self._inner)
 
     def state_dict(self) -> State:
         return self._inner.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        with self._context():
+        with self._context:
             self._inner.load_state_dict(state)
 
     async def aclose(self) -> None:

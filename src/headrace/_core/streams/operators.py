@@ -181,9 +181,7 @@ class Repeat(StreamOperation[Any]):
             if self._started == 1:
                 return start_stream(self._dataset)
             number = batch_seed(self._repetition, 0, self._started)
-            return InContext(
-                functools.partial(bound, current_repetition, number), functools.partial(start_stream, self._dataset)
-            )
+            return InContext(bound(current_repetition, number), functools.partial(start_stream, self._dataset))
 
     async def aclose(self) -> None:
         self._closed = True
@@ -270,7 +268,7 @@ class Mix(StreamOperation[object]):
             if not passes:
                 return start()
             repetition = batch_seed(self._order.repetition, 0, passes)
-            return InContext(functools.partial(bound, current_repetition, repetition), start)
+            return InContext(bound(current_repetition, repetition), start)
 
     def _derive(self) -> None:
         self._draws = Draws(self._order.key())

@@ -129,21 +129,7 @@ class Steps(ReplayOperation[Any]):
         self._ended = self._closing = False
 
     async def _next(self) -> object:
-        outcome: object
-        if self._run is None:
-            outcome = await self._in_place()
-        else:
-            if self._reader is None and not self._closing:
-                self._reader = asyncio.get_running_loop().create_task(self._read_ahead())
-            if self._closing or not (self._outcomes or await self._receive()):
-                raise StopAsyncIteration
-            outcome = self._outcomes.popleft()
-        if type(outcome) is Raised:
-            raise outcome.error
-        return outcome
-
-    async def _in_place(self) -> object:
-        while True:
+        while self._run is None:  # in place
             try:
                 sample = await anext(self._inner)
             except StopAsyncIteration:
@@ -152,8 +138,13 @@ class Steps(ReplayOperation[Any]):
                 self._read += 1
                 raise
             self._read += 1
-            for outcome in apply_steps(self._steps, [sample], None):
-                return outcome
+            for kept in apply_steps(self._steps, [sample], None):
+                return _value(kept)
+        if self._reader is None and not self._closing:
+            self._reader = asyncio.get_running_loop().create_task(self._read_ahead())
+        if self._closing or not (self._outcomes or await self._receive()):
+            raise StopAsyncIteration
+        return _value(self._outcomes.popleft())
 
     async def _receive(self) -> bool:
         """Wait for outcomes; returns whether there are any."""
@@ -262,3 +253,10 @@ class Steps(ReplayOperation[Any]):
 
 def _is_sample(entry: object) -> bool:
     return type(entry) is not Raised
+
+
+def _value(outcome: object) -> object:
+    """The sample; raises the error in place of one."""
+    if type(outcome) is Raised:
+        raise outcome.error
+    return outcome

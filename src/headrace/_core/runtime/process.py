@@ -238,7 +238,8 @@ class ProcessLink:
             self._end_with_process()
         except OSError:
             check_not_forked(self._pid)  # a fork, in which the connection is closed
-            raise
+            if not self._over:  # otherwise another thread has closed it
+                raise
         return self._arrived
 
     def _answer(self, obj: object) -> Answer:

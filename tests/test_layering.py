@@ -28,7 +28,7 @@ FLOORS = (
     {"_core.shards", "_core.transport"},
     {"_core.pool"},
     {"_core.engine", "_core.device"},
-    {"_core.runtime"},
+    {"_core.links"},
     {"_core.order"},
     {"_core.consumer"},
     {"datasets", "samplers", "loader"},
@@ -102,7 +102,7 @@ def test_no_module_imports_itself_by_way_of_others():
     ("module", "statement"),
     [
         ("headrace._core.pool.supervisor", "from headrace._core.engine.fetch import FetchStage"),
-        ("headrace._core.engine.engine", "from headrace._core.runtime import thread"),
+        ("headrace._core.engine.engine", "from headrace._core.links import thread"),
         ("headrace._core.engine.engine", "def f():\n    import headrace.loader"),
         ("headrace._core.streams.kinds", "from headrace.datasets.combine import mix"),
         ("headrace._core.torchcompat.error_text", "from headrace._core.failure import Failure"),

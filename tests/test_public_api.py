@@ -21,7 +21,7 @@ def module_name(path):
 
 def package_is_missing(module):
     """Whether it is for a package that is not installed; `make test-integrations` has them all."""
-    if not module.startswith(("headrace.integrations.", "headrace._core.runtime.ray")):
+    if not module.startswith(("headrace.integrations.", "headrace._core.links.ray")):
         return False
     try:
         importlib.import_module(module)

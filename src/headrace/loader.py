@@ -18,10 +18,10 @@ from headrace._core.consumer.deliver import check_pin_memory_device
 from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator
 from headrace._core.device.streams import resolve
 from headrace._core.error_policy import error_policy
+from headrace._core.links.select import check_engines
 from headrace._core.order.samplers import SeededRandomSampler, SeededRankSampler
 from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import states_from_dict
-from headrace._core.runtime.select import check_engines
 from headrace._core.streams.kinds import DatasetKind, kind_of
 from headrace._core.streams.torch_views import torch_readable, unwrap, without_adapter
 from headrace._core.text import dataset_repr, function_name

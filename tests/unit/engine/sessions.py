@@ -12,10 +12,10 @@ from headrace._core.consumer.planning import Planner, PlanStart
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
 from headrace._core.error_policy import Tolerance
+from headrace._core.links.inline import InlineLink
+from headrace._core.links.select import PlacementSelector
+from headrace._core.links.session import Session
 from headrace._core.ranks.rankinfo import RankInfo
-from headrace._core.runtime.inline import InlineLink
-from headrace._core.runtime.select import PlacementSelector
-from headrace._core.runtime.session import Session
 from headrace._core.streams.kinds import kind_of
 from headrace.options import checked_options, engine_options
 

@@ -8,15 +8,15 @@ from headrace._core.batches import SessionStart
 from headrace._core.descriptors import explained
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
+from headrace._core.links.inline import InlineLink
+from headrace._core.links.select import PlacementSelector
+from headrace._core.links.session import Session
 from headrace._core.look_ahead import LookAheadSize, look_ahead, most_ahead, most_concurrency, most_fetches
 from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.pool.launch import start_early
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.ray_placement import RayPlacement
-from headrace._core.runtime.inline import InlineLink
-from headrace._core.runtime.select import PlacementSelector
-from headrace._core.runtime.session import Session
 from headrace._core.streams.kinds import DatasetKind, capabilities
 from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate

@@ -144,7 +144,7 @@ class _ContextProcess:
 
 
 # All of headrace that unpickling in a worker or in a loader's process needs: it is imported once, in the zygote.
-IMPORTED = "headrace, headrace._core.runtime.sidecar, headrace._core.pool.zygote"
+IMPORTED = "headrace, headrace._core.links.sidecar, headrace._core.pool.zygote"
 
 
 class ZygoteLauncher:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from headrace._core.batches import BatchPlan, HostBatch
-from headrace._core.runtime.dealing import DEATHS_ALONE, LOSSES, Dealer
+from headrace._core.links.dealing import DEATHS_ALONE, LOSSES, Dealer
 
 
 def plans(*numbers: int) -> list[BatchPlan]:

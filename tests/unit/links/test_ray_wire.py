@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from headrace._core.batches import SessionStart
+from headrace._core.links.ray_wire import IN_BAND, EnginePart, SessionRequest, pack, unpack, unpack_views
 from headrace._core.messages import SessionEnd
 from headrace._core.pool.settings import Settings
-from headrace._core.runtime.ray_wire import IN_BAND, EnginePart, SessionRequest, pack, unpack, unpack_views
 
 
 def sample(size):

@@ -16,12 +16,12 @@ from headrace._core.engine.engine import Engine
 from headrace._core.engine.session import Session as EngineSession
 from headrace._core.engine.stepping import StepsOnConsumersThread
 from headrace._core.eventloop.loop_thread import LoopThread
+from headrace._core.links.mailbox import Mailbox
+from headrace._core.links.placement import CLOSE_DEADLINE, Placement
+from headrace._core.links.session import Closable, Session
 from headrace._core.messages import Answer, Request, SessionEnd
 from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.ranks.rankinfo import provided_rank
-from headrace._core.runtime.mailbox import Mailbox
-from headrace._core.runtime.placement import CLOSE_DEADLINE, Placement
-from headrace._core.runtime.session import Closable, Session
 from headrace._core.seeding import isolated_generators
 from headrace._core.streams.blocking import background_loop, context_managers
 from headrace._core.streams.kinds import sample_key

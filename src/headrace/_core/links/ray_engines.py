@@ -19,15 +19,11 @@ import ray.util.client
 
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.messages import Answer, Request, SessionEnd, Started, Status
-from headrace._core.pool.settings import Settings
-from headrace._core.pool.supervisor import WORK_DEADLINE
-from headrace._core.ray_placement import RayPlacement
-from headrace._core.runtime.mailbox import Mailbox
-from headrace._core.runtime.placement import Placement
-from headrace._core.runtime.process import dump_request
-from headrace._core.runtime.ray_actor import EngineActor
-from headrace._core.runtime.ray_wire import (
+from headrace._core.links.mailbox import Mailbox
+from headrace._core.links.placement import Placement
+from headrace._core.links.process import dump_request
+from headrace._core.links.ray_actor import EngineActor
+from headrace._core.links.ray_wire import (
     EnginePart,
     Packed,
     RemoteClock,
@@ -37,7 +33,11 @@ from headrace._core.runtime.ray_wire import (
     packed_message,
     unpack,
 )
-from headrace._core.runtime.session import Quorum, Session, session_of
+from headrace._core.links.session import Quorum, Session, session_of
+from headrace._core.messages import Answer, Request, SessionEnd, Started, Status
+from headrace._core.pool.settings import Settings
+from headrace._core.pool.supervisor import WORK_DEADLINE
+from headrace._core.ray_placement import RayPlacement
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
 

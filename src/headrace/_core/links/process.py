@@ -18,14 +18,14 @@ from collections import deque
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.eventloop.waiting import wait_readable
+from headrace._core.links.placement import CLOSE_DEADLINE, Placement
+from headrace._core.links.session import Session, session_of
+from headrace._core.links.sidecar import OPEN, SidecarTask, StartSession
 from headrace._core.messages import Answer, Request, SessionEnd, check_not_forked
 from headrace._core.pool.launch import WorkerProcess, how_it_ended, launch_with_control
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.pool.worker import BootMessage, ProcessEnvironment
-from headrace._core.runtime.placement import CLOSE_DEADLINE, Placement
-from headrace._core.runtime.session import Session, session_of
-from headrace._core.runtime.sidecar import OPEN, SidecarTask, StartSession
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
 from headrace._core.transport.pickling import Message, dump_message, dump_plain
 from headrace._core.transport.shared_pickle import SharedPickle

@@ -23,11 +23,11 @@ from headrace._core.engine.worker_tasks import to_wire, unpicklable_state
 from headrace._core.eventloop.loop_thread import end_tasks, new_event_loop
 from headrace._core.eventloop.per_loop import close_resources
 from headrace._core.failure import Stage
+from headrace._core.links.placement import CLOSE_DEADLINE
 from headrace._core.messages import Answer, Request, SessionEnd
 from headrace._core.notes import add_note
 from headrace._core.pool.launch import adopt_control
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
-from headrace._core.runtime.placement import CLOSE_DEADLINE
 from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
 from headrace._core.transport.log_records import Record, send_no_more_by, send_records_by

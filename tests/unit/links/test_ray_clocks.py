@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headrace._core.batches import FetchTimes, StageTimes
-from headrace._core.runtime.ray_wire import RemoteClock, distinct_pid
+from headrace._core.links.ray_wire import RemoteClock, distinct_pid
 
 
 def exchange(clock, ahead, sent, there, back):

@@ -3,7 +3,7 @@
 import random
 
 from headrace._core.batches import BatchPlan, HostBatch
-from headrace._core.runtime.dealing import LaneDealer
+from headrace._core.links.dealing import LaneDealer
 
 
 def plans(*numbers, lanes=3):

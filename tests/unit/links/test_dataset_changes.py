@@ -4,7 +4,7 @@ import pytest
 from torch.utils import data
 
 import headrace as hr
-from headrace._core.runtime.placement import Snapshot
+from headrace._core.links.placement import Snapshot
 
 
 class Keys(hr.AsyncDataset):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sized
 
 from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig
-from headrace._core.runtime.session import Session
+from headrace._core.links.session import Session
 from headrace._core.streams.blocking import attributes_before_enter
 from headrace._core.streams.kinds import child_datasets, walk_datasets
 from headrace._core.transport.shared_pickle import SharedPickle, fingerprint

@@ -1,6 +1,6 @@
 """The actor of an engine: it starts the engine's process on its node, and passes messages on.
 
-The engine is the same process as on the consumer's machine (see `headrace._core.runtime.sidecar`), so that Ray's Python
+The engine is the same process as on the consumer's machine (see `headrace._core.links.sidecar`), so that Ray's Python
 does not slow it, and user code does not block Ray's event loop. A batch is copied once here, from its slab to Ray's
 store.
 """
@@ -14,9 +14,8 @@ import ray
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.engine.config import EngineConfig
-from headrace._core.messages import SessionEnd, Status, StatusRequest
-from headrace._core.runtime.process import ProcessLink, ProcessPlacement
-from headrace._core.runtime.ray_wire import (
+from headrace._core.links.process import ProcessLink, ProcessPlacement
+from headrace._core.links.ray_wire import (
     EnginePart,
     Packed,
     SessionRequest,
@@ -25,7 +24,8 @@ from headrace._core.runtime.ray_wire import (
     unpack,
     unpack_views,
 )
-from headrace._core.runtime.sidecar import dump_batch, portable_error
+from headrace._core.links.sidecar import dump_batch, portable_error
+from headrace._core.messages import SessionEnd, Status, StatusRequest
 from headrace._core.transport.shared_pickle import SharedPickle
 
 

@@ -10,10 +10,10 @@ import warnings
 from headrace._core.batches import SessionStart
 from headrace._core.call_site import users_stacklevel
 from headrace._core.engine.config import EngineConfig, name_unpicklable
+from headrace._core.links.placement import Placement, Snapshot
+from headrace._core.links.session import Session
+from headrace._core.links.thread import ThreadPlacement
 from headrace._core.ray_placement import RayPlacement
-from headrace._core.runtime.placement import Placement, Snapshot
-from headrace._core.runtime.session import Session
-from headrace._core.runtime.thread import ThreadPlacement
 from headrace._core.streams.kinds import DatasetKind, propagate_epoch
 from headrace._core.streams.resumable import warn_of_rereading
 from headrace._core.transport.shared_pickle import ForkOnlyError, SharedPickle
@@ -214,7 +214,7 @@ class PlacementSelector:
         elif work is None:
             why = "a function can only be used in this process" if config.num_workers else "num_workers=0"
         else:
-            from headrace._core.runtime.process import ProcessPlacement
+            from headrace._core.links.process import ProcessPlacement
 
             try:
                 placed = ProcessPlacement(config, work, engines)
@@ -234,7 +234,7 @@ class PlacementSelector:
 
     def _on_ray(self, placement: RayPlacement, config: EngineConfig, engines: int) -> Placement:
         try:
-            from headrace._core.runtime.ray_engines import RayEngines
+            from headrace._core.links.ray_engines import RayEngines
         except ModuleNotFoundError:
             raise MissingExtraError(what="placement=RayPlacement(...)", package="ray", extra="ray") from None
         placed = RayEngines(config, placement, engines)

@@ -8,9 +8,9 @@ import anyio
 import pytest
 
 from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.links.mailbox import Mailbox
+from headrace._core.links.session import Session
 from headrace._core.messages import SessionEnd
-from headrace._core.runtime.mailbox import Mailbox
-from headrace._core.runtime.session import Session
 
 
 class Link:
@@ -133,8 +133,8 @@ def test_closing_wakes_a_thread_that_waits(session):
 
 WAITS_WHILE_IT_IS_CLOSED = """
 import asyncio, sys, anyio, trio, uvloop
-sys.path.insert(0, "tests/unit/runtime")
-from headrace._core.runtime.session import Session
+sys.path.insert(0, "tests/unit/links")
+from headrace._core.links.session import Session
 from test_session import Link
 
 async def scenario():

@@ -23,6 +23,7 @@ from headrace._core.call_site import users_stacklevel
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.session import Reorder
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
+from headrace._core.links.dealing import DEATHS_ALONE, Dealer, LaneDealer
 from headrace._core.messages import (
     Answer,
     Call,
@@ -34,7 +35,6 @@ from headrace._core.messages import (
     StatusRequest,
     check_not_forked,
 )
-from headrace._core.runtime.dealing import DEATHS_ALONE, Dealer, LaneDealer
 from headrace._core.streams.kinds import capabilities
 from headrace._core.streams.resumable import State
 from headrace.errors import EngineDiedError, EngineStartError, LoaderClosedError

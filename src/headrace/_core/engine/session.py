@@ -47,19 +47,13 @@ class Session:
     batch are its children, so nothing of the epoch remains when it has ended.
 
     Args:
-        make_stage: makes the fetch stage from `deliver`, `spawn` and `requests`.
         start: where it begins within its epoch.
-        assembler: the CPU work of a batch.
-        executor: runs it; shared by the loader's sessions.
-        work: the assembly of this session's batches.
+        work: the assembly of this session's batches, which `executor` runs.
         steps: the executor of a stream's functions before batching.
         seed: the seed of these functions; does not depend on where the session begins.
         common_seed: their seed under `split`, equal on all ranks.
-        send: sends the consumer a message.
-        in_order: whether batches are delivered in plan order, or as they are completed.
         sample_key: the dataset's name of an index, for errors.
         sizes: of the loader's samples.
-        requests: the session's counters.
         watch: how long user code has blocked the loop, and where.
     """
 

@@ -176,15 +176,3 @@ def test_lane_goes_on_in_the_replacement_or_in_another_engine(case: Any, folder:
         assert samples[:8] == [0, 1, 2, 3, 94, 95, 96, 97]
 
     case(functools.partial(program, folder, deaths))
-
-
-def test_engines_without_a_lane_are_not_started_and_this_is_a_warning(case: Any, folder: str) -> None:
-    def program(folder: str) -> None:
-        data = hr.LinesDataset([f"{folder}/{shard}.txt" for shard in (0, 2)])
-        with hr.DataLoader(data, 4, transform=numbers, engines=3) as loader:
-            with pytest.warns(UserWarning, match=r"engines=3, but the stream has only 2 shards.* by 2 engines"):
-                assert len(samples_of(loader)) == 250
-            assert "of which 2 read a lane each" in loader.stats().placement
-            assert len(engines_of(loader)) == 2
-
-    case(functools.partial(program, folder))

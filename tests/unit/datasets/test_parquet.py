@@ -301,26 +301,6 @@ def passed_over(dataset, failures):
             failures.append(error)
 
 
-@pytest.mark.parametrize("checksums", [True, False])
-def test_corrupt_page_error_names_file_row_group_and_column(server, checksums):
-    data = bytearray(written(numbers(100), row_group_size=GROUP, write_page_checksum=checksums, use_dictionary=False))
-    chunk = pq.ParquetFile(io.BytesIO(bytes(data))).metadata.row_group(2).column(1)
-    end = chunk.data_page_offset + chunk.total_compressed_size
-    if checksums:
-        data[end - 3] ^= 8
-    else:  # without them, damage that the page's own form shows
-        data[chunk.data_page_offset : end] = bytes(end - chunk.data_page_offset)
-    server.put("a/1.parquet", bytes(data))
-    failures = []
-    assert ids(passed_over(opened(server), failures)) == [*range(160), *range(190, 300)]
-    (failure,) = failures
-    assert failure.shard.endswith("a/1.parquet"), failure
-    assert failure.member == "row group 2"
-    assert len(list(opened(server, columns=["id", "square"]))) == 300
-    with pytest.raises(ShardError, match="row group 2"):
-        grouped(server)[6]
-
-
 @pytest.mark.parametrize(
     "values",
     [

@@ -193,14 +193,6 @@ def test_urls_in_reprs_and_errors_have_no_secrets():
 # Order
 
 
-def test_samples_of_parallel_shards_are_interleaved(folder):
-    assert keys(hr.TarDataset(folder / "{0000..0002}.tar", shards_in_parallel=2)) == [
-        *[f"{shard:02}-{sample:03}" for sample in range(10) for shard in (0, 1)],
-        *[f"02-{sample:03}" for sample in range(10)],
-    ]
-    assert keys(hr.TarDataset(folder / "{0000..0005}.tar", shards_in_parallel=1)) == ALL
-
-
 def test_order_depends_only_on_seed_and_epoch(folder):
     def order(epoch, **options):
         dataset = hr.TarDataset(folder / "*.tar", shuffle=True, buffer_size=20, **options)

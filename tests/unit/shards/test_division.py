@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headrace as hr
-from headrace._core.shards.division import Division, Readers, deal_parts, merge_part_states
-from headrace._core.shards.positions import PartPosition
+from headrace._core.shards.division import merge_part_states
 from headrace.errors import HeadraceError, StateError
 from tests.unit.shards.resuming import in_memory, outcomes, resumes_at_every_position
 from tests.unit.shards.test_parquet_state import OBJECTS as PARQUET
@@ -148,27 +147,6 @@ def test_declared_numbers_are_kept(remainder, buffer_size, split):
         assert [len(rank) for rank in stages[1]] == [-(-left // 3)] * 3, step
 
 
-@pytest.mark.parametrize("remainder", ["drop", "keep"])
-def test_state_of_one_rank_is_enough_for_a_stream_split_by_samples(remainder):
-    def make(rank, world):
-        return tar_reader(rank, world, split="samples", remainder=remainder)
-
-    async def run(step):
-        first = [aiter(make(rank, 2)) for rank in range(2)]
-        found = [await outcomes(iterator, step) for iterator in first]
-        state = json.dumps(first[1].state_dict())
-        later = [aiter(make(rank, 3)) for rank in range(3)]
-        for iterator in later:
-            iterator.load_state_dict(json.loads(state))
-            found.append(await outcomes(iterator))
-        return keys([found])
-
-    for step in range(sum(COUNTS) // 2):
-        found = asyncio.run(run(step))
-        assert max(found.values()) == 1
-        assert len(ALL) - len(found) < (3 if remainder == "drop" else 1)
-
-
 def test_errors_are_reported_once():
     objects = damaged_shards()
     store = in_memory(objects)
@@ -233,36 +211,6 @@ def test_row_groups_are_dealt_anew(worlds, options):
         assert found <= whole
         if not options:
             assert len(whole) - len(found) < worlds[1]
-
-
-@given(st.data(), st.lists(st.integers(0, 5), min_size=1, max_size=9), st.integers(1, 4), st.integers(1, 5))
-def test_ranges_of_samples_are_dealt_once_and_in_equal_numbers(data, counts, old, new):
-    order = data.draw(st.permutations(range(len(counts))))
-    remainder = data.draw(st.sampled_from(["drop", "pad"]))
-    opened = [data.draw(st.integers(0, len(order[index::old]))) for index in range(old)]
-    begun = [part for index in range(old) for part in order[index::old][: opened[index]]]
-    rests = [PartPosition(part, given=data.draw(st.integers(0, counts[part]))) for part in begun]
-    division = Division(Readers(old, old), tuple(opened), tuple(rests), None)
-    left = [*rests, *(PartPosition(part) for index in range(old) for part in order[index::old][opened[index] :])]
-
-    def samples(positions):
-        return [
-            (one.part, n)
-            for one in positions
-            for n in range(one.given, counts[one.part] if one.stop is None else one.stop)
-        ]
-
-    dealt = deal_parts(order, counts, remainder, [division], Readers(new, new))
-    given = [samples(PartPosition(part) if isinstance(part, int) else part for part in one.parts) for one in dealt]
-    if new == 1:
-        assert dealt[0].length is None
-    elif remainder == "drop":
-        assert {one.length for one in dealt} == {len(samples(left)) // new}
-    else:
-        assert {one.length for one in dealt} == set(map(len, given))
-    together = Counter(sample for one in given for sample in one)
-    assert together.keys() == Counter(samples(left)).keys()
-    assert together.total() - len(together) < (new if remainder == "pad" else 1)
 
 
 # States that cannot be merged

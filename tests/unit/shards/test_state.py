@@ -8,8 +8,6 @@ import random
 import tarfile
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import headrace as hr
 from headrace.errors import ObjectChangedError, ShardError, StateError
@@ -101,29 +99,6 @@ def test_lines_continue_at_every_position(packing, format, ending):
     assert len(found) == 30 if format == "json" else len(found) > 30
 
 
-@settings(max_examples=30, deadline=None)
-@given(data=st.data())
-def test_any_sizes_continue(data):
-    counts = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
-    size = data.draw(st.sampled_from([1, 100, 1500]))
-    options = {
-        "chunk_bytes": data.draw(st.integers(200, 4000)),
-        "shards_in_parallel": data.draw(st.integers(1, 4)),
-        "requests_per_shard": data.draw(st.integers(1, 3)),
-        "shuffle": data.draw(st.booleans()),
-    }
-    objects = {f"{n}.tar": tar_bytes(n, count, size=size) for n, count in enumerate(counts)}
-    store = in_memory(objects)
-
-    async def run():
-        found, dumps = await states(hr.TarDataset(list(objects), store=store, **options))
-        position = data.draw(st.integers(0, len(found)))
-        again = await restored(hr.TarDataset(list(objects), store=store, **options), dumps[position])
-        assert await outcomes(again) == found[position:]
-
-    asyncio.run(run())
-
-
 @pytest.mark.parametrize("buffer_size", [0, 1, 5, 30])
 @pytest.mark.parametrize("remainder", ["drop", "pad", "repeat", "keep"])
 @pytest.mark.parametrize("split", ["shards", "samples"])
@@ -138,27 +113,6 @@ def test_each_rank_continues_at_every_position(split, remainder, buffer_size):
                 remainder=remainder, split=split,
             )
         )  # fmt: skip
-
-
-def test_state_of_a_restored_stream_is_a_position_of_the_first(monkeypatch):
-    objects = {f"{n}.tar": tar_bytes(n, 4) for n in range(4)}
-    store = in_memory(objects)
-
-    def make():
-        return hr.TarDataset(list(objects), store=store, chunk_bytes=CHUNK, shards_in_parallel=2)
-
-    async def run():
-        found, dumps = await states(make())
-        position, state = 0, dumps[0]
-        while position < len(found):
-            iterator = await restored(make(), state)
-            assert await outcomes(iterator, 3) == found[position : position + 3]
-            state = json.dumps(iterator.state_dict())
-            position += 3
-            await iterator.aclose()
-            assert json.dumps(iterator.state_dict()) == state, "closing is no step"
-
-    asyncio.run(run())
 
 
 # Errors
@@ -286,26 +240,6 @@ def test_each_different_option_is_named_with_old_and_new(objects):
         aiter(small(store, ("0.tar", "1.tar"), shuffle=True, seed=1, remainder="keep")).load_state_dict(state)
     with pytest.raises(StateError, match=r"reader 0 of 1 .* this is reader 0 of 2 .* headrace\.merge_states"):
         aiter(small(store, shuffle=True, seed=1, remainder="keep", rank=0, world_size=2)).load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"opened": -1},
-        {"opened": 4},
-        {"open": None},
-        {"open": [3]},
-        {"open": [{"part": 9, "given": 0, "drop": 0}]},
-        {"open": [{"part": 0, "given": 0, "drop": 1}]},
-        {"open": [{"part": 0, "given": 1, "drop": 0, "decoder": 5}]},
-    ],
-)
-def test_damaged_state_is_an_error(objects, damage):
-    store = in_memory(objects)
-    state = asyncio.run(state_after(small(store), 3))
-    state["stream"].update(damage)
-    with pytest.raises(StateError, match="the state is damaged"):
-        aiter(small(store)).load_state_dict(state)
 
 
 # Epochs

@@ -222,13 +222,7 @@ async def _read_footer(shard: Shard) -> Footer:
 
 
 class SparseFile(io.RawIOBase):
-    """A file of which some parts are present, for a reader that seeks in the whole.
-
-    Example:
-        >>> file = SparseFile([(4, memoryview(b"ab")), (6, memoryview(b"cd"))], 100)
-        >>> file.seek(5), bytes(file.read(2))
-        (5, b'bc')
-    """
+    """A file of which some parts are present, for a reader that seeks in the whole."""
 
     def __init__(self, pieces: Pieces, size: int) -> None:
         self._pieces = pieces

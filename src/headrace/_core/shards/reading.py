@@ -7,11 +7,10 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
-from headrace._core.shards.block_reader import Block, BlockReader
 from headrace._core.shards.compression import codec_for
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import Part, PartPosition, PartQueue
@@ -21,6 +20,44 @@ from headrace.errors import StateError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+class Block(NamedTuple):
+    """Samples that are produced together.
+
+    Attributes:
+        samples: in order.
+        error: raised after the samples; the last block if there is one.
+        end: whether this is the last block.
+    """
+
+    samples: deque[Any]
+    error: Exception | None = None
+    end: bool = False
+
+
+class BlockReader(ABC):
+    """Produces each block while the previous one is used; the first one at once."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[Block] | None = asyncio.get_running_loop().create_task(self._next_block())
+
+    async def block(self) -> Block:
+        """The next block; the last one may be empty."""
+        assert self._task is not None
+        await asyncio.wait((self._task,))  # loses nothing when it is cancelled
+        block = self._task.result()
+        self._task = None if block.end else asyncio.get_running_loop().create_task(self._next_block())
+        return block
+
+    async def aclose(self) -> None:
+        if self._task is not None:
+            await end_all([self._task])
+            self._task = None
+
+    @abstractmethod
+    async def _next_block(self) -> Block:
+        """Produce the next block; an exception becomes its `error`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from headrace._core.failure import as_exception
-from headrace._core.shards.block_reader import Block, BlockReader
 from headrace._core.shards.parquet_file import Pieces, RowGroup
 from headrace._core.shards.positions import Part, PartPosition, PartQueue
+from headrace._core.shards.reading import Block, BlockReader
 from headrace._core.streams.resumable import ResumableIterator, State
 
 # Rows that become Python objects at once. This holds the interpreter lock, so it is done for a few milliseconds at a

@@ -23,7 +23,9 @@ demo: $(VENV)/.demo ## the main job: stream images from a local object store, tr
 
 test: $(VENV)/.dev ## every test, but for those of training programs
 	@# Longest first; one process more than two cores, as many tests wait for time-outs, servers and killed processes.
-	@$(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output-sync=target $(PARTS)
+	@rm -f .durations
+	@HEADRACE_DURATIONS=$(CURDIR)/.durations $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going \
+		--output-sync=target $(PARTS); status=$$?; echo "The slowest 50:"; sort -rn .durations | head -50; exit $$status
 
 # The parts of `make test`; those named "others" run what the rest leaves, so that no file is forgotten.
 ENGINE := tests/unit/engine tests/unit/streams
@@ -105,4 +107,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean: ## remove the environment and what tools left behind
-	rm -rf $(VENV) $(VENV_INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) $(VENV_INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .durations .coverage .coverage.*

@@ -48,6 +48,19 @@ def pytest_unconfigure(config):
     shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
+_seconds = {}  # of each test: its set-up, its call and its teardown
+
+
+def pytest_runtest_logreport(report):
+    _seconds[report.nodeid] = _seconds.get(report.nodeid, 0.0) + report.duration
+
+
+def pytest_sessionfinish():
+    if path := os.environ.get("HEADRACE_DURATIONS"):  # `make test` prints the slowest of all its parts
+        with open(path, "a", encoding="utf-8") as file:
+            file.writelines(f"{seconds:7.2f} s  {name}\n" for name, seconds in _seconds.items())
+
+
 class HangError(BaseException):
     """A test has timed out. Not an Exception: code that catches errors of user code does not catch it."""
 

@@ -55,10 +55,10 @@ test-integrations: ## real training programs: Lightning, accelerate, transformer
 	@$(MAKE) --no-print-directory environment-integrations
 	@HEADRACE_TEST_TIMEOUT=300 $(VENV_INTEGRATIONS)/bin/python -m pytest tests/integrations tests/test_public_api.py
 
-test-all: ## as CI: `make coverage` and `make test-integrations`, side by side
-	@$(MAKE) --no-print-directory PARTS="test-integrations $(PARTS)" coverage
+test-all: ## every test: `make test` and `make test-integrations`, side by side
+	@$(MAKE) --no-print-directory PARTS="test-integrations $(PARTS)" test
 
-coverage: $(VENV)/.dev ## every test, and the branch coverage of the unit tests, which must not fall
+coverage: $(VENV)/.dev ## `make test`, and the branch coverage of the unit tests
 	@rm -f .coverage .coverage.*
 	@$(MAKE) --no-print-directory MEASURE="coverage run --parallel-mode -m " test
 	@$(BIN)/coverage combine --quiet

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,15 +86,6 @@ class Report:
         lines += ["", *(f"{name:<22}{value}" for name, value in self._facts())]
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{html.escape(name)}</td>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-            for name, *cells in _rows(self.stages)
-        )
-        facts = "".join(f"<tr><td>{html.escape(n)}</td><td>{html.escape(v)}</td></tr>" for n, v in self._facts())
-        head = "".join(f"<th>{each}</th>" for each in _HEAD)
-        return f"<p>{html.escape(self.headline)}</p><table><tr>{head}</tr>{rows}</table><table>{facts}</table>"
-
     @property
     def headline(self) -> str:
         """The first line: how much the loop waits, what limits the loader, and the change that helps."""
@@ -164,15 +154,12 @@ _LIMITS: dict[Limit, str] = {
 }
 
 
-def _rows(stages: Sequence[StageShare]) -> list[tuple[str, ...]]:
-    return [
+def _table(stages: Sequence[StageShare]) -> list[str]:
+    rows = [_HEAD]
+    rows += [
         (stage.name, share(stage.worked), share(stage.waited), share(stage.blocked), seconds(stage.seconds))
         for stage in stages
     ]
-
-
-def _table(stages: Sequence[StageShare]) -> list[str]:
-    rows = [_HEAD, *_rows(stages)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     return [
         "  ".join(

@@ -17,7 +17,6 @@ import os
 import queue
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ WAITING = 256  # batches that wait to be written: then `next()` blocks, so that 
 INTERVAL = 0.1  # seconds between two writes: being woken for each batch costs the consumer's thread the GIL
 TRACKS = 1 << 30  # ids of threads from here on are tracks of ours: the kernel's are below 2**22
 KEPT = 256  # slices of a track that are compared with a new one
-MEMORY_INTERVAL = 100_000  # microseconds between two samples of the memory of this process
 
 _FETCH = (
     '{"ph":"b","cat":%s,"name":"single fetch","id2":{"local":%%d},"pid":%d,"tid":%d,"ts":%%d,'
@@ -179,7 +177,6 @@ class _Events:
         self._used: set[int] = set()  # ids of threads
         self._last: dict[tuple[int, int], tuple[int, int, int]] = {}  # step: iteration, batch, end; by loader, thread
         self._fetched: dict[int, int] = {}  # bytes, by loader
-        self._measured = 0
 
     def header(self) -> str:
         """The file's beginning."""
@@ -328,10 +325,6 @@ class _Events:
         if times.nbytes:
             self._fetched[key] = self._fetched.get(key, 0) + times.nbytes
             yield _counters(self._pid, name, _us(record.returned), f'"bytes delivered":{self._fetched[key]}')
-        now = _us(time.perf_counter())
-        if now - self._measured > MEMORY_INTERVAL and (resident := _resident_bytes()):
-            self._measured = now
-            yield _counters(self._pid, '"memory"', now, f'"resident bytes":{resident}')
 
     def _next_id(self) -> int:
         self._ids += 1
@@ -430,12 +423,3 @@ def _counters(pid: int, name: str, at: int, values: str) -> str:
 
 def _meta(kind: str, pid: int, tid: int, args: dict[str, Any]) -> str:
     return f'{{"ph":"M","pid":{pid},"tid":{tid},"name":"{kind}","args":{json.dumps(args)}}},\n'
-
-
-def _resident_bytes() -> int:
-    """The resident memory of this process; 0 where the system does not say."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0

@@ -270,13 +270,12 @@ def test_report_of_nothing():
     assert str(found).startswith("No batch")
 
 
-def test_report_as_values_and_as_html():
+def test_report_as_values():
     found = report(fetch=0.02, load=FULL, requests=RequestCounts(requests=10, retries=1))
     values = found.to_dict()
     assert values["limit"] == "latency"
     assert values["requests"]["requests"] == 500
     assert values["stages"][1]["name"] == "fetch"
-    assert "<table>" in found._repr_html_()
     assert "retries" in str(found)
 
 

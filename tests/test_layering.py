@@ -12,8 +12,8 @@ SOURCE = Path(headrace.__file__).parent
 
 # From the lowest floor to the highest. A room may import itself and rooms on lower floors, never on its own.
 FLOORS = (
-    {"_version", "_core.call_site", "_core.text", "_core.permutation", "_core.randomized"},
-    {"errors", "_core.notes", "_core.descriptors"},
+    {"_version", "_core.text", "_core.permutation", "_core.randomized"},
+    {"errors", "_core.descriptors"},
     {"_core.ranks"},
     {"_core.torchcompat"},
     {"_core.failure"},

@@ -6,7 +6,7 @@ import pytest
 
 import headrace as hr
 from headrace._core.failure import Failure
-from headrace._core.notes import FailureLocation, add_note, has_note
+from headrace._core.text import FailureLocation, add_note, has_note
 
 
 class NotesAreAProperty(Exception):

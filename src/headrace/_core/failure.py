@@ -6,8 +6,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from headrace._core.notes import add_note, has_note
-from headrace._core.text import LIST_ITEMS, short_repr, shorten_list
+from headrace._core.text import LIST_ITEMS, add_note, has_note, short_repr, shorten_list
 from headrace._core.torchcompat.error_text import set_torch_error_text, torch_error_text
 from headrace.errors import ControlFlowError, RemoteError, WorkerDiedError
 

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from headrace._core.batches import FetchTimes
-from headrace._core.notes import add_note
 from headrace._core.ranks.rankinfo import get_rank_info
+from headrace._core.text import add_note
 from headrace._version import __version__
 from headrace.telemetry.batch_log import BatchLog, BatchRecord
 

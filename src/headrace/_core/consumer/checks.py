@@ -7,12 +7,12 @@ import warnings
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from headrace._core.call_site import users_stacklevel
 from headrace._core.order.samplers import CursorSampler
 from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.ranks.distributed import check_given_rank
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.kinds import DatasetKind, splits_by_rank
+from headrace._core.text import users_stacklevel
 
 
 def check_stream(spec: LoaderSpec, rank: RankInfo, workers: int, done: set[str]) -> None:

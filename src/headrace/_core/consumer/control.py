@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from headrace._core.call_site import users_stacklevel
 from headrace._core.consumer.agreement import Agreement, Coordinator
 from headrace._core.consumer.checks import check_data_parallel, check_stream
 from headrace._core.consumer.deliver import Delivery, opened, should_pin
@@ -53,6 +52,7 @@ from headrace._core.streams.merged import remainder_of
 from headrace._core.streams.order import counted_epoch
 from headrace._core.streams.resumable import State, is_stateful
 from headrace._core.streams.torch_views import without_adapter
+from headrace._core.text import users_stacklevel
 from headrace.errors import StateError
 from headrace.telemetry.counters import Counters
 from headrace.telemetry.limits import Setup

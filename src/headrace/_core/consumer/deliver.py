@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from headrace._core.batches import BatchPlan, HostBatch
-from headrace._core.call_site import users_stacklevel
 from headrace._core.error_policy import EpochFailures, ErrorPolicy
 from headrace._core.failure import Failure, Stage
 from headrace._core.order.order import CANDIDATES
-from headrace._core.text import shorten
+from headrace._core.text import shorten, users_stacklevel
 from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import NotPicklableError, WorkerDiedError
 from headrace.telemetry.counters import Counters

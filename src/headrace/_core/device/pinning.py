@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace._core.call_site import users_stacklevel
 from headrace._core.device.containers import replaced
 from headrace._core.device.streams import Event, Streams
 from headrace._core.failure import Failure, Stage
+from headrace._core.text import users_stacklevel
 from headrace._core.torchcompat.private import pin_memory as pin_batch
 from headrace._core.transport.slabs import Slab
 

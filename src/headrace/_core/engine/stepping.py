@@ -13,12 +13,12 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from headrace._core.engine.assemble import CONSUMER_CATCH
 from headrace._core.engine.stream_batch import Catch
 from headrace._core.messages import Call
-from headrace._core.notes import add_note
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.ranks.distributed import undivided
 from headrace._core.seeding import TransformGenerators, batch_seed, seed_everything
 from headrace._core.streams.order import spawn_key
 from headrace._core.streams.steps import Raised, RunSteps, Step, apply_steps
+from headrace._core.text import add_note
 from headrace._core.transport.pickling import format_error, picklable_error
 from headrace._core.transport.shared_pickle import SharedPickle, why_not_picklable
 from headrace.errors import NotPicklableError

@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar, overload
 
 from headrace._core.failure import as_exception
-from headrace._core.notes import add_note, has_note
+from headrace._core.text import add_note, has_note
 
 T = TypeVar("T")
 

@@ -8,7 +8,6 @@ import threading
 import warnings
 
 from headrace._core.batches import SessionStart
-from headrace._core.call_site import users_stacklevel
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.links.placement import Placement, Snapshot
 from headrace._core.links.session import Session
@@ -16,6 +15,7 @@ from headrace._core.links.thread import ThreadPlacement
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import DatasetKind, propagate_epoch
 from headrace._core.streams.resumable import warn_of_rereading
+from headrace._core.text import users_stacklevel
 from headrace._core.transport.shared_pickle import ForkOnlyError, SharedPickle
 from headrace.errors import DeadlockError, MissingExtraError, NotPicklableError
 

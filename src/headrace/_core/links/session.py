@@ -19,7 +19,6 @@ from typing import Protocol
 import anyio
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, StageTimes
-from headrace._core.call_site import users_stacklevel
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.session import Reorder
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
@@ -37,6 +36,7 @@ from headrace._core.messages import (
 )
 from headrace._core.streams.kinds import capabilities
 from headrace._core.streams.resumable import State
+from headrace._core.text import users_stacklevel
 from headrace.errors import EngineDiedError, EngineStartError, LoaderClosedError
 
 CHECK_EVERY = 5.0  # seconds after which engines elsewhere are looked at, if nothing arrives from them

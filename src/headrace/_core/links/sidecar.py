@@ -25,10 +25,10 @@ from headrace._core.eventloop.per_loop import close_resources
 from headrace._core.failure import Stage
 from headrace._core.links.placement import CLOSE_DEADLINE
 from headrace._core.messages import Answer, Request, SessionEnd
-from headrace._core.notes import add_note
 from headrace._core.pool.launch import adopt_control
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
 from headrace._core.streams.kinds import propagate_epoch
+from headrace._core.text import add_note
 from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
 from headrace._core.transport.log_records import Record, send_no_more_by, send_records_by
 from headrace._core.transport.pickling import Message, dump_message, dump_plain, format_error, picklable_error

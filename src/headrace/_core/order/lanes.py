@@ -7,11 +7,11 @@ from collections import deque
 from typing import Any
 
 from headrace._core.batches import HostBatch, SessionStart
-from headrace._core.call_site import users_stacklevel
 from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import LoaderState
 from headrace._core.ranks.distributed import ShardOptions, current_lane
 from headrace._core.streams.kinds import DatasetKind, most_lanes, why_not_by_lanes
+from headrace._core.text import users_stacklevel
 
 
 class LaneChoice:

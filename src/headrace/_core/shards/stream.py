@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal, TypedDict, TypeVar, Unpack
 
-from headrace._core.call_site import users_stacklevel
 from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions
 from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, Shards, find_shards
@@ -15,6 +14,7 @@ from headrace._core.shards.part_stream import PartStream
 from headrace._core.shards.positions import Part, names_digest
 from headrace._core.shards.reading import Decoder, InterleavedShards, ReadAhead, ShardReader
 from headrace._core.store.store import StoreLike
+from headrace._core.text import users_stacklevel
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -21,11 +21,11 @@ from torch.utils.data import Dataset
 
 from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.eventloop.per_loop import Owner, advise
-from headrace._core.notes import add_note
 from headrace._core.ranks.rankinfo import reader_divides, reading_divided
 from headrace._core.streams.composition import Functions, apply_functions
 from headrace._core.streams.kinds import capabilities, child_datasets, walk_datasets
 from headrace._core.streams.resumable import ResumableIterator, State, expect_state, start_stream, warn_of_rereading
+from headrace._core.text import add_note
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -12,11 +12,9 @@ from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from typing import Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
-from headrace._core.call_site import users_stacklevel
-from headrace._core.notes import add_note
 from headrace._core.streams.kinds import has_method
 from headrace._core.streams.order import StreamSeeds, seeds_of, spawn_key, stream_seeds
-from headrace._core.text import dataset_repr
+from headrace._core.text import add_note, dataset_repr, users_stacklevel
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)

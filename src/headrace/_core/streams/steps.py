@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
-from headrace._core.notes import add_note
 from headrace._core.streams.operation import Mark, ReplayOperation
 from headrace._core.streams.resumable import State
+from headrace._core.text import add_note
 
 # Most samples in one request to a worker. A request takes some 150 µs besides the functions, and a few ms on a busy
 # machine, where 64 take a third of the time of 16.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import MethodDescriptorType
 from typing import Any
 
-from headrace._core.notes import set_cause
+from headrace._core.text import set_cause
 
 
 def reduce_exception(error: BaseException) -> str | tuple[object, ...]:

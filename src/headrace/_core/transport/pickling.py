@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from headrace._core.descriptors import Descriptor, received, received_descriptor
-from headrace._core.notes import set_cause
+from headrace._core.text import set_cause
 from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
 from headrace._core.transport.slabs import SMALL, Arena, aligned
 from headrace.errors import RemoteError

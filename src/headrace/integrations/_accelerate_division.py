@@ -7,7 +7,7 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.data_loader import BatchSamplerShard
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from accelerate.utils import DistributedType
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
@@ -187,7 +187,8 @@ def _check_rank(sampler: DistributedSampler[Any], rank: RankInfo) -> None:
 
 def _check_stream(loader: PreparedLoader[Any], rank: RankInfo) -> None:
     stream, _ = unwrap(without_adapter(loader.dataset))
-    if rank.world_size > 1 and not splits_by_rank(stream):
+    of_library = isinstance(stream, IterableDatasetShard) or getattr(stream, "_distributed", None) is not None
+    if rank.world_size > 1 and not (of_library or splits_by_rank(stream)):  # `_distributed`: of Hugging Face's streams
         raise ValueError(
             f"each of {rank.world_size} ranks would read all of {dataset_repr(loader.dataset)}: split the stream by "
             f"its .split(), or let it read the part of its rank, which headrace.get_rank_info() returns in __aiter__ "

@@ -1,7 +1,7 @@
 """Cost of the disk cache: its later epochs against the same bytes as plain files, read by `FileDataset`.
 
 2,000 objects of 56 KB. The first epoch of a cached `ObjectDataset` fetches them from a local object store into a
-folder; later epochs read them from there, with a trailer, a checksum and a lock for each fetch.
+folder; later epochs read them from there.
 `FileDataset` reads the same bytes from plain files. Both go through a `DataLoader` with 64
 fetches in flight, without workers, in shuffled order; every sample's bytes are checked.
 

@@ -23,7 +23,6 @@ FLOORS = (
     {"_core.look_ahead"},
     {"collate", "telemetry", "_core.seeding", "_core.eventloop"},
     {"_core.store", "_core.messages"},
-    {"_core.cache"},
     {"_core.streams"},
     {"_core.shards", "_core.transport"},
     {"_core.pool"},

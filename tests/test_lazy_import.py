@@ -20,7 +20,7 @@ def modules_after(program):
 def test_the_loader_does_not_import_stores_shards_and_sidecars():
     imported = modules_after("import headrace; headrace.DataLoader")
     assert "headrace.loader" in imported
-    unneeded = ("store.client", "shards.", "cache.", "links.process", "links.sidecar")
+    unneeded = ("store.client", "shards.", "store.disk_cache", "links.process", "links.sidecar")
     assert [name for name in imported if name.startswith(tuple(f"headrace._core.{each}" for each in unneeded))] == []
     assert "headrace.telemetry.report" not in imported
     assert not imported & {"obstore", "numpy.random"}

@@ -286,9 +286,8 @@ class RequestCounts:
         hedges_won: hedges that were the first to finish.
         cache_hits: samples read from a disk cache.
         cache_misses: samples fetched for a disk cache.
-        cache_waits: samples that waited for a fetch of the same bytes, in this process or another.
-        cache_damaged: damaged files of a cache, which were fetched again.
-        cache_evicted: files evicted from a cache.
+        cache_damaged: damaged samples of a cache, which were fetched again.
+        cache_evicted: samples evicted from a cache.
     """
 
     requests: int = 0
@@ -299,7 +298,6 @@ class RequestCounts:
     hedges_won: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
-    cache_waits: int = 0
     cache_damaged: int = 0
     cache_evicted: int = 0
 

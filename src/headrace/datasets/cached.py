@@ -8,14 +8,12 @@ import functools
 import hashlib
 import os
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from headrace._core.cache.disk_cache import DiskCache
-from headrace._core.cache.entry import lazy_memory
-from headrace._core.cache.get_many import get_many
+from headrace._core.store.disk_cache import DiskCache
 from headrace._core.store.ranges import Ranges, read_ranges
 from headrace._core.streams.kinds import Capabilities, ReadRange, Views, capabilities, propagate_epoch, sample_key
 from headrace._core.streams.map_style import AsyncDataset, RangedDataset
@@ -25,9 +23,9 @@ __all__ = ["Cacheable", "CachedDataset", "CachedRanges", "Extent"]
 
 T_co = TypeVar("T_co", covariant=True)
 
-ENTRY = 40  # bytes: a name (32) and the fingerprint of the file that was validated (8)
-NAME_FORMAT = "headrace 1"  # another one would invalidate all existing entries
-_UNKNOWN = bytes(32)
+NAME_SIZE = 16  # bytes
+NAME_FORMAT = "headrace 2"  # another one would invalidate all existing entries
+_UNKNOWN = bytes(NAME_SIZE)
 
 
 class Extent(NamedTuple):
@@ -85,19 +83,20 @@ class Cacheable(AsyncDataset[T_co]):
     ) -> CachedDataset[T_co]:
         """This dataset with its bytes cached in a folder of the local disk.
 
-        All processes that use the folder fetch each sample once, even if some of them are killed. Results of `map` and
-        `transform` are not cached: apply them after it, as ``dataset.cache(folder).map(fn)``. Several datasets may
-        share a folder.
+        All processes that use the folder read what any of them has fetched; two that want a sample at the same time
+        fetch it twice. Results of `map` and `transform` are not cached: apply them after it, as
+        ``dataset.cache(folder).map(fn)``. Several datasets may share a folder.
 
         An object that is overwritten is fetched again if the store reports entity tags and the dataset has listed them.
         Otherwise give another `version`.
 
-        Problems with the folder lose no sample: a damaged file is fetched again, and a full or read-only disk causes a
+        Problems with the folder lose no sample: what is damaged is fetched again, and a full or read-only disk causes a
         warning and no caching.
 
         Args:
             folder: path of the folder; created if it does not exist, for this user only.
-            max_bytes: size limit in bytes; least recently read files are deleted first. None for no limit.
+            max_bytes: size limit in bytes; what was written first is deleted first, a sixteenth at a time. Files that a
+                process has open take their room until its next epoch. None for no limit.
             version: distinguishes these bytes from earlier ones under the same keys.
 
         Raises:
@@ -140,21 +139,15 @@ class CachedDataset(AsyncDataset[T_co]):
         self.dataset = dataset
         self._cache = cache
         self._version = version
-        self._restart()
-
-    def _restart(self) -> None:
-        self._name_prefix = hashlib.sha256(ascii((NAME_FORMAT, self._version)).encode())
-        # For each entry its name, which takes 2 µs to compute, of some 30 µs that a sample takes; and, in the same CPU
-        # cache line, the fingerprint of the file that was validated.
-        self._names = lazy_memory(ENTRY * (len(self.dataset) + 1))
-        self._validated = memoryview(self._names).cast("q")
+        self._hash = hashlib.blake2b(ascii((NAME_FORMAT, version)).encode(), digest_size=NAME_SIZE)
+        # Of a sample in each epoch some 30 µs are taken, and by its name alone 5 to 40: each is computed once.
+        self._names = memoryview(np.zeros(NAME_SIZE * len(dataset), np.uint8))  # type: ignore[arg-type]
 
     def __getstate__(self) -> dict[str, object]:
-        return {"dataset": self.dataset, "_cache": self._cache, "_version": self._version}
+        return {"dataset": self.dataset, "cache": self._cache, "version": self._version}
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._restart()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -165,29 +158,29 @@ class CachedDataset(AsyncDataset[T_co]):
     async def aget(self, index: int) -> T_co:
         """Read the sample at `index` from the cache, or fetch it; errors are those of the dataset."""
         dataset = self.dataset
-        name, slot = self._entry(index)
+        name = self._name(index)
         if not name:
             return dataset.sample_of(index, memoryview(b""))
         fetch, accept = functools.partial(dataset.read_bytes, index), functools.partial(dataset.sample_of, index)
         try:
-            return await self._cache.get(name, fetch, accept, self._validated, slot)
+            return await self._cache.get(name, fetch, accept)
         except ShardError:  # perhaps damaged in transit: read once more, as without a cache
             return await self._cache.fetch(name, fetch, accept)
 
-    def _entry(self, index: int) -> tuple[bytes, int]:
-        """The entry's name, empty if the sample has no bytes, and its slot in `_validated`."""
-        offset = ENTRY * index
-        name = self._names[offset : offset + 32] if index >= 0 else b""
+    def _name(self, index: int) -> bytes:
+        """The entry's name, empty if the sample has no bytes."""
+        offset = NAME_SIZE * index
+        name = bytes(self._names[offset : offset + NAME_SIZE]) if index >= 0 else _UNKNOWN
         if name == _UNKNOWN or not name:
             extent = self.dataset.extent(index)
             if extent.length == 0:
-                return b"", 0
-            digest = self._name_prefix.copy()
+                return b""
+            digest = self._hash.copy()
             digest.update(ascii(tuple(extent)).encode())
             name = digest.digest()
-            offset %= ENTRY * len(self.dataset)
-            self._names[offset : offset + 32] = name
-        return name, (offset + 32) // 8
+            offset %= len(self._names)
+            self._names[offset : offset + NAME_SIZE] = name
+        return name
 
     def sample_key(self, index: int) -> str | None:
         """The dataset's name of the sample."""
@@ -195,6 +188,7 @@ class CachedDataset(AsyncDataset[T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the dataset's epoch."""
+        self._cache.expire()
         propagate_epoch(self.dataset, epoch)
 
 
@@ -227,53 +221,31 @@ class CachedRanges(CachedDataset[T_co]):
 
     async def cached_reads(self, indices: Sequence[int]) -> Sequence[memoryview | None]:
         """Read from the disk."""
-        names, slots = zip(*map(self._entry, indices), strict=True)
-        return await self._cache.read_many(names, self._validated, slots)
+        return await self._cache.read_many([*map(self._name, indices)])
 
-    def read_missing(
+    async def read_missing(
         self, number: int, ranges: Ranges, indices: Sequence[int], read_range: ReadRange
     ) -> AsyncGenerator[Views, None]:
-        """Read and cache each; wait for those that another task or process is reading."""
+        """Read the samples by one request, and cache each."""
+        async for positions, views in self.dataset.read_missing(number, ranges, indices, read_range):
+            await self._keep([indices[position] for position in positions], views)
+            yield positions, views
 
-        async def read(chosen: list[int], others: list[int]) -> list[memoryview]:
-            # A range that another task reads is not read as a gap, either: the object's number changes after it.
-            borders = np.zeros(len(indices), np.int64)
-            borders[others] = 1
-            wanted = Ranges(np.cumsum(borders)[chosen], ranges.starts[chosen], ranges.stops[chosen])
-            return await read_ranges(wanted, lambda _, start, stop: read_range(number, start, stop))
-
-        return self._read_and_cache(indices, read)
-
-    def _read_and_cache(
-        self, indices: Sequence[int], read: Callable[[list[int], list[int]], Awaitable[list[memoryview]]]
-    ) -> AsyncGenerator[Views, None]:
-        def accept(found: tuple[list[int], list[memoryview]]) -> tuple[list[int], list[memoryview]]:
-            good: tuple[list[int], list[memoryview]] = [], []
-            for position, view in zip(*found, strict=True):
-                try:
-                    self.sample_of(indices[position], view)
-                except Exception:  # `aget` reads it again by itself, and its error names the sample
-                    continue
-                good[0].append(position)
-                good[1].append(view)
-            return good
-
-        return get_many(self._cache, [self._entry(index)[0] for index in indices], read, accept)
+    async def _keep(self, indices: Sequence[int], views: Sequence[memoryview]) -> None:
+        """Cache samples, before they are given: an epoch that is left at its last sample is cached completely."""
+        self._cache.counts().cache_misses += len(indices)
+        await self._cache.write([*map(self._name, indices)], views)
 
     async def agets(self, indices: Sequence[int]) -> list[T_co]:
         """Fetch the samples at `indices`, in order; those that are not cached by joined requests."""
         views = list(await self.cached_reads(indices)) if len(indices) else []
         ranges = self.ranges(indices)
         missing = [slot for slot, view in enumerate(views) if view is None and ranges.stops[slot] > ranges.starts[slot]]
-
-        async def read(chosen: list[int], _: list[int]) -> list[memoryview]:
-            return await read_ranges(ranges.at(np.asarray([missing[each] for each in chosen])), self.read_range)
-
         with contextlib.suppress(Exception):  # `aget` reads what is still missing, and its error names the sample
-            async with contextlib.aclosing(self._read_and_cache([indices[slot] for slot in missing], read)) as groups:
-                async for positions, found in groups:
-                    for position, view in zip(positions, found, strict=True):
-                        views[missing[position]] = view
+            found = await read_ranges(ranges.at(np.asarray(missing, np.int64)), self.read_range)
+            await self._keep([indices[slot] for slot in missing], found)
+            for slot, view in zip(missing, found, strict=True):
+                views[slot] = view
         return list(await asyncio.gather(*map(self._sample, indices, views)))
 
     async def _sample(self, index: int, view: memoryview | None) -> T_co:

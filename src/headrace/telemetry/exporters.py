@@ -79,7 +79,6 @@ METRICS = (
     Metric("hedges_won", "counter", "{fetch}", "Hedges that finished first.", lambda s, t: s.requests.hedges_won),
     Metric("cache_hits", "counter", "{sample}", "Samples read from a cache.", lambda s, t: s.requests.cache_hits),
     Metric("cache_misses", "counter", "{sample}", "Samples fetched for a cache.", lambda s, t: s.requests.cache_misses),
-    Metric("cache_waits", "counter", "{sample}", "Waits for the same bytes.", lambda s, t: s.requests.cache_waits),
     Metric("cache_damaged", "counter", "{file}", "Damaged files of a cache.", lambda s, t: s.requests.cache_damaged),
     Metric("cache_evicted", "counter", "{file}", "Files evicted from a cache.", lambda s, t: s.requests.cache_evicted),
     Metric("fetches_in_flight", "gauge", "{fetch}", "At the last batch.", lambda s, t: t.load.in_flight),

@@ -14,12 +14,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 import headrace as hr
-from headrace._core.cache.disk_cache import DiskCache
-from headrace._core.cache.get_many import get_many
+from headrace._core.store.disk_cache import DiskCache
 
 
 def run_until_killed(main: Coroutine[Any, Any, None], last: int) -> int:
-    """Run a coroutine, and die by SIGKILL before the `last`-th C function that the cache's modules call, in any thread.
+    """Run a coroutine, and die by SIGKILL before the `last`-th C function that the cache's module calls, in any thread.
 
     Returns the number of such calls if there are fewer.
     """
@@ -27,7 +26,7 @@ def run_until_killed(main: Coroutine[Any, Any, None], last: int) -> int:
 
     def trace(frame, event, function):
         nonlocal seen
-        if event == "c_call" and "/headrace/_core/cache/" in frame.f_code.co_filename:
+        if event == "c_call" and frame.f_code.co_filename.endswith("/disk_cache.py"):
             seen += 1
             if seen == last:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -39,60 +38,29 @@ def run_until_killed(main: Coroutine[Any, Any, None], last: int) -> int:
     return seen
 
 
-def get_until_killed(wire, last, folder, name, data, max_bytes):
-    """Get one entry, and die before the `last`-th call."""
-
-    async def fetch():
-        return memoryview(data)
+def write_until_killed(wire, last, folder, names, data, max_bytes):
+    """Write entries, one and then two together, and die before the `last`-th call."""
 
     async def main():
-        await DiskCache(folder, max_bytes).get(name, fetch, lambda data: data)
+        cache = DiskCache(folder, max_bytes)
+        await cache.write(names[:1], [memoryview(data)[:1000]])
+        await cache.write(names[1:], [memoryview(data)[:1000]] * 2)
 
     wire.send(run_until_killed(main(), last))
 
 
-def get_many_until_killed(wire, last, folder, names, bodies, max_bytes):
-    """Get several entries together, and die before the `last`-th call."""
-
-    async def read(chosen, others):
-        return [memoryview(bodies[position]) for position in chosen]
-
-    async def main():
-        async for _ in get_many(DiskCache(folder, max_bytes), names, read, lambda found: found):
-            pass
-
-    wire.send(run_until_killed(main(), last))
-
-
-def fetch_for_ever(wire, folder, name, with_child):
-    """Hold the lock of an entry, whose fetch does not end; sends the process id when it is held."""
+def fetch_for_ever(wire, folder, name):
+    """Fetch an entry, which does not end; sends the process id when it has begun."""
 
     async def fetch():
-        if with_child and os.fork() == 0:  # inherits every descriptor
-            os.read(wire.fileno(), 1)
-            os._exit(0)
         wire.send(os.getpid())
         await asyncio.Event().wait()
 
     asyncio.run(DiskCache(folder).get(name, fetch, lambda data: data))
 
 
-def fetch_many_for_ever(wire, folder, names):
-    """Hold the locks of several entries; sends their number when they are held."""
-
-    async def read(chosen, others):
-        wire.send(len(chosen))
-        await asyncio.Event().wait()
-
-    async def main():
-        async for _ in get_many(DiskCache(folder), names, read, None):
-            pass
-
-    asyncio.run(main())
-
-
 def read_objects(wire, store, folder, expected, epochs, cache_options):
-    """Read cached objects and check their bytes; sends hits, misses, waits and damaged entries."""
+    """Read cached objects and check their bytes; sends hits, misses and damaged entries."""
     dataset = hr.ObjectDataset(store).cache(folder, **cache_options)
     wire.send("ready")
     wire.recv()
@@ -102,7 +70,7 @@ def read_objects(wire, store, folder, expected, epochs, cache_options):
                 for sample in batch:
                     assert bytes(sample.data) == expected[sample.key], sample.key
         counts = loader.stats().requests
-    wire.send((counts.cache_hits, counts.cache_misses, counts.cache_waits, counts.cache_damaged))
+    wire.send((counts.cache_hits, counts.cache_misses, counts.cache_damaged))
 
 
 def read_windows(wire, store, folder, seq_len):

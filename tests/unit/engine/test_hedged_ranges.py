@@ -160,4 +160,6 @@ def test_windows_are_read_together_and_a_request_that_is_never_answered_holds_no
         assert counts.hedges <= 0.05 * counts.requests
         if is_cached:
             assert counts.cache_misses == 10 * OBJECTS
-            assert len(list((tmp_path / "cache").glob("?/*"))) == 10 * OBJECTS
+            with hr.DataLoader(dataset, batch_size=20, placement=placement, **options) as loader:
+                assert [row for batch in loader for row in batch.tolist()] == rows
+                assert loader.stats().requests.requests == 0

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from headrace._core.engine.fetch_pool import Spawn
-from headrace._core.store.request_stats import RequestStats, second_attempt
+from headrace._core.store.request_stats import RequestStats
 
 T = TypeVar("T")
 
@@ -97,8 +97,6 @@ class HedgedRequests:
         task = asyncio.current_task()
         assert task is not None
         race.attempts.append(task)
-        if extra:
-            second_attempt.set(True)  # in this task's context
         began = time.perf_counter()
         result, error = None, None
         try:

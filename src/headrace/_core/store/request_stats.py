@@ -48,7 +48,6 @@ class RequestStats:
     hedges_won: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
-    cache_waits: int = 0
     cache_damaged: int = 0
     cache_evicted: int = 0
     wants_times: bool = True
@@ -80,9 +79,6 @@ class RequestStats:
 
 session_stats: ContextVar[RequestStats] = ContextVar("headrace-session-stats")
 """The counters of the running session; unset outside of one."""
-
-second_attempt: ContextVar[bool] = ContextVar("headrace-second-attempt", default=False)
-"""Whether this task is the second attempt of a hedged fetch, which must not wait for the first."""
 
 
 def report_throttled() -> None:

@@ -1,1 +1,0 @@
-"""The cache on disk, shared by all processes of a machine."""

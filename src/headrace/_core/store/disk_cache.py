@@ -1,0 +1,525 @@
+"""A cache of bytes in a folder: each process appends what it fetched to segments of its own.
+
+A segment is two files. ``.data`` has the bytes of its entries, one after the other; ``.index`` has a header, and after
+the bytes of an entry are written a record of it. docs/design/0011-the-disk-cache.md gives the reasons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import math
+import os
+import re
+import stat
+import struct
+import threading
+import time
+import warnings
+import weakref
+import zlib
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from headrace._core.eventloop.blocking import run_blocking
+from headrace._core.store.request_stats import RequestStats, session_stats
+from headrace.errors import CacheFolderError
+
+T = TypeVar("T")
+
+# Of an entry: two halves of its name, its place in the data, the CRC-32 of all these and its bytes, so that a record
+# that is damaged or leads elsewhere is a wrong checksum; and the segment's number, which means something in memory.
+RECORD = np.dtype([(each, "<u8") for each in ("low", "high", "start", "length")] + [("crc", "<u4"), ("segment", "<u4")])
+_RECORD = struct.Struct("<16sQQII")
+_HALVES = struct.Struct("<QQ")
+_PLACE = struct.Struct("<16sQQ")
+HEADER = b"headrace cache 2".ljust(RECORD.itemsize, b"\0")  # of another version the index is ignored
+_STEM = re.compile(r"[0-9a-f]{16}-[0-9a-f]+-[0-9a-f]{8}")  # time in ns, process, random number
+
+Records = np.ndarray[Any, np.dtype[np.void]]
+
+GROUP = 8  # entries read by one call in a thread: a call costs 10 µs, a read of 56 KB 20 µs
+RECENT = 1 << 16  # entries in a dictionary, at 300 bytes, before they are merged into the table, at 50
+KEPT_OPEN = 256  # segments; the files of more are opened for each read
+PER_CACHE = 16  # segments of a full cache: the oldest is evicted whole
+SLACK = 8  # this part of `max_bytes` is left for what other processes append between two scans
+REFRESH_SHARE = 20  # looking for entries of other processes takes at most this part of the time
+WRITE_PAUSE = 30.0  # seconds without an attempt to write after the disk was found full or read-only
+TRANSIENT_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ESTALE})
+_MOST_VECTORS = 1024  # Linux's IOV_MAX
+
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO must not block
+_UNKNOWN, _VALID, _DEAD = range(3)
+"""Whether an entry's checksum was verified in this process, or was wrong."""
+
+
+class _Segment:
+    """A segment as readers know it: closed when the last of them drops it, also if its files are unlinked before.
+
+    Attributes:
+        stem: the name of its files.
+        consumed: the bytes of the index that were read.
+    """
+
+    def __init__(self, path: str, *, keep_open: bool) -> None:
+        self.stem = os.path.basename(path)
+        self.consumed = 0
+        self._path = path
+        self._descriptor: int | None = None
+        if keep_open:
+            self._descriptor = os.open(f"{path}.data", os.O_RDONLY | _FLAGS)
+            weakref.finalize(self, os.close, self._descriptor)
+
+    def new_records(self) -> Records:
+        """The records that were appended since the last call; a torn one at the end is left for the next."""
+        with _opened(f"{self._path}.index") as descriptor:
+            data = _read(descriptor, self.consumed, os.fstat(descriptor).st_size - self.consumed)
+        if not self.consumed and data[: len(HEADER)] == HEADER:
+            data, self.consumed = data[len(HEADER) :], len(HEADER)
+        count = len(data) // RECORD.itemsize if self.consumed else 0
+        self.consumed += count * RECORD.itemsize
+        return np.frombuffer(data, RECORD, count).copy()
+
+    def read(self, start: int, length: int) -> bytes:
+        if self._descriptor is not None:
+            return _read(self._descriptor, start, length)
+        with _opened(f"{self._path}.data") as descriptor:
+            return _read(descriptor, start, length)
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | _FLAGS)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read(descriptor: int, start: int, length: int) -> bytes:
+    """Read bytes; none if the file, of any kind, does not have them."""
+    if length < 0 or start + length > os.fstat(descriptor).st_size:  # a damaged record
+        return b""
+    data = os.pread(descriptor, length, start)
+    while len(data) < length and (more := os.pread(descriptor, length - len(data), start + len(data))):
+        data += more  # one call reads at most 2 GiB
+    return data
+
+
+class _Entry(NamedTuple):
+    """An entry; `states` has its state at `slot`."""
+
+    name: bytes
+    segment: _Segment
+    start: int
+    length: int
+    crc: int
+    states: bytearray
+    slot: int
+
+
+class _Table:
+    """Entries sorted by name, in 50 bytes each; of those with one name, the last is the newest."""
+
+    def __init__(self, records: Records, states: bytearray) -> None:
+        order = np.argsort(records["low"], kind="stable")
+        self.records = records[order]
+        self.states = bytearray(np.frombuffer(states, np.uint8)[order])
+        self.lows = memoryview(self.records["low"].tobytes()).cast("Q")
+
+
+class DiskCache:
+    """Bytes by name in a folder, which all processes of a machine may use. None waits for another.
+
+    May be used from several event loops and threads, and pickled. An error of the folder never costs a sample: its
+    bytes are fetched and not cached, with one warning in each process.
+
+    Args:
+        folder: created for this user alone if it does not exist.
+        max_bytes: about the disk space that it may take; None for no bound. The oldest segments are evicted.
+
+    Raises:
+        CacheFolderError: the folder belongs to another user, or others may write to it.
+        ValueError: `max_bytes` is not positive.
+        OSError: the folder cannot be created.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
+        if max_bytes is not None and max_bytes < 1:
+            raise ValueError(f"max_bytes={max_bytes} must be at least 1, or None for no bound")
+        self._folder = os.path.abspath(os.path.expanduser(folder))
+        self._limit = max_bytes
+        secure_folder(self._folder)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # of all that follows, but for lookups
+        self._segments: list[_Segment | None] = []
+        self._numbers: dict[str, int] = {}
+        self._table = _Table(np.empty(0, RECORD), bytearray())
+        self._recent: dict[bytes, tuple[_Entry, bytes]] = {}
+        self._writer: _Writer | None = None
+        self._usage: int | None = None  # bytes of all files, at the last scan and by this process since
+        self._until_scan = 0
+        self._next_refresh = 0.0
+        self._paused_until = 0.0
+        self._warned = False
+        self._own_counts = RequestStats()  # outside a session
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_folder": self._folder, "_limit": self._limit}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def __repr__(self) -> str:
+        bound = "" if self._limit is None else f", max_bytes={self._limit}"
+        return f"{type(self).__name__}({self._folder!r}{bound})"
+
+    def counts(self) -> RequestStats:
+        """The counters of the running session."""
+        return session_stats.get(self._own_counts)
+
+    def expire(self) -> None:
+        """Look for entries of other processes at the next miss, however long ago the last time was."""
+        self._next_refresh = 0.0
+
+    async def get(
+        self, name: bytes, fetch: Callable[[], Awaitable[memoryview]], accept: Callable[[memoryview], T]
+    ) -> T:
+        """The result of `accept` for an entry's bytes, which `fetch` gets if they are not cached.
+
+        Args:
+            name: 16 bytes that identify the content.
+            fetch: its errors are raised.
+            accept: raises if the bytes are wrong: then they are not cached.
+        """
+        (entry,) = await self._lookup([name])
+        if entry is not None:
+            found = await run_blocking(_read_entry, entry)
+            if found is not None:
+                try:
+                    sample = accept(found)
+                except Exception:  # fresh bytes will show whether the cache was at fault
+                    entry.states[entry.slot] = _DEAD
+                else:
+                    self.counts().cache_hits += 1
+                    return sample
+            self.counts().cache_damaged += entry.states[entry.slot] == _DEAD
+        return await self.fetch(name, fetch, accept)
+
+    async def fetch(
+        self, name: bytes, fetch: Callable[[], Awaitable[memoryview]], accept: Callable[[memoryview], T]
+    ) -> T:
+        """As `get`, for an entry that is known to be missing."""
+        self.counts().cache_misses += 1
+        data = await fetch()
+        sample = accept(data)
+        await self.write([name], [data])
+        return sample
+
+    async def read_many(self, names: Sequence[bytes]) -> list[memoryview | None]:
+        """The bytes of those entries that are cached, None for the others and for empty names."""
+        entries = await self._lookup(names)
+        there = [entry for entry in entries if entry is not None]
+        groups = [there[first : first + GROUP] for first in range(0, len(there), GROUP)]
+        views = chain.from_iterable(await asyncio.gather(*(run_blocking(_read_group, group) for group in groups)))
+        found = [None if entry is None else next(views) for entry in entries]
+        counts = self.counts()
+        counts.cache_hits += sum(view is not None for view in found)
+        counts.cache_damaged += sum(entry.states[entry.slot] == _DEAD for entry in there)
+        return found
+
+    async def _lookup(self, names: Sequence[bytes]) -> list[_Entry | None]:
+        if self._pid != os.getpid():  # after a fork
+            self._reset()
+        entries = [self._find(name) for name in names]
+        if None in entries and time.monotonic() >= self._next_refresh:
+            await run_blocking(self._refresh)
+            entries = [self._find(name) for name in names]
+        return entries
+
+    async def write(self, names: Sequence[bytes], views: Sequence[memoryview]) -> None:
+        """Append entries, unless the disk was found full a short time ago."""
+        if time.monotonic() < self._paused_until:
+            return
+        try:
+            self.counts().cache_evicted += await run_blocking(self._append, names, views)
+        except OSError as error:
+            if error.errno in TRANSIENT_ERRNOS:
+                return
+            self._paused_until = time.monotonic() + WRITE_PAUSE
+            if not self._warned:
+                self._warned = True
+                with contextlib.suppress(Warning):  # a warnings filter "error" must not cost the sample
+                    warnings.warn(
+                        f"the disk cache in {self._folder} cannot be written, so samples that it lacks are fetched and "
+                        f"not cached: {error}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+
+    def _find(self, name: bytes) -> _Entry | None:
+        # The newest first. A merge replaces the table before it empties `_recent`, so that no entry is missed.
+        recent = self._recent.get(name)
+        if recent is not None:
+            return recent[0] if recent[0].states[0] != _DEAD else None
+        if not name:
+            return None
+        low, high = _HALVES.unpack(name)
+        table = self._table
+        slot = bisect_right(table.lows, low) - 1
+        while slot >= 0 and table.lows[slot] == low:
+            _, other, start, length, crc, number = table.records[slot].item()
+            segment = self._segments[number]
+            if other == high and segment is not None and table.states[slot] != _DEAD:
+                return _Entry(name, segment, start, length, crc, table.states, slot)
+            slot -= 1
+        return None
+
+    # The rest blocks, and runs in threads.
+
+    def _refresh(self) -> None:
+        """Take note of what other processes have appended and evicted."""
+        with self._lock:
+            began = time.monotonic()
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # the first write will warn
+                secure_folder(self._folder)  # its owner may have changed since another process created the cache
+            stems = {stem for stem, _ in self._files()}
+            self._forget(self._numbers.keys() - stems)
+            found = [np.empty(0, RECORD)]
+            for stem in sorted(stems):  # the oldest first
+                with contextlib.suppress(OSError):  # evicted meanwhile, or no descriptor is left
+                    found.append(self._records_of(stem))
+            records = np.concatenate(found)
+            if len(records):
+                self._merge(records)
+            # A share of the time, however large the cache and often the misses.
+            self._next_refresh = time.monotonic() + REFRESH_SHARE * (time.monotonic() - began)
+
+    def _records_of(self, stem: str) -> Records:
+        if stem not in self._numbers:
+            self._register(_Segment(os.path.join(self._folder, stem), keep_open=len(self._numbers) < KEPT_OPEN))
+        number = self._numbers[stem]
+        segment = self._segments[number]
+        assert segment is not None
+        records = segment.new_records()
+        records["segment"] = number
+        return records
+
+    def _register(self, segment: _Segment) -> int:
+        self._numbers[segment.stem] = number = len(self._segments)
+        self._segments.append(segment)
+        return number
+
+    def _merge(self, records: Records) -> None:
+        """Sort entries of other processes, and the recent ones, into the table."""
+        recent = [packed for entry, packed in self._recent.values() if entry.states[0] != _DEAD]
+        alive = np.array([segment is not None for segment in self._segments], dtype=bool)
+        old = alive[self._table.records["segment"]] & (np.frombuffer(self._table.states, np.uint8) != _DEAD)
+        parts = [self._table.records[old], records, np.frombuffer(b"".join(recent), RECORD)]
+        states = np.frombuffer(self._table.states, np.uint8)[old].tobytes() + bytes(len(records) + len(recent))
+        self._table = _Table(np.concatenate(parts), bytearray(states))
+        self._recent = {}
+
+    def _append(self, names: Sequence[bytes], views: Sequence[memoryview]) -> int:
+        """Append the entries that are not there; returns the number of entries evicted for them."""
+        with self._lock:
+            new: dict[bytes, memoryview] = {}
+            room = math.inf if self._limit is None else self._limit // 2
+            for name, view in zip(names, views, strict=True):
+                if self._find(name) is None and name not in new and len(view) + RECORD.itemsize <= room:
+                    new[name] = view
+                    room -= len(view) + RECORD.itemsize
+            if not new:
+                return 0
+            nbytes = sum(map(len, new.values())) + RECORD.itemsize * len(new)
+            evicted = self._make_room(nbytes)
+            writer = self._writer
+            full = self._limit is not None and writer is not None and writer.end + nbytes > self._limit // PER_CACHE
+            if writer is None or full or writer.is_unlinked():
+                secure_folder(self._folder)
+                writer = self._writer = _Writer(self._folder)
+                writer.number = self._register(writer.segment)
+            try:
+                packed = writer.append(new)
+            except BaseException:  # a new segment is begun the next time: this one's index may be torn
+                self._writer = None
+                writer.abandon()
+                raise
+            if self._usage is not None:
+                self._usage += nbytes
+                self._until_scan -= nbytes
+            for name, record in zip(new, packed, strict=True):
+                _, start, length, crc, _ = _RECORD.unpack(record)
+                self._recent[name] = _Entry(name, writer.segment, start, length, crc, bytearray(1), 0), record
+            if len(self._recent) > RECENT:
+                self._merge(np.empty(0, RECORD))
+            return evicted
+
+    def _make_room(self, nbytes: int) -> int:
+        """Evict the oldest segments so that `nbytes` fit; returns the number of their entries."""
+        if self._limit is None:
+            return 0
+        bound = self._limit - self._limit // SLACK
+        if self._usage is not None and self._until_scan > 0 and self._usage + nbytes <= bound:
+            return 0
+        files = self._files()
+        self._usage, self._until_scan = sum(size for _, size in files), self._limit // (8 * SLACK)
+        evicted, gone = 0, set()
+        for stem in sorted({stem for stem, _ in files}):
+            if self._usage + nbytes <= bound:
+                break
+            sizes = [size for each, size in files if each == stem]
+            evicted += max(0, min(sizes) // RECORD.itemsize - 1) if len(sizes) == 2 else 0
+            for ending in (".index", ".data"):
+                with contextlib.suppress(OSError):  # another process was faster, or it cannot be removed
+                    os.unlink(os.path.join(self._folder, stem + ending))
+            self._usage -= sum(sizes)
+            gone.add(stem)
+        self._forget(gone)
+        return evicted
+
+    def _forget(self, stems: Set[str]) -> None:
+        """Drop evicted segments, whose files the last reader closes."""
+        for stem in stems & self._numbers.keys():
+            self._segments[self._numbers.pop(stem)] = None
+        if stems:
+            self._recent = {name: each for name, each in self._recent.items() if each[0].segment.stem not in stems}
+
+    def _files(self) -> list[tuple[str, int]]:
+        """The stem and the size of each file of the cache."""
+        found = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._folder) as files:
+            for file in files:
+                stem, _, ending = file.name.partition(".")
+                if ending in ("data", "index") and _STEM.fullmatch(stem):
+                    with contextlib.suppress(OSError):  # removed since the folder was read
+                        found.append((stem, file.stat(follow_symlinks=False).st_size))
+        return found
+
+
+def _read_group(entries: Sequence[_Entry]) -> list[memoryview | None]:
+    return [_read_entry(entry) for entry in entries]
+
+
+def _read_entry(entry: _Entry) -> memoryview | None:
+    """An entry's bytes, verified at the first read; None if they are damaged, or cannot be read."""
+    name, segment, start, length, crc, states, slot = entry
+    try:
+        data = segment.read(start, length)
+    except OSError:  # evicted, or an I/O error of the disk: fetch from the store instead
+        return None
+    if len(data) != length or (states[slot] != _VALID and _checksum(name, start, data) != crc):
+        states[slot] = _DEAD
+        return None
+    states[slot] = _VALID
+    return memoryview(data)
+
+
+def _checksum(name: bytes, start: int, data: bytes | memoryview) -> int:
+    return zlib.crc32(data, zlib.crc32(_PLACE.pack(name, start, len(data))))
+
+
+class _Writer:
+    """The segment that this process appends to.
+
+    Nothing is flushed to disk: what a power failure takes is detected by its checksum, and fetched again.
+
+    Attributes:
+        stem: the name of its files.
+        segment: it as readers know it.
+        number: of that.
+        end: bytes of the data.
+    """
+
+    number: int
+
+    def __init__(self, folder: str) -> None:
+        self.stem = f"{time.time_ns():016x}-{os.getpid():x}-{os.urandom(4).hex()}"
+        self._path = os.path.join(folder, self.stem)
+        self.end = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS
+        self._data = os.open(f"{self._path}.data", flags, 0o600)
+        weakref.finalize(self, os.close, self._data)
+        try:
+            self._index = os.open(f"{self._path}.index", flags, 0o600)
+            weakref.finalize(self, os.close, self._index)
+            _write_all(self._index, [memoryview(HEADER)])
+            self.segment = _Segment(self._path, keep_open=True)
+        except BaseException:
+            self.abandon()
+            raise
+        self.segment.consumed = len(HEADER)
+
+    def is_unlinked(self) -> bool:
+        """Whether it was evicted, or the folder deleted."""
+        return os.fstat(self._data).st_nlink == 0
+
+    def append(self, entries: Mapping[bytes, memoryview]) -> list[bytes]:
+        """Write entries, and then their records, which are returned; raises `OSError`."""
+        start, records = self.end, []
+        for name, view in entries.items():
+            records.append(_RECORD.pack(name, start, len(view), _checksum(name, start, view), self.number))
+            start += len(view)
+        _write_all(self._data, list(entries.values()))
+        _write_all(self._index, [memoryview(b"".join(records))])
+        self.end = start
+        self.segment.consumed += RECORD.itemsize * len(records)
+        return records
+
+    def abandon(self) -> None:
+        """Give the room of what was half written back to the disk."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._data, self.end)
+            if not self.end:
+                os.unlink(f"{self._path}.data")
+                os.unlink(f"{self._path}.index")
+
+
+def _write_all(descriptor: int, views: list[memoryview]) -> None:
+    while views:
+        written = os.writev(descriptor, views[:_MOST_VECTORS])
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if written:
+            views[0] = views[0][written:]
+
+
+def secure_folder(folder: str) -> None:
+    """Create a folder for the files of a cache, or check the existing one.
+
+    Args:
+        folder: an absolute path. New folders, parents included, get mode 0700, whatever the umask.
+
+    Raises:
+        CacheFolderError: it belongs to another user, or others may write to it.
+        NotADirectoryError: it is not a folder.
+        OSError: it cannot be created.
+    """
+    try:
+        link = os.lstat(folder)
+    except FileNotFoundError:
+        parent = os.path.dirname(folder)
+        if not os.path.isdir(parent):
+            secure_folder(parent)
+        with contextlib.suppress(FileExistsError):  # created by another process meanwhile
+            os.mkdir(folder, 0o700)
+        link = os.lstat(folder)
+    status = os.stat(folder) if stat.S_ISLNK(link.st_mode) else link
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"the cache folder is not a folder: {folder}")
+    me = os.geteuid()
+    if status is not link and link.st_uid not in (me, 0):
+        raise CacheFolderError(folder, f"it is a symbolic link created by user {link.st_uid}")
+    if status.st_uid != me:
+        raise CacheFolderError(folder, f"it belongs to user {status.st_uid}, and this process runs as user {me}")
+    if status.st_mode & 0o022:
+        raise CacheFolderError(folder, f"other users may write to it (its mode is {status.st_mode & 0o7777:o})")

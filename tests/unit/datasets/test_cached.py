@@ -152,14 +152,6 @@ def test_memory_store_is_not_cached(tmp_path):
         hr.ObjectDataset(hr.Store("memory://", backend=store)).cache(tmp_path / "cache")
 
 
-def test_cache_after_map_is_an_error_with_the_right_order(server, tmp_path):
-    dataset = objects(server)
-    for wrong in (dataset.map(len), dataset.take(3), hr.concat([dataset, dataset]), dataset.cache(tmp_path / "c")):
-        with pytest.raises(TypeError, match=r"before map.*cache\(folder\)\.map\(fn\)"):
-            wrong.cache(tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
-
-
 def test_subclass_may_define_sample_of_but_not_aget(server, tmp_path):
     class Length(hr.ObjectDataset):
         def sample_of(self, index, data):

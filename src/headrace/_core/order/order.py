@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,16 +25,6 @@ from headrace._core.streams.resumable import Stateful
 from headrace.errors import StateError
 
 CANDIDATES = 64  # delivered batches whose indices are kept, to be repeated in place of lost ones
-
-
-class SamplerOf(Iterable[Any]):
-    """An iterator that a BatchSampler takes for a sampler."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._iterator
 
 
 class WatchedDraws(Iterator[object]):
@@ -412,7 +402,7 @@ class EpochOrder:
         drop_last = self._batch_sampler is not None and self._batch_sampler.drop_last
         if holes:
             return scattered(indices, self.first_sample, holes, batch_size=size, drop_last=drop_last)
-        return indices if size is None else iter(BatchSampler(SamplerOf(indices), size, drop_last))
+        return indices if size is None else iter(BatchSampler(cast(Any, indices), size, drop_last))
 
     def _resumed_indices(self, resumed: LoaderState) -> Iterator[object]:
         sampler = self.sampler

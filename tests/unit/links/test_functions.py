@@ -112,13 +112,6 @@ def test_global_of_main_module_is_applied_at_next_epoch(options, monkeypatch):
 
 
 @everywhere
-def test_attribute_of_map_function_is_applied_at_next_epoch(options):
-    add = Add(10)
-    loader = hr.DataLoader(Numbers().map(add), **options)
-    assert two_epochs(loader, lambda: setattr(add, "strength", 20)) == (AS_IT_WAS, CHANGED)
-
-
-@everywhere
 def test_attribute_of_map_function_within_a_concatenation_is_applied_at_next_epoch(options):
     add = Add(10)
     loader = hr.DataLoader(hr.concat([Numbers().map(add)]), **options)

@@ -53,13 +53,6 @@ def test_replaced_engine_reads_on_after_the_last_batch_without_a_gap():
     assert [host.plan.number for host in dealer.receive(0, made(1, lanes=1))] == [1]
 
 
-def test_batches_of_a_lane_are_given_in_its_order():
-    dealer = LaneDealer(1)
-    dealer.deal(plans(0, 1, 2, lanes=1), among=[0])
-    assert not dealer.receive(0, made(1, lanes=1))
-    assert [host.plan.number for host in dealer.receive(0, made(0, lanes=1))] == [0, 1]
-
-
 def test_lanes_of_an_engine_that_is_not_started_again_go_to_the_others():
     dealer = LaneDealer(3)
     dealer.deal(plans(*range(6), lanes=6), among=[0, 1, 2])

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from headrace._core.batches import SessionStart
-from headrace._core.links.ray_wire import IN_BAND, EnginePart, SessionRequest, pack, unpack, unpack_views
+from headrace._core.links.ray_wire import IN_BAND, SessionRequest, pack, unpack, unpack_views
 from headrace._core.messages import SessionEnd
-from headrace._core.pool.settings import Settings
 
 
 def sample(size):
@@ -59,8 +58,3 @@ def test_function_of_a_script_is_sent_by_value():
 )
 def test_messages_arrive_equal(message):
     assert unpack(pack(message)) == message
-
-
-def test_settings_arrive_with_the_part():
-    part = unpack(pack(EnginePart(1, 2, Settings.here())))
-    assert (part.engine, part.engines) == (1, 2)

@@ -8,8 +8,8 @@ import anyio
 import pytest
 
 from headrace._core.batches import BatchPlan, HostBatch
-from headrace._core.links.mailbox import Mailbox
 from headrace._core.links.session import Session
+from headrace._core.links.thread import Mailbox
 from headrace._core.messages import SessionEnd
 
 

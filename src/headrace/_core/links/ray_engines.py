@@ -19,7 +19,6 @@ import ray.util.client
 
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.links.mailbox import Mailbox
 from headrace._core.links.placement import Placement
 from headrace._core.links.process import dump_request
 from headrace._core.links.ray_actor import EngineActor
@@ -34,6 +33,7 @@ from headrace._core.links.ray_wire import (
     unpack,
 )
 from headrace._core.links.session import Quorum, Session, session_of
+from headrace._core.links.thread import Mailbox
 from headrace._core.messages import Answer, Request, SessionEnd, Started, Status
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.supervisor import WORK_DEADLINE

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import socket
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 from headrace._core.batches import HostBatch, RawBatch, SessionStart
 from headrace._core.engine.assemble import CONSUMER_CATCH, SeededAssembler
@@ -16,7 +19,6 @@ from headrace._core.engine.engine import Engine
 from headrace._core.engine.session import Session as EngineSession
 from headrace._core.engine.stepping import StepsOnConsumersThread
 from headrace._core.eventloop.loop_thread import LoopThread
-from headrace._core.links.mailbox import Mailbox
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
 from headrace._core.links.session import Closable, Session
 from headrace._core.messages import Answer, Request, SessionEnd
@@ -27,6 +29,63 @@ from headrace._core.streams.blocking import background_loop, context_managers
 from headrace._core.streams.kinds import sample_key
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
+
+T = TypeVar("T")
+
+
+class Mailbox(Generic[T]):
+    """Messages from another thread to the consumer, which owns it and calls `close`.
+
+    Nothing polls: a byte is written to a socket pair only if the consumer waits. No more batches exist than plans are
+    outstanding, so it needs no bound.
+
+    Attributes:
+        messages: those that have arrived, the oldest first; the consumer removes them.
+        source: readable when a message arrives after `must_wait`, or after `wake`.
+    """
+
+    def __init__(self) -> None:
+        self.messages: deque[T] = deque()
+        # Reentrant: the garbage collector may close an abandoned iterator inside `put`, on the engine's thread.
+        self._lock = threading.RLock()
+        self._waiting = False
+        self._closed = False
+        self._sender, self.source = socket.socketpair()
+        for end in (self._sender, self.source):
+            end.setblocking(False)
+
+    def put(self, message: T) -> None:
+        """Hand over a message, from any thread; it is dropped if the consumer has left."""
+        with self._lock:
+            if not self._closed:
+                self.messages.append(message)
+                if self._waiting:
+                    self.wake()
+
+    def wake(self) -> None:
+        """Make `source` readable; from any thread."""
+        with self._lock, contextlib.suppress(OSError):  # full of bytes, which wake the consumer as well
+            self._waiting = False
+            if not self._closed:
+                self._sender.send(b"\0")
+
+    def must_wait(self) -> bool:
+        """Whether there is no message; the next one makes `source` readable."""
+        with self._lock:
+            if self.messages or self._closed:
+                return False
+            with contextlib.suppress(BlockingIOError):  # bytes of earlier waits
+                self.source.recv(4096)
+            self._waiting = True
+            return True
+
+    def close(self) -> None:
+        """Drop the messages and close the socket pair; idempotent."""
+        with self._lock:
+            self._closed = True
+            self.messages.clear()
+            self._sender.close()
+            self.source.close()
 
 
 class ThreadPlacement(Placement):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed
 
 import headrace as hr
-from headrace._core import rankinfo
+from headrace._core.ranks import rankinfo
 from headrace._core.seeding import batch_seed, isolated_generators, seed_everything
 
 VARIABLES = (

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import headrace as hr
-from headrace._core.consumer import iterators
+from headrace._core.consumer import epoch
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events:UserWarning")  # which concerns schedules
 
@@ -153,7 +153,7 @@ def test_nothing_is_recorded_without_a_profiler(monkeypatch):
     def refuse(name):
         raise AssertionError("10 µs for nothing")
 
-    monkeypatch.setattr(iterators, "record_function", refuse)
+    monkeypatch.setattr(epoch, "record_function", refuse)
     with hr.DataLoader(Numbers(), batch_size=2) as loader:
         assert len(list(loader)) == 4
         asyncio.run(read(loader))

@@ -1,33 +1,125 @@
-"""Errors of the loader, its engine and its workers."""
+"""Every exception that headrace raises.
+
+::
+
+    HeadraceError
+    ├── DatasetTypeError (TypeError)            the dataset has no method to fetch with
+    ├── NotPicklableError (TypeError)           a function or a batch cannot be sent to another process
+    ├── ControlFlowError (RuntimeError)         user code raised StopIteration, SystemExit, CancelledError, …
+    ├── RemoteError (RuntimeError)              the text of a worker's exception that could not be pickled
+    ├── WorkerDiedError (RuntimeError)          a worker process ended while it had work
+    ├── EngineDiedError (RuntimeError)          the event loop that fetches ended while a consumer waited
+    ├── EngineStartError (RuntimeError)         too few engines of a cluster have started in time
+    ├── DeviceUnavailableError (RuntimeError)   `device` names an accelerator that does not exist
+    ├── CudaGraphError (RuntimeError)           a batch was requested while a CUDA graph was being captured
+    ├── LoaderClosedError (RuntimeError)        an iterator was used after `close()`
+    ├── LoaderTimeoutError (RuntimeError)       no batch within `timeout` seconds
+    ├── DeadlockError (RuntimeError)            a blocking call on the thread that has to serve it
+    ├── ForkedError (RuntimeError)              a handle that does not survive `os.fork` was used in a child
+    ├── TooManySkippedError (RuntimeError)      more samples failed than `on_error` allows
+    ├── CoordinationError (RuntimeError)        another rank has failed or did not answer, with `coordinated=True`
+    ├── UnknownRankError (RuntimeError)         there are several ranks, and the rank of this process is unknown
+    ├── LostBatchError (RuntimeError)           fewer batches delivered and reported than planned: a bug in headrace
+    ├── MissingExtraError (ImportError)         an optional package is not installed
+    ├── CacheFolderError (PermissionError)      other users can write to the cache's folder
+    ├── ShortStreamError (ValueError)           a stream gave fewer samples than declared
+    ├── StateError (ValueError)                 a saved state is damaged, or of another loader, dataset or sampler
+    ├── ShardError (ValueError)                 a shard is damaged or malformed
+    │   ├── TruncatedShardError (EOFError)      it ends too early
+    │   └── UnsafeMemberError                   a tar member with an unsafe path or type
+    └── StoreError (OSError)                    a request to an object store failed; its URL has no secrets
+        ├── ObjectNotFoundError (FileNotFoundError)
+        ├── EmptyListingError (FileNotFoundError)
+        ├── StoreUnreachableError (ConnectionError)
+        ├── ObjectChangedError                  the object was overwritten after it was listed
+        └── ChecksumError                       the bytes do not match their checksum or length
+
+Each class also subclasses the builtin a user would catch. Errors of user code are *not* wrapped in any of these: they
+keep their type, and have a note with the stage, batch, index, key and worker (`headrace.types.Failure`).
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+
 from headrace._core.text import shorten_list
-from headrace.errors.base import HeadraceError
 
 __all__ = [
     "CacheFolderError",
+    "ChecksumError",
     "ControlFlowError",
     "CoordinationError",
     "CudaGraphError",
     "DatasetTypeError",
     "DeadlockError",
     "DeviceUnavailableError",
+    "EmptyListingError",
     "EngineDiedError",
     "EngineStartError",
     "ForkedError",
+    "HeadraceError",
     "LoaderClosedError",
     "LoaderTimeoutError",
     "LostBatchError",
     "MissingExtraError",
     "NotPicklableError",
+    "ObjectChangedError",
+    "ObjectNotFoundError",
     "RemoteError",
+    "ShardError",
     "ShortStreamError",
     "StateError",
+    "StoreError",
+    "StoreUnreachableError",
     "TooManySkippedError",
+    "TruncatedShardError",
     "UnknownRankError",
+    "UnsafeMemberError",
     "WorkerDiedError",
 ]
+
+
+def _restore(cls: type[HeadraceError], args: tuple[object, ...], state: dict[str, object]) -> HeadraceError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+def _or_from_message(compose: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(compose)
+
+    @functools.wraps(compose)
+    def init(self: HeadraceError, *args: object, **fields: object) -> None:
+        try:
+            signature.bind(self, *args, **fields)
+        except TypeError:
+            if fields or len(args) != 1 or not isinstance(args[0], str):
+                raise
+            super(HeadraceError, self).__init__(args[0])
+        else:
+            compose(self, *args, **fields)
+
+    return init
+
+
+class HeadraceError(Exception):
+    """The base class: `except headrace.HeadraceError` catches every error that headrace itself raises.
+
+    Each class can also be constructed from a message alone, as torch does to raise an error of a worker process again.
+    Its attributes are None then.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in cls.__dict__:
+            cls.__init__ = _or_from_message(cls.__dict__["__init__"])  # type: ignore[method-assign]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Constructors compose messages from keyword fields; a copy keeps the composed message.
+        return _restore, (type(self), self.args, self.__dict__)
 
 
 class DatasetTypeError(HeadraceError, TypeError):
@@ -318,3 +410,108 @@ class ShortStreamError(HeadraceError, ValueError):
 
 class StateError(HeadraceError, ValueError):
     """A saved state is damaged, or was saved by another loader, dataset or sampler; nothing was restored."""
+
+
+# Errors of stores and shards.
+
+
+class ShardError(HeadraceError, ValueError):
+    """A shard is damaged or malformed. Samples before the damage have been delivered.
+
+    Attributes:
+        shard: the shard's URL, without secrets.
+        member: name of the damaged file in a tar, or of the last file before the damage; None if there is none.
+        offset: position in the shard, in bytes; of a compressed one, in its decompressed bytes; None if unknown.
+    """
+
+    shard: str | None = None
+    member: str | None = None
+    offset: int | None = None
+
+    def __init__(self, what: str, *, shard: str, member: str | None = None, offset: int | None = None) -> None:
+        where = [f"shard {shard}"]
+        if member is not None:
+            where.append(f"member {member!r}")
+        if offset is not None:
+            where.append(f"offset {offset}")
+        super().__init__(f"{what} ({', '.join(where)})")
+        self.shard = shard
+        self.member = member
+        self.offset = offset
+
+
+class TruncatedShardError(ShardError, EOFError):
+    """A shard ends too early: an upload or a download was interrupted."""
+
+
+class UnsafeMemberError(ShardError):
+    """A tar has a member whose path leads out of it, or that is a link or a device."""
+
+
+class StoreError(HeadraceError, OSError):
+    """A request to an object store failed.
+
+    Attributes:
+        url: URL of the request, without user names, passwords and query strings.
+        key: the object's key, relative to `url`; None if the request was not for one object.
+        index: the sample's index; None if the request was not for a sample.
+        attempts: number of attempts.
+        elapsed: seconds from the start of the first attempt to the end of the last.
+        status: HTTP status of the last attempt; None if there was no response.
+    """
+
+    url: str | None = None
+    key: str | None = None
+    index: object = None
+    attempts: int | None = None
+    elapsed: float | None = None
+    status: int | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        url: str,
+        key: str | None = None,
+        index: object = None,
+        attempts: int = 1,
+        elapsed: float | None = None,
+        status: int | None = None,
+    ) -> None:
+        tried = "" if attempts == 1 and elapsed is None else f"; {_counted(attempts, elapsed)}"
+        super().__init__(f"{message}{tried} ({url})")
+        self.url = url
+        self.key = key
+        self.index = index
+        self.attempts = attempts
+        self.elapsed = elapsed
+        self.status = status
+
+
+class ObjectNotFoundError(StoreError, FileNotFoundError):
+    """An object that was listed or requested by key does not exist."""
+
+
+class EmptyListingError(StoreError, FileNotFoundError):
+    """A listing has no matching object."""
+
+
+class StoreUnreachableError(StoreError, ConnectionError):
+    """No response from the store within the time-out."""
+
+
+class ObjectChangedError(StoreError):
+    """An object was overwritten after it was listed."""
+
+
+class ChecksumError(StoreError):
+    """The received bytes did not match the checksum or the length, on every attempt."""
+
+
+def _counted(attempts: int, elapsed: float | None) -> str:
+    times = "1 attempt" if attempts == 1 else f"{attempts} attempts"
+    return times if elapsed is None else f"{times} in {elapsed:.2f} s"
+
+
+for _name in __all__:
+    globals()[_name].__module__ = __name__  # in tracebacks and pickles

@@ -4,7 +4,7 @@ import gc
 import weakref
 
 import numpy as np
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace._core.engine.range_fetch import ReadPlan
@@ -30,6 +30,7 @@ def answer(together, number):
     return memoryview(CONTENT[span.object][span.start : span.stop])
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # the first example imports, which a busy machine is long at
 @given(some_batches, st.randoms(use_true_random=False), st.booleans())
 def test_each_batch_is_complete_when_its_last_bytes_come_and_gets_its_own(batches, random, some_are_here):
     together = ReadPlan(list(range(len(batches))), [ranges_of(batch) for batch in batches])

@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import types
-import warnings
 
 import cloudpickle
 import numpy as np
@@ -378,7 +377,6 @@ def anonymous_memory(pid):
 
 @in_processes
 @pytest.mark.parametrize("kind", [np.ones, torch.ones])
-@pytest.mark.filterwarnings("ignore:.*to other processes:UserWarning")
 def test_large_closure_is_in_memory_once_for_all_workers(options, kind):
     table = kind(16_000_000, dtype=np.float64 if kind is np.ones else torch.float64)
 
@@ -392,24 +390,3 @@ def test_large_closure_is_in_memory_once_for_all_workers(options, kind):
 
     small = largest(lambda sample: torch.tensor([os.getpid(), anonymous_memory(os.getpid())]))
     assert largest(measure) < small + 64_000_000  # half an array
-
-
-def test_large_closure_is_named_in_one_warning():
-    table = np.zeros(10_000_000)
-    with hr.DataLoader(Numbers(), transform=lambda sample: sample + table[0], num_workers=1) as loader:
-        with pytest.warns(UserWarning, match="transform or collate_fn takes 80 MB .*share_memory_"):
-            assert once(loader) == [0, 1, 2, 3]
-        table[0] = 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert once(loader) == [1, 2, 3, 4]
-
-
-def test_large_dataset_is_named_in_a_warning():
-    class Large(Numbers):
-        def __init__(self):
-            self.table = torch.zeros(10_000_000, dtype=torch.float64)
-
-    named = pytest.warns(UserWarning, match="dataset Large takes 80 MB")
-    with hr.DataLoader(Large(), num_workers=1) as loader, named:
-        assert once(loader) == [0, 1, 2, 3]

@@ -100,9 +100,11 @@ class Engine:
 
     @property
     def usable(self) -> bool:
-        """False once its executor has failed to open."""
+        """False once its executor has failed to open, or its workers could not be replaced."""
         opening = self._opening
-        return opening is None or not opening.done() or (not opening.cancelled() and opening.exception() is None)
+        if opening is not None and opening.done() and (opening.cancelled() or opening.exception() is not None):
+            return False
+        return self._executor.usable
 
     def start(
         self, session: Session, epoch: int, *, set_epoch: bool, start: SessionStart, pipe_seed: int | None = None

@@ -32,6 +32,11 @@ _STEPS = "on samples that are not yet in a batch"  # a worker's task, for `Worke
 class Executor:
     """Runs the CPU work of batches. The engine owns it."""
 
+    @property
+    def usable(self) -> bool:
+        """False once it assembles nothing any more."""
+        return True
+
     async def open(self) -> None:
         """Start on the running loop."""
 
@@ -185,6 +190,10 @@ class ProcessExecutor(Executor):
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._steps: PickledSteps = PickledSteps()
+
+    @property
+    def usable(self) -> bool:
+        return self._pool.broken is None
 
     async def open(self) -> None:
         await self._pool.open()

@@ -40,9 +40,6 @@ class ProcessPlacement(Placement):
         work: the functions of the first session.
         engines: number of processes.
 
-    Attributes:
-        dataset_bytes: the size of the copied part of the dataset.
-
     Raises:
         NotPicklableError: the dataset cannot be pickled.
     """
@@ -54,7 +51,6 @@ class ProcessPlacement(Placement):
         except Exception as error:
             name_unpicklable(config, error)
         self._config = config
-        self.dataset_bytes = self._pickled.nbytes
         self._modules = (*self._pickled.modules, *work.modules)
         self._engines: list[SidecarProcess] = []
         self._replaced: list[SidecarProcess] = []  # those that died, until the links to them are closed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import re
 import time
@@ -25,9 +26,7 @@ from headrace._core.links.ray_actor import EngineActor
 from headrace._core.links.ray_wire import (
     EnginePart,
     Packed,
-    RemoteClock,
     SessionRequest,
-    distinct_pid,
     pack,
     packed_message,
     unpack,
@@ -47,6 +46,7 @@ _CALLS = 10_000  # of an actor at once: one for each plan of the look-ahead
 # The engine's process or node is lost, or what it has made: its batches can be made elsewhere.
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.NodeDiedError)
 
+_MOMENTS = ("admitted", "began", "fetched", "work_began", "work_ended", "assembled")  # of `StageTimes`
 _IDENTITY = re.compile(r"\w+: \S+$")  # a line of an error of Ray's: class_name: EngineActor
 
 
@@ -57,9 +57,6 @@ class RayEngines(Placement):
         config: what to run.
         placement: the loader's argument.
         engines: their number; fewer than the placement's where one reads a stream.
-
-    Attributes:
-        dataset_bytes: the size of the copied dataset.
 
     Raises:
         RuntimeError: this process is not connected to a cluster.
@@ -72,7 +69,6 @@ class RayEngines(Placement):
         self._placement = placement
         self._engines = engines
         packed = _packed(config, config.without_functions())
-        self.dataset_bytes = len(packed) if isinstance(packed, bytes) else sum(part.nbytes for part in packed[1])
         self._connection = connection()
         self._config = ray.put(packed)
         self._work: tuple[int, Packed, Any] | None = None  # number, pickle and reference of the last functions
@@ -157,11 +153,11 @@ class RayLink:
         self._actor = actor
         self._connection = connection()
         self._number = request.number
-        self._mailbox: Mailbox[tuple[str, int, float, Future[Any]]] = Mailbox()
+        self._mailbox: Mailbox[tuple[str, int, Future[Any]]] = Mailbox()
         self._arrived: deque[Answer] = deque()
         self._plans: dict[int, BatchPlan] = {}  # of the batches that have not arrived
         self._sequence = itertools.count()
-        self._clock = RemoteClock()
+        self._ahead = -math.inf  # seconds by which its clock is ahead of this one, at least
         self._place = "a node that Ray has not chosen yet"
         self._elsewhere = False  # on another node than this process
         self._over = False
@@ -187,8 +183,8 @@ class RayLink:
 
     def _call(self, what: str, number: int, method: Any, *arguments: object) -> None:
         if self._connected():
-            future, sent = method.remote(*arguments).future(), time.perf_counter()
-            future.add_done_callback(lambda done: self._mailbox.put((what, number, sent, done)))  # on Ray's thread
+            future = method.remote(*arguments).future()
+            future.add_done_callback(lambda done: self._mailbox.put((what, number, done)))  # on Ray's thread
 
     def _connected(self) -> bool:
         if connection() == self._connection:
@@ -199,7 +195,7 @@ class RayLink:
     def receive(self) -> deque[Answer]:
         answers = self._mailbox.messages
         while answers and not self._over:
-            what, number, sent, future = answers.popleft()
+            what, number, future = answers.popleft()
             error = future.exception()
             if isinstance(error, _LOST):
                 self._lose(_reason(error))
@@ -215,29 +211,33 @@ class RayLink:
             elif what == "send":
                 self._arrived.append(Status(f"{answer}, on {self._place}"))
             else:
-                self._take_in(number, unpack(answer), sent)
+                self._take_in(number, unpack(answer))
         return self._arrived
 
-    def _take_in(self, number: int, answer: SessionEnd | tuple[Any, ...], sent: float) -> None:
+    def _take_in(self, number: int, answer: SessionEnd | tuple[Any, ...]) -> None:
         if not isinstance(answer, SessionEnd):
             host = HostBatch.from_flat(answer, self._plans.pop(number))
-            self._arrived.append(self._translated(host, sent))
+            self._arrived.append(self._translated(host) if self._elsewhere else host)
         elif answer.death is not None:
             self._lose(f"its process {answer.death}")
         else:
             self._end(answer)
 
-    def _translated(self, host: HostBatch, sent: float) -> HostBatch:
-        """The batch, its times by this process's clock, its processes with numbers that none has here."""
-        self._clock.bound(host.times, sent, time.perf_counter())
-        times, fetches = self._clock.stages(host.times), self._clock.fetches(host.fetches)
-        if self._elsewhere:
-            if times.worked_by is not None:
-                pid, thread, worker = times.worked_by
-                times = times._replace(worked_by=(distinct_pid(pid, self._engine), thread, worker))
-            if fetches is not None:
-                fetches = fetches._replace(pid=distinct_pid(fetches.pid, self._engine))
-        return host._replace(times=times, fetches=fetches)
+    def _translated(self, host: HostBatch) -> HostBatch:
+        """The batch of another node, its times by this process's clock, its processes with numbers that none has here.
+
+        The batch that took the least time on its way bounds the difference of the clocks.
+        """
+        times, fetches, pids = host.times, host.fetches, (self._engine + 1) << 22  # the most of a Linux machine
+        self._ahead = max(self._ahead, times.assembled - time.perf_counter())
+        moments = {name: moment - self._ahead for name in _MOMENTS if (moment := getattr(times, name))}
+        if times.worked_by is not None:
+            pid, thread, worker = times.worked_by
+            times = times._replace(worked_by=(pids + pid, thread, worker))
+        if fetches is not None:
+            rows = np.frombuffer(fetches.rows).reshape(-1, 4) - (0.0, 0.0, self._ahead, self._ahead)
+            fetches = fetches._replace(pid=pids + fetches.pid, rows=rows.tobytes())
+        return host._replace(times=times._replace(**moments), fetches=fetches)
 
     def _lose(self, reason: str) -> None:
         self.lost = True

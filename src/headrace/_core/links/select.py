@@ -20,7 +20,6 @@ from headrace._core.transport.shared_pickle import ForkOnlyError, SharedPickle
 from headrace.errors import DeadlockError, MissingExtraError, NotPicklableError
 
 _BEGINNING = SessionStart()
-LARGE = 64_000_000  # bytes; larger functions and datasets for other processes are named in a warning
 
 
 def check_engines(
@@ -75,7 +74,6 @@ class PlacementSelector:
         self._seen: Snapshot | None = None  # of the dataset that it has a copy of
         self._retired: list[Placement] = []
         self._work: SharedPickle | None = None  # the functions of the last session
-        self._warned_of_size = False
         self.where = "not started"
         """The engine's placement and its reason, for `stats()`."""
 
@@ -193,9 +191,6 @@ class PlacementSelector:
             return config._replace(context=multiprocessing.get_context("fork")), None
         except Exception as error:
             name_unpicklable(config, error)
-        if self._work.nbytes > LARGE and not self._warned_of_size:
-            self._warned_of_size = True
-            _warn_of_size("transform or collate_fn", self._work.nbytes)
         return config, self._work
 
     def _may_be_process(self, config: EngineConfig) -> bool:
@@ -224,7 +219,6 @@ class PlacementSelector:
                 why = str(error)
                 self._warn(f"in a thread of this process, where the trainer's Python slows it: {error}")
             else:
-                _warn_of_size(f"dataset {type(config.dataset).__name__}", placed.dataset_bytes)
                 auto = "an async dataset with workers"
                 asked = "placement='process'" if self._asked == 1 else f"engines={self._asked}"
                 self.where = f"process: {auto if self._placement == 'auto' else asked}"
@@ -238,21 +232,8 @@ class PlacementSelector:
         except ModuleNotFoundError:
             raise MissingExtraError(what="placement=RayPlacement(...)", package="ray", extra="ray") from None
         placed = RayEngines(config, placement, engines)
-        _warn_of_size(f"dataset {type(config.dataset).__name__}", placed.dataset_bytes)
         self.where = f"ray: {placement!r}"
         return placed
 
     def _warn(self, message: str) -> None:
         warnings.warn(f"the loader runs {message}", RuntimeWarning, stacklevel=users_stacklevel())
-
-
-def _warn_of_size(what: str, nbytes: int) -> None:
-    if nbytes <= LARGE:
-        return
-    warnings.warn(
-        f"{what} takes {nbytes / 1e6:.0f} MB to other processes. It is copied, once, into memory that they share. "
-        f"A tensor after share_memory_() is shared as it is; or open the data where it is first used, in the other "
-        f"process (numpy.load(..., mmap_mode='r'), for example).",
-        UserWarning,
-        stacklevel=users_stacklevel(),
-    )

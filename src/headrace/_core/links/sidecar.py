@@ -117,7 +117,7 @@ class _Sidecar:
         self._task = task
         self._prepare = prepare
         self._reserve = reserve
-        self._engine: Engine | None = None
+        self._engines: list[Engine] = []  # of which the last is used; those before it have lost their workers
         self._connection = connection
         self._work: SharedPickle | None = None  # the functions of the last session: the next one may have the same
         self._assemble: Callable[[RawBatch], HostBatch] | None = None  # the same, loaded
@@ -138,9 +138,9 @@ class _Sidecar:
         await self._over.wait()
         loop.remove_reader(self._connection.frames)
         loop.remove_reader(self._connection.descriptors)
-        if self._engine is not None:
-            await self._engine.close(CLOSE_DEADLINE)
-            self._engine.watch.close()
+        for engine in self._engines:
+            await engine.close(CLOSE_DEADLINE)
+            engine.watch.close()
         await close_resources(CLOSE_DEADLINE)
         for server in self._servers:
             server.close()
@@ -170,12 +170,13 @@ class _Sidecar:
             raise LoaderClosedError
         if isinstance(config, BaseException):
             raise config
-        if self._engine is None:
+        if not self._engines or not self._engines[-1].usable:
             with explained("start the workers"):
-                self._engine = Engine(config, begin.work, owns_process=True)
+                self._engines.append(Engine(config, begin.work, owns_process=True))
+        engine = self._engines[-1]
         propagate_epoch(config.dataset, begin.epoch, only_wanted=not begin.set_epoch)
-        session = self._engine.session(server.send, self._functions(config, begin.work), begin.start, begin.seed)
-        self._engine.start(session, begin.epoch, set_epoch=begin.set_epoch, start=begin.start)
+        session = engine.session(server.send, self._functions(config, begin.work), begin.start, begin.seed)
+        engine.start(session, begin.epoch, set_epoch=begin.set_epoch, start=begin.start)
         return session
 
     def _functions(self, config: EngineConfig, received: SharedPickle) -> Work:

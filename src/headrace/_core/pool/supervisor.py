@@ -236,7 +236,7 @@ class Pool:
         self._stateful = stateful
         self._workers: list[NumberedWorker] = []
         self._waiting: deque[Job] = deque()
-        self._broken: WorkerDiedError | None = None
+        self.broken: WorkerDiedError | None = None  # why it runs nothing any more
         self.deaths = 0  # of processes that had started, since the reader of this set it to 0
         self._closing = False
         self._connecting: set[asyncio.Future[None]] = set()
@@ -304,8 +304,8 @@ class Pool:
             WorkerDiedError: the worker died on the last attempt, or one could not be started or replaced.
             Exception: whatever pickling the request raises.
         """
-        if self._broken is not None:
-            raise copy.copy(self._broken)
+        if self.broken is not None:
+            raise copy.copy(self.broken)
         if task is not None:
             self._latest = self._in_use[task.number] = task
         job = Job(request, self._latest, asyncio.get_running_loop().create_future(), batch, indices, doing, plain)
@@ -321,7 +321,7 @@ class Pool:
 
     def broadcast(self, request: Callable[[int], object]) -> None:
         """Send each worker, by its number, a request ahead of later ones, without waiting for the answers."""
-        if self._broken is not None:
+        if self.broken is not None:
             return
         for worker in self._workers:
             reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -423,8 +423,8 @@ class Pool:
             again.appendleft(job)
         if suspect is not None:
             worker.failed_starts = 0  # the job's attempts are the bound here
-        if self._broken or (refusal is None and (self._stateful or worker.failed_starts >= STARTS_WITHOUT_ANSWER)):
-            self._break(self._broken or died)
+        if self.broken or (refusal is None and (self._stateful or worker.failed_starts >= STARTS_WITHOUT_ANSWER)):
+            self._break(self.broken or died)
             return
         worker.release()
         if refusal is not None:
@@ -451,7 +451,7 @@ class Pool:
 
     def _break(self, died: WorkerDiedError) -> None:
         """Fail all requests, with a copy of the error each: their consumer adds a note of its own."""
-        self._broken = died
+        self.broken = died
         for queue in [self._waiting, *(worker.pinned for worker in self._workers)]:
             while queue:
                 queue.popleft().fail(copy.copy(died))

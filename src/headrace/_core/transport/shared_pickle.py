@@ -67,8 +67,8 @@ class SharedPickle:
     Example:
         >>> import numpy as np
         >>> shared = SharedPickle.dumps({"table": np.zeros(1_000_000), "scale": 2})
-        >>> shared.nbytes, shared.loads()["table"].shape
-        (8000000, (1000000,))
+        >>> shared.loads()["table"].shape
+        (1000000,)
     """
 
     number: int
@@ -124,12 +124,6 @@ class SharedPickle:
         memories = _Mapped(mmap.MAP_PRIVATE)
         pickled = self.pickled if isinstance(self.pickled, bytes) else memories.view(self.pickled)
         return load_message(pickled, [memories.view(region) for region in self.buffers], self.descriptors)
-
-    @property
-    def nbytes(self) -> int:
-        """The size of its part in shared memory, in bytes."""
-        in_pickle = 0 if isinstance(self.pickled, bytes) else self.pickled.size
-        return in_pickle + sum(region.size for region in self.buffers)
 
     def _refers_to(self, descriptors: Sequence[Descriptor]) -> bool:
         pairs = zip(self.descriptors, descriptors, strict=False)

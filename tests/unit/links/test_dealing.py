@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from headrace._core.batches import BatchPlan, HostBatch
-from headrace._core.links.dealing import DEATHS_ALONE, LOSSES, Dealer
+from headrace._core.links.dealing import Dealer
 
 
 def plans(*numbers: int) -> list[BatchPlan]:
@@ -34,16 +34,6 @@ def test_chunks_stay_together() -> None:
     assert numbers(dealer.deal(plans(6), among=range(2))) == {0: [6]}
 
 
-def test_plans_of_an_engine_that_ended_are_dealt_again_before_new_ones() -> None:
-    dealer = Dealer(3)
-    dealer.deal(plans(*range(6)), among=range(3))
-    dealer.receive(1, made(4))
-    dealer.take_back([0, 1])
-    assert dealer.waits
-    assert numbers(dealer.deal(plans(6), among=[2])) == {2: [0, 1, 3, 6]}
-    assert not dealer.waits
-
-
 def test_batch_that_was_lost_twice_is_made_alone() -> None:
     dealer = Dealer(2)
     dealer.deal(plans(0, 1), among=[0])
@@ -69,28 +59,6 @@ def test_an_engine_is_kept_free_for_a_batch_that_is_made_alone() -> None:
     dealer.receive(1, made(1))
     dealer.receive(1, made(2))
     assert numbers(dealer.deal([], among=[1])) == {1: [0]}
-
-
-def test_batch_that_ends_engines_alone_is_the_reason() -> None:
-    dealer = Dealer(1)
-    for _ in range(LOSSES + DEATHS_ALONE):
-        assert dealer.reason() is None
-        dealer.deal(plans(7), among=[0])
-        dealer.take_back([0])
-        dealer.deal([], among=[0])
-    assert dealer.reason() == 7
-
-
-def test_batch_that_was_made_in_the_end_is_not_the_reason() -> None:
-    dealer = Dealer(1)
-    dealer.deal(plans(7), among=[0])
-    for _ in range(LOSSES + DEATHS_ALONE - 1):
-        dealer.take_back([0])
-        dealer.deal([], among=[0])
-    dealer.receive(0, made(7))
-    dealer.deal(plans(8), among=[0])
-    dealer.take_back([0])
-    assert dealer.reason() is None
 
 
 def test_each_plan_is_at_one_engine_or_waits_whatever_happens() -> None:

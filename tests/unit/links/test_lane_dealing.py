@@ -22,16 +22,6 @@ def states(dealt):
     return [plan.resume for given in dealt.values() for plan in given]
 
 
-def test_a_lane_stays_with_its_engine():
-    dealer = LaneDealer(2)
-    assert numbers(dealer.deal(plans(*range(6)), among=[0, 1])) == {0: [0, 2, 3, 5], 1: [1, 4]}
-    for number in range(6):
-        assert [host.plan.number for host in dealer.receive(number % 3 % 2, made(number))] == [number]
-    assert numbers(dealer.deal(plans(7, 8), among=[0, 1])) == {0: [8], 1: [7]}
-    assert dealer.engine_of(7) == 1
-    assert dealer.engine_of(5) is None
-
-
 def test_plans_wait_for_an_engine_that_cannot_take_them():
     dealer = LaneDealer(2)
     assert numbers(dealer.deal(plans(*range(3)), among=[1])) == {1: [1]}
@@ -39,30 +29,6 @@ def test_plans_wait_for_an_engine_that_cannot_take_them():
     assert dealer.engine_of(0) is None
     assert numbers(dealer.deal([], among=[0, 1])) == {0: [0, 2]}
     assert not dealer.waits
-
-
-def test_replaced_engine_reads_on_after_the_last_batch_without_a_gap():
-    dealer = LaneDealer(1)
-    dealer.deal(plans(0, 1, 2, 3, lanes=1), among=[0])
-    assert dealer.receive(0, made(0, lanes=1))
-    assert not dealer.receive(0, made(2, lanes=1))  # batch 1 is missing
-    dealer.take_back([0])
-    dealt = dealer.deal([], among=[0])
-    assert numbers(dealt) == {0: [1, 2, 3]}
-    assert states(dealt) == [{"after": 0}, None, None]
-    assert [host.plan.number for host in dealer.receive(0, made(1, lanes=1))] == [1]
-
-
-def test_lanes_of_an_engine_that_is_not_started_again_go_to_the_others():
-    dealer = LaneDealer(3)
-    dealer.deal(plans(*range(6), lanes=6), among=[0, 1, 2])
-    dealer.receive(1, made(4, lanes=6))
-    dealer.take_back([1])
-    dealer.abandon(1)
-    dealt = dealer.deal(plans(10, lanes=6), among=[0, 2])
-    assert sorted(number for given in numbers(dealt).values() for number in given) == [1, 10]
-    assert {"after": 4} in states(dealt)
-    assert all(len(given) == 1 for given in dealt.values())  # one lane each
 
 
 def test_lanes_go_to_the_engines_that_have_started():
@@ -76,25 +42,6 @@ def test_lanes_go_to_the_engines_that_have_started():
     dealt = dealer.deal(plans(4, lanes=2), among=[0, 2])
     assert numbers(dealt) == {0: [2, 4], 2: [3]}
     assert states(dealt) == [{"after": 0}, None, {"after": 1}]
-
-
-def test_batch_that_ends_its_engine_is_made_alone_and_named():
-    dealer = LaneDealer(2)
-    dealer.deal(plans(*range(6)), among=[0, 1])
-    for deaths in range(4):
-        assert dealer.reason() is None
-        dealer.take_back([0])
-        dealt = numbers(dealer.deal([], among=[0, 1]))
-        alone = deaths > 0
-        assert dealt == ({0: [0]} if alone else {0: [0, 2, 3, 5]})
-        if deaths == 1:  # the other lane's batch, which was lost beside it, is made alone as well
-            dealer.receive(0, made(0))
-            assert numbers(dealer.deal([], among=[0, 1])) == {0: [2]}
-            break
-    dealer.take_back([0])
-    assert numbers(dealer.deal([], among=[0, 1])) == {0: [2]}
-    dealer.take_back([0])
-    assert dealer.reason() == 2
 
 
 def test_random_deaths_lose_and_double_nothing():

@@ -5,46 +5,10 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate as torch_collate
 
-from headrace.collate import default_collate, default_convert, pad_sequences
-from headrace.testing import same
+from headrace.collate import default_collate, pad_sequences
 
 Point = namedtuple("Point", ["x", "y"])
-
-
-@pytest.mark.parametrize(
-    "samples",
-    [
-        [1, 2],
-        [1.5, 2.5],
-        [True, False],
-        ["a", "b"],
-        [b"a", b"b"],
-        [np.float32(1), np.float32(2)],
-        [np.arange(3), np.arange(3)],
-        [torch.ones(2), torch.zeros(2)],
-        [(1, "a"), (2, "b")],
-        [[1, 2.0], [3, 4.0]],
-        [{"a": 1, "b": torch.ones(1)}, {"a": 2, "b": torch.zeros(1)}],
-        [Point(1, 2.0), Point(3, 4.0)],
-        [{"a": [(1, {"b": "c"})]}, {"a": [(2, {"b": "d"})]}],
-    ],
-    ids=repr,
-)
-def test_collate_is_torchs(samples):
-    ours, torchs = default_collate(samples), torch_collate(samples)
-    assert type(ours) is type(torchs)
-    assert same(ours, torchs)
-
-
-@pytest.mark.parametrize("samples", [[object(), object()], [torch.ones(1), torch.ones(2)], [(1, 2), (1,)], []])
-def test_collate_raises_torchs_errors(samples):
-    with pytest.raises(Exception, match=r".") as torchs:
-        torch_collate(samples)
-    with pytest.raises(torchs.type) as ours:
-        default_collate(samples)
-    assert str(ours.value) == str(torchs.value)
 
 
 def test_undecoded_memory_stays_a_list():
@@ -60,10 +24,6 @@ def test_missing_labels_stay_none():
 def test_label_missing_in_some_samples_is_an_error(samples):
     with pytest.raises((TypeError, RuntimeError), match="None"):
         default_collate(samples)
-
-
-def test_without_batches_samples_are_converted_as_in_torch():
-    assert default_convert is torch.utils.data.default_convert
 
 
 def plain(padded):

@@ -7,7 +7,6 @@ import inspect
 import os
 import pickle
 import threading
-import warnings
 from typing import ClassVar
 
 import pytest
@@ -77,45 +76,10 @@ def test_what_is_no_dataset_is_refused_and_what_is_missing_is_said(thing):
     assert isinstance(caught.value, hr.errors.DatasetTypeError)
 
 
-@pytest.mark.parametrize(
-    ("option", "error"),
-    [
-        ({"concurrency": 0}, ValueError),
-        ({"concurrency": -1}, ValueError),
-        ({"concurrency": "fast"}, TypeError),
-        ({"concurrency": True}, TypeError),
-        ({"on_error": "ignore"}, ValueError),
-        ({"placement": "moon"}, ValueError),
-        ({"seed": -1}, ValueError),
-        ({"transform": "f"}, TypeError),
-        ({"batch_size": -1}, ValueError),
-        ({"batch_size": 0}, ValueError),
-        ({"num_workers": -1}, ValueError),
-        ({"timeout": -1}, ValueError),
-        ({"prefetch_factor": -1, "num_workers": 1}, ValueError),
-        ({"multiprocessing_context": "sideways", "num_workers": 1}, ValueError),
-    ],
-    ids=str,
-)
-def test_invalid_argument_is_refused_at_construction(option, error):
-    with pytest.raises(error, match=next(iter(option))):
-        hr.DataLoader(Numbers(), **option)
-
-
 @pytest.mark.parametrize("option", ["transform", "concurrency", "memory_budget", "seed", "on_error", "retry"])
 def test_what_headrace_adds_is_keyword_only(option):
     with pytest.raises(TypeError):
         hr.DataLoader(Numbers(), 1, None, None, None, 0, None, False, False, 0, None, None, None, option)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["dataset", "batch_size", "batch_sampler", "sampler", "drop_last", "persistent_workers"],
-)
-def test_attributes_that_torch_freezes_cannot_be_set(name):
-    loader = hr.DataLoader(Numbers())
-    with pytest.raises(ValueError, match=f"{name} attribute should not be set after DataLoader is initialized"):
-        setattr(loader, name, 3)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -133,19 +97,6 @@ def test_collate_fn_set_later_leaves_a_running_iteration_alone():
         loader.collate_fn = sum
         assert list(loader) == [1, 5, 9]
         assert lists([first, *running]) == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_length_is_that_of_torchs_loader():
-    for options in ({"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}):
-        assert len(hr.DataLoader(Numbers(10), **options)) == len(TorchDataLoader(TorchDuck(), **options))
-    with pytest.raises(TypeError):
-        len(hr.DataLoader(DuckStream()))
-
-
-def test_iterator_knows_its_length_as_torchs_does():
-    assert len(iter(TorchDataLoader(TorchDuck(), batch_size=4))) == 3
-    with hr.DataLoader(Numbers(10), batch_size=4) as loader:
-        assert len(iter(loader)) == 3
 
 
 # Lives
@@ -174,27 +125,6 @@ def test_async_with_block_closes_on_every_loop(consumer_loop):
     consumer_loop(scenario)
 
 
-def test_closed_iterator_raises_and_the_loader_stays_usable():
-    with hr.DataLoader(Numbers(), batch_size=5) as loader:
-        running = iter(loader)
-        running.close()
-        with pytest.raises(hr.errors.LoaderClosedError):
-            next(running)
-        assert len(list(loader)) == 2
-
-
-def test_exhausted_iterator_stays_exhausted():
-    loader = hr.DataLoader(Numbers(), batch_size=5)
-    running = iter(loader)
-    assert len(list(running)) == 2
-    for _ in range(3):
-        with pytest.raises(StopIteration):
-            next(running)
-    loader.close()
-    with pytest.raises(StopIteration):
-        next(running)
-
-
 def test_closing_wakes_a_consumer_in_another_thread():
     class Silent(Numbers):
         async def aget(self, index):
@@ -219,21 +149,6 @@ def test_closing_wakes_a_consumer_in_another_thread():
 
 
 # Copies
-
-
-@pytest.mark.parametrize("through", [lambda loader: pickle.loads(pickle.dumps(loader)), copy.copy, copy.deepcopy],
-                         ids=["pickle", "copy", "deepcopy"])  # fmt: skip
-@pytest.mark.parametrize("used", [False, True])
-def test_copy_gives_the_same_batches(through, used):
-    dataset = torch.utils.data.TensorDataset(torch.arange(10))
-    loader = hr.DataLoader(dataset, batch_size=4, shuffle=True, seed=3, on_error="skip")
-    if used:
-        list(loader)
-    loader.set_epoch(0)
-    twin = through(loader)
-    assert (twin.seed, twin.on_error, twin.batch_size) == (3, "skip", 4)
-    assert [batch[0].tolist() for batch in twin] == [batch[0].tolist() for batch in loader]
-    assert (loader.seed, loader.on_error) == (3, "skip")
 
 
 def test_copy_of_a_running_loader_has_an_engine_of_its_own():
@@ -281,33 +196,12 @@ def test_set_epoch_reaches_a_mapped_dataset():
     assert dataset.epoch == 5
 
 
-def test_seed_gives_the_same_orders_and_another_each_epoch():
-    def orders(seed):
-        with hr.DataLoader(Numbers(50), batch_size=50, shuffle=True, seed=seed) as loader:
-            return [next(iter(loader)).tolist() for _ in range(3)]
-
-    assert orders(3) == orders(3)
-    assert len({tuple(order) for order in [*orders(3), *orders(4)]}) == 6
-
-
 def test_set_epoch_repeats_an_epoch():
     with hr.DataLoader(Numbers(50), batch_size=50, shuffle=True, seed=3) as loader:
         first, second = lists(loader), lists(loader)
         loader.set_epoch(0)
         assert lists(loader) == first
         assert lists(loader) == second
-
-
-def test_pinning_without_an_accelerator_warns_as_torch_does():
-    if torch.accelerator.is_available():
-        pytest.skip("there is an accelerator")
-    said = []
-    for make in (TorchDataLoader, hr.DataLoader):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert len(list(make(TorchDuck(), batch_size=5, pin_memory=True))) == 2
-        said.append({str(warning.message) for warning in caught})
-    assert said[0] == said[1]
 
 
 # What goes to the workers
@@ -344,32 +238,6 @@ def test_lambda_goes_to_workers_of_any_start_method_or_is_named(context):
             assert "transform" in str(error)  # noqa: PT017
         else:
             assert batches == [[0, -1], [-2, -3]]
-
-
-@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(), 1), (TorchDuck(), 2)], ids=["async", "torch"])
-def test_worker_init_fn_is_called_in_each_worker(dataset, num_workers, tmp_path):
-    # A torch dataset's batches go to its workers in turn, an async one's to any free worker: only of one worker is
-    # it sure that it has worked.
-    def note(worker):
-        (tmp_path / str(worker)).touch()
-
-    with hr.DataLoader(dataset, num_workers=num_workers, worker_init_fn=note) as loader:
-        assert len(list(loader)) == 10
-    assert sorted(path.name for path in tmp_path.iterdir()) == [str(worker) for worker in range(num_workers)]
-
-
-def test_worker_init_fn_that_fails_is_every_batchs_error():
-    def fail(worker):
-        raise KeyError("no")
-
-    with hr.DataLoader(Numbers(4), num_workers=1, worker_init_fn=fail) as loader:
-        running = iter(loader)
-        for _ in range(4):
-            with pytest.raises(KeyError) as caught:
-                next(running)
-            assert any("worker start" in note for note in caught.value.__notes__)
-        with pytest.raises(StopIteration):
-            next(running)
 
 
 def made_anew(loader):

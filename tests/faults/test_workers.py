@@ -21,7 +21,6 @@ from tests.faults.watching import (
     drain,
     first_call,
     kill,
-    negate,
     once_each,
     sidecar,
     text_of,
@@ -81,74 +80,6 @@ def test_error_names_stage_batch_and_index_and_costs_only_its_batch(case: Any, p
             assert "no such sample" in text_of(error), text_of(error)
             assert location in text_of(error), text_of(error)
             assert delivered == once_each(range(4), range(8, 32)), (where, delivered)
-
-    case(program)
-
-
-@PLACEMENTS
-def test_sampler_error_is_raised_after_the_batches_before_it(case: Any, placement: str) -> None:
-    def program() -> None:
-        class Fails:
-            def __iter__(self):
-                yield from range(8)
-                raise LookupError("no more")
-
-        with hr.DataLoader(Numbers(), 4, sampler=Fails(), num_workers=2, placement=placement) as loader:
-            delivered, (error,) = drain(loader)
-        assert type(error) is LookupError, error
-        assert "stage sampling, batch 2" in text_of(error), text_of(error)
-        assert delivered == once_each(range(8)), delivered
-
-    case(program)
-
-
-@PLACEMENTS
-def test_worker_init_fn_error_is_raised_for_every_batch(case: Any, placement: str) -> None:
-    def program() -> None:
-        def initialise(worker):
-            raise LookupError(f"no licence for worker {worker}")
-
-        with hr.DataLoader(
-            Numbers(16), 4, num_workers=2, transform=negate, worker_init_fn=initialise, placement=placement
-        ) as loader:
-            delivered, errors = drain(loader)
-        assert not delivered, delivered
-        assert len(errors) == 4, errors
-        for error in errors:
-            assert type(error) is LookupError, error
-            assert "stage worker start" in text_of(error), text_of(error)
-
-    case(program)
-
-
-@PLACEMENTS
-def test_stream_error_ends_the_stream_or_costs_the_samples_read_for_its_batch(case: Any, placement: str) -> None:
-    def program() -> None:
-        class FailsToStart:
-            def __aiter__(self):
-                raise LookupError("no stream")
-
-        class FailsOnce:
-            def __init__(self):
-                self.position = -1
-
-            def __aiter__(self):
-                return type(self)()
-
-            async def __anext__(self):
-                self.position += 1
-                if self.position == 5:
-                    raise LookupError("one sample")
-                if self.position == 16:
-                    raise StopAsyncIteration
-                return self.position
-
-        for dataset, kept in (FailsToStart(), ()), (FailsOnce(), (range(4), range(6, 16))):
-            with hr.DataLoader(dataset, 4, num_workers=2, transform=abs, placement=placement) as loader:
-                delivered, (error,) = drain(loader)
-            assert type(error) is LookupError, error
-            assert "stage fetch" in text_of(error), text_of(error)
-            assert delivered == once_each(*kept), delivered
 
     case(program)
 

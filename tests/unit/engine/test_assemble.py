@@ -1,7 +1,5 @@
 """Transform and collate: errors of user code become records that name stage and index."""
 
-import asyncio
-
 import numpy as np
 import pytest
 import torch
@@ -12,61 +10,12 @@ from headrace._core.batches import BatchPlan, RawBatch, Rows
 from headrace._core.engine.assemble import Assembler
 from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
-from headrace.errors import ControlFlowError
 
 PLAN = BatchPlan(4, (10, 11, 12), 0)
 
 
 def assembler(*transforms, collate=list, batched=True, skip=False, catch=BaseException):
     return Assembler(transforms, collate, batched, Tolerance(skips=skip), catch)
-
-
-def test_the_first_error_is_the_batchs():
-    seen = []
-
-    def fail(sample):
-        seen.append(sample)
-        raise ValueError(sample)
-
-    host = assembler(fail)(RawBatch(PLAN, [0, 1, 2]))
-    assert (host.data, host.size, seen) == (None, 0, [0])
-    assert [(f.stage, f.batch, f.index) for f in host.failures] == [("transform", 4, 10)]
-
-
-def test_an_error_in_collate_is_the_whole_batchs():
-    def fail(batch):
-        raise KeyError("no")
-
-    (failure,) = assembler(collate=fail)(RawBatch(PLAN, [0, 1, 2])).failures
-    assert (failure.stage, failure.batch, failure.index, type(failure.error)) == ("collate", 4, None, KeyError)
-
-
-@pytest.mark.parametrize(
-    "stop", [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
-)
-@pytest.mark.parametrize("stage", ["transform", "collate"])
-def test_a_stop_raised_by_user_code_is_a_failure(stop, stage):
-    def fail(_):
-        raise stop
-
-    made = assembler(fail) if stage == "transform" else assembler(collate=fail)
-    (failure,) = made(RawBatch(PLAN, [0, 1, 2])).failures
-    assert failure.stage == stage
-    assert isinstance(failure.error, ControlFlowError)
-
-
-@pytest.mark.parametrize("stop", [SystemExit, KeyboardInterrupt])
-def test_on_the_consumers_thread_an_interrupt_is_the_users(stop):
-    def fail(_):
-        raise stop
-
-    with pytest.raises(stop):
-        assembler(fail, catch=Exception)(RawBatch(PLAN, [0, 1, 2]))
-
-
-def test_a_batch_samplers_own_empty_batch_is_collated():
-    empty = BatchPlan(0, (), 0)
-    assert assembler(collate=len).assemble(RawBatch(empty, ())).data == 0
 
 
 class Unbatched(hr.AsyncIterableDataset):

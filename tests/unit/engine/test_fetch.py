@@ -8,12 +8,8 @@ import pytest
 
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import BatchFetch, SampleFetch
-from headrace._core.failure import Failure
 from headrace._core.store.request_stats import RequestStats, report_throttled, session_stats
 from tests.unit.engine.stages import Stage, plan, plans
-
-# Python itself makes a RuntimeError of a StopIteration that leaves a coroutine; of the others the catch makes one.
-STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
 
 
 class Store:
@@ -79,52 +75,6 @@ def test_the_pipe_does_not_drain_at_the_end_of_a_batch(on_loop):
             store.let_go(0)
             await anyio.wait_all_tasks_blocked()
             assert stage.numbers[2] == 0
-
-    on_loop(scenario)
-
-
-def test_a_store_that_answers_at_once_is_served_too(on_loop):
-    async def aget(index):
-        return index
-
-    async def scenario():
-        async with fetching(aget, 64) as stage:
-            await stage.admit(*plans(50, 7))
-        assert stage.batches == [list(one.indices) for one in plans(50, 7)]
-
-    on_loop(scenario)
-
-
-@pytest.mark.parametrize("error", [ValueError, *STOPS])
-def test_an_error_takes_its_samples_place_and_its_fetcher_goes_on(on_loop, error):
-    async def aget(index):
-        await asyncio.sleep(0)
-        if index % 3 == 1:
-            raise error
-        return index
-
-    async def scenario():
-        async with fetching(aget, 2) as stage:
-            await stage.admit(*plans(3, 3))
-        for raw in stage.delivered:
-            first, failure, last = raw.samples
-            assert (first, last) == (raw.plan.indices[0], raw.plan.indices[2])
-            assert isinstance(failure, Failure)
-            assert isinstance(failure.error, ValueError if error is ValueError else RuntimeError)
-            assert (failure.stage, failure.batch, failure.index) == ("fetch", raw.plan.number, raw.plan.indices[1])
-        assert len(stage.delivered) == 3
-
-    on_loop(scenario)
-
-
-def test_cancellation_reaches_what_is_in_flight_and_is_no_failure(on_loop):
-    async def scenario():
-        store = Store()
-        async with fetching(store.aget, 4) as stage:
-            await stage.admit(*plans(3, 4))
-            assert store.in_flight == 4
-        assert store.in_flight == 0
-        assert stage.delivered == []
 
     on_loop(scenario)
 

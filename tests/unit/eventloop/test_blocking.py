@@ -62,23 +62,6 @@ def test_call_cancelled_before_it_starts_is_not_made(on_loop):
     assert sorted(on_loop(main)) == [0, 2]
 
 
-def test_sequential_calls_return(on_loop):
-    async def main():
-        total = 0
-        for number in range(300):
-            total += await run_blocking(abs, -number)
-        return total
-
-    assert on_loop(main) == sum(range(300))
-
-
-def test_each_loop_has_its_own_executor(on_loop):
-    async def main():
-        return await run_blocking(abs, -1)
-
-    assert [on_loop(main) for _ in range(5)] == [1] * 5
-
-
 def test_loop_may_end_while_a_call_runs(on_loop):
     ended = threading.Event()
     free = threading.Event()

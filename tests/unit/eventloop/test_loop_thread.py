@@ -30,21 +30,6 @@ def test_environment_variable_selects_the_loop(engine_loop):
     assert isinstance(loop, uvloop.Loop) == (engine_loop == "uvloop")
 
 
-def test_run_returns_the_result_of_a_coroutine(loop):
-    async def where():
-        return threading.current_thread().name
-
-    assert loop.run(where()) == "headrace-test"
-
-
-def test_run_raises_the_error_of_a_coroutine(loop):
-    async def fail():
-        raise KeyError("no")
-
-    with pytest.raises(KeyError, match="no"):
-        loop.run(fail())
-
-
 def test_run_on_its_own_thread_is_refused(loop):
     async def outer():
         assert loop.is_current
@@ -122,15 +107,6 @@ def test_unreferenced_task_is_not_collected():
     assert ended.is_set()
 
 
-def test_closed_loop_accepts_no_calls():
-    loop = LoopThread("headrace-test")
-    loop.close(1.0)
-    with pytest.raises(EngineDiedError):
-        loop.call_soon(print)
-    with pytest.raises(EngineDiedError):
-        loop.run(asyncio.sleep(0))
-
-
 def test_close_from_its_own_thread_does_not_wait():
     loop = LoopThread("headrace-test")
 
@@ -174,30 +150,6 @@ def test_system_exit_on_the_loop_is_reported_to_waiters():
     loop.close(1.0)
     with pytest.raises(EngineDiedError):
         loop.call_soon(print)
-
-
-def test_removed_callback_is_not_called():
-    loop = LoopThread("headrace-test")
-    forgotten, notified = [], threading.Event()
-    loop.on_death(forgotten.append)
-    loop.on_death(lambda _: notified.set())
-    loop.forget(forgotten.append)  # another bound method object, equal to the first
-
-    async def leave():
-        raise SystemExit
-
-    loop.start(leave())
-    notified.wait()
-    loop.close(1.0)
-    assert forgotten == []
-
-
-def test_close_does_not_call_on_death():
-    loop = LoopThread("headrace-test")
-    died = []
-    loop.on_death(died.append)
-    loop.close(1.0)
-    assert died == []
 
 
 def test_signal_handler_that_raises_ends_the_wait_and_cancels_the_coroutine(loop):

@@ -43,39 +43,9 @@ def raises():
     wait_readable(timeout=0.0)  # one that interrupted the end of a wait is left to the next wait, here of another test
 
 
-def test_wait_returns_at_once_if_readable(pair):
-    pair[0].send(b"x")
-    assert wait_readable(pair[1], timeout=None)
-    assert wait_readable(pair[1].fileno(), timeout=None)  # nothing was read
-
-
-def test_wait_returns_if_the_other_end_has_closed(pair):
-    pair[0].close()
-    assert wait_readable(pair[1], timeout=None)
-
-
 def test_wait_returns_false_after_its_timeout(pair):
     assert not wait_readable(pair[1], timeout=0.0)
     assert not wait_readable(pair[1], timeout=0.01)
-
-
-def test_wait_returns_if_any_source_is_readable(pair):
-    others = [socket.socketpair() for _ in range(3)]
-    pair[0].send(b"x")
-    assert wait_readable(*(end for ends in others for end in ends), pair[1], timeout=None)
-    for end in (end for ends in others for end in ends):
-        end.close()
-
-
-def test_source_that_becomes_readable_ends_the_wait(pair):
-    threading.Timer(0.02, pair[0].send, (b"x",)).start()
-    assert wait_readable(pair[1], timeout=None)
-
-
-def test_signal_handler_that_raises_interrupts_the_wait(pair, raises):
-    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    with pytest.raises(KeyboardInterrupt):
-        wait_readable(pair[1], timeout=None)
 
 
 def test_signal_handler_that_returns_ends_the_wait(pair, handled):
@@ -140,15 +110,6 @@ async def test_signal_while_a_loop_is_blocked_in_a_wait_reaches_the_loop(pair):
         await asyncio.wait_for(arrived.wait(), 20)
     finally:
         loop.remove_signal_handler(signal.SIGUSR1)
-
-
-def test_other_threads_may_wait(pair):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(wait_readable(pair[1], timeout=None)))
-    thread.start()
-    pair[0].send(b"x")
-    thread.join()
-    assert results == [True]
 
 
 # A future

@@ -2,7 +2,6 @@
 
 import http.server
 import logging
-import math
 import threading
 import time
 from pathlib import Path
@@ -291,23 +290,7 @@ def test_thread_ends_with_the_last_loader():
         assert len(watchdog_threads()) == left
 
 
-def test_nothing_beats_between_epochs(monkeypatch):
-    with hr.DataLoader(Healthy(), batch_size=300, placement="thread") as loader:
-        batches = iter(loader)
-        next(batches)
-        watch = watch_of(loader)
-        assert watch.due < math.inf
-        end, ended = watch.end, threading.Event()
-        monkeypatch.setattr(watch, "end", lambda: (end(), ended.set()))
-        for _ in batches:
-            pass
-        ended.wait()  # the session ends on its loop
-        assert watch.due == math.inf
-        assert watchdog_threads() == ["headrace-watchdog"]
-    assert watchdog_threads() == []
-
-
-CODE = test_nothing_beats_between_epochs.__code__
+CODE = test_thread_ends_with_the_last_loader.__code__
 
 
 def blocked(ticks, *, ran=0.0, queued=0.0, switches=0, late=0.0, own_queued=0.0, sleeps=True, steps=False):

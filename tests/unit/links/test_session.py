@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 
-import anyio
 import pytest
 
 from headrace._core.batches import BatchPlan, HostBatch
@@ -44,15 +43,6 @@ def session(link):
     session.close()
 
 
-def test_batches_come_in_the_order_they_were_put(link, session):
-    for number in range(3):
-        link.put(host(number))
-    assert session.wait(None)
-    assert session.ready() == 3
-    assert [session.take().data for _ in range(3)] == [0, 1, 2]
-    assert session.take() is None
-
-
 def test_waiting_gives_up_after_the_timeout_and_can_go_on(link, session, consumer_loop):
     assert not session.wait(0.001)
     assert consumer_loop(lambda: session.wait_async(0.001)) is False
@@ -82,38 +72,6 @@ def test_an_end_wakes_and_follows_the_batches_before_it(link, session):
     assert session.wait(None)
 
 
-@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "async"])
-def test_a_thousand_batches_cross_to_a_consumer(link, session, blocking, consumer_loop):
-    def produce():
-        for number in range(1000):
-            link.put(host(number))
-        link.put(SessionEnd(None))
-
-    async def consume():
-        got = []
-        while not session.ended:
-            assert session.wait(None) if blocking else await session.wait_async(None)
-            while (batch := session.take()) is not None:
-                got.append(batch.data)
-        return got
-
-    producer = threading.Thread(target=produce)
-    producer.start()
-    assert consumer_loop(consume) == list(range(1000))
-    producer.join()
-
-
-def test_a_cancelled_wait_leaves_the_batch_for_the_next(link, session, consumer_loop):
-    async def scenario():
-        with anyio.move_on_after(0.001):
-            await session.wait_async(None)
-        link.put(host(0))
-        await session.wait_async(None)
-        return session.take().data
-
-    assert consumer_loop(scenario) == 0
-
-
 def test_closing_drops_what_was_not_taken_and_putting_is_harmless(link, session):
     link.put(host(0))
     session.close()
@@ -121,14 +79,6 @@ def test_closing_drops_what_was_not_taken_and_putting_is_harmless(link, session)
     session.close()
     assert session.ended
     assert session.take() is None
-
-
-def test_closing_wakes_a_thread_that_waits(session):
-    waiting = threading.Thread(target=session.wait, args=(None,), daemon=True)
-    waiting.start()
-    session.close()
-    waiting.join(10)
-    assert not waiting.is_alive()
 
 
 WAITS_WHILE_IT_IS_CLOSED = """

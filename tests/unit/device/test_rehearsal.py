@@ -1,6 +1,5 @@
 """Checks of the tests and the benchmark for a GPU that need no GPU."""
 
-import ast
 import os
 import subprocess
 import sys
@@ -14,11 +13,6 @@ from tests.gpu.rows import KEPT, Rows, check_every_byte, check_layouts, layouts
 from tests.unit.device.recording import RecordingStreams, use
 
 ROOT = Path(__file__).parents[3]
-ON_A_GPU = [
-    *ROOT.glob("tests/gpu/*.py"),
-    *ROOT.glob("benchmarks/gpu_*.py"),
-    *ROOT.glob("src/headrace/_core/device/*.py"),
-]
 
 
 @pytest.fixture
@@ -82,33 +76,3 @@ def test_dry_run_of_the_benchmark_takes_every_path(tmp_path):
     assert "failed" not in ended.stdout
     assert "aim" not in ended.stdout
     assert not claims.exists()
-
-
-def names_in_torch(tree):
-    """Every ``torch.a.b`` in a syntax tree, as ``("a", "b")``."""
-    for node in ast.walk(tree):
-        path, value = [], node
-        while isinstance(value, ast.Attribute):
-            path.insert(0, value.attr)
-            value = value.value
-        if path and isinstance(value, ast.Name) and value.id == "torch":
-            yield tuple(path)
-
-
-def missing_in_torch(path):
-    found = torch
-    for name in path:
-        if not hasattr(found, name):
-            return ".".join(path)
-        found = getattr(found, name)
-    return None
-
-
-@pytest.mark.parametrize("file", ON_A_GPU, ids=lambda path: path.name)
-def test_required_names_of_torch_exist(file):
-    asked = set(names_in_torch(ast.parse(file.read_text(encoding="utf-8"))))
-    assert [missing for path in sorted(asked) if (missing := missing_in_torch(path))] == []
-
-
-def test_missing_names_of_torch_are_found():
-    assert set(map(missing_in_torch, names_in_torch(ast.parse("torch.cuda.sleep(3)")))) == {"cuda.sleep", None}

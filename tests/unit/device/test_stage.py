@@ -235,21 +235,6 @@ def test_state_is_that_of_the_batch_returned_and_not_of_those_copied_ahead(strea
             assert loader.state_dict() == reference.state_dict()
 
 
-def test_errors_of_samples_are_raised_in_order(streams):
-    with hr.DataLoader(Rows(broken=(5,)), batch_size=2, device="there") as loader:
-        batches = iter(loader)
-        assert [values(streams, next(batches)) for _ in range(2)] == [[0, 1], [2, 3]]
-        with pytest.raises(ValueError, match="sample 5"):
-            next(batches)
-        assert values(streams, next(batches)) == [6, 7]
-
-
-def test_skipped_samples_are_skipped(streams):
-    with hr.DataLoader(Rows(broken=(5, 6, 7)), batch_size=2, on_error="skip", device="there") as loader:
-        got = [values(streams, batch) for batch in loader]
-    assert got[:4] == [[0, 1], [2, 3], [4], [8, 9]]
-
-
 def test_torch_dataset_in_the_callers_thread_is_not_prefetched(streams):
     read = []
 
@@ -271,9 +256,3 @@ def test_leaving_in_mid_epoch_waits_for_enqueued_copies(streams):
         batch = next(iter(loader))
     assert not streams.sides[-1].work
     assert batch.unique().tolist() == [0, 1]
-
-
-def test_loader_without_a_device_has_no_copy_stage(streams):
-    with hr.DataLoader(Rows(), batch_size=2) as loader:
-        assert len(list(loader)) == 12
-    assert streams.log == streams.sides == []

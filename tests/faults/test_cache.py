@@ -143,18 +143,6 @@ def test_tar_member_with_a_wrong_checksum_is_never_cached(folder):
         assert server.requests()["GET"] == before + 3
 
 
-def test_tar_member_with_transient_damage_is_read_again_and_cached(folder):
-    with ObjectServer({"0.tar": tar_of(3)}) as server:
-        cached = hr.TarDataset.index(
-            f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options)
-        ).cache(folder)
-        server.misbehave(Fault("flip", key="0.tar", at=100, times=1))
-        before = server.requests()["GET"]
-        for _ in range(2):
-            assert asyncio.run(cached.aget(1))["bin"] == body_of(1)
-        assert server.requests()["GET"] == before + 2
-
-
 def test_tar_member_with_permanent_damage_is_read_twice_with_and_without_a_cache(folder):
     with ObjectServer({"0.tar": tar_of(3)}) as server:
         tar = hr.TarDataset.index(f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options))
@@ -522,12 +510,6 @@ def test_folder_with_a_new_owner_is_refused_after_pickling(server, folder):
     os.chown(folder, 12345, 12345)
     with pytest.raises(hr.errors.CacheFolderError, match="user 12345"):
         asyncio.run(pickle.loads(travelled).aget(0))
-
-
-def test_file_in_place_of_the_folder_is_an_error_with_its_path(server, folder):
-    folder.write_bytes(b"")
-    with pytest.raises(NotADirectoryError, match="cache"):
-        objects(server).cache(folder)
 
 
 # Cancellation, forks, hedging

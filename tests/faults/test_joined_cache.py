@@ -163,11 +163,6 @@ def test_subsets_and_concatenations_with_a_cached_part_join_reads(server, folder
     assert counted(counts, "hits", "misses") == {"hits": 50, "misses": 50}
 
 
-def test_cached_subset_works_in_torch_dataloader(server, folder):
-    stock = torch.utils.data.DataLoader(windows(server).cache(folder).take(30), batch_size=10)
-    assert [row for batch in stock for row in batch.tolist()] == rows_of(range(30))
-
-
 def test_dataset_that_overrides_read_bytes_is_not_joined(server, folder):
     class Reversed(hr.TokenDataset):
         async def read_bytes(self, index):
@@ -237,14 +232,6 @@ def test_damaged_entries_are_fetched_together_with_missing_ones(server, folder):
     assert counts.requests <= 4
 
 
-def test_folder_that_others_may_write_to_is_refused_and_nothing_is_written(server, folder):
-    cached = windows(server).cache(folder)
-    folder.chmod(0o777)
-    with loader_of(cached.take(20)) as loader, pytest.raises(hr.errors.CacheFolderError, match="may write"):
-        list(loader)
-    assert entries_in(folder) == 0
-
-
 def test_full_disk_loses_no_sample_and_warns_once(server, tmp_path):
     with mounted(tmp_path / "small", "size=32k") as small:
         with warnings.catch_warnings(record=True) as caught:
@@ -255,13 +242,3 @@ def test_full_disk_loses_no_sample_and_warns_once(server, tmp_path):
         rows, counts = epoch(windows(server).cache(small / "cache"))
         assert rows == rows_of(range(COUNT))
         assert counts.cache_hits > 10
-
-
-def test_max_bytes_holds_and_loses_no_sample(server, folder):
-    most = 20_000
-    cached = windows(server).cache(folder, max_bytes=most)
-    for _ in range(3):
-        rows, counts = epoch(cached)
-        assert rows == rows_of(range(COUNT))
-        assert counts.cache_evicted > 0
-        assert 0 < sum(path.stat().st_size for path in folder.iterdir()) <= most

@@ -59,12 +59,6 @@ def test_object_is_restored(value):
         assert np.array_equal(loaded["value"], value)
 
 
-def test_unchanged_object_is_not_copied_again():
-    held = Holder(table=np.zeros(MEGABYTE), text="x" * 2 * LARGE, shared=torch.zeros(9).share_memory_())
-    first = SharedPickle.dumps(held)
-    assert SharedPickle.dumps(held, first) is first
-
-
 @pytest.mark.parametrize("position", [0, 77_777, -1])
 def test_change_of_a_single_element_is_detected(position):
     held = Holder(table=np.zeros(MEGABYTE, dtype=np.uint8))

@@ -155,27 +155,8 @@ def test_subclass_by_a_user_survives_pickling_and_copies():
     assert (str(travelled), travelled.left) == ("1 2", 1)
 
 
-def test_other_wrong_arguments_stay_a_type_error():
-    for arguments, fields in (((), {}), ((3,), {}), (("a", "b"), {}), (("a",), {"worker": 1})):
-        with pytest.raises(TypeError):
-            errors.WorkerDiedError(*arguments, **fields)
-
-
 def test_dead_worker_is_described_with_its_batch():
     died = EXAMPLES["WorkerDiedError"]()
     assert (died.worker, died.exit_code, died.batch, died.indices) == (1, -9, 4, (8, 9))
     for word in ("worker 1", "pid 99", "SIGKILL", "batch 4", "[8, 9]", "attempt 2", "num_workers=0"):
         assert word in str(died)
-
-
-def test_long_batch_is_described_in_short():
-    died = errors.WorkerDiedError(
-        worker=0, pid=1, how="is gone", exit_code=None, batch=0, indices=tuple(range(1000)), attempts=1
-    )
-    assert "… 1000 in all]" in str(died)
-    assert "999" not in str(died)
-
-
-def test_missing_method_is_named():
-    for method in ("aget", "__getitem__", "__aiter__", "__iter__", "'int'"):
-        assert method in str(errors.DatasetTypeError(dataset=3))

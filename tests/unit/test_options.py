@@ -18,7 +18,7 @@ from headrace._core.look_ahead import (
     most_concurrency,
     most_fetches,
 )
-from headrace.options import MEMORY_BUDGET, OPTIONS, checked_options, engine_options
+from headrace.options import MEMORY_BUDGET, OPTIONS, checked_options
 
 
 @pytest.mark.parametrize(
@@ -71,24 +71,6 @@ def test_option_of_unknown_name_is_refused_as_by_python():
         hr.DataLoader([1], concurency=3)
 
 
-class ByIndex(hr.AsyncDataset):
-    def __len__(self):
-        return 4
-
-    async def aget(self, index):
-        return index
-
-
-class ByBatches(ByIndex):
-    async def agets(self, indices):
-        return list(indices)
-
-
-class Stream(hr.AsyncIterableDataset):
-    async def __aiter__(self):
-        yield 0
-
-
 def test_options_are_shown_with_type_and_default_in_signature_and_help():
     parameters = inspect.signature(hr.DataLoader).parameters
     text = pydoc.render_doc(hr.DataLoader, renderer=pydoc.plaintext)
@@ -101,25 +83,10 @@ def test_options_are_shown_with_type_and_default_in_signature_and_help():
     assert "options" not in parameters
 
 
-def test_engine_is_sent_its_options_only():
-    assert engine_options(checked_options({"retry": 3})).keys() == {
-        *("concurrency", "memory_budget", "retry", "hedge", "executor")
-    }
-
-
-@pytest.mark.parametrize("seed", [0, 2**63 - 1])
-def test_smallest_and_largest_seed_are_valid(seed):
-    assert checked_options({"seed": seed})["seed"] == seed
-
-
 def test_given_prefetch_factor_counts_for_each_worker():
     assert look_ahead(prefetch_factor=3, num_workers=4, concurrency=1000, batch_size=1) == 12
     assert look_ahead(prefetch_factor=3, num_workers=0, concurrency=1000, batch_size=1) == 3
     assert look_ahead(prefetch_factor=0, num_workers=2, concurrency=1000, batch_size=1) == 1
-
-
-def test_without_batches_the_look_ahead_is_in_samples():
-    assert look_ahead(prefetch_factor=None, num_workers=0, concurrency=8, batch_size=None) == 9
 
 
 @given(workers=st.integers(0, 64), concurrency=st.integers(0, 4096), batch_size=st.integers(1, 4096))

@@ -8,7 +8,6 @@ import torch.distributed
 
 import headrace as hr
 from headrace._core.ranks import rankinfo
-from headrace._core.seeding import batch_seed, isolated_generators, seed_everything
 
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK",
@@ -120,73 +119,9 @@ def _first(samples):
     return samples[0]
 
 
-class Drawing(torch.utils.data.Dataset):
-    """A torch dataset that says the rank it finds where it is read."""
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, index):
-        return hr.get_rank_info().rank
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_workers": 1}, {"num_workers": 1, "multiprocessing_context": "spawn"},
-     {"num_workers": 1, "persistent_workers": True}],
-    ids=str,
-)  # fmt: skip
-def test_torch_dataset_finds_the_rank_of_the_consumer(options):
-    rank = hr.types.RankInfo(3, 4, "test")  # as a process group chosen by the user would give
-    with rankinfo.provided_rank(rank), hr.DataLoader(Drawing(), **options) as loader:
-        assert [batch.item() for batch in loader] == [3, 3]
-
-
 def test_stream_pickled_for_a_spawned_worker_of_torchs_loader_keeps_its_rank(tmp_path):
     tmp_path.joinpath("0.txt").write_text("0\n1\n2\n3\n")
     lines = hr.LinesDataset(tmp_path, split="samples")
     with rankinfo.provided_rank(hr.types.RankInfo(1, 2, "test")):
         loader = torch.utils.data.DataLoader(lines, num_workers=1, multiprocessing_context="spawn", collate_fn=_first)
         assert list(loader) == ["1", "3"]
-
-
-class Draws(torch.utils.data.Dataset):
-    """A torch dataset that draws random numbers where it is read."""
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, index):
-        return torch.rand(()).item()
-
-
-def drawn_by_workers(epochs):
-    with hr.DataLoader(Draws(), num_workers=2, seed=3) as loader:
-        return [batch.item() for _ in range(epochs) for batch in loader]
-
-
-def test_workers_of_torch_dataset_draw_differently_on_each_rank_and_in_each_epoch(monkeypatch):
-    alone = drawn_by_workers(3)
-    with isolated_generators():
-        seed_everything(batch_seed(3, 0, 0))
-        assert alone[0] == pytest.approx(torch.rand(()).item())  # each batch is seeded by its first position
-    set_all(monkeypatch, "RANK=0 WORLD_SIZE=2")
-    first = drawn_by_workers(3)
-    set_all(monkeypatch, "RANK=1 WORLD_SIZE=2")
-    second = drawn_by_workers(3)
-    assert first[0] == alone[0]
-    assert len({*first, *second}) == 12
-    assert drawn_by_workers(3) == second
-
-
-def rank_of(_):
-    return hr.get_rank_info().rank
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"num_workers": 1}, {"num_workers": 2, "executor": "thread"}, {"placement": "process"}], ids=str
-)
-def test_transform_finds_the_rank_of_the_consumer_wherever_it_runs(options):
-    rank = hr.types.RankInfo(3, 4, "test")
-    with rankinfo.provided_rank(rank), hr.DataLoader(Said(), transform=rank_of, **options) as loader:
-        assert [batch.item() for batch in loader] == [3]

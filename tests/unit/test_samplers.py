@@ -102,17 +102,6 @@ def test_ranks_get_equal_numbers_of_distinct_samples(length, world_size):
     assert len(set(itertools.chain(*orders))) == sum(map(len, orders))
 
 
-def test_order_is_reproducible_by_seed_and_differs_by_epoch():
-    sampler = hr.BlockShuffleSampler(range(100), block_size=10, blocks_at_once=3, seed=7)
-    first = list(sampler)
-    assert list(sampler) == first
-    sampler.set_epoch(1)
-    second = list(sampler)
-    assert second != first
-    sampler.set_epoch(0)
-    assert list(sampler) == first
-
-
 def test_order_without_a_seed_follows_torchs_generator():
     sampler = hr.BlockShuffleSampler(100, block_size=10)
     orders = []

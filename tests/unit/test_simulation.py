@@ -45,13 +45,6 @@ def test_one_host_reads_as_many_as_are_in_flight_in_each_latency(engines, host, 
     assert result.in_flight[0] == near(32)
 
 
-@pytest.mark.parametrize("engines", [1, 2, 4])
-def test_event_loops_are_a_limit_each(engines, host, run):
-    result = run(replace(host, engines=engines, loop_cpu=4e-3), latency=1e-3)
-    assert result.rates[0] == near(engines / 4e-3 / 8)
-    assert result.loops[0] == near(1.0)
-
-
 def test_cores_are_a_limit_of_all_engines_together(host, run):
     result = run(replace(host, engines=4, loop_cpu=2e-3, native_cpu=2e-3, cores=2), latency=1e-3)
     assert result.rates[0] == near(2 / 4e-3 / 8)
@@ -64,27 +57,10 @@ def test_network_is_a_limit_of_all_engines_together(host, run):
     assert result.network[0] == near(1.0)
 
 
-def test_partitions_of_the_store_are_a_limit_of_all_hosts_together(host, run):
-    result = run(replace(host, concurrency=256, look_ahead=64), hosts=3, prefixes=4, prefix_rate=200.0)
-    assert sum(result.rates) == near(800 / 8)
-
-
-@pytest.mark.parametrize("engines", [1, 2, 4])
-def test_workers_are_a_limit_each(engines, host, run):
-    result = run(replace(host, engines=engines, transform=0.2, workers=2), latency=1e-3)
-    assert result.rates[0] == near(2 * engines / 0.2)
-
-
 def test_consumer_that_is_slower_waits_for_nothing(host, run):
     result = run(replace(host, step=0.1))
     assert result.rates[0] == near(10)
     assert result.waits[0] == pytest.approx(0, abs=1e-9)
-
-
-def test_consumer_with_one_batch_ahead_waits_for_each(host, run):
-    result = run(replace(host, look_ahead=1, step=0.01, hop=0.005))
-    assert result.rates[0] == near(1 / (0.02 + 2 * 0.005))  # planned when the one before is taken
-    assert result.waits[0] == near(2 / 3)
 
 
 def test_order_costs_where_latencies_differ(host, run):
@@ -93,14 +69,6 @@ def test_order_costs_where_latencies_differ(host, run):
     wide = run(replace(host, look_ahead=1000), **spread).rates[0]
     assert ordered < 0.95 * unordered
     assert wide == pytest.approx(32 / (0.02 * 2.71828**0.5) / 8, rel=0.03)  # the mean of a log-normal
-
-
-def test_epoch_that_ends_is_counted_to_the_end_of_its_last_step(simulation, host):
-    store = simulation.SimulatedStore(simulation.Latency(0.02))
-    one_by_one = replace(host, look_ahead=1, step=0.1)
-    assert simulation.simulate_epoch(one_by_one, store, batches=10) == pytest.approx(10)
-    ready = replace(host, look_ahead=10, concurrency=80, step=0.1)  # all are there when the first is
-    assert simulation.simulate_epoch(ready, store, batches=10) == pytest.approx(10)
 
 
 def test_seed_gives_the_same_result_again(host, run):

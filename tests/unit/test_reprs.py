@@ -63,13 +63,6 @@ def test_repr_of_a_loader():
     )
 
 
-def test_repr_of_a_subclass_with_a_batch_sampler():
-    class Own(hr.DataLoader):
-        device = "cuda:3"
-
-    assert repr(Own(Numbers(), batch_sampler=[[0], [1, 2]])) == "Own(Numbers(), batch_sampler=[[0], [1, 2]])"
-
-
 @pytest.mark.parametrize("many", [list(range(100_000)), {number: number for number in range(100_000)}])
 def test_repr_of_a_loader_of_large_data_is_short(many):
     assert len(repr(hr.DataLoader(many))) < 200

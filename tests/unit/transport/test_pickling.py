@@ -1,7 +1,6 @@
 """Pickling restores values, types, shapes, and the identity of classes."""
 
 import json
-import threading
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace._core.transport.pickling import dump_message, load_message, picklable_error
-from headrace.errors import RemoteError
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
@@ -175,19 +173,6 @@ class NeedsTwo(Exception):
         super().__init__(left)
 
 
-class RefusesToTravel(Exception):
-    def __reduce__(self):
-        raise SystemExit(3)
-
-
-class CannotSpeak(Exception):
-    def __init__(self, lock):
-        self.lock = lock
-
-    def __str__(self):
-        raise ValueError("no words")
-
-
 class Composes(Exception):
     """Composes its message; a second call would compose it a second time."""
 
@@ -250,14 +235,3 @@ def test_error_is_restored_with_any_constructor(error):
     for name in ("path", "bucket", "name", "pos", "doc", "errno", "strerror", "filename", "reason", "lineno", "axis",
                  "code", "msg"):  # fmt: skip
         assert getattr(came, name, None) == getattr(error, name, None)
-
-
-@pytest.mark.parametrize(
-    "error", [RefusesToTravel(1, 2), CannotSpeak(threading.Lock())], ids=lambda error: type(error).__name__
-)
-def test_unpicklable_error_becomes_a_remote_error(error):
-    packed = picklable_error(error)
-    assert isinstance(packed, RemoteError)
-    assert type(error).__name__ in str(packed)
-    assert type(error).__name__ in packed.type_name
-    assert str(there_and_back(packed)) == str(packed)

@@ -7,7 +7,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 import headrace as hr
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
@@ -22,7 +22,6 @@ PLACES = [
     {"placement": "process"},
     {"num_workers": 2, "in_order": False},
 ]
-SHAPES = [{"batch_size": 1}, {"batch_size": 5}, {"batch_size": None}, {"batch_size": 7, "drop_last": False}]
 
 
 @hr.randomized
@@ -82,28 +81,12 @@ class TorchStream(IterableDataset):
 KINDS = [Map, Stream, TorchMap]
 
 
-def drawn(dataset, epochs=1, restore_after=None, **options):
+def drawn(dataset, epochs=1, **options):
     """The samples of some epochs, sorted, with what was drawn for each."""
     options = {"batch_size": 4, "seed": 3, "transform": noisy, "collate_fn": list, **options}
-    if options["batch_size"] is None:
-        options["collate_fn"] = lambda sample: [sample]
-    found = []
-    loader = hr.DataLoader(dataset, **options)
-    if restore_after is not None:
-        batches = iter(loader)
-        found.append([next(batches) for _ in range(restore_after)])
-        state = loader.state_dict()
-        loader.close()
-        loader = hr.DataLoader(dataset, **{**options, "batch_size": 3})
-        loader.load_state_dict(state)
-    with loader:
-        found.extend(list(loader) for _ in range(epochs))
+    with hr.DataLoader(dataset, **options) as loader:
+        found = [list(loader) for _ in range(epochs)]
     return sorted(sample for batches in found for batch in batches for sample in batch)
-
-
-def on_rank(rank, world, *arguments, **options):
-    with provided_rank(RankInfo(rank, world, "test")):
-        return drawn(*arguments, **options)
 
 
 def works(dataset, options):
@@ -116,43 +99,6 @@ def works(dataset, options):
 def test_numbers_are_the_same_wherever_the_function_runs(kind, options):
     if works(kind(), options):
         assert drawn(kind(), epochs=2, **options) == drawn(kind(), epochs=2)
-
-
-@pytest.mark.parametrize("kind", [*KINDS, TorchStream])
-@pytest.mark.parametrize("options", SHAPES, ids=str)
-def test_numbers_are_the_same_for_every_batch_size(kind, options):
-    assert drawn(kind(), **options) == drawn(kind())
-
-
-@pytest.mark.parametrize("kind", [Map, TorchMap])
-@pytest.mark.parametrize("world", [2, 3])
-def test_numbers_are_the_same_for_every_number_of_ranks(kind, world):
-    def sampled(rank, world):
-        sampler = DistributedSampler(kind(), world, rank)
-        return on_rank(rank, world, kind(), sampler=sampler)
-
-    divided = [sample for rank in range(world) for sample in sampled(rank, world)]
-    assert sorted(divided) == sampled(0, 1)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(
-    "stream",
-    [
-        lambda rank, world: Stream().split(rank=rank, world_size=world).map(noisy),
-        lambda rank, world: Stream().map(noisy).filter(kept).split(rank=rank, world_size=world, remainder="keep"),
-    ],
-    ids=["after the split", "before it"],
-)
-def test_numbers_of_a_split_stream_are_the_same_for_every_number_of_ranks(stream, world):
-    divided = [sample for rank in range(world) for sample in on_rank(rank, world, stream(rank, world), transform=None)]
-    assert sorted(divided) == on_rank(0, 1, stream(0, 1), transform=None)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batches", [0, 1, 3, 5])
-def test_a_restored_loader_draws_the_same_numbers(kind, batches):
-    assert drawn(kind(), restore_after=batches) == drawn(kind())
 
 
 def test_each_sample_epoch_and_seed_has_other_numbers():

@@ -78,23 +78,30 @@ def two_epochs(loader, change):
 AS_IT_WAS, CHANGED = [10, 11, 12, 13], [20, 21, 22, 23]
 
 
+class Stream(hr.AsyncIterableDataset):
+    async def __aiter__(self):
+        for index in range(4):
+            yield index
+
+
+# Where a function may be: the arguments of the loader.
+PLACES = {
+    "transform": lambda add: {"dataset": Numbers(), "transform": add},
+    "map within a concatenation": lambda add: {"dataset": hr.concat([Numbers().map(add)])},
+    "before batching": lambda add: {"dataset": Stream().map(add).filter(bool)},
+    "closure of collate_fn": lambda add: {
+        "dataset": Numbers(),
+        "collate_fn": lambda all: torch.tensor([*map(add, all)]),
+    },
+}
+
+
 @everywhere
-def test_attribute_of_transform_is_applied_at_next_epoch(options):
+@pytest.mark.parametrize("place", PLACES)
+def test_attribute_of_a_function_is_applied_at_next_epoch(options, place):
     add = Add(10)
-    loader = hr.DataLoader(Numbers(), transform=add, **options)
+    loader = hr.DataLoader(**PLACES[place](add), **options)
     assert two_epochs(loader, lambda: setattr(add, "strength", 20)) == (AS_IT_WAS, CHANGED)
-
-
-@everywhere
-def test_closure_variable_is_applied_at_next_epoch(options):
-    strength = 10
-
-    def change():
-        nonlocal strength
-        strength = 20
-
-    loader = hr.DataLoader(Numbers(), transform=lambda sample: sample + strength, **options)
-    assert two_epochs(loader, change) == (AS_IT_WAS, CHANGED)
 
 
 @everywhere
@@ -111,41 +118,10 @@ def test_global_of_main_module_is_applied_at_next_epoch(options, monkeypatch):
 
 
 @everywhere
-def test_attribute_of_map_function_within_a_concatenation_is_applied_at_next_epoch(options):
-    add = Add(10)
-    loader = hr.DataLoader(hr.concat([Numbers().map(add)]), **options)
-    assert two_epochs(loader, lambda: setattr(add, "strength", 20)) == (AS_IT_WAS, CHANGED)
-
-
-@everywhere
-def test_attribute_of_collate_fn_is_applied_at_next_epoch(options):
-    class Collate(Add):
-        def __call__(self, samples):
-            return torch.tensor(samples) + self.strength
-
-    collate = Collate(10)
-    loader = hr.DataLoader(Numbers(), collate_fn=collate, **options)
-    assert two_epochs(loader, lambda: setattr(collate, "strength", 20)) == (AS_IT_WAS, CHANGED)
-
-
-@everywhere
 def test_array_written_in_place_is_applied_at_next_epoch(options):
     table = np.full(100_000, 10)
     loader = hr.DataLoader(Numbers(), transform=lambda sample: sample + int(table[-1]), **options)
     assert two_epochs(loader, lambda: table.fill(20)) == (AS_IT_WAS, CHANGED)
-
-
-class Stream(hr.AsyncIterableDataset):
-    async def __aiter__(self):
-        for index in range(4):
-            yield index
-
-
-@everywhere
-def test_attribute_of_function_before_batching_is_applied_at_next_epoch(options):
-    add = Add(10)
-    loader = hr.DataLoader(Stream().map(add).filter(bool), **options)
-    assert two_epochs(loader, lambda: setattr(add, "strength", 20)) == (AS_IT_WAS, CHANGED)
 
 
 @in_processes

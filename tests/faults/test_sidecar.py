@@ -81,36 +81,12 @@ def open_fifo(path):
     return open(os.open(path, os.O_RDWR))
 
 
+@pytest.mark.parametrize("placement", ["thread", "process"])
 @NUM_WORKERS
-def test_epoch_is_the_same_in_a_process_as_in_a_thread(case: Any, num_workers: int) -> None:
-    def program() -> None:
-        def noisy(index):
-            return index + torch.rand(())
-
-        before = threads()
-        epochs = {}
-        for placement in ("thread", "process"):
-            with hr.DataLoader(
-                Numbers(), 5, shuffle=True, seed=7, num_workers=num_workers, transform=noisy, placement=placement
-            ) as loader:
-                epochs[placement] = [[batch.tolist() for batch in loader] for _ in range(2)]
-                if placement == "process":
-                    assert threads() == before, threads()
-                    assert loader.stats().placement == "process: placement='process'", loader.stats()
-        if num_workers:  # with none, the thread shares the trainer's random state, as documented
-            assert epochs["thread"] == epochs["process"], epochs
-        else:
-            floored = [[[int(x) for x in b] for b in e] for e in epochs["thread"]]
-            assert floored == [[[int(x) for x in b] for b in e] for e in epochs["process"]]
-
-    case(program)
-
-
-@NUM_WORKERS
-def test_every_way_to_leave_an_epoch_leaves_nothing(case: Any, num_workers: int) -> None:
+def test_every_way_to_leave_an_epoch_leaves_nothing(case: Any, placement: str, num_workers: int) -> None:
     def program() -> None:
         def new():
-            return hr.DataLoader(Slow(), batch_size=4, num_workers=num_workers, transform=negate, placement="process")
+            return hr.DataLoader(Slow(), batch_size=4, num_workers=num_workers, transform=negate, placement=placement)
 
         def break_out():
             for batch in new():

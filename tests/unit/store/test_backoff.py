@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace._core.retry_policy import RetryPolicy, as_policy
-from headrace._core.store.backoff import DAMAGE_ATTEMPTS, FIRST_CONTACT_ATTEMPTS, RetryBudget, Tries, ask_retry_after
+from headrace._core.store.backoff import DAMAGE_ATTEMPTS, FIRST_CONTACT_ATTEMPTS, RetryGate, Tries, ask_retry_after
 from headrace._core.store.errors import Cause, RequestFailure
 from tests.answers import answering
 
@@ -85,21 +85,23 @@ def test_a_wait_that_would_outlast_the_deadline_is_not_begun():
 
 def test_the_budget_is_a_reserve_and_a_share_of_what_succeeds():
     clock, policy = Clock(), RetryPolicy(burst=10, retry_ratio=0.5)
-    budget = RetryBudget(clock)
-    assert [budget.take(policy, 0) for _ in range(10)] == [0.0] * 10
-    assert budget.take(policy, 0) == 1.0, "a tenth of the burst is refilled each second"
-    assert [budget.take(policy, 4), budget.take(policy, 4)] == [0.0, 0.0], "four successes earn two retries"
-    assert budget.take(policy, 4) > 0
+    gate = RetryGate(clock)
+    assert [gate.take_retry(policy) for _ in range(10)] == [0.0] * 10
+    assert gate.take_retry(policy) == 1.0, "a tenth of the burst is refilled each second"
+    gate.successes = 4
+    assert [gate.take_retry(policy), gate.take_retry(policy)] == [0.0, 0.0], "four successes earn two retries"
+    assert gate.take_retry(policy) > 0
     clock.now += 1.0
-    assert budget.take(policy, 4) == 0.0
+    assert gate.take_retry(policy) == 0.0
 
 
 def test_the_budget_never_holds_more_than_its_reserve():
     clock, policy = Clock(), RetryPolicy(burst=3)
-    budget = RetryBudget(clock)
-    budget.take(policy, 0)
+    gate = RetryGate(clock)
+    gate.take_retry(policy)
     clock.now += 1e6
-    assert sum(budget.take(policy, 10**9) == 0.0 for _ in range(10)) == 3
+    gate.successes = 10**9
+    assert sum(gate.take_retry(policy) == 0.0 for _ in range(10)) == 3
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.errors import Cause, RequestFailure
-from headrace._core.store.request_stats import RequestStats
 
 # Before the first success the URL is probably wrong: fail fast.
 FIRST_CONTACT_ATTEMPTS = 3
@@ -32,32 +31,6 @@ HEAD_TIMEOUT = 2.0  # seconds for the answer that only gives `Retry-After`; with
 _REFUSED = re.compile(r"performing [A-Z]+ (https?://\S+) in ")
 # Not the module's functions: transforms seed those, and two loaders with one seed would then retry in step.
 _dice = random.Random()
-
-
-class RetryBudget:
-    """The retry budget of one store, a token bucket. Thread-safe."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._tokens: float | None = None
-        self._at = 0.0
-        self._seen = 0
-
-    def take(self, policy: RetryPolicy, successes: int) -> float:
-        """Take one retry and return 0, or return the seconds until one is available without further successes."""
-        with self._lock:
-            now = self._clock()
-            if self._tokens is None:
-                self._tokens = float(policy.burst)
-            else:
-                earned = (successes - self._seen) * policy.retry_ratio + (now - self._at) * policy.burst / 10
-                self._tokens = min(float(policy.burst), self._tokens + earned)
-            self._at, self._seen = now, successes
-            if self._tokens >= 1.0:
-                self._tokens -= 1.0
-                return 0.0
-            return (1.0 - self._tokens) * 10 / policy.burst
 
 
 class Tries:
@@ -102,7 +75,12 @@ class Tries:
         if failure.cause is Cause.EXPIRED and not self.renewed:
             self.renewed = True
             return 0.0 if self.policy.max_attempts > 1 else None
-        if not failure.cause.is_transient or self.attempts >= self._most(failure, answered):
+        most = self.policy.max_attempts
+        if failure.cause in _DAMAGES:
+            most = min(most, DAMAGE_ATTEMPTS)
+        elif not answered and failure.cause in (Cause.UNREACHABLE, Cause.UNRESOLVED, Cause.TIMED_OUT):
+            most = min(most, FIRST_CONTACT_ATTEMPTS)
+        if not failure.cause.is_transient or self.attempts >= most:
             return None
         wait = draw() * self.policy.max_backoff_after(self.attempts)
         return wait if self.within(wait) else None
@@ -110,14 +88,6 @@ class Tries:
     def within(self, seconds: float) -> bool:
         """Whether the deadline allows an attempt in so many seconds."""
         return self._clock() + seconds - self._progressed[0] < self.policy.deadline
-
-    def _most(self, failure: RequestFailure, answered: bool) -> int:
-        most = self.policy.max_attempts
-        if failure.cause in _DAMAGES:
-            return min(most, DAMAGE_ATTEMPTS)
-        if not answered and failure.cause in (Cause.UNREACHABLE, Cause.UNRESOLVED, Cause.TIMED_OUT):
-            return min(most, FIRST_CONTACT_ATTEMPTS)
-        return most
 
 
 class RetryGate:
@@ -130,10 +100,29 @@ class RetryGate:
         not_before: the time (`time.monotonic`) before which no request is sent, by `Retry-After`; 0 if there is none.
     """
 
-    def __init__(self) -> None:
-        self._budget = RetryBudget()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.successes = 0
         self.not_before = 0.0
+        self._clock = clock
+        self._lock = threading.Lock()  # of the budget, a token bucket
+        self._tokens: float | None = None
+        self._at = 0.0
+        self._seen = 0
+
+    def take_retry(self, policy: RetryPolicy) -> float:
+        """Take one retry and return 0, or return the seconds until one is available without further successes."""
+        with self._lock:
+            now, successes = self._clock(), self.successes
+            if self._tokens is None:
+                self._tokens = float(policy.burst)
+            else:
+                earned = (successes - self._seen) * policy.retry_ratio + (now - self._at) * policy.burst / 10
+                self._tokens = min(float(policy.burst), self._tokens + earned)
+            self._at, self._seen = now, successes
+            if self._tokens >= 1.0:
+                self._tokens -= 1.0
+                return 0.0
+            return (1.0 - self._tokens) * 10 / policy.burst
 
     def hold_back(self, seconds: float) -> None:
         """Send no request for that many seconds, as the service has asked by `Retry-After`."""
@@ -159,7 +148,7 @@ class RetryGate:
         if wait is None:
             return False
         await asyncio.sleep(wait)
-        while (turn := self._budget.take(tries.policy, self.successes)) > 0:
+        while (turn := self.take_retry(tries.policy)) > 0:
             if not tries.within(turn):
                 return False
             await asyncio.sleep(turn)
@@ -167,16 +156,6 @@ class RetryGate:
             return False
         await self.wait_open(tries)
         return True
-
-
-def count_refusal(failure: RequestFailure, requests: RequestStats) -> None:
-    """Count a request that was throttled or timed out."""
-    if failure.cause is Cause.THROTTLED:
-        requests.throttled += 1
-        requests.throttle_events += 1
-    elif failure.cause is Cause.TIMED_OUT:
-        requests.timed_out += 1
-        requests.throttle_events += 1
 
 
 async def ask_retry_after(error: BaseException) -> float | None:

@@ -1,32 +1,47 @@
-"""Reads and writes of one store, whose results are complete or an error that says what was tried."""
+"""Requests to one store, whose results are complete or an error that says what was tried.
+
+The store is opened once in a process; one policy retries, and one kind of error reports.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 import warnings
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import obstore
 from obstore import get_range_async
 
-from headrace._core.store import requests
-from headrace._core.store.backoff import Tries
-from headrace._core.store.errors import NATIVE_ERRORS, Cause, RequestFailure, classify_error
+from headrace._core.retry_policy import RetryPolicy
+from headrace._core.store.backoff import RetryGate, Tries, ask_retry_after
+from headrace._core.store.errors import (
+    NATIVE_ERRORS,
+    Cause,
+    RequestFailure,
+    classify_error,
+    connection_hint,
+    describe_error,
+    store_error,
+)
 from headrace._core.store.head import Head, InitialRead, check_bytes, check_version, matches, strong
+from headrace._core.store.open import open_store, store_id
+from headrace._core.store.options import StoreTraits, traits_of
 from headrace._core.store.ranges import run_all
-from headrace._core.store.redaction import redact_url
+from headrace._core.store.redaction import redact_text, redact_url, secrets_in
 from headrace._core.store.request_stats import RequestStats, session_stats
-from headrace._core.store.requests import StoreRequests, failure_of
-from headrace.errors import ObjectChangedError
+from headrace.errors import ForkedError, NotPicklableError, ObjectChangedError, StoreError
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
     from obstore.store import ObjectStore
+
+T = TypeVar("T")
 
 PAGE = 1000  # objects of a page of a listing: the maximum of S3, GCS and Azure, or nearly
 LARGE = 16 * 2**20  # bytes, above which a range is read in parts; S3's and GCS's guides recommend 8 to 16 MiB a request
@@ -34,10 +49,238 @@ PART = 8 * 2**20
 AT_ONCE = 8  # parts of one object in flight; 64 MiB in flight cover 10 Gbit/s at 50 ms
 LARGEST_WHOLE = 64 * 2**20  # bytes of an object of which a store that ignores ranges sends all for a part
 REPLACEMENTS = 3  # times that a large object of no given version is read again because it was overwritten meanwhile
+RENEWAL_INTERVAL = 5.0  # seconds; requests that began with the old credentials fail within a few
+HEAD_INTERVAL = 1.0  # seconds between two requests that only ask for `Retry-After`
+
+forked_from: int | None = None
+"""The ancestor that used a store before it forked this process; None if there is none.
+
+obstore's I/O runs on threads of a native runtime. A fork has none of them, and even a new store in it waits for them
+for ever; so the child raises an error where it would hang.
+"""
+_used_in: int | None = None
 
 
-class StoreClient(StoreRequests):
-    """Reads one store; what all datasets over stores have in common. Arguments are those of `StoreRequests`."""
+def _after_fork_in_child() -> None:
+    global forked_from
+    if forked_from is None:
+        forked_from = _used_in
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class _Range(NamedTuple):
+    """Bytes to read, and what is known of their object; for the fields, see `read`, whose `index` is `sample` here."""
+
+    key: str
+    start: int
+    stop: int
+    sample: object
+    size: int | None
+    etag: str | None
+    modified: str | None
+    checksum: str | None
+
+
+class StoreClient:
+    """Reads and writes one store; what all datasets over stores have in common.
+
+    It may be used from several event loops and threads, and be pickled; each process opens the store again.
+
+    Args:
+        url: where the objects are.
+        options: for `obstore.store.from_url`.
+        backend: a ready store of obstore's, for which `url` is a name only.
+        timeout: seconds without a byte after which a request has failed.
+        retry: the policy where the loader has none.
+        if_match: whether reads are conditional on a known version.
+        list_concurrency: the maximum number of requests of one listing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, object],
+        *,
+        backend: ObjectStore | None = None,
+        timeout: float = 30.0,
+        retry: RetryPolicy | None = None,
+        if_match: bool = True,
+        list_concurrency: int = 16,
+    ) -> None:
+        self.url = url
+        self.backend = backend
+        self.timeout = timeout
+        self.if_match = if_match
+        self.list_concurrency = list_concurrency
+        self._options = dict(options)
+        self._retry = retry or RetryPolicy()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.traits: StoreTraits = traits_of(self.url, self.backend)
+        self.ranges_ignored = False  # whether the store is known to send whole objects where a range is asked for
+        self._store: ObjectStore | None = None
+        self._store_id: str | None = None
+        self._gate = RetryGate()
+        self._last_head = -HEAD_INTERVAL
+        self._last_renewal = -RENEWAL_INTERVAL
+        self._own_stats = RequestStats()
+
+    def __getstate__(self) -> dict[str, object]:
+        if not self.traits.shared:
+            raise NotPicklableError(
+                what=repr(self),
+                reason="its store is the memory of this process",
+                remedy="Use a directory or another store to take a dataset to other processes.",
+            )
+        names = ("url", "backend", "timeout", "if_match", "list_concurrency", "_options", "_retry")
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({redact_url(self.url)!r})"
+
+    def name(self, key: str) -> str:
+        """The URL of an object, without secrets."""
+        return f"{redact_url(self.url).rstrip('/')}/{key}"
+
+    @property
+    def store(self) -> ObjectStore:
+        """The store, opened at its first use in this process.
+
+        Raises:
+            ForkedError: this process is a fork of one that had used a store.
+        """
+        global _used_in
+        if self._store is None or forked_from is not None:
+            if forked_from is not None:
+                raise ForkedError("obstore, which reads object stores,", made_in=forked_from, used_in=os.getpid())
+            _used_in = os.getpid()
+            given = self.backend
+            self._store = open_store(self.url, self._options, timeout=self.timeout) if given is None else given
+        return self._store
+
+    @property
+    def store_id(self) -> str | None:
+        """A text that is the same for the same store in every process; see `headrace._core.store.open.store_id`."""
+        if self._store_id is None:
+            self._store_id = store_id(self.url, self._options, self.backend)
+        return self._store_id
+
+    @property
+    def stats(self) -> RequestStats:
+        """The counters of the running loader, or of this store outside of one."""
+        return session_stats.get(self._own_stats)
+
+    def tries(self, began: float | None = None) -> Tries:
+        """A count of attempts, by the loader's retry policy or else this store's."""
+        return Tries(self.stats.retry or self._retry, began)
+
+    async def attempt(
+        self,
+        request: Callable[[ObjectStore], Awaitable[T | RequestFailure]],
+        *,
+        doing: str,
+        key: str | None = None,
+        index: object = None,
+        tries: Tries | None = None,
+        failure: RequestFailure | None = None,
+        error: BaseException | None = None,
+    ) -> T:
+        """Make a request, with retries.
+
+        Args:
+            request: makes it; may be called several times. Returns the result, or a `RequestFailure`.
+            doing: the operation, for errors, e.g. ``"reading the footer of 'a.parquet'"``.
+            key: the object it is about, for errors.
+            index: the sample it is about, for errors.
+            tries: the attempts that were made.
+            failure: the failure of a first attempt that the caller has made.
+            error: the exception of that attempt, if there was one.
+
+        Raises:
+            StoreError: the store refused or failed, on every attempt; a class of its own for many causes.
+        """
+        tries = tries or self.tries()
+        stats = self.stats
+        if failure is None:
+            await self._gate.wait_open(tries)
+        while True:
+            if failure is not None:
+                await self.retry_or_raise(failure, error, tries, doing, key, index)
+            stats.requests += 1
+            error = None
+            try:
+                answer = await request(self.store)
+            except NATIVE_ERRORS as caught:
+                failure, error = failure_of(caught)
+            else:
+                if not isinstance(answer, RequestFailure):
+                    self._gate.successes += 1
+                    tries.progress()
+                    return answer
+                failure = answer
+
+    async def retry_or_raise(
+        self,
+        failure: RequestFailure,
+        error: BaseException | None,
+        tries: Tries,
+        doing: str,
+        key: str | None = None,
+        index: object = None,
+    ) -> None:
+        """Wait until a failed request may be made again, or raise its error; arguments are those of `attempt`."""
+        tries.attempts += 1
+        stats = self.stats
+        if failure.cause in (Cause.THROTTLED, Cause.TIMED_OUT):
+            stats.throttle_events += 1
+            stats.throttled += failure.cause is Cause.THROTTLED
+            stats.timed_out += failure.cause is Cause.TIMED_OUT
+        now = time.monotonic()
+        if failure.cause is Cause.EXPIRED and self.backend is None and now - self._last_renewal >= RENEWAL_INTERVAL:
+            # Opened again, it asks its provider for credentials; once for all requests that need them.
+            self._last_renewal = now
+            self._store = None
+        again = tries.attempts < tries.policy.max_attempts
+        due = now - self._last_head >= HEAD_INTERVAL and now >= self._gate.not_before
+        if again and due and failure.cause is Cause.THROTTLED and error is not None:
+            self._last_head = now
+            stats.requests += 1
+            if seconds := await ask_retry_after(error):
+                self._gate.hold_back(seconds)
+        if not again or not await self._gate.may_try_again(failure, tries):
+            raise self.error_of(failure, error, doing, key, index, tries)
+        stats.retries += 1
+
+    def error_of(
+        self,
+        failure: RequestFailure,
+        error: BaseException | None,
+        doing: str,
+        key: str | None,
+        index: object,
+        tries: Tries,
+    ) -> StoreError:
+        """The exception for the last failure of a request."""
+        secrets = secrets_in(self._options)
+        return store_error(
+            replace(failure, detail=redact_text(failure.detail, secrets)),
+            doing=doing if index is None else f"{doing} (index {index})",
+            detail=None if error is None else describe_error(error, secrets),
+            url=redact_url(self.url),
+            key=key,
+            index=index,
+            attempts=tries.attempts,
+            elapsed=tries.elapsed,
+            hint=connection_hint(self.url, self._options) if self.backend is None else "",
+        )
 
     def read(
         self,
@@ -78,54 +321,43 @@ class StoreClient(StoreRequests):
             return _no_bytes()
         if not self.if_match:
             etag = size = modified = None
+        wanted = _Range(key, start, stop, index, size, etag, modified, checksum)
         if stop - start > LARGE and not self.ranges_ignored:
-            return self._read_large(key, start, stop, index, size, etag, modified, checksum)
-        return self._read(key, start, stop, index, size, etag, modified, checksum, None)
+            return self._read_parts(wanted)
+        return self._read(wanted, None)
 
-    async def _read(
-        self,
-        key: str,
-        start: int,
-        stop: int,
-        index: object,
-        size: int | None,
-        etag: str | None,
-        modified: str | None,
-        checksum: str | None,
-        tries: Tries | None,
-    ) -> memoryview:
+    async def _read(self, wanted: _Range, tries: Tries | None) -> memoryview:
         store = self._store
-        if store is None or requests.forked_from is not None:
+        if store is None or forked_from is not None:
             store = self.store
         if self._gate.not_before:
             await self._gate.wait_open(tries or self.tries())
         stats = session_stats.get(self._own_stats)
         stats.requests += 1
         began = time.monotonic()
+        key, start, stop, index, size, etag, modified, checksum = wanted
         error: BaseException | None = None
         # The first attempt stands here in full: one frame and no closure for what nearly always succeeds.
         try:
-            timed = stats if stats.begin_timing() else None
-            if etag is None and size is None and modified is None and timed is None and not self.ranges_ignored:
-                answer: memoryview | RequestFailure = memoryview(
-                    await get_range_async(store, key, start=start, end=stop)
-                )
+            timed = stats.begin_timing()
+            if etag is None and size is None and modified is None and not timed and not self.ranges_ignored:
+                data = memoryview(await get_range_async(store, key, start=start, end=stop))
+                answer = check_bytes(data, stop - start, checksum)
             else:
-                answer = await self._get_range(key, start, stop, size, etag, modified, stats, timed, store)
+                answer = await self._get(wanted, timed, False, store)
         except NATIVE_ERRORS as caught:
             failure, error = failure_of(caught)
         else:
-            checked = check_bytes(answer, stop - start, checksum)
-            if not isinstance(checked, RequestFailure):
+            if not isinstance(answer, RequestFailure):
                 self._gate.successes += 1
                 if tries is not None:
                     tries.progress()
-                return checked
-            failure = checked
+                return answer
+            failure = answer
         ignored = failure.cause is Cause.RANGE_IGNORED
         complete = start == 0 and stop == size
         return await self.attempt(
-            partial(self._get_again, key, start, stop, size, etag, modified, checksum, ignored),
+            partial(self._get, wanted, False, ignored),
             doing=f"reading object {key!r}" if complete else f"reading bytes {start} to {stop} of {key!r}",
             key=key,
             index=index,
@@ -134,78 +366,44 @@ class StoreClient(StoreRequests):
             error=error,
         )
 
-    async def _get_range(
-        self,
-        key: str,
-        start: int,
-        stop: int,
-        size: int | None,
-        etag: str | None,
-        modified: str | None,
-        stats: RequestStats,
-        timed: RequestStats | None,
-        store: ObjectStore,
-    ) -> memoryview | RequestFailure:
-        """Read a range of an object of known version by one request, whose times are recorded in `timed`."""
-        if self.ranges_ignored:
-            return await self._get_slice(key, start, stop, size, etag, modified, store)
-        began = 0.0 if timed is None else time.perf_counter()
-        result = await obstore.get_async(store, key, options=_options((start, stop), etag))  # type: ignore[arg-type]
+    async def _get(self, wanted: _Range, timed: bool, whole: bool, store: ObjectStore) -> memoryview | RequestFailure:
+        """Read a range by one request, whose times are recorded if `timed`; `whole` reads all and takes the range."""
+        key, start, stop, _, size, etag, modified, checksum = wanted
+        stats = self.stats
+        began = time.perf_counter()
+        if not (whole or self.ranges_ignored):
+            try:
+                result = await obstore.get_async(store, key, options=_options((start, stop), etag))  # type: ignore[arg-type]
+            except NATIVE_ERRORS as error:
+                if classify_error(error).cause is not Cause.RANGE_IGNORED:
+                    raise
+                stats.requests += 1
+                whole = True
+        else:
+            whole = True
+        if whole:
+            result = await obstore.get_async(store, key)
         meta = result.meta
         if meta["e_tag"] != etag or meta["size"] != size or modified is not None:
             failure = check_version(size, etag, modified, Head.of(key, meta))
             if failure is not None:
                 return failure
-        first_byte = 0.0 if timed is None else time.perf_counter() - began
-        bodies = stats.bodies
-        data = memoryview(await (result.bytes_async() if bodies is None else bodies.read(result, stop - start)))
-        if timed is not None:
-            timed.add_times(first_byte, time.perf_counter() - began)
-        return data
+        first_byte = time.perf_counter() - began
+        if whole:
+            answer = await self._take_whole(result)
+            if isinstance(answer, RequestFailure):
+                return answer
+            data = answer[start:stop]
+        else:
+            bodies = stats.bodies
+            data = memoryview(await (result.bytes_async() if bodies is None else bodies.read(result, stop - start)))
+        if timed:
+            stats.add_times(first_byte, time.perf_counter() - began)
+        return check_bytes(data, stop - start, checksum)
 
-    async def _get_again(
-        self,
-        key: str,
-        start: int,
-        stop: int,
-        size: int | None,
-        etag: str | None,
-        modified: str | None,
-        checksum: str | None,
-        ignored: bool,
-        store: ObjectStore,
-    ) -> memoryview | RequestFailure:
-        stats = self.stats
-        try:
-            if ignored:
-                answer = await self._get_slice(key, start, stop, size, etag, modified, store)
-            else:
-                answer = await self._get_range(key, start, stop, size, etag, modified, stats, None, store)
-        except NATIVE_ERRORS as error:
-            if classify_error(error).cause is not Cause.RANGE_IGNORED:
-                raise
-            stats.requests += 1
-            answer = await self._get_slice(key, start, stop, size, etag, modified, store)
-        return check_bytes(answer, stop - start, checksum)
-
-    async def _get_slice(
-        self,
-        key: str,
-        start: int,
-        stop: int,
-        size: int | None,
-        etag: str | None,
-        modified: str | None,
-        store: ObjectStore,
-    ) -> memoryview | RequestFailure:
-        """Read all of an object of a store that ignores ranges, and take a range of it."""
-        answer = await obstore.get_async(store, key)
-        head = Head.of(key, answer.meta)
-        data = check_version(size, etag, modified, head) or await self._take_whole(answer, head)
-        return data if isinstance(data, RequestFailure) else data[start:stop]
-
-    async def _take_whole(self, answer: GetResult, head: Head) -> memoryview | RequestFailure:
-        if head.size and not self.ranges_ignored:  # servers that do ranges may ignore those of an empty object
+    async def _take_whole(self, answer: GetResult) -> memoryview | RequestFailure:
+        size = answer.meta["size"]
+        if size and not self.ranges_ignored:  # servers that do ranges may ignore those of an empty object
             self.ranges_ignored = True
             what = (
                 f"{redact_url(self.url)} does not do ranges (python -m http.server does not, nginx does): "
@@ -213,57 +411,35 @@ class StoreClient(StoreRequests):
             )
             with contextlib.suppress(Warning):  # as an error, by the user's filter: it must not cost the sample
                 warnings.warn(what, stacklevel=2)
-        if head.size > LARGEST_WHOLE:
-            what = f"all {head.size} bytes come for a range of them, and at most {LARGEST_WHOLE >> 20} MiB are taken so"
+        if size > LARGEST_WHOLE:
+            what = f"all {size} bytes come for a range of them, and at most {LARGEST_WHOLE >> 20} MiB are taken so"
             return RequestFailure(Cause.UNUSABLE, detail=what)
-        return check_bytes(memoryview(await answer.bytes_async()), head.size)
+        return check_bytes(memoryview(await answer.bytes_async()), size)
 
-    async def _read_large(
-        self,
-        key: str,
-        start: int,
-        stop: int,
-        index: object,
-        size: int | None,
-        etag: str | None,
-        modified: str | None,
-        checksum: str | None,
-    ) -> memoryview:
+    async def _read_parts(self, wanted: _Range, first: memoryview | None = None) -> memoryview:
+        """Read a long range in parallel parts: one connection rarely saturates a network. `first` is its start."""
+        key, start, stop, index, size, etag, modified, checksum = wanted
         tries = self.tries()
-        if size is None or (etag or modified) is None:  # then what all parts must share is asked for
+        if first is None and (size is None or (etag or modified) is None):  # what all parts must share is asked for
             found = await self.head(key, index=index)
             size, etag, modified = size or found.size, etag or found.etag, modified or found.modified
-        return await self._read_parts(Head(key, size, etag, modified), start, stop, index, checksum, tries)
-
-    async def _read_parts(
-        self,
-        head: Head,
-        start: int,
-        stop: int,
-        index: object,
-        checksum: str | None,
-        tries: Tries,
-        first: memoryview = memoryview(b""),  # noqa: B008
-    ) -> memoryview:
-        """Read a long range in parallel parts: one connection rarely saturates a network. `first` is its start."""
         view = memoryview(bytearray(stop - start))
-        view[: len(first)] = first
-        offsets = iter(range(start + len(first), stop, PART))
+        done = len(first or b"")
+        view[:done] = first or b""
+        offsets = iter(range(start + done, stop, PART))
 
         async def fill() -> None:
             for offset in offsets:
                 end = min(offset + PART, stop)
-                view[offset - start : end - start] = await self._read(
-                    head.key, offset, end, index, head.size, head.etag, head.modified, None, tries.sibling()
-                )
+                part = _Range(key, offset, end, index, size, etag, modified, None)
+                view[offset - start : end - start] = await self._read(part, tries.sibling())
 
         await run_all(fill() for _ in range(AT_ONCE))
         data = view.toreadonly()
         if checksum is None or matches(data, checksum):
             return data
         # It came complete, by many requests. As many again would most likely give the same damaged bytes.
-        doing = f"reading object {head.key!r}"
-        raise self.error_of(RequestFailure(Cause.DAMAGED), None, doing, head.key, index, tries)
+        raise self.error_of(RequestFailure(Cause.DAMAGED), None, f"reading object {key!r}", key, index, tries)
 
     async def read_all(
         self, key: str, *, index: object = None, etag: str | None = None, checksum: str | None = None
@@ -275,10 +451,11 @@ class StoreClient(StoreRequests):
         for left in reversed(range(REPLACEMENTS)):
             try:
                 first = await self.read_start(key, LARGE, index=index, etag=etag, checksum=checksum)
-                head = replace(first.head, etag=etag or first.head.etag)
-                if len(first.data) == head.size:
+                found = first.head
+                if len(first.data) == found.size:
                     return first.data
-                return await self._read_parts(head, 0, head.size, index, checksum, self.tries(), first.data)
+                wanted = _Range(key, 0, found.size, index, found.size, etag or found.etag, found.modified, checksum)
+                return await self._read_parts(wanted, first.data)
             except ObjectChangedError:
                 if etag is not None or not left:
                     raise  # else any version will do: the new one, whole
@@ -342,7 +519,7 @@ class StoreClient(StoreRequests):
         if changed is not None:
             return changed
         first_byte = time.perf_counter() - began
-        data = await self._take_whole(result, head) if whole else memoryview(await result.bytes_async())
+        data = await self._take_whole(result) if whole else memoryview(await result.bytes_async())
         if timed:
             stats.add_times(first_byte, time.perf_counter() - began)
         expected = head.size if whole else min(length, head.size)
@@ -402,6 +579,15 @@ class StoreClient(StoreRequests):
             return await obstore.put_async(store, key, data)
 
         await self.attempt(request, doing=f"writing {key!r}", key=key)
+
+
+def failure_of(error: BaseException) -> tuple[RequestFailure, BaseException]:
+    """The failure that an error of obstore's means, and the error without its traceback.
+
+    obstore keeps the future that holds the error until it is called next. With the frames of the traceback, that would
+    keep the store alive, and its connections open.
+    """
+    return classify_error(error), error.with_traceback(None)
 
 
 async def _no_bytes() -> memoryview:

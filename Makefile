@@ -19,7 +19,7 @@ help: ## show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
 
 demo: $(VENV)/.demo ## the main job: stream images from a local object store, train, compare with torch
-	$(BIN)/headrace demo
+	$(BIN)/python examples/demo
 
 test: $(VENV)/.dev ## every test, but for those of training programs
 	@# Longest first; one process more than two cores, as many tests wait for time-outs, servers and killed processes.

@@ -1,6 +1,6 @@
-"""The training job of `headrace demo`: train on objects streamed over HTTP, then compare with torch's loader.
+"""A training job: train on objects streamed over HTTP, then compare with torch's loader.
 
-Run it with ``headrace demo`` in the root of a clone.
+Run it with ``python examples/demo`` in a clone.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Options of `headrace demo`."""
+"""Options of the demo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["DemoOptions"]
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """Options of `headrace demo`.
+    """Options of the demo.
 
     Attributes:
         latency: the store's time to the first byte, seconds.

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import math
-import multiprocessing
 import os
 import platform
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,13 +17,10 @@ from headrace.cli.limits import CgroupLimits, available_memory
 __all__ = [
     "CHECKS",
     "Finding",
-    "check_clock",
     "check_cores",
     "check_descriptors",
     "check_device",
-    "check_environment",
     "check_event_loop",
-    "check_extras",
     "check_memory",
     "check_processes",
     "check_shared_memory",
@@ -42,22 +35,7 @@ USUAL_DESCRIPTORS = 1024
 SHM = Path("/dev/shm")
 LEAST_SHM = 64 << 20  # bytes: the default of docker, and less than torch's workers use for a few batches of images
 LEAST_PROCESSES = 64  # that may still be started: the zygote, the loader's process, workers, and their threads
-SLOW_CLOCKS = frozenset({"hpet", "acpi_pm", "refined-jiffies", "jiffies"})
 REQUIRED = ("torch", "numpy", "anyio", "obstore", "uvloop", "aiofiles", "cloudpickle")
-OPTIONAL = (  # module, what it is for, how it is installed
-    ("pyarrow", "Parquet datasets and listing files", "'headrace[parquet]'"),
-    ("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd", "shards in zstd", "'headrace[zstd]'"),
-    ("boto3", "profiles of AWS", "'headrace[aws]'"),
-    ("aiohttp", "the demo", "'headrace[demo]'"),
-    ("matplotlib", "plots of headrace bench", "'headrace[plot]'"),
-    ("prometheus_client", "metrics for Prometheus", "'headrace[prometheus]'"),
-    ("opentelemetry.metrics", "metrics for OpenTelemetry", "'headrace[opentelemetry]'"),
-)
-VARIABLES = (
-    *("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY"),
-    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL"),
-    *("GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +148,11 @@ def check_cores() -> Iterator[Finding]:
         yield Finding(
             "cores",
             f"{text}: fetching, workers and training share {'it' if granted <= 1 else 'them'}",
-            _more_cores(machine, quota < affinity, affinity < machine),
+            f"a larger quota, for example docker run --cpus={min(machine, 4)}"
+            if quota < affinity
+            else f"taskset -c 0-{machine - 1} before the command, or more cores from the scheduler of your cluster"
+            if affinity < machine
+            else "a machine with more cores",
         )
     else:
         yield Finding("cores", f"{text}: num_workers up to {int(granted)}")
@@ -186,19 +168,8 @@ def check_cores() -> Iterator[Finding]:
         yield Finding("threads", f"{name} is {threads or 'not set'}; torch has one thread in each worker of headrace")
 
 
-def _more_cores(machine: int, has_quota: bool, has_affinity: bool) -> str:
-    if has_quota:
-        return "docker run --cpus=4, or a larger limit of resources.limits.cpu in Kubernetes"
-    if not has_affinity:
-        return "a machine with more cores"
-    cores = f"0-{machine - 1}"
-    if "SLURM_JOB_ID" in os.environ:
-        return f"srun --cpus-per-task={min(machine, 8)}"
-    return f"taskset -c {cores} before the command, or docker run --cpuset-cpus={cores}"
-
-
 def check_processes() -> Iterator[Finding]:
-    """How many processes may be started, and how."""
+    """How many processes may be started."""
     limits = CgroupLimits.here()
     if math.isfinite(limits.pids):
         text = f"{limits.pids_left:,.0f} of the container's {limits.pids:,.0f} are left"
@@ -216,10 +187,6 @@ def check_processes() -> Iterator[Finding]:
     raising = f"ulimit -u {most}" if enough else "as root: ulimit -u 4096"
     text = f"limit {limit_text(soft)} for this user (ulimit -u)" + ": workers may fail to start" * few
     yield Finding("user processes", text, raising if few else None)
-    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    yield Finding(
-        "start method", f"{method} for torch datasets; workers of async datasets are forked from a clean process"
-    )
 
 
 def check_event_loop() -> Iterator[Finding]:
@@ -275,42 +242,6 @@ def check_versions() -> Iterator[Finding]:
                 yield Finding(name, "is not installed", f"pip install {name}")
 
 
-def check_extras() -> Iterator[Finding]:
-    """Optional packages, and what they are for."""
-    for module, purpose, install in OPTIONAL:
-        parent = module.partition(".")[0]
-        installed = importlib.util.find_spec(parent) is not None and importlib.util.find_spec(module) is not None
-        text = f"{purpose}: installed" if installed else f"{purpose}: not installed, pip install {install}"
-        yield Finding(module, text)
-
-
-def check_clock() -> Iterator[Finding]:
-    """The clock, which is read for each request and each batch."""
-    file = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-    source = file.read_text().strip() if file.exists() else "unknown"
-    resolution = time.get_clock_info("monotonic").resolution
-    text = f"{source}, resolution {resolution * 1e9:g} ns"
-    if source in SLOW_CLOCKS:
-        remedy = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource"
-        yield Finding("clock", f"{text}: reading it is a slow system call", remedy)
-    else:
-        yield Finding("clock", text)
-
-
-def check_environment(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Proxies and credentials: present or not, never their values."""
-    present = [each for each in VARIABLES if environment.get(each) or environment.get(each.lower())]
-    text = f"set: {', '.join(present) or 'no proxies, no credentials'}"
-    key, secret = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"
-    if (key in present) != (secret in present):
-        missing = secret if key in present else key
-        yield Finding(
-            "environment", f"{text}, without {missing}: requests to S3 will be refused", f"export {missing}=…"
-        )
-    else:
-        yield Finding("environment", text)
-
-
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_descriptors,
     check_memory,
@@ -319,10 +250,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_processes,
     check_event_loop,
     check_device,
-    check_clock,
-    check_environment,
     check_versions,
-    check_extras,
 )
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from headrace._version import __version__
 from headrace.errors import HeadraceError
@@ -17,11 +16,6 @@ from headrace.errors import HeadraceError
 __all__ = ["main"]
 
 OK, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130  # 130 as a shell has it: 128 + SIGINT
-IMPORTING = "headrace demo: importing PyTorch, which takes some seconds"
-NO_EXAMPLES = (
-    "the demo's training job is examples/demo of headrace's repository, which pip does not install: "
-    "git clone https://git.example/headrace && cd headrace && headrace demo"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,30 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(" ".join(str(error).split()) or type(error).__name__)
 
 
-def _demo(arguments: argparse.Namespace) -> int:
-    examples = _examples()
-    if examples is None:
-        return _complain(NO_EXAMPLES, status=UNUSABLE)
-    sys.path.insert(0, str(examples))  # workers get the path too
-    missing = importlib.import_module("demo").missing_packages()
-    if missing:
-        return _complain(f"this needs {', '.join(missing)}: pip install 'headrace[demo]'", status=UNUSABLE)
-    print(IMPORTING, flush=True)
-    job, display = importlib.import_module("demo.job"), importlib.import_module("demo.display")
-    reached: bool = job.run_demo(
-        job.DemoOptions(
-            latency=arguments.latency / 1000,
-            epochs=arguments.epochs,
-            batch_size=arguments.batch_size,
-            workers=arguments.workers,
-            concurrency=arguments.concurrency,
-            seed=arguments.seed,
-        ),
-        display.Display(),
-    )
-    return OK if reached else FAILED
-
-
 def _doctor(arguments: argparse.Namespace) -> int:
     from headrace.cli.doctor import examine
 
@@ -101,12 +71,6 @@ def _bench(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _examples() -> Path | None:
-    """The folder `examples` of the clone that headrace is imported from, else of the working directory."""
-    clone = Path(__file__).parents[3]  # src/headrace/cli/main.py
-    return next((root / "examples" for root in (clone, Path.cwd()) if (root / "examples/demo/job.py").is_file()), None)
-
-
 def _complain(message: str, status: int = FAILED) -> int:
     print(f"headrace: {message}", file=sys.stderr)
     return status
@@ -118,33 +82,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", dest="command")
-    demo = commands.add_parser(
-        "demo",
-        help="train on objects streamed from a local object store, and compare with torch's loader",
-        description="Streams 1,797 handwritten digits from an object store that runs beside it, trains a small CNN on "
-        "them, and compares the loading of an epoch with torch's DataLoader.",
-    )
-    demo.set_defaults(run=_demo)
-    add = demo.add_argument
-    add("--latency", type=_milliseconds, default=20.0, metavar="MS", help="the store's time to first byte (20)")
-    add("--epochs", type=_positive, default=6, metavar="N", help="passes over the training objects (6)")
-    add("--batch-size", type=_positive, default=64, metavar="N", help="samples in a batch (64)")
-    add("--workers", type=_count, default=2, metavar="N", help="processes for decoding and augmenting (2)")
-    add("--concurrency", type=_concurrency, default=256, metavar="N", help="fetches in flight (256)")
-    add("--seed", type=_count, default=0, metavar="N", help="of the order, the augmentation and the model (0)")
-    _add_bench(commands)
-    doctor = commands.add_parser(
-        "doctor",
-        help="look for what on this machine a loader will suffer from",
-        description="Prints a line for each finding: limits of descriptors, memory and processes, cores, the event "
-        "loop, the device, versions, optional packages. A problem has its remedy. Exit status 1 if there is one.",
-    )
-    doctor.set_defaults(run=_doctor)
-    doctor.add_argument("--json", action="store_true", help="print a JSON object, for programs")
-    return parser
-
-
-def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure what a store gives this machine, and find the best concurrency",
@@ -160,11 +97,7 @@ def _add_bench(commands: Any) -> None:
     add("--max-concurrency", type=_positive, metavar="N", help="try no more fetches in flight (1,024 or descriptors/2)")
     add("--plot", type=Path, metavar="FILE.png", help="plot throughput and latency; needs headrace[plot]")
     add("--json", action="store_true", help="print a JSON object, for programs")
-    _add_store_option(bench)
-
-
-def _add_store_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add(
         "--store-option",
         type=_store_option,
         action="append",
@@ -173,6 +106,15 @@ def _add_store_option(parser: argparse.ArgumentParser) -> None:
         help="for the store, any number of times: region=eu-west-1, skip_signature=true, "
         "client_options.allow_http=true; credentials are taken from the environment too",
     )
+    doctor = commands.add_parser(
+        "doctor",
+        help="look for what on this machine a loader will suffer from",
+        description="Prints a line for each finding: limits of descriptors, memory and processes, cores, the event "
+        "loop, the device, versions. A problem has its remedy. Exit status 1 if there is one.",
+    )
+    doctor.set_defaults(run=_doctor)
+    doctor.add_argument("--json", action="store_true", help="print a JSON object, for programs")
+    return parser
 
 
 def _seconds(text: str) -> float:
@@ -182,29 +124,11 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _milliseconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of milliseconds")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return value
-
-
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
     return value
-
-
-def _concurrency(text: str) -> int | Literal["auto"]:
-    return "auto" if text == "auto" else _positive(text)
 
 
 def _store_option(text: str) -> tuple[str, object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -67,7 +66,8 @@ def headspace(loader: Iterable[Any], step: Callable[[Any], object], batches: int
 
     Args:
         loader: the loader; a torch loader too.
-        step: takes a batch: forward, backward, optimizer, and the copy to the device where the loop makes it.
+        step: a plain function that takes a batch: forward, backward, optimizer, and the copy to the device where the
+            loop makes it.
         batches: number of steps to measure, of each kind.
 
     Returns:
@@ -75,7 +75,6 @@ def headspace(loader: Iterable[Any], step: Callable[[Any], object], batches: int
 
     Raises:
         ValueError: `batches` is less than 1, or the loader has none.
-        TypeError: `step` is a coroutine function.
 
     Example:
         >>> import headrace as hr, time
@@ -88,10 +87,6 @@ def headspace(loader: Iterable[Any], step: Callable[[Any], object], batches: int
     """
     if batches < 1:
         raise ValueError(f"batches must be at least 1, but got {batches}")
-    if inspect.iscoroutinefunction(step):
-        raise TypeError(
-            "step must not be a coroutine function: pass a function that runs it, for example with asyncio.Runner"
-        )
     own = isinstance(loader, torch.utils.data.DataLoader) and callable(getattr(loader, "report", None))
     holders = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
     generators = {id(found): found for each in holders if (found := getattr(each, "generator", None)) is not None}
@@ -154,6 +149,5 @@ def _copied(leaf: Any) -> Any:
 
 
 def _synchronize() -> None:
-    """Wait for an accelerator."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from demo.job import verdict
 
+ROOT = Path(__file__).parents[3]
 PATIENCE = 120  # seconds; three interpreters import torch, one after the other, beside whatever else the machine does
 
 
@@ -25,8 +26,10 @@ def processes_of_session(session: int) -> list[str]:
 
 def test_the_demo_trains_compares_and_leaves_no_process():
     signal.setitimer(signal.ITIMER_REAL, PATIENCE)
-    command = [sys.executable, "-m", "headrace", "demo", "--latency", "1", "--epochs", "3"]
-    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [sys.executable, "examples/demo", "--latency", "1", "--epochs", "3"]
+    demo = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     output, errors = demo.communicate()  # returns when all processes have closed the pipes
     assert demo.returncode == 0, errors
     assert errors == ""

@@ -15,7 +15,6 @@ from headrace.cli.doctor import (
     Finding,
     check_cores,
     check_descriptors,
-    check_environment,
     check_event_loop,
     check_memory,
     check_processes,
@@ -163,7 +162,7 @@ def test_limits_of_control_groups_are_problems_and_each_remedy_mends_its_line(tm
     assert small["memory"].remedy == "memory_budget=128 << 20, or more memory for the container"
     assert small["cores"].text.startswith("1.5 of ")
     assert small["cores"].text.endswith("(the container's quota): fetching, workers and training share them")
-    assert small["cores"].remedy.startswith("docker run --cpus=4")
+    assert small["cores"].remedy.startswith("a larger quota, for example docker run --cpus=")
     assert small["threads"].remedy == "export OMP_NUM_THREADS=1"
     assert small["container PIDs"].text == "20 of the container's 64 are left: workers may fail to start"
     assert small["container PIDs"].remedy == "docker run --pids-limit=4096"
@@ -174,18 +173,6 @@ def test_limits_of_control_groups_are_problems_and_each_remedy_mends_its_line(tm
     assert found()["threads"].remedy == "export OMP_NUM_THREADS=2"
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert [each for each in found().values() if not each.ok] == []
-
-
-def test_cores_of_a_job_of_slurm_are_asked_for_from_slurm(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5})
-    monkeypatch.setattr(CgroupLimits, "here", CgroupLimits)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert next(check_cores()).remedy == "taskset -c 0-63 before the command, or docker run --cpuset-cpus=0-63"
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
-    assert next(check_cores()).remedy == "srun --cpus-per-task=8"
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    assert next(check_cores()).remedy == "a machine with more cores"
 
 
 def test_few_processes_of_a_user_are_a_problem_with_a_remedy(monkeypatch):
@@ -208,13 +195,3 @@ def test_the_loop_of_asyncio_is_a_problem_until_the_variable_is_unset(monkeypatc
     assert next(check_event_loop()).remedy == "unset HEADRACE_EVENT_LOOP"
     monkeypatch.delenv("HEADRACE_EVENT_LOOP")
     assert next(check_event_loop()).ok
-
-
-def test_values_of_variables_are_not_printed():
-    (found,) = check_environment({"AWS_ACCESS_KEY_ID": "hush", "https_proxy": "http://user:hush@proxy"})
-    assert found.text.startswith("set: HTTPS_PROXY, AWS_ACCESS_KEY_ID, without AWS_SECRET_ACCESS_KEY")
-    assert "hush" not in f"{found}"
-    assert found.remedy == "export AWS_SECRET_ACCESS_KEY=…"
-    for mended in ({}, {"AWS_ACCESS_KEY_ID": "hush", "AWS_SECRET_ACCESS_KEY": "hush"}):
-        (found,) = check_environment(mended)
-        assert found.ok

@@ -1,10 +1,7 @@
 """The command `headrace`: its exit status, and what it says where something is wrong."""
 
-import os
 import subprocess
 import sys
-import sysconfig
-from pathlib import Path
 
 import pytest
 
@@ -23,30 +20,8 @@ def test_without_a_command_the_help_is_printed(capsys):
     assert capsys.readouterr().out.startswith("usage: headrace")
 
 
-COMMANDS = [[sys.executable, "-m", "headrace"], [str(Path(sysconfig.get_path("scripts"), "headrace"))]]
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=["python -m headrace", "headrace"])
-def test_demo_prints_before_torch_is_imported_and_ends_quietly_when_interrupted_there(command, tmp_path):
-    (tmp_path / "torch.py").write_text("import os, signal\nprint('torch')\nos.kill(os.getpid(), signal.SIGINT)\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([*command, "demo"], capture_output=True, text=True, env=environment)
-    said = done.stdout.splitlines()
-    assert (said[0].split(":")[0], said[1:]) == ("headrace demo", ["torch"])
-    assert (done.returncode, done.stderr) == (130, "headrace: interrupted\n")
-
-
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["demo", "--latency", "-1"],
-        ["demo", "--latency", "nan"],
-        ["demo", "--epochs", "0"],
-        ["demo", "--batch-size", "0"],
-        ["demo", "--workers", "-1"],
-        ["demo", "--concurrency", "none"],
-        ["demo", "--seed", "-1"],
-    ],
+    "arguments", [["bench"], ["bench", "s3://b", "--seconds", "1"], ["bench", "s3://b", "--objects", "0"]]
 )
 def test_invalid_arguments_end_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -59,40 +34,6 @@ def test_malformed_store_option_is_not_repeated(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "s3://bucket", "--store-option", "hush"])
     assert "hush" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("module", "package"), [("sklearn", "scikit-learn"), ("PIL", "pillow"), ("aiohttp", "aiohttp"), ("rich", "rich")]
-)
-def test_missing_package_is_named_with_the_command_that_installs_it(module, package, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)  # makes its import fail
-    assert main(["demo"]) == 2
-    assert capsys.readouterr().err == f"headrace: this needs {package}: pip install 'headrace[demo]'\n"
-
-
-def test_demo_without_a_clone_names_the_repository_in_one_sentence(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("headrace.cli.main.__file__", str(tmp_path / "site-packages/headrace/cli/main.py"))
-    monkeypatch.chdir(tmp_path)
-    assert main(["demo"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "examples/demo" in printed.err
-    assert "git clone" in printed.err
-    assert printed.err.count("\n") == 1
-
-
-def test_demo_is_found_in_the_working_directory(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("headrace.cli.main.__file__", str(tmp_path / "site-packages/headrace/cli/main.py"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.chdir(tmp_path)
-    package = tmp_path / "examples/demo"
-    package.mkdir(parents=True)
-    (package / "job.py").touch()
-    (package / "__init__.py").write_text("def missing_packages():\n    return ['this one']\n")
-    monkeypatch.delitem(sys.modules, "demo", raising=False)
-    assert main(["demo"]) == 2
-    assert capsys.readouterr().err.startswith("headrace: this needs this one")
-    del sys.modules["demo"]
 
 
 @pytest.mark.parametrize(

@@ -110,14 +110,6 @@ def test_measurement_without_batches_is_an_error(loader, step, batches, error):
         hr.headspace(loader, step, batches)
 
 
-def test_coroutine_function_is_no_step():
-    async def step(batch):
-        pass
-
-    with pytest.raises(TypeError, match="coroutine"):
-        hr.headspace(hr.DataLoader(Numbers(), 4), step)
-
-
 def test_error_of_a_step_ends_the_measurement_and_the_engine():
     def step(batch):
         raise KeyError("label")

@@ -1,6 +1,6 @@
 """Detection of user code that blocks an engine's event loop.
 
-While a session runs, a callback on the loop (the beat) notes the time every 25 ms. One thread of the process wakes when
+While a session runs, a callback on the loop (the beat) notes the time every 25 ms. A thread wakes when
 a beat is late by 25 ms, and samples the stack of the loop's thread every 10 ms until the beat comes. A late beat alone
 is no evidence, since the process may have been stopped, other processes may use the cores, or another thread may hold
 the GIL. Of each interval between two samples in one function of user code only this counts:
@@ -19,6 +19,7 @@ import contextlib
 import logging
 import math
 import os
+import queue
 import sys
 import sysconfig
 import threading
@@ -31,13 +32,11 @@ from typing import NamedTuple
 BEAT = 0.025  # seconds between beats
 GRACE = 0.025  # seconds by which a beat is late when sampling begins
 TICK = 0.01  # seconds between samples
-SLOW_TICK = 0.1  # of a loop that has been blocked for `STILL_BLOCKED`
 STILL_BLOCKED = 1.0  # seconds after which a block is reported before it has ended
 REPORTED = 0.1  # seconds: shorter blocks are not reported
 PROVEN = 0.075  # seconds of them that samples must show; the first part passes before the first sample
 PROMPT = 0.0025  # seconds by which the watchdog is late at most where no thread holds the GIL for long
 GIL_WAIT = 1.2  # switch intervals for each voluntary context switch; timers are late
-MOST_PLACES = 100
 PLACE = "headrace_place"  # the attribute of a warning's record
 
 _HEADRACE = os.path.join(str(Path(__file__).parents[2]), "")
@@ -123,6 +122,8 @@ class LoopWatch:
         self._thread = self._native_id = 0
         self._sessions = 0
         self._beats: asyncio.TimerHandle | None = None
+        self._watchdog: threading.Thread | None = None
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: it is to end; without locks, for forks
         self._by_code: dict[types.CodeType, float] = {}
         # Of a late beat, on the watchdog's thread:
         self._late: float | None = None  # when it was due
@@ -139,7 +140,10 @@ class LoopWatch:
             with contextlib.suppress(OSError):  # not Linux, or no descriptor is left
                 self._schedstat = os.open(f"/proc/self/task/{self._native_id}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             self._beat()
-            watchdog.add(self)
+            if self._watchdog is None:
+                self._watchdog = threading.Thread(target=self._run, name="headrace-watchdog", daemon=True)
+                self._watchdog.start()
+            self._wake.put(True)
 
     def end(self) -> None:
         """A session has ended; on the loop."""
@@ -153,9 +157,24 @@ class LoopWatch:
                 self._schedstat = None
 
     def close(self) -> None:
-        """Stop watching, and end the thread if it watches nothing else; from any thread, any number of times."""
+        """Stop watching, and end the thread; from any thread, any number of times, by the garbage collector too."""
         self.due = math.inf
-        watchdog.remove(self)
+        self._wake.put(False)
+        thread = self._watchdog
+        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+            thread.join(STILL_BLOCKED)  # it may be in a log handler that waits for this thread
+
+    def _run(self) -> None:
+        """The watchdog's thread."""
+        planned = time.monotonic()
+        while True:
+            timeout = None if math.isinf(planned) else max(0.0, planned - time.monotonic())
+            with contextlib.suppress(queue.Empty):
+                if not self._wake.get(timeout=timeout):
+                    break
+                planned = time.monotonic()
+            planned = self.look(max(0.0, time.monotonic() - planned))
+        self.finish(time.monotonic())
 
     def _beat(self) -> None:
         self._beats = self._loop.call_later(BEAT, self._beat)
@@ -189,10 +208,9 @@ class LoopWatch:
         if block is None or block.seconds < PROVEN or now - due < REPORTED:
             return time.monotonic() + TICK
         self._count(block)
-        if block.seconds < STILL_BLOCKED:
-            return time.monotonic() + TICK
-        self._warn(block, " so far")
-        return time.monotonic() + SLOW_TICK
+        if block.seconds >= STILL_BLOCKED:
+            self._warn(block, " so far")
+        return time.monotonic() + TICK
 
     def take(self, before: Sample, sample: Sample, late: float) -> Block | None:
         """Add what two samples show to the block of their function, which is returned; None if they are of none."""
@@ -225,10 +243,9 @@ class LoopWatch:
         code, more = block.spot.code, block.seconds - block.counted
         block.counted = block.seconds
         self.blocked_seconds += more
-        if code in self._by_code or len(self._by_code) < MOST_PLACES:
-            self._by_code[code] = self._by_code.get(code, 0.0) + more
-            if self._by_code[code] == max(self._by_code.values()):
-                self.place = f"{code.co_filename}:{block.spot.line} in {code.co_qualname}"
+        self._by_code[code] = self._by_code.get(code, 0.0) + more
+        if self._by_code[code] == max(self._by_code.values()):
+            self.place = f"{code.co_filename}:{block.spot.line} in {code.co_qualname}"
 
     def _warn(self, block: Block, so_far: str) -> None:
         code = block.spot.code
@@ -284,72 +301,3 @@ def find_user_code(top: types.FrameType) -> Spot | None:
         return None
     frames = user or installed
     return Spot(frames[0].f_code, frames[0].f_lineno or frames[0].f_code.co_firstlineno, frames[-1])
-
-
-class Watchdog:
-    """The thread that samples. It runs while there are watches; the one that is closed last ends it."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()  # reentrant: the garbage collector may close a loader in any thread
-        self._watches: list[LoopWatch] = []
-        self._thread: threading.Thread | None = None
-
-    def add(self, watch: LoopWatch) -> None:
-        """Watch a loop that now beats."""
-        with self._changed:
-            if watch not in self._watches:
-                self._watches.append(watch)
-            if self._thread is not None:
-                self._changed.notify()
-                return
-            thread = self._thread = threading.Thread(target=self._run, name="headrace-watchdog", daemon=True)
-        # Without the lock: the garbage collector may run in the new thread before `start` returns, and close a loader.
-        thread.start()
-        if self._thread is not thread:  # the watch was closed meanwhile: the thread ends at once
-            thread.join(STILL_BLOCKED)
-
-    def remove(self, watch: LoopWatch) -> None:
-        """Forget a watch. The thread has ended on return if that was the last one."""
-        with self._changed:
-            if watch not in self._watches:
-                return
-            self._watches.remove(watch)
-            if self._watches:
-                return
-            thread, self._thread = self._thread, None
-            self._changed.notify()
-        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
-            thread.join(STILL_BLOCKED)  # it may be in a log handler that waits for this thread
-
-    def _run(self) -> None:
-        planned, looked = time.monotonic(), set[LoopWatch]()
-        while self._wait_until(planned):
-            late = max(0.0, time.monotonic() - planned)
-            watches = list(self._watches)
-            for watch in looked.difference(watches):
-                watch.finish(time.monotonic())
-            looked = set(watches)
-            planned = min((watch.look(late) for watch in watches), default=math.inf)
-        for watch in looked:
-            watch.finish(time.monotonic())
-
-    def _wait_until(self, planned: float) -> bool:
-        """Wait; False once this thread is no longer needed."""
-        with self._changed:
-            timeout = planned - time.monotonic()
-            if timeout > 0 and self._thread is threading.current_thread():
-                self._changed.wait(None if math.isinf(timeout) else timeout)
-            return self._thread is threading.current_thread()
-
-
-watchdog = Watchdog()
-
-
-def _reset() -> None:
-    """A fork has no such thread, and its locks may be held by threads that it lacks."""
-    global watchdog
-    watchdog = Watchdog()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset)

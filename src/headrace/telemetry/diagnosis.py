@@ -174,7 +174,6 @@ def _transport(figures: Figures, setup: Setup, model: Model, part: str) -> Diagn
 
 
 def _fetching(figures: Figures, setup: Setup, model: Model) -> Diagnosis:
-    """The reason, where the loop waits for samples."""
     if figures.blocked > BLOCKED_LOOP:
         return _blocked_loop(figures, setup, model)
     if figures.requests.throttled > THROTTLED * _requests(figures):
@@ -210,7 +209,6 @@ def _busy_loop(figures: Figures, setup: Setup, model: Model) -> Diagnosis | None
 
 
 def _blocked_loop(figures: Figures, setup: Setup, model: Model) -> Diagnosis:
-    """User code blocks the event loop."""
     place = f" in {figures.blocked_in}" if figures.blocked_in else ""
     total = figures.start_up + figures.seconds
     blocked = (figures.start_blocked + figures.blocked * figures.seconds) / total
@@ -385,7 +383,6 @@ def _full(figures: Figures, setup: Setup, model: Model) -> Diagnosis:
 
 
 def _samples_ahead(figures: Figures, setup: Setup) -> float:
-    """Samples that may be fetched at once, by the look-ahead."""
     return setup.look_ahead * (setup.batch_size or figures.samples / figures.batches)
 
 

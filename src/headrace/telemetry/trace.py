@@ -7,7 +7,6 @@ events (phases b and e) with ids of their own. Times are rounded down to microse
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import fcntl
 import gzip
@@ -15,7 +14,6 @@ import io
 import json
 import os
 import queue
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +32,6 @@ __all__ = ["trace"]
 WAITING = 256  # batches that wait to be written: then `next()` blocks, so that memory is bounded and nothing is lost
 INTERVAL = 0.1  # seconds between two writes: being woken for each batch costs the consumer's thread the GIL
 TRACKS = 1 << 30  # ids of threads from here on are tracks of ours: the kernel's are below 2**22
-KEPT = 256  # slices of a track that are compared with a new one
 
 _FETCH = (
     '{"ph":"b","cat":%s,"name":"single fetch","id2":{"local":%%d},"pid":%d,"tid":%d,"ts":%%d,'
@@ -159,12 +156,7 @@ class _TraceFile:
 
 
 class _Events:
-    """Makes the events of a trace; used by one thread.
-
-    Args:
-        pid: the consumer's process.
-        name: its name.
-    """
+    """Makes the events of a trace, of the consumer's process by name; used by one thread."""
 
     def __init__(self, pid: int, name: str) -> None:
         self._pid = pid
@@ -173,7 +165,7 @@ class _Events:
         self._names: dict[int, str] = {}  # of loaders, by the id of their log
         self._logs: list[BatchLog] = []  # keeps these ids
         self._processes: set[int] = set()
-        self._tracks: dict[tuple[int, object], _Track] = {}
+        self._tracks: dict[tuple[int, object], tuple[int, int]] = {}  # id, end of the last slice
         self._used: set[int] = set()  # ids of threads
         self._last: dict[tuple[int, int], tuple[int, int, int]] = {}  # step: iteration, batch, end; by loader, thread
         self._fetched: dict[int, int] = {}  # bytes, by loader
@@ -190,13 +182,7 @@ class _Events:
         return _meta("process_labels", self._pid, 0, {"labels": "headrace"}).removesuffix(",\n") + "\n]}\n"
 
     def of(self, log: BatchLog, record: BatchRecord, thread: int) -> str:
-        """The events of a delivered batch.
-
-        Args:
-            log: that of its loader.
-            record: the batch.
-            thread: the native id of the consumer's thread.
-        """
+        """The events of a delivered batch, given the native id of the consumer's thread."""
         key = id(log)
         name = self._loader(log)
         flow = self._next_id()
@@ -356,53 +342,25 @@ class _Events:
     def _place(
         self, pid: int, owner: object, name: str, times: tuple[int, int] | None = None, native: int | None = None
     ) -> tuple[int, str]:
-        """The id of a thread's track where a slice overlaps no other, and the event that names the track if it is new.
+        """The id of a thread's track whose last slice has ended before this one, and the event that names a new track.
 
-        Args:
-            pid: the process.
-            owner: whose slices share a track; the native id of a thread, if nothing else.
-            name: of the track.
-            times: the beginning and the end of the slice; None for the track alone.
-            native: the native id of the thread, if that is not the owner.
+        Slices of an `owner` (the native id of a thread, or `native` is that) share tracks; without `times`, the first.
         """
         number = 0
         while True:
             number += 1
-            track = self._tracks.get((pid, (owner, number)))
-            if track is None:
+            key = pid, (owner, number)
+            if key not in self._tracks:
                 wanted = native if native is not None else owner
                 tid = wanted if number == 1 and isinstance(wanted, int) and wanted not in self._used else 0
                 tid = tid or TRACKS + len(self._used)
                 self._used.add(tid)
-                track = self._tracks[pid, (owner, number)] = _Track(tid)
-                if times is not None:
-                    track.fits(*times)
-                shown = name if number == 1 else f"{name} ({number})"
-                return tid, _meta("thread_name", pid, tid, {"name": shown})
-            if times is None or track.fits(*times):
-                return track.tid, ""
-
-
-class _Track:
-    """The last slices of a track, none of which overlaps another."""
-
-    def __init__(self, tid: int) -> None:
-        self.tid = tid
-        self._slices: list[tuple[int, int]] = []  # ascending
-        self._floor = -sys.maxsize
-
-    def fits(self, begin: int, end: int) -> bool:
-        """Add a slice if it overlaps none."""
-        slices = self._slices
-        place = bisect.bisect_left(slices, (begin, end))
-        if begin < self._floor or (place and slices[place - 1][1] > begin):
-            return False
-        if place < len(slices) and slices[place][0] < end:
-            return False
-        slices.insert(place, (begin, end))
-        if len(slices) > KEPT:
-            self._floor = slices.pop(0)[1]
-        return True
+                self._tracks[key] = tid, times[1] if times else 0
+                return tid, _meta("thread_name", pid, tid, {"name": name if number == 1 else f"{name} ({number})"})
+            tid, ended = self._tracks[key]
+            if times is None or times[0] >= ended:
+                self._tracks[key] = tid, max(ended, times[1] if times else 0)
+                return tid, ""
 
 
 def _us(seconds: float) -> int:

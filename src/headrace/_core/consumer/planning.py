@@ -92,9 +92,10 @@ class Planner(Iterator[BatchPlan]):
         return self._first + block * self._block * self._stride + inside
 
     def _positions(self, first: int, count: int) -> Sequence[int]:
-        start = self._position(first)
         if self._block == 1:
+            start = self._first + first * self._stride
             return range(start, start + count * self._stride, self._stride)
+        start = self._position(first)
         if first % self._block + count <= self._block:
             return range(start, start + count)
         return [self._position(number) for number in range(first, first + count)]

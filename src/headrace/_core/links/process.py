@@ -215,7 +215,8 @@ class ProcessLink:
         if self._over:
             return
         if isinstance(message, list):
-            self._plans.update((plan.number, plan) for plan in message)
+            for plan in message:
+                self._plans[plan.number] = plan
         try:
             self._channel.send_message(dump_request(message))
         except (BrokenPipeError, ConnectionResetError):

@@ -90,6 +90,8 @@ class Session:
         is_current: whether the caller is on the engine's own thread.
         owns: closed after the session.
         inline_state: returns the state of a dataset that is read in the caller's thread, a batch when it is taken.
+        mail: the messages of a single engine in this process, which puts them there; `connect` has no descriptors
+            then that `send` uses.
 
     Attributes:
         inline_state: as given; None where an engine reads ahead.
@@ -108,7 +110,9 @@ class Session:
         is_current: Callable[[], bool] = lambda: False,
         owns: Closable | None = None,
         inline_state: Callable[[], State | None] | None = None,
+        mail: deque[Answer] | None = None,
     ) -> None:
+        self._mail = mail
         self.inline_state = inline_state
         self.ended = False
         self.error: BaseException | None = None
@@ -154,6 +158,10 @@ class Session:
 
     def send(self, message: Request) -> None:
         check_not_forked(self._pid)
+        if self._mail is not None:
+            if not self.ended and self._only is not None:
+                self._only.send(message)
+            return
         with self._guard as entered:
             if not entered or self.ended:
                 return
@@ -200,7 +208,8 @@ class Session:
         return status
 
     def ready(self) -> int:
-        self._receive()
+        if self._mail is None or self._mail:
+            self._receive()
         return len(self._ready)
 
     def certain(self) -> int:
@@ -301,7 +310,7 @@ class Session:
         before = self._messages
         if self._only is not None:  # without the guard, which costs a microsecond for each batch
             if not self.ended:
-                self._take_in(0, self._only.receive())
+                self._take_in(0, self._only.receive() if self._mail is None else self._mail)
             return self._messages > before
         with self._guard as entered:
             if not entered or self.ended:

@@ -141,6 +141,7 @@ class ThreadPlacement(Placement):
             work=WorkOnConsumersThread(config) if config.deferred or steps is not None else None,
             is_current=lambda: self._loop.is_current,
             owns=self._owner,
+            mail=mailbox.messages,
         )
 
     def _end(self) -> None:
@@ -200,8 +201,10 @@ class ThreadLink:
         loop.on_death(self._on_death)
 
     def send(self, message: Request) -> None:
-        with contextlib.suppress(EngineDiedError):  # whose message has the reason
+        try:
             self._loop.call_soon(self._session.handle, message)
+        except EngineDiedError:  # whose message has the reason
+            return
 
     def receive(self) -> deque[Answer]:
         return self._mailbox.messages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import queue
@@ -178,10 +179,8 @@ class ThreadExecutor(Executor):
             self._ended.set()
 
     def _call_on_loop(self, callback: Callable[..., object], *args: object) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:  # the loop is closed
-            return
 
 
 class ProcessExecutor(Executor):

@@ -388,26 +388,23 @@ class RangeFetch(FetchStage):
                 await asyncio.sleep(0)
 
     def _on_arrival(self, batch: RangedBatch) -> bool:
-        """Count its planned ranges, or a single sample, as arrived; returns whether the batch is complete."""
+        """Count its planned ranges, or a single sample, as arrived; returns whether no other was missing.
+
+        Then samples are made of its bytes, and it is delivered; those that cannot be made are first fetched singly.
+        """
         batch.missing -= 1
         if batch.missing:
             return False
-        self._make_samples(batch)
-        return True
-
-    def _make_samples(self, batch: RangedBatch) -> None:
-        """Make samples of a batch's bytes, and deliver it; samples that cannot be made are first fetched singly."""
+        samples: Sequence[Any] | None = None
         if batch.read_plan is not None:
-            plan, position = batch.read_plan
-            batch.read_plan = None
+            (plan, position), batch.read_plan = batch.read_plan, None
             views = plan.pop_batch(position)
             samples = None if batch.single else self._make_together(batch.plan.indices, views)
-            if samples is not None:
-                self._deliver(batch.raw(samples))
-                return
-            self._make_one_by_one(batch, views)
+            if samples is None:
+                self._make_one_by_one(batch, views)
         if not batch.missing:
-            self._deliver(batch.raw(batch.samples))
+            self._deliver(batch.raw(batch.samples if samples is None else samples))
+        return True
 
     def _make_together(self, indices: Sequence[Any], views: Sequence[memoryview]) -> Sequence[Any] | None:
         try:

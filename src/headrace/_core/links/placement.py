@@ -84,15 +84,6 @@ class Snapshot:
 
     It detects attributes that were set, containers that grew or shrank, and functions that changed; not an element that
     was replaced. Attributes set by `__aenter__` are ignored: each process enters its own copy.
-
-    Example:
-        >>> class Keys:
-        ...     def __init__(self): self.keys = ["a"]
-        >>> dataset = Keys()
-        >>> before = Snapshot(dataset)
-        >>> dataset.keys.append("b")
-        >>> before.same_as(Snapshot(dataset))
-        False
     """
 
     def __init__(self, dataset: object) -> None:

@@ -25,18 +25,7 @@ _BEGINNING = SessionStart()
 def check_engines(
     engines: int, placement: str | RayPlacement, kind: DatasetKind, num_workers: int, *, divided: bool
 ) -> None:
-    """Check the arguments `engines` and `placement` against those that they depend on.
-
-    Args:
-        engines: the argument.
-        placement: as given.
-        kind: the kind of the dataset.
-        num_workers: as given.
-        divided: whether all engines read the dataset.
-
-    Raises:
-        ValueError: they exclude each other.
-    """
+    """Raise ValueError where `engines` and `placement` exclude other arguments; `divided`: all engines read."""
     asked = f"engines={engines}"
     if isinstance(placement, RayPlacement):
         if engines != 1:
@@ -56,14 +45,7 @@ def check_engines(
 
 
 class PlacementSelector:
-    """The engines of one loader: the current one, and those that still serve iterations begun before a change.
-
-    The loader owns it, and calls `close`.
-
-    Args:
-        placement: the loader's argument; ``"process"`` for several engines.
-        engines: number of engines.
-    """
+    """The engines of one loader: the current one, and those that still serve iterations begun before a change."""
 
     def __init__(self, placement: str | RayPlacement, engines: int = 1) -> None:
         self._placement = placement

@@ -1,7 +1,6 @@
 """Programs for each rank, with loaders that headrace.integrations.accelerate has prepared."""
 
 import asyncio
-import contextlib
 import gc
 import json
 import os
@@ -171,7 +170,7 @@ class Progress:
         self.epoch = state["epoch"]
 
 
-def train(folder, kind, kill_after=None, stateful=False):
+def train(folder, kind, kill_after=None, stateful=False, registered=False):
     """Train from the checkpoint in `folder`, if it is there; or save it after a number of steps, and be killed.
 
     Returns the samples of each step with their noise, and the weights.
@@ -186,7 +185,7 @@ def train(folder, kind, kill_after=None, stateful=False):
     model, optimizer, prepared = accelerator.prepare(model, optimizer, loader)
     assert prepared is loader
     progress = Progress()
-    accelerator.register_for_checkpointing(progress)
+    accelerator.register_for_checkpointing(*([progress, loader] if registered else [progress]))
     if (folder / "checkpoint").exists():
         accelerator.load_state(str(folder / "checkpoint"))
     seen, step = [], 0
@@ -271,12 +270,15 @@ def nesting():
     training = prepare(accelerator, hr.DataLoader(Numbers(6), 2, seed=0))
     evaluation = prepare(accelerator, hr.DataLoader(Numbers(5), 2))
     state, reported = accelerator.gradient_state, []
+    peeked = iter(evaluation)
+    next(peeked)
     for _ in training:
         next(iter(evaluation))  # dropped at once
         assert state.active_dataloader is training
         gathered = [number for batch in evaluation for number in accelerator.gather_for_metrics(batch).tolist()]
         with accelerator.accumulate():
             reported.append((gathered, state.end_of_dataloader, accelerator.sync_gradients))
+    del peeked
     for _ in training:
         assert state.active_dataloader is training
         break
@@ -321,15 +323,20 @@ class Fragile(Numbers):
 
 
 def failing():
-    """The batches of a loader before a sample that cannot be fetched, and how many samples follow after each state."""
+    """The batches of a loader with a sample that cannot be fetched, and the state after each call of `next()`."""
     accelerator = accelerator_with()
     loader = prepare(accelerator, hr.DataLoader(Fragile(9), 2))
-    outcomes = []
-    with contextlib.suppress(OSError):
-        for batch in loader:
-            fresh = prepare(accelerator, hr.DataLoader(Numbers(9), 2))
-            fresh.load_state_dict(loader.state_dict())
-            outcomes.append((batch.tolist(), sum(map(len, fresh))))
+    outcomes, batches = [], iter(loader)
+    while True:
+        try:
+            outcomes.append(next(batches).tolist())
+        except OSError:
+            outcomes.append("error")
+        except StopIteration:
+            break
+        fresh = prepare(accelerator, hr.DataLoader(Numbers(9), 2))
+        fresh.load_state_dict(loader.state_dict())
+        outcomes.append(sum(map(len, fresh)))
     return outcomes, accelerator.gradient_state.in_dataloader
 
 
@@ -343,12 +350,12 @@ def closing(how):
     batches = iter(loader)
     next(batches)
     during = watching.workers()
-    if how == "closed":
-        loader.close()
-        batches.close()
-    else:
+    if how == "dropped":
         del loader, batches
-    accelerator.free_memory()
+        accelerator.free_memory()
+        gc.collect()
+    else:
+        getattr(accelerator, how)()
     gc.collect()
     return during, (watching.workers(), watching.children(), watching.threads()), before
 
@@ -366,7 +373,12 @@ def errors():
     def loader(*arguments, **options):
         return lambda accelerator: prepare(accelerator, hr.DataLoader(*arguments, **options))
 
+    attempt("dispatch_batches", loader(Numbers()), dispatch_batches=True)
     attempt("split_batches", loader(Numbers(), 3), split_batches=True)
+    attempt("seedable", loader(Numbers(), shuffle=True, generator=torch.Generator()), use_seedable_sampler=True)
+    attempt("seedable and seed", loader(Numbers(), shuffle=True, seed=1), use_seedable_sampler=True)
+    attempt("replicated", loader(Stream()))
+    attempt("other ranks", loader(Numbers(), sampler=DistributedSampler(range(9), num_replicas=4, rank=3)))
     attempt("torch's", lambda accelerator: prepare(accelerator, TorchDataLoader(range(3))))
     attempt("rebuilt", lambda accelerator: prepare(accelerator, accelerator.prepare(hr.DataLoader(Numbers()))))
     attempt("async", lambda accelerator: aiter(prepare(accelerator, hr.DataLoader(Numbers()))))

@@ -194,7 +194,7 @@ def continued_otherwise(folder):
     other = train(folder, resume=8, per_device_train_batch_size=7, gradient_accumulation_steps=1)
     most = train(folder, resume=8, per_device_train_batch_size=7, gradient_accumulation_steps=1, max_steps=14)
     for step in (6, 8):
-        os.remove(Path(checkpoint(folder, step), "headrace_loader_rank_0.pth"))
+        os.remove(Path(checkpoint(folder, step), "headrace_loader.pth"))
     missing = error_of(train, folder, resume=8)
     anew = train(folder, resume=8, ignore_data_skip=True)
     ended = train(folder, resume=6)
@@ -257,6 +257,33 @@ def collate(samples):
     return {"x": torch.tensor([sample["x"] for sample in samples])}
 
 
+class Position:
+    """A state that torch.load refuses."""
+
+
+class WithPosition(torch.utils.data.Sampler):
+    def __len__(self):
+        return SAMPLES
+
+    def __iter__(self):
+        return iter(range(SAMPLES))
+
+    def state_dict(self):
+        return {"position": Position()}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+class UnreadableState(Trainer):
+    def get_train_dataloader(self):
+        return hr.DataLoader(self.train_dataset, 4, sampler=WithPosition(), transform=tenfold, collate_fn=collate)
+
+
+def unreadable(folder):
+    return error_of(train, folder, kind=UnreadableState, **SAVING), os.listdir(checkpoint(folder, 2))
+
+
 def of_own_loaders(folder):
     whole = train(Path(folder, "whole"), kind=OwnLoader)
     outcomes = [whole]
@@ -280,16 +307,33 @@ def with_workers(folder):
     return whole, os.listdir(folder), train(folder, of_trainer=of_trainer, **options, resume=8)
 
 
+REFUSED = {
+    "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+    "even_batches": {"accelerator_config": {"even_batches": False}},
+}
+
+
+def refused(folder):
+    """Training arguments that cannot be honoured."""
+    errors = {name: error_of(trainer_of, folder, **options) for name, options in REFUSED.items()}
+    errors["batch_size"] = error_of(trainer_of, folder, of_trainer={"loader_options": {"batch_size": 3}})
+    grouped = {"max_steps": 3, "train_sampling_strategy": "group_by_length"}
+    errors["train_sampling_strategy"] = error_of(train, folder, Stream(), **grouped)
+    return errors
+
+
 # One process and several ranks.
 
 
 def evaluated(folder):
     """Metrics and predictions of this Trainer, and of the one that it derives from."""
     outcomes = {}
-    kinds = [("headrace", Trainer, Numbers(21)), ("stock", transformers.Trainer, TorchNumbers(21))]
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        kinds += [("stream", Trainer, Stream(21)), ("torch's stream", Trainer, TorchStream(21))]
-    for name, kind, dataset in kinds:
+    for name, kind, dataset in (
+        ("headrace", Trainer, Numbers(21)),
+        ("stream", Trainer, Stream(21)),
+        ("torch's stream", Trainer, TorchStream(21)),
+        ("stock", transformers.Trainer, TorchNumbers(21)),
+    ):
         trainer, _ = trainer_of(folder, kind=kind, of_trainer={"compute_metrics": counted, "eval_dataset": dataset})
         metrics = trainer.evaluate()
         predictions = trainer.predict(dataset).predictions[:, 0].tolist()
@@ -311,7 +355,7 @@ class TorchStream(torch.utils.data.IterableDataset):
 
 
 def ranks_whole(folder):
-    return train(Path(folder, "whole"))
+    return train(Path(folder, "whole")), error_of(train, folder, kind=OwnLoader)
 
 
 def ranks_killed(folder):
@@ -322,7 +366,7 @@ def one_begun(folder):
     """One rank begins in a folder in which several have left the files of another run."""
     os.makedirs(checkpoint(folder, 4))
     for rank in range(3):
-        Path(checkpoint(folder, 4), f"headrace_loader_rank_{rank}.pth").write_bytes(b"")
+        Path(checkpoint(folder, 4), f"headrace_loader_{rank}.pth").write_bytes(b"")
     train(folder, **SAVING, ends_after=5)
 
 

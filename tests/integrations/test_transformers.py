@@ -69,7 +69,7 @@ def test_checkpoint_without_a_fitting_state_is_an_error_unless_its_data_is_ignor
     assert "ignore_data_skip=True" in unfit[1]
     assert anew.samples[: len(whole.epochs[1])] == whole.epochs[1]
     assert ended.samples == whole.samples[44:]
-    assert "headrace_loader_rank_0.pth" not in only_model
+    assert "headrace_loader.pth" not in only_model
 
 
 def test_stream_of_unknown_length_is_continued_in_and_after_a_later_pass(launch, tmp_path):
@@ -103,6 +103,13 @@ def test_loader_of_a_subclass_is_saved_and_continued(launch, tmp_path):
     assert "engine does not run" in str(of_stock.warnings)
 
 
+def test_state_that_could_not_be_read_again_is_an_error_when_it_is_saved(launch, tmp_path):
+    (kind, message), files = launch(jobs.unreadable, tmp_path)[0]
+    assert kind == "StateError"
+    assert "cannot be saved" in message
+    assert not any("headrace_loader" in file for file in files)
+
+
 def test_workers_evaluation_and_the_best_model_do_not_disturb_continuing(launch, tmp_path):
     whole, kept, continued = launch(jobs.with_workers, tmp_path)[0]
     assert "checkpoint-8" in kept
@@ -111,6 +118,17 @@ def test_workers_evaluation_and_the_best_model_do_not_disturb_continuing(launch,
     assert continued.weights == whole.weights
     assert [entry["eval_count"] for entry in whole.metrics] == [10] * 3
     assert continued.left == whole.left == []
+
+
+@pytest.mark.parametrize("name", ["dispatch_batches", "even_batches", "batch_size", "train_sampling_strategy"])
+def test_option_that_cannot_be_honoured_is_an_error(launch, tmp_path_factory, name):
+    if "refused" not in _results:
+        _results["refused"] = launch(jobs.refused, tmp_path_factory.mktemp("refused"))[0]
+    assert _results["refused"][name][0] in ("ValueError", "TypeError")
+    assert name in _results["refused"][name][1]
+
+
+_results = {}
 
 
 @pytest.mark.proves(TRAINER, "evaluation")
@@ -140,19 +158,23 @@ def together(reports, epoch):
 
 @pytest.mark.proves(TRAINER, "each sample once, on two ranks")
 def test_two_ranks_share_each_epoch(ranks):
-    assert [together(ranks[0], epoch) for epoch in range(3)] == [ALL] * 3
+    whole = [report for report, _ in ranks[0]]
+    assert [together(whole, epoch) for epoch in range(3)] == [ALL] * 3
+    for _, (kind, message) in ranks[0]:
+        assert kind == "ValueError"  # a loader that does not divide
+        assert "ElasticSampler" in message
 
 
 @pytest.mark.proves(TRAINER, "equal weights after an interruption")
 def test_two_killed_ranks_continue_with_equal_weights(launch, ranks):
-    for continued, whole in zip(launch(jobs.ranks_continued, ranks[1], ranks=2), ranks[0], strict=True):
+    for continued, (whole, _) in zip(launch(jobs.ranks_continued, ranks[1], ranks=2), ranks[0], strict=True):
         assert continued.samples == whole.samples[22 + 8 :]
         assert continued.weights == whole.weights
 
 
 @pytest.mark.proves(TRAINER, "resume on another number of ranks")
 def test_one_rank_continues_what_two_began(launch, ranks):
-    whole = ranks[0]
+    whole = [report for report, _ in ranks[0]]
     (one,) = launch(jobs.ranks_continued, ranks[1])
     begun = [number for report in whole for number in report.epochs[1][:8]]
     assert sorted(begun + one.epochs[0]) == ALL

@@ -256,11 +256,11 @@ class ProcessLink:
     def _end_with_process(self) -> None:
         if self._over:
             return
-        self._over = True
-        ended = _ends_within(self._process, CLOSE_DEADLINE)
+        ended = _ends_within(self._process, CLOSE_DEADLINE)  # may be interrupted by Ctrl-C, and is then called again
         pid = "" if self._process.pid is None else f"(process {self._process.pid}) "
         death = f"{pid}{how_it_ended(self._process)}" if ended else None
         self._arrived.append(SessionEnd(_error_of_end(self._process), death))
+        self._over = True
 
     def leave(self) -> None:
         if not self.closed:

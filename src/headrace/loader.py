@@ -25,7 +25,7 @@ from headrace._core.order.state import states_from_dict
 from headrace._core.streams.kinds import DatasetKind, kind_of
 from headrace._core.streams.torch_views import torch_readable, unwrap, without_adapter
 from headrace._core.text import dataset_repr, function_name
-from headrace._core.torchcompat.portable_collate import PortableCollate
+from headrace._core.torchcompat.portable_collate import PortableCollate, same
 from headrace.collate import default_collate
 from headrace.options import (
     OPTIONS,
@@ -246,14 +246,15 @@ class DataLoader(TorchDataLoader[T_co]):
         transform = self._control.spec.options["transform"]
         if isinstance(collate_fn, PortableCollate):
             collate_fn = collate_fn.collate
-        if transform is None and not self._control.spec.kind.is_async and not self._loses_options:
+        loses = transform is not None or self._control.spec.kind.is_async or self._loses_options
+        if not loses and self._control.spec.options["seed"] is None:
             return collate_fn  # a torch loader does the same with it
-        return PortableCollate(collate_fn, transform, batched=self._auto_collation)
+        return PortableCollate(collate_fn, transform, batched=self._auto_collation, warn=None if loses else same)
 
     @property
     def _loses_options(self) -> bool:
         """Whether a plain torch loader of a torch dataset would ignore an option."""
-        return any(self._control.spec.options[name] != OPTIONS[name].default for name in ("on_error", "device", "seed"))
+        return any(self._control.spec.options[name] != OPTIONS[name].default for name in ("on_error", "device"))
 
     def __repr__(self) -> str:
         shown = [dataset_repr(self.dataset), f"batch_size={self.batch_size}"]

@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from headrace._core.consumer.control import trainers
 from headrace._core.consumer.epoch import BatchIterator
 from headrace._core.order.state import LoaderState, states_to_dict
 from headrace._core.streams.resumable import State
+from headrace._core.torchcompat.private import tree_flatten
 from headrace.errors import StateError
 from headrace.loader import DataLoader
 

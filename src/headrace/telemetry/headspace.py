@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
+from headrace._core.torchcompat.private import tree_map
 from headrace.telemetry.formatting import digits, rate, seconds
 from headrace.telemetry.report import Report
 
@@ -117,7 +117,7 @@ def _measure(loader: Any, step: Callable[[Any], object], batches: int, *, own: b
 
     for _ in range(KEPT):
         batch = next_batch()
-        kept.append(pytree.tree_map(_copied, batch))
+        kept.append(tree_map(_copied, batch))
         step(batch)
     _synchronize()
     waited, began = 0.0, time.perf_counter()
@@ -136,7 +136,7 @@ def _measure(loader: Any, step: Callable[[Any], object], batches: int, *, own: b
         if number == KEPT:
             _synchronize()
             began = time.perf_counter()
-        step(pytree.tree_map(lambda leaf: leaf, kept[number % KEPT]))  # in containers of its own
+        step(tree_map(lambda leaf: leaf, kept[number % KEPT]))  # in containers of its own
     _synchronize()
     return Headspace(batches, real / batches, (time.perf_counter() - began) / batches, waited / batches, report)
 

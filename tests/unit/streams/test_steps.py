@@ -15,6 +15,7 @@ import torch
 
 import headrace as hr
 from headrace._core.streams.steps import CHUNK
+from tests.datasets import SlowDataset
 
 WHERE = pytest.mark.parametrize(
     "options",
@@ -498,7 +499,7 @@ def test_wrong_numbers_of_times_are_errors(times, error):
     with pytest.raises(error, match="times"):
         Count(3).repeat(times)
     with pytest.raises(error, match="times"):
-        hr.testing.SlowDataset(3, 0.0).repeat(times)
+        SlowDataset(3, 0.0).repeat(times)
 
 
 def test_abandoned_wait_before_batching_loses_nothing():

@@ -211,9 +211,8 @@ def _ended_a_generator(error: BaseException) -> bool:
     have served a single sample. `pipe` calls its function again.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = frame.f_globals.get("__name__", "")
-        if module == Pipe.__module__:
+        if isinstance(frame.f_locals.get("self"), Pipe):
             return False
-        if module.partition(".")[0] != "headrace":
+        if frame.f_globals.get("__name__", "").partition(".")[0] != "headrace":
             return bool(frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR))
     return False

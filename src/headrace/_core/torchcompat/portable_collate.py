@@ -92,6 +92,10 @@ class PortableCollate:
         return f"{type(self).__name__}({self.collate!r}, transform={self.transform!r})"
 
 
+def same() -> None:
+    """Do nothing: a torch loader loses no option. The loader's class still tells one that is made anew by it."""
+
+
 def _warn_once() -> None:
     worker = get_worker_info()
     if _warned[0] or (worker is not None and worker.id != 0):

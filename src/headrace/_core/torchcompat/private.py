@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch._utils import KeyErrorMessage as KeyErrorMessage
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_map as tree_map
 from torch.utils.data import Dataset
 from torch.utils.data._utils import worker as _worker
 from torch.utils.data._utils.collate import collate as collate

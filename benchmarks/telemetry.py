@@ -53,9 +53,10 @@ class Waiting(hr.AsyncDataset[int]):
 # The same code without recording.
 
 
-async def run(self: FetcherPool, version: int) -> None:
-    queue, fetch, on_result = self._queue, self._policy.fetcher(), self._policy.on_result
+async def run(self: FetcherPool) -> None:
+    queue = self._queue
     while True:
+        fetch, on_result = self._fetch, self._on_result
         if len(queue) > 1:
             self._wake_one()
         while queue:
@@ -69,13 +70,18 @@ async def run(self: FetcherPool, version: int) -> None:
                 result = self._policy.on_error(error, target, argument)
             if on_result(target, slot, result):
                 await asyncio.sleep(0)
-            if self._interrupted and self._should_park(version):
-                break
-        await self._park()
+            if self._interrupted:
+                self._interrupted = self.busy > self.size
+                if self._interrupted:
+                    break
+        woken = asyncio.get_running_loop().create_future()
+        self._parked.append(woken)
+        await woken
 
 
 def put(self: Session, raw: RawBatch, host: HostBatch, _fetched: float, _load: object) -> None:
     assert self._stage is not None
+    self._sizes.on_assembled(host)
     host = self._stage.on_assembled(raw, host).located(self._sample_key)
     state = host.stream_state if raw.stream_state is None else raw.stream_state
     del self._admitted_at[host.plan.number]
@@ -85,7 +91,7 @@ def put(self: Session, raw: RawBatch, host: HostBatch, _fetched: float, _load: o
     )
     for ready in self._reorder.put(host) if self._reorder else (host,):
         del self._outstanding[ready.plan.number]
-        self._handoff.put(ready)
+        self._send(ready)
 
 
 def deliver(self: Epoch, host: HostBatch) -> Any:

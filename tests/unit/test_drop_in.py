@@ -1,5 +1,6 @@
 """Programs written for torch's loader whose parts have unusual attributes: each gets what torch's loader gives."""
 
+import gc
 import os
 import threading
 from dataclasses import dataclass
@@ -149,3 +150,31 @@ def test_loading_of_a_torch_dataset_without_workers_starts_no_thread_and_opens_n
     assert (threading.active_count(), os.listdir("/proc/self/fd")) == before
     assert len(list(batches)) == 3
     assert (threading.active_count(), os.listdir("/proc/self/fd")) == before
+
+
+class Opened(torch.utils.data.IterableDataset):
+    """A stream that holds something open while it is read."""
+
+    def __init__(self):
+        self.open = 0
+
+    def __iter__(self):
+        self.open += 1
+        try:
+            yield from range(100)
+        finally:
+            self.open -= 1
+
+
+def test_stream_of_an_iterator_that_is_dropped_is_closed_without_the_garbage_collector():
+    stream = Opened()
+    loader = hr.DataLoader(stream, batch_size=4)
+    gc.disable()
+    try:
+        batches = iter(loader)
+        assert next(batches).tolist() == [0, 1, 2, 3]
+        assert stream.open == 1
+        del batches
+        assert stream.open == 0
+    finally:
+        gc.enable()

@@ -73,7 +73,7 @@ DOUBLED = [[0, 2, 4, 6], [8, 10, 12, 14]]
 def test_module_is_imported_once_for_all_workers_and_the_next_loader(module, placement):
     assert double_in_workers(module.double, placement=placement) == DOUBLED
     assert len(pids_of(module)) == 1
-    assert double_in_workers(lambda x: module.double(x), placement=placement) == DOUBLED
+    assert double_in_workers(module.double, placement=placement) == DOUBLED
     assert len(pids_of(module)) == 1
 
 

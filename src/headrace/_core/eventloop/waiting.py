@@ -104,7 +104,13 @@ class CloseGuard:
     def _close_if_unused(self) -> None:
         if not self._held and not self._closed:
             self._closed = True
-            self._close()
+            close = self._close
+            self._wake = self._close = _nothing  # these hold the owner, which would wait for the garbage collector
+            close()
+
+
+def _nothing() -> None:
+    return
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ KINDS = {"map", "stream"}
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "parity(behaviour, not_for): a line of the parity table; see harness.parity")
+    config.addinivalue_line("markers", "parity(behaviour, not_for): a line of the parity page; see harness.parity")
 
 
 def pytest_collection_modifyitems(config, items):

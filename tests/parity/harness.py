@@ -68,7 +68,7 @@ NAMES = tuple(setting.name for setting in SETTINGS)
 
 
 def parity(behaviour: str, *, not_for: Mapping[str, str] | None = None) -> Callable[[Any], Any]:
-    """Run a test in every setting, as the proof of one line of the parity table.
+    """Run a test in every setting, as the proof of one line of the parity page.
 
     The table's row is the module's: `test_dataset_kinds.py` holds the row "dataset kinds". Several tests may prove one
     behaviour together, each in other settings or with other parameters.

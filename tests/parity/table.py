@@ -23,15 +23,18 @@ ROWS = (
     "constructor",
     "ends",
 )
-TICK = "✓"
+PROVEN = "a test"
 HEAD = """\
 # Parity with torch's DataLoader
 
-Each line is a behaviour of `torch.utils.data.DataLoader`. {tick} means: a test runs the same program with torch's
-loader and with headrace's, in this setting and in the same run, and compares batches, errors, warnings and side
-effects. Where there is no tick, the reason stands in its place. An async dataset is compared with torch reading the
-same samples from a sync one. Memory is pinned only where the tests run beside an accelerator; elsewhere the lines on
-pinned memory compare torch's warnings and plain tensors.
+Each line is a behaviour of `torch.utils.data.DataLoader`. A test runs the same program with torch's loader and with
+headrace's, in the same run, and compares batches, errors, warnings and side effects, in each of these settings:
+
+{settings}
+
+Where a line does not apply to a setting, the reason stands behind it. An async dataset is compared with torch reading
+the same samples from a sync one. Memory is pinned only where the tests run beside an accelerator; elsewhere the lines
+on pinned memory compare torch's warnings and plain tensors.
 
 This page is made from the tests in `tests/parity` by `make parity-table`. What is different on purpose is listed in
 [Migrating from torch](migrating-from-torch.md#differences).
@@ -52,7 +55,7 @@ Line = dict[str, str]  # from setting to what its cell says
 
 
 def lines_of(items: list[pytest.Item]) -> dict[str, dict[str, Line]]:
-    """For each row its behaviours, for each behaviour its cells."""
+    """For each section its behaviours, for each behaviour the settings, each with `PROVEN` or a reason."""
     rows: dict[str, dict[str, Line]] = defaultdict(lambda: defaultdict(dict))
     for item in items:
         marker = item.get_closest_marker("parity")
@@ -65,7 +68,7 @@ def lines_of(items: list[pytest.Item]) -> dict[str, dict[str, Line]]:
             if line.setdefault(setting, reason) != reason:
                 raise ValueError(f"{item.nodeid}: two answers for {setting!r}: {reason!r} and {line[setting]!r}")
         setting = item.callspec.params["setting"].name  # type: ignore[attr-defined]
-        if line.setdefault(setting, TICK) != TICK:
+        if line.setdefault(setting, PROVEN) != PROVEN:
             raise ValueError(f"{item.nodeid} runs where another test says: {line[setting]!r}")
     return rows
 
@@ -79,19 +82,33 @@ def rendered(items: list[pytest.Item]) -> str:
     from tests.parity.harness import NAMES
 
     rows = lines_of(items)
-    parts = [HEAD.format(tick=TICK)]
+    parts = [HEAD.format(settings="\n".join(f"- {name}" for name in NAMES))]
     for row in ROWS:
         if row not in rows:
             continue
         parts.append(f"## {row.capitalize()}\n")
-        parts.append("| | " + " | ".join(NAMES) + " |\n|---" + "|:---:" * len(NAMES) + "|")
         for behaviour, line in rows[row].items():
             empty = [name for name in NAMES if name not in line]
             if empty:
                 raise ValueError(f"{row}: {behaviour}: no test and no reason for {empty}")
-            parts.append(f"| {behaviour} | " + " | ".join(line[name] for name in NAMES) + " |")
+            reasons: dict[str, list[str]] = defaultdict(list)
+            for name in NAMES:
+                if line[name] != PROVEN:
+                    reasons[line[name]].append(name)
+            exceptions = "; ".join(f"{_together(names)}: {reason}" for reason, names in reasons.items())
+            parts.append(f"- {behaviour}" + (f" (*{exceptions}*)" if exceptions else ""))
         parts.append("")
     return "\n".join(parts)
+
+
+def _together(names: list[str]) -> str:
+    """`names`, or the kind of dataset alone if they are all settings of it."""
+    from tests.parity.harness import NAMES
+
+    for kind in {name.split(",")[0] for name in names}:
+        if names == [name for name in NAMES if name.startswith(kind)]:
+            return kind
+    return " and ".join(names)
 
 
 def made_anew() -> str:

@@ -41,7 +41,6 @@ class Pipeline:
         step: seconds of a training step.
         batches: number of batches that are read.
         by_hand: makes the loader after a change that is not one of constructor arguments, given the report.
-        keeps: whether the loop keeps its batches.
         second_epoch: whether the change is to read another epoch.
     """
 
@@ -50,7 +49,6 @@ class Pipeline:
     step: float
     batches: int = 60
     by_hand: Callable[[hr.types.Report], hr.DataLoader[Any]] | None = None
-    keeps: bool = False
     second_epoch: bool = False
 
 
@@ -205,10 +203,9 @@ class Constant:
         return self.tensor
 
 
-def wait_share(loader: hr.DataLoader[Any], pipeline: Pipeline, *, keeps: bool) -> tuple[float, hr.types.Report]:
+def wait_share(loader: hr.DataLoader[Any], pipeline: Pipeline) -> tuple[float, hr.types.Report]:
     """Read an epoch; the share of the time that the loop waited."""
-    kept, waited, began = [], 0.0, 0.0
-    first = 0.0
+    waited = began = first = 0.0
     at = time.perf_counter()
     batches = iter(loader)
     for number in range(pipeline.batches):
@@ -218,8 +215,6 @@ def wait_share(loader: hr.DataLoader[Any], pipeline: Pipeline, *, keeps: bool) -
             waited += now - at
         else:
             first, began = now - at, now
-        if keeps:
-            kept.append(batch)
         del batch
         time.sleep(pipeline.step)
         at = time.perf_counter()
@@ -243,12 +238,12 @@ def run(pipeline: Pipeline) -> Outcome:
     with pipeline.make() as loader:
         if not pipeline.second_epoch:
             warm_up(loader)
-        before, report = wait_share(loader, pipeline, keeps=pipeline.keeps)
+        before, report = wait_share(loader, pipeline)
         outcome = Outcome(report, before)
         if report.limit != pipeline.limit:
             return outcome
         if pipeline.second_epoch:
-            outcome.after, _ = wait_share(loader, pipeline, keeps=False)
+            outcome.after, _ = wait_share(loader, pipeline)
             return outcome
     if report.change:
         changed = pipeline.make(**report.change)
@@ -258,7 +253,7 @@ def run(pipeline: Pipeline) -> Outcome:
         changed = pipeline.make()
     with changed:
         warm_up(changed)
-        outcome.after, _ = wait_share(changed, pipeline, keeps=False)
+        outcome.after, _ = wait_share(changed, pipeline)
     return outcome
 
 
@@ -393,11 +388,6 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
 
         return Pipeline("look-ahead", lambda: loader(slow), 0.02, by_hand=lambda report: loader(quick))
 
-    def held_batches() -> Pipeline:
-        dataset = lambda: Numbers(960, lambda index: 0.001)  # noqa: E731
-        arguments = {"placement": "process", "concurrency": 32, "collate_fn": Constant(6_000_000)}
-        return Pipeline("held-batches", make(dataset, 8, **arguments), 0.01, 100, keeps=True)
-
     def consumer() -> Pipeline:
         return Pipeline("consumer", make(lambda: Numbers(960, lambda index: 0.02)), 0.02)
 
@@ -405,7 +395,7 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
         each.__name__.replace("_", " "): each
         for each in (
             consumer, latency, latency_of_a_store, throttling, bandwidth, event_loop, blocked_loop, workers, no_workers,
-            order, slow_shard, transport, copy, start_up, memory_budget, look_ahead, sampler, held_batches,
+            order, slow_shard, transport, copy, start_up, memory_budget, look_ahead, sampler,
         )
     }  # fmt: skip
 

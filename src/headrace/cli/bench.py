@@ -170,7 +170,7 @@ class Bench:
             count / (now - start),
             total / (now - start),
             report.fetch_seconds,
-            (requests["throttled"] + requests["timed_out"]) / max(1, requests["requests"]),
+            (requests.throttled + requests.timed_out) / max(1, requests.requests),
             report.engine_cpu,
         )
 

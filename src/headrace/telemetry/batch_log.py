@@ -31,7 +31,6 @@ class BatchRecord(NamedTuple):
         requests: requests to stores since the batch before it.
         cpu: CPU seconds of the consumer's thread until `returned`.
         skipped: samples skipped since the batch before it, its own included.
-        shortages: batches, in this process, that were copied since all shared memory was in use, until then.
         fetches: single fetches that ended since then; only for the subscribers of `trace_all`.
     """
 
@@ -48,13 +47,12 @@ class BatchRecord(NamedTuple):
     requests: RequestCounts | None
     cpu: float = 0.0
     skipped: int = 0
-    shortages: int = 0
     fetches: FetchTimes | None = None
 
 
 # The same as a plain tuple, which takes half the time to make.
 _Fields: TypeAlias = tuple[
-    int, int, int, float, StageTimes, float, float, float, float, int, RequestCounts | None, float, int, int
+    int, int, int, float, StageTimes, float, float, float, float, int, RequestCounts | None, float, int
 ]
 
 Subscriber = Callable[[BatchRecord], None]

@@ -7,13 +7,13 @@ load of the stage says why.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 from headrace.telemetry.figures import Figures
 from headrace.telemetry.formatting import digits, rate, seconds, share
-from headrace.telemetry.limits import Diagnosis, Setup
 
-__all__ = ["BATCHES_AT_LEAST", "Model", "diagnose"]
+__all__ = ["BATCHES_AT_LEAST", "Diagnosis", "Limit", "Model", "Setup", "diagnose"]
 
 # Below these, waiting is not worth a change: the share of the time, and the mean time of `next()` in seconds.
 FEW_WAITS = 0.05
@@ -21,7 +21,6 @@ FAST_NEXT = 50e-6
 BATCHES_AT_LEAST = 10  # for a diagnosis
 LONG_START = 0.5  # of the time
 PROVEN_BLOCK = 0.01  # of the time, above which blocking calls are the reason if the event loop is late
-COPIED = 0.5  # of the batches, above which the loop keeps too many
 HEADROOM = 1.2  # of a change beyond what is needed
 MOST = 16.0  # times as fast: no change beyond that is advised at once
 THROTTLED = 0.01  # of the requests, above which the store is the limit
@@ -35,6 +34,81 @@ ALONE = 1.5  # fetches at the same time, below which they are made one after the
 THREADS = 40  # calls that `anyio.to_thread.run_sync` runs at once
 IDLE_WORKERS = 0.7  # of the workers, below which more of them would not help
 LEAST_CPU = 0.05  # CPU seconds for each second of work that are assumed at least
+
+
+Limit = Literal[
+    "consumer",
+    "latency",
+    "throttling",
+    "bandwidth",
+    "event-loop",
+    "blocked-loop",
+    "workers",
+    "order",
+    "transport",
+    "copy",
+    "start-up",
+    "memory-budget",
+    "look-ahead",
+]
+
+
+class Setup(NamedTuple):
+    """The arguments of a loader that decide on its speed.
+
+    Attributes:
+        concurrency: the argument.
+        num_workers: the argument.
+        look_ahead: batches that may be planned and not delivered.
+        most_ahead: the number that this may grow to.
+        batch_size: samples in a batch, if known.
+        in_order: the argument.
+        memory_budget: the argument.
+        placement: ``"thread"``, ``"process"`` or ``"inline"``.
+        stream: whether the dataset is a stream.
+        is_async: whether the dataset is an async one.
+        cores: CPUs that this process may use.
+        most_concurrency: fetches that the descriptors allow.
+        fixed_look_ahead: whether `prefetch_factor` was given, so that it does not follow `concurrency`.
+        engines: the argument.
+        by_engines: whether several engines can divide the dataset.
+    """
+
+    concurrency: int | str
+    num_workers: int
+    look_ahead: int
+    most_ahead: int
+    batch_size: int | None
+    in_order: bool
+    memory_budget: int | None
+    placement: str
+    stream: bool
+    is_async: bool
+    cores: int
+    most_concurrency: int
+    fixed_look_ahead: bool = False
+    engines: int = 1
+    by_engines: bool = True
+
+
+class Diagnosis(NamedTuple):
+    """What limits a loader.
+
+    Attributes:
+        limit: the name of the limit.
+        evidence: what shows it, with numbers.
+        advice: the one change to make; empty if there is none.
+        predicted: the share of the time that the loop would wait after that change; None if it cannot be said.
+        change: the change as arguments of the loader; empty if it is made elsewhere.
+        factor: by how much the change makes the limiting stage faster; None if it cannot be said.
+    """
+
+    limit: Limit
+    evidence: str
+    advice: str = ""
+    predicted: float | None = None
+    change: Mapping[str, Any] = {}
+    factor: float | None = None
 
 
 class Model:
@@ -119,14 +193,6 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
             "make the sampler faster, or draw its indices before the epoch",
             model.without("plan"),
         )
-    if figures.copied > COPIED:
-        return Diagnosis(
-            "held-batches",
-            f"{share(figures.copied)} of the batches were copied through a socket: the loop keeps so many batches "
-            f"that all shared memory is in use",
-            "keep no batches, or a copy of the part that you need (batch.clone())",
-            model.without("hand-over", "delivery"),
-        )
     if step == "delivery":
         return Diagnosis(
             "copy",
@@ -191,8 +257,8 @@ def _fetching(figures: Figures, setup: Setup, model: Model) -> Diagnosis:
     wanted = _samples_ahead(figures, setup) * model.needed()
     return Diagnosis(
         "look-ahead",
-        f"{figures.in_flight:.0f} of {figures.limit} fetches are in flight: the {setup.most_ahead} batches that may be "
-        f"planned ahead are not enough to keep more",
+        f"{figures.in_flight:.0f} of {figures.concurrency} fetches are in flight: the {setup.most_ahead} batches that "
+        f"may be planned ahead are not enough to keep more",
         *_more_in_flight(figures, setup, model, wanted),
     )
 
@@ -212,13 +278,13 @@ def _blocked_loop(figures: Figures, setup: Setup, model: Model) -> Diagnosis:
     place = f" in {figures.blocked_in}" if figures.blocked_in else ""
     total = figures.start_up + figures.seconds
     blocked = (figures.start_blocked + figures.blocked * figures.seconds) / total
-    in_threads = min(THREADS, figures.limit or THREADS)
+    in_threads = min(THREADS, figures.concurrency or THREADS)
     # The watchdog counts what it has proven, which is less than all if many calls block for some milliseconds each. If
     # fetches do not overlap, though several may, the loop is blocked all the time in which it does not compute.
     median = figures.fetch_seconds[0] if figures.fetch_seconds else 0.0
     overlapping = median * figures.samples / max(1e-9, figures.seconds)
     share_blocked = figures.blocked
-    if figures.full <= 0.5 or overlapping < ALONE < figures.limit:
+    if figures.full <= 0.5 or overlapping < ALONE < figures.concurrency:
         share_blocked = max(share_blocked, 1 - figures.engine_cpu)
     period, blocking = figures.period, figures.period * share_blocked
     if figures.start_up > figures.waited:  # all that was planned ahead is fetched before the first batch is delivered
@@ -325,12 +391,12 @@ def _memory(figures: Figures, setup: Setup, model: Model) -> Diagnosis:
     factor = model.needed()
     if figures.memory_of_sample and setup.concurrency != "auto":
         allowed = max(1.0, budget / figures.memory_of_sample)  # samples, in any state
-        factor = max(1.0, min(factor, figures.limit / allowed * 2))
+        factor = max(1.0, min(factor, figures.concurrency / allowed * 2))
     mebibytes = math.ceil(budget * factor / 2**20)
     return Diagnosis(
         "memory-budget",
         f"plans waited for memory at {share(figures.held)} of the batches, with {figures.in_flight:.0f} of "
-        f"{figures.limit} fetches in flight",
+        f"{figures.concurrency} fetches in flight",
         f"memory_budget={mebibytes} * 2**20",
         model.after(factor),
         {"memory_budget": mebibytes * 2**20},
@@ -340,43 +406,36 @@ def _memory(figures: Figures, setup: Setup, model: Model) -> Diagnosis:
 
 def _full(figures: Figures, setup: Setup, model: Model) -> Diagnosis:
     median = figures.fetch_seconds[0] if figures.fetch_seconds else 0.0
-    transfer = figures.request_seconds[0] - figures.first_byte[0] if figures.first_byte else 0.0
+    transfer = figures.request_seconds[0] - figures.first_byte_seconds[0] if figures.first_byte_seconds else 0.0
     factor = model.needed()
-    speed = figures.nbytes / figures.seconds
     fewer = f"1/{digits(factor)} of the bytes for each sample: .cache(folder) for later epochs, or smaller samples"
-    crowded = figures.crowding is not None and figures.crowding > CROWDED
-    if crowded or (figures.crowding is None and figures.fastest_fetch and median > QUEUEING * figures.fastest_fetch):
+    shown = None
+    if figures.crowding is not None:
+        if figures.crowding > CROWDED:
+            shown = "the more are in flight, the longer each takes"
+    elif figures.fastest_fetch and median > QUEUEING * figures.fastest_fetch:
+        shown = f"the first ones took {seconds(figures.fastest_fetch)}"
+    elif transfer > MOSTLY * sum(figures.request_seconds[:1]):
         shown = (
-            "the more are in flight, the longer each takes"
-            if crowded
-            else (f"the first ones took {seconds(figures.fastest_fetch)}")
+            f"{seconds(transfer)} of a request of {seconds(figures.request_seconds[0])} are the transfer of its body"
         )
+        fewer += '; or concurrency="auto", which finds out whether more requests get more'
+    if shown is not None:
         return Diagnosis(
             "bandwidth",
-            f"{figures.limit} fetches in flight take {seconds(median)} each, at {speed / 1e6:.3g} MB/s, and {shown}: "
-            f"they wait for each other, so that more of them do not help",
+            f"{figures.concurrency} fetches in flight take {seconds(median)} each, "
+            f"at {figures.nbytes / figures.seconds / 1e6:.3g} MB/s, and {shown}",
             fewer,
             model.after(factor),
             factor=factor,
         )
-    if (
-        transfer > MOSTLY * (figures.request_seconds[0] if figures.request_seconds else 0.0)
-        and figures.crowding is None
-    ):
-        return Diagnosis(
-            "bandwidth",
-            f"{seconds(transfer)} of the {seconds(figures.request_seconds[0])} of a request are the transfer of its "
-            f"body, with {figures.limit} in flight, at {speed / 1e6:.3g} MB/s",
-            f'{fewer}; or concurrency="auto", which finds out whether more requests get more',
-            model.after(factor),
-            factor=factor,
-        )
-    wanted = figures.limit * factor
+    wanted = figures.concurrency * factor
     evidence = (
-        f"{figures.limit} in flight ÷ {seconds(median)} = {rate(figures.limit / median) if median else '?'} samples/s, "
+        f"{figures.concurrency} in flight ÷ {seconds(median)} = "
+        f"{rate(figures.concurrency / median) if median else '?'} samples/s, "
         f"and the window was full {share(figures.full)} of the time"
     )
-    if figures.limit >= setup.most_concurrency:
+    if figures.concurrency >= setup.most_concurrency:
         advice = f"more descriptors (ulimit -n), which allow {setup.most_concurrency} fetches now, or ranges and shards"
         return Diagnosis("latency", evidence, advice, factor=factor)
     return Diagnosis("latency", evidence, *_more_in_flight(figures, setup, model, wanted))
@@ -392,9 +451,9 @@ def _more_in_flight(
     """The advice, prediction, change and factor with which so many samples are fetched at once."""
     change: dict[str, Any] = {}
     ahead = _samples_ahead(figures, setup)
-    now = min(float(figures.limit), ahead)
+    now = min(float(figures.concurrency), ahead)
     wanted = min(wanted, setup.most_concurrency)
-    limit = figures.limit
+    limit = figures.concurrency
     if wanted > limit or not setup.fixed_look_ahead:
         limit = min(setup.most_concurrency, _round_up(wanted))
         change["concurrency"] = limit

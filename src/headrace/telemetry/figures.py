@@ -123,13 +123,14 @@ class Figures:
     """Figures of the batches after the first one, whose wait is the start-up.
 
     Attributes:
-        start_up: seconds of the first `next()`; 0.0 if its record is no longer kept.
+        start_up: seconds of the first `next()`; 0.0 if more than 4,095 batches came after it.
         start_blocked: seconds of them for which user code blocked the event loop.
         first_fetch: seconds of them after the first fetch had begun, or the first batch had been read.
-        batches: number of batches, without the first.
+        batches: number of batches after the first, at most 4,095.
         samples: in them.
         seconds: from the first batch to the last.
         waited: seconds in `next()`.
+        wait_share: share of the time in which the consumer waited there, from 0 to 1.
         waits: those seconds, by the step that the awaited batch was in.
         slow_waits: share of the waiting for fetch that was for batches which took three times the median.
         slow_batches: number of these.
@@ -138,31 +139,31 @@ class Figures:
         compute: mean seconds of the consumer between two calls of `next()`.
         fetch_seconds: the 50th, 90th and 99th percentile of the duration of one fetch; empty if unknown.
         fastest_fetch: the shortest of the first twenty.
-        first_byte: the same percentiles of the seconds to the first byte of one request to a store; empty if unknown.
+        first_byte_seconds: the same percentiles of the time to the first byte of one request to a store in each batch;
+            empty if the dataset makes none, or is a stream.
         request_seconds: those of the whole request.
         crowding: by how much the logarithm of a fetch's duration grows with that of the number in flight: 0.0 where
             fetches do not wait for each other, 1.0 where they share a link; None if that number has not changed.
         in_flight: mean number of fetches in flight, when a batch was complete.
-        limit: how many were allowed, at the last batch.
+        concurrency: how many were allowed, at the last batch.
         full: share of the batches at whose completion as many fetches were in flight as allowed, and more waited.
         held: share of the batches at whose completion plans waited for memory.
-        nbytes: of the samples fetched.
+        nbytes: approximate size of the samples fetched.
         memory_of_sample: bytes, as the memory budget counts them; 0 where it does not.
         work_seconds: median seconds of transforms and collation of a batch.
         mean_work_seconds: mean seconds of them.
-        work_cpu: CPU seconds of them per second of them.
-        workers_busy: mean number of batches in work at the same time.
+        workers_busy: mean number of batches that are transformed and collated at the same time.
+        workers_cpu: CPU seconds per second of these, of all workers together.
         engine_cpu: CPU seconds of the engine's thread per second.
         engine_queued: seconds per second in which that thread could have computed and had no core.
         consumer_cpu: CPU seconds of the consumer's thread per second.
         blocked: seconds for which user code blocked the event loop, per second.
         blocked_in: the line that blocked it longest.
         in_call: whether transforms and collation ran inside `next()`.
-        requests: to stores, summed, those before the first batch included.
+        requests: to stores, those before the first batch included.
         worker_deaths: workers that died.
         skipped: samples that were skipped.
-        copied: share of the batches that were copied since all shared memory was in use by batches of the loop.
-        stages: shares of the stages.
+        stages: how each stage spent the time.
     """
 
     start_up: float
@@ -172,6 +173,7 @@ class Figures:
     samples: int = 0
     seconds: float = 0.0
     waited: float = 0.0
+    wait_share: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
     slow_waits: float = 0.0
     slow_batches: int = 0
@@ -180,19 +182,19 @@ class Figures:
     compute: float = 0.0
     fetch_seconds: tuple[float, ...] = ()
     fastest_fetch: float = 0.0
-    first_byte: tuple[float, ...] = ()
+    first_byte_seconds: tuple[float, ...] = ()
     request_seconds: tuple[float, ...] = ()
     crowding: float | None = None
     in_flight: float = 0.0
-    limit: int = 0
+    concurrency: int = 0
     full: float = 0.0
     held: float = 0.0
     nbytes: int = 0
     memory_of_sample: float = 0.0
     work_seconds: float = 0.0
     mean_work_seconds: float = 0.0
-    work_cpu: float = 0.0
     workers_busy: float = 0.0
+    workers_cpu: float = 0.0
     engine_cpu: float = 0.0
     engine_queued: float = 0.0
     consumer_cpu: float = 0.0
@@ -202,13 +204,12 @@ class Figures:
     requests: RequestCounts = field(default_factory=RequestCounts)
     worker_deaths: int = 0
     skipped: int = 0
-    copied: float = 0.0
     stages: tuple[StageShare, ...] = ()
 
     @property
-    def wait_share(self) -> float:
-        """The part of the time in which the consumer waited in `next()`, from 0 to 1."""
-        return self.waited / self.seconds if self.seconds else 0.0
+    def work_cpu(self) -> float:
+        """CPU seconds for each second of transforms and collation."""
+        return self.workers_cpu / self.workers_busy if self.workers_busy else 0.0
 
     @property
     def period(self) -> float:
@@ -269,6 +270,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         samples=sum(record.size for record in rest),
         seconds=seconds,
         waited=waited,
+        wait_share=waited / seconds,
         waits=dict(waits),
         slow_waits=sum(slow) / in_fetch if in_fetch else 0.0,
         slow_batches=len(slow),
@@ -277,19 +279,19 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         compute=max(0.0, seconds - waited) / len(rest),
         fetch_seconds=percentiles(timed),
         fastest_fetch=min(timed[:PAIRS], default=0.0),
-        first_byte=percentiles(record.times.first_byte for record in rest),
+        first_byte_seconds=percentiles(record.times.first_byte for record in rest),
         request_seconds=percentiles(record.times.request_seconds for record in rest),
         crowding=_crowding(rest),
         in_flight=sum(load.in_flight for load in loads) / len(loads),
-        limit=loads[-1].limit,
+        concurrency=loads[-1].limit,
         full=_share(load.limit and load.in_flight >= load.limit and load.queued for load in loads),
         held=_share(load.held_plans for load in loads),
         nbytes=sum(record.times.nbytes for record in rest),
         memory_of_sample=sum(load.memory for load in loads) / max(1, sum(load.memory_samples for load in loads)),
         work_seconds=percentile([length(each) for each in work], 0.5),
         mean_work_seconds=worked / len(rest),
-        work_cpu=sum(record.times.work_cpu for record in rest) / worked if worked else 0.0,
         workers_busy=worked / seconds,
+        workers_cpu=sum(record.times.work_cpu for record in rest) / seconds,
         engine_cpu=(end.engine_cpu - begin.engine_cpu) / engine_seconds,
         engine_queued=(end.engine_queued - begin.engine_queued) / engine_seconds,
         consumer_cpu=(rest[-1].cpu - first.cpu) / seconds,
@@ -299,7 +301,6 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         requests=requests,
         worker_deaths=worker_deaths,
         skipped=skipped,
-        copied=(rest[-1].shortages - first.shortages) / len(rest),
         stages=stage_shares(rest, (first.returned, rest[-1].returned)),
     )
 

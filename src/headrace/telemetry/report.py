@@ -3,79 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.telemetry.batch_log import BatchRecord
-from headrace.telemetry.diagnosis import diagnose
+from headrace.telemetry.diagnosis import Diagnosis, Limit, Setup, diagnose
 from headrace.telemetry.figures import Figures, StageShare, figures_of
 from headrace.telemetry.formatting import rate, seconds, share
-from headrace.telemetry.limits import Diagnosis, Limit, Setup
 
 __all__ = ["Report", "make_report"]
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """How a loader spent the time of its last iteration, and what limits it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(Figures):
+    """How a loader spent the time of its last iteration, and what limits it. Its figures are those of `Figures`.
 
     Attributes:
         limit: what limits it: ``"consumer"`` if the loop hardly waits. One of ``"latency"``, ``"throttling"``,
             ``"bandwidth"``, ``"event-loop"``, ``"blocked-loop"``, ``"workers"``, ``"order"``, ``"transport"``,
-            ``"copy"``, ``"start-up"``, ``"memory-budget"``, ``"look-ahead"``, ``"held-batches"``.
+            ``"copy"``, ``"start-up"``, ``"memory-budget"``, ``"look-ahead"``.
         evidence: the numbers that show it.
         advice: the change to make; empty if none is needed.
         predicted: the share of the time, from 0 to 1, that the loop would wait after it; None if that is not known.
         change: that change as arguments of the loader, ``{"concurrency": 96}``; empty if it is made elsewhere.
         factor: by how much the change makes the limiting stage faster; None if that is not known.
-        wait_share: the share of the time that the loop waited, after the first batch.
-        start_up: seconds until the first batch; 0.0 if more than 4,095 batches came after it.
-        batches: number of batches after the first, at most 4,095.
-        samples: in them.
-        seconds: in which they were delivered.
-        stages: how each stage spent that time.
-        fetch_seconds: the 50th, 90th and 99th percentile of a fetch's duration, of one fetch in each batch.
-        first_byte_seconds: those percentiles of the time to the first byte of one request to a store in each batch;
-            empty if the dataset makes none, or is a stream.
-        request_seconds: those of the whole request.
-        in_flight: mean number of fetches in flight.
-        concurrency: fetches that were allowed at the end.
-        nbytes: approximate size of the samples fetched.
-        workers_busy: mean number of batches that are transformed and collated at the same time.
-        workers_cpu: CPU seconds per second of transforms and collation, of all workers together.
-        engine_cpu: CPU seconds of the event loop's thread per second.
-        engine_queued: seconds per second in which that thread could have computed and had no core.
-        requests: requests to stores by kind, as in `LoaderStats.requests`: retries, throttled ones, hedges, cache hits.
-        worker_deaths: workers that died.
-        skipped: samples that were skipped.
     """
 
     limit: Limit
     evidence: str
     advice: str
     predicted: float | None
-    change: dict[str, Any]
+    change: Mapping[str, Any]
     factor: float | None
-    wait_share: float
-    start_up: float
-    batches: int
-    samples: int
-    seconds: float
-    stages: tuple[StageShare, ...]
-    fetch_seconds: tuple[float, ...]
-    first_byte_seconds: tuple[float, ...]
-    request_seconds: tuple[float, ...]
-    in_flight: float
-    concurrency: int
-    nbytes: int
-    workers_busy: float
-    workers_cpu: float
-    engine_cpu: float
-    engine_queued: float
-    requests: dict[str, int]
-    worker_deaths: int
-    skipped: int
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
@@ -131,7 +91,8 @@ class Report:
             facts.append(("workers that died", f"{self.worker_deaths:,}"))
         if self.skipped:
             facts.append(("skipped samples", f"{self.skipped:,}"))
-        facts += [(name.replace("_", " "), f"{count:,}") for name, count in self.requests.items() if count]
+        requests = dataclasses.asdict(self.requests)
+        facts += [(name.replace("_", " "), f"{count:,}") for name, count in requests.items() if count]
         return facts
 
 
@@ -150,7 +111,6 @@ _LIMITS: dict[Limit, str] = {
     "start-up": "The start is the limit",
     "memory-budget": "The memory budget is the limit",
     "look-ahead": "The look-ahead is the limit",
-    "held-batches": "Batches that the loop keeps are the limit",
 }
 
 
@@ -179,30 +139,5 @@ def make_report(records: Sequence[BatchRecord], setup: Setup) -> Report:
     """
     figures = figures_of(records) if records else Figures(0.0)
     diagnosis = diagnose(figures, setup) if records else Diagnosis("start-up", "no batch has been delivered")
-    return Report(
-        limit=diagnosis.limit,
-        evidence=diagnosis.evidence,
-        advice=diagnosis.advice,
-        predicted=diagnosis.predicted,
-        change=dict(diagnosis.change),
-        factor=diagnosis.factor,
-        wait_share=figures.wait_share,
-        start_up=figures.start_up,
-        batches=figures.batches,
-        samples=figures.samples,
-        seconds=figures.seconds,
-        stages=figures.stages,
-        fetch_seconds=figures.fetch_seconds,
-        first_byte_seconds=figures.first_byte,
-        request_seconds=figures.request_seconds,
-        in_flight=figures.in_flight,
-        concurrency=figures.limit,
-        nbytes=figures.nbytes,
-        workers_busy=figures.workers_busy,
-        workers_cpu=figures.workers_busy * figures.work_cpu,
-        engine_cpu=figures.engine_cpu,
-        engine_queued=figures.engine_queued,
-        requests=dataclasses.asdict(figures.requests),
-        worker_deaths=figures.worker_deaths,
-        skipped=figures.skipped,
-    )
+    values = {each.name: getattr(figures, each.name) for each in dataclasses.fields(figures)}
+    return Report(**values, **diagnosis._asdict())

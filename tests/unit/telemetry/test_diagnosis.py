@@ -4,8 +4,8 @@ import pytest
 
 from headrace._core.batches import FetchLoad, RequestCounts, StageTimes
 from headrace.telemetry.batch_log import BatchRecord
+from headrace.telemetry.diagnosis import Setup
 from headrace.telemetry.figures import WAITS, figures_of
-from headrace.telemetry.limits import Setup
 from headrace.telemetry.report import make_report
 
 SETUP = Setup(
@@ -40,7 +40,6 @@ def records(
     blocked=0.0,
     start_up=0.0,
     work_cpu=0.0,
-    shortages=0,
     **steps,
 ):
     """Batches, each of which waits in `next()` for the given steps, one after the other, of so many seconds.
@@ -93,7 +92,6 @@ def records(
                 requests,
                 consumer_cpu * at,
                 int(not number % 10),
-                number * shortages,
             )
         )
         now = at + COMPUTE
@@ -125,7 +123,6 @@ def test_loop_that_does_not_wait_is_the_limit_itself():
         ("bandwidth", {"fetch": 0.02, "load": FULL, "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01}),
         ("bandwidth", {"fetch": 0.02, "load": FULL, "request": (0.01, 0.1)}),
         ("latency", {"fetch": 0.02, "load": FULL, "request": (0.09, 0.1)}),
-        ("held-batches", {"hand_over": 0.02, "shortages": 1}),
         ("order", {"fetch": lambda number: 0.001 if number % 10 else 0.5, "load": IDLE}),
         ("event-loop", {"loop": 0.02, "cpu": 0.95}),
         ("blocked-loop", {"loop": 0.02, "blocked": 0.05}),

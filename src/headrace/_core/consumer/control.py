@@ -55,9 +55,9 @@ from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import users_stacklevel
 from headrace.errors import StateError
 from headrace.telemetry.counters import Counters
-from headrace.telemetry.limits import Setup
 
 if TYPE_CHECKING:
+    from headrace.telemetry.diagnosis import Setup
     from headrace.telemetry.report import Report
 
 _ALONE = contextlib.nullcontext()

@@ -32,7 +32,6 @@ from headrace._core.streams.kinds import capabilities
 from headrace._core.streams.resumable import State
 from headrace._core.text import shorten_list
 from headrace._core.torchcompat.private import profiler_enabled
-from headrace._core.transport.channel import shortages
 from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import (
     CoordinationError,
@@ -284,7 +283,6 @@ class Epoch:
                 host.requests,
                 self._cpu,
                 skipped - self._skipped,
-                shortages.count,
             ),
             host.fetches,
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from typing import TYPE_CHECKING
 
 from headrace._core.batches import SessionStart
 from headrace._core.descriptors import explained
@@ -22,7 +24,9 @@ from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.options import Unset, engine_options
 from headrace.telemetry.counters import Counters
-from headrace.telemetry.limits import Setup, usable_cores
+
+if TYPE_CHECKING:
+    from headrace.telemetry.diagnosis import Setup
 
 
 class SessionOpener:
@@ -165,6 +169,8 @@ class SessionOpener:
 
     def setup(self, loader: TorchLoader) -> Setup:
         """The arguments that decide on the loader's speed."""
+        from headrace.telemetry.diagnosis import Setup
+
         options = self._spec.options
         return Setup(
             concurrency=options["concurrency"],
@@ -188,7 +194,7 @@ class SessionOpener:
         """The cores that the engines and workers can use."""
         if isinstance(self._spec.placement, RayPlacement):
             return max(1, int(self._spec.engines * self._spec.placement.cpus_per_engine))
-        return usable_cores()
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def set_epoch(self, epoch: int) -> None:
         """Give the epoch's number to the dataset, also in workers."""

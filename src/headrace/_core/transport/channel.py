@@ -32,24 +32,14 @@ import numpy as np
 from headrace._core.eventloop.waiting import wait_writable
 from headrace._core.transport.log_records import Record
 from headrace._core.transport.pickling import Message, dump_message, dump_plain, load_message
-from headrace._core.transport.slabs import SLABS, SMALLEST, Allocator, Arena, Mapper, Slab
+from headrace._core.transport.slabs import Allocator, Arena, Mapper, Slab
 
 _HEADER = struct.Struct("<IIQIIII")
 _EXTENT = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<I")
-_KEPT = SLABS // 2  # slabs in use here, with which a region without one is for want of a slab
 _JOINED = 16 * 1024  # bytes; a larger pickle is a piece of its own, and is not copied
 _BUFFER_SIZE = 64 * 1024  # bytes; more than a region that goes without a slab, so that most frames come in one read
 _IOV_MAX = 512  # buffers for one sendmsg; the kernel's limit is 1,024
-
-
-class SlabShortages:
-    """How often, in this process, bytes came without a slab since all were in use here."""
-
-    count = 0
-
-
-shortages = SlabShortages()
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +202,6 @@ class _Frames:
             self.allocator.free(number for (number,) in _NUMBER.iter_unpack(body[table:begin]))
         if slab:
             region = self.mapper.view(slab, size)
-        elif size >= SMALLEST and self.mapper.in_use >= _KEPT:
-            shortages.count += 1
         views = [region[offset : offset + length] for offset, length in _EXTENT.iter_unpack(body[:table])]
         descriptors = self.mapper.take_descriptors(first, count) if count else ()
         return load_message(body[begin:], views, descriptors)

@@ -303,11 +303,6 @@ class Mapper:
         if self._closed and not self._in_use:
             self._descriptors.close()
 
-    @property
-    def in_use(self) -> int:
-        """The number of slabs with views that have not been collected."""
-        return len(self._in_use)
-
     def close(self) -> None:
         """Receive nothing more. The socket closes, and so reports, when the last view has been collected."""
         self._closed = True

@@ -238,7 +238,7 @@ def test_error_of_missing_credentials_says_how_to_name_a_profile(monkeypatch):
         metadata = f"http://127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setattr("headrace._core.store.errors.CREDENTIAL_HOST", metadata.removeprefix("http://"))
     error = failure_of("s3://photos", region="us-east-1", metadata_endpoint=metadata)
-    assert "no credentials were given" in str(error)
+    assert "No credentials were given" in str(error)
     assert "AWS_PROFILE" in str(error)
 
 
@@ -256,7 +256,8 @@ def test_error_of_a_refused_connection_names_the_address(refused_port):
 def test_error_of_an_unresolved_host_name_says_so():
     error = failure_of("s3://photos", endpoint="https://minio.invalid", skip_signature=True)
     assert isinstance(error, StoreUnreachableError)
-    assert "GET https://minio.invalid/photos/a: the host name of the store does not resolve" in str(error)
+    assert "the host name of the store does not resolve" in str(error)
+    assert "GET https://minio.invalid/photos/a" in str(error)
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
@@ -399,7 +400,7 @@ def test_empty_url_is_refused():
     ("url", "words"),
     [
         ("s3:/bucket/a.tar", "two slashes"),
-        ("minio://bucket/a.tar", "s3://, gs://"),
+        ("minio://bucket/a.tar", "minio://"),
     ],
 )
 def test_malformed_url_is_an_error(dataset, url, words):
@@ -409,7 +410,7 @@ def test_malformed_url_is_an_error(dataset, url, words):
 
 def test_path_of_a_file_is_an_error(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"data")
-    with pytest.raises(EmptyListingError, match="this is a file"):
+    with pytest.raises(EmptyListingError, match="not a file"):
         ObjectDataset(tmp_path / "a.bin")
     with pytest.raises(ValueError, match="ObjectDataset takes URLs"):
         hr.FileDataset("s3://bucket/train")

@@ -186,18 +186,18 @@ class ObjectDataset(Cacheable[ObjectSample]):
             ('7.bin', 'cat')
         """
         dataset = cls.__new__(cls)
-        dataset._configure(store)
-        url = dataset._client.url
-        catalog = read_table(table, url, key=key, label=label, size=size, etag=etag, checksum=checksum)
+        opened = as_store(store)
+        dataset._client = opened._client
+        catalog = read_table(table, opened, key=key, label=label, size=size, etag=etag, checksum=checksum)
         dataset._hold(catalog, None, None)
         return dataset
 
     def _configure(
         self,
         store: StoreLike,
-        keys: Sequence[str] | None = None,
-        suffix: str | tuple[str, ...] | None = None,
-        listing_file: str | os.PathLike[str] | None = None,
+        keys: Sequence[str] | None,
+        suffix: str | tuple[str, ...] | None,
+        listing_file: str | os.PathLike[str] | None,
     ) -> ListingFile | None:
         """Check the arguments, and hold the store."""
         if isinstance(keys, str):

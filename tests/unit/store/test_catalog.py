@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.store.catalog import CatalogBuilder, StringArray, compact
+from headrace._core.store.catalog import StringArray, catalog_of_page, compact, join_pages
 from headrace._core.transport.shared_pickle import SharedPickle
 
 anything = st.lists(st.text(st.characters(exclude_categories=()), max_size=12), max_size=12)
@@ -60,10 +60,11 @@ def test_others_are_not_equal():
 
 @given(st.lists(st.text("ab/", max_size=3), max_size=12))
 def test_objects_are_sorted_and_of_those_listed_twice_the_last_is_kept(keys):
-    builder = CatalogBuilder()
-    for position, key in enumerate(keys):
-        builder.add_page([{"path": key, "size": position, "e_tag": f'"{position}"' if position % 3 else None}])
-    catalog = builder.sorted()
+    pages = [
+        [{"path": key, "size": position, "e_tag": f'"{position}"' if position % 3 else None}]
+        for position, key in enumerate(keys)
+    ]
+    catalog = join_pages(map(catalog_of_page, pages))
     last = {key: position for position, key in enumerate(keys)}
     assert catalog.keys == tuple(sorted(last))
     for position, key in enumerate(catalog.keys):

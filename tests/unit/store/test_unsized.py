@@ -103,13 +103,8 @@ def test_a_request_that_fails_is_made_again_and_no_other(server, skip):
     assert len(server.seen()) == 5
 
 
-def test_what_is_overwritten_between_two_parts_is_never_a_mixture_but_the_new_one(server):
+def test_what_is_overwritten_between_two_parts_is_an_error_and_never_a_mixture(server):
     server.misbehave(Fault("overwrite", key="large", skip=2, times=1, body="another"))
-    assert read(server, "large") == b"another"
-
-
-def test_what_does_not_stop_to_change_is_an_error(server):
-    server.misbehave(Fault("status", key="large", status=412, unless=("Range", f"bytes=0-{LARGE - 1}")))
     with pytest.raises(ObjectChangedError, match="while it was read"):
         read(server, "large")
 

@@ -43,12 +43,12 @@ def with_a_header_that_is_not_ascii(request):
 @pytest.mark.parametrize(
     ("answer", "named"),
     [
-        (chunked, "no Content-Length"),
-        (ended_by_the_connection, "no Content-Length"),
-        (without_a_total, r"Content-Range .* 'bytes 0-999/\*'"),
-        (without_a_range, "no Content-Range"),
+        (chunked, "Content-Length Header missing"),
+        (ended_by_the_connection, "Content-Length Header missing"),
+        (without_a_total, r"CONTENT_RANGE .*bytes 0-999/\*"),
+        (without_a_range, "Content-Range header not present"),
         (with_a_wrong_time, "last modified 'yesterday'"),
-        (with_a_header_that_is_not_ascii, "not ASCII"),
+        (with_a_header_that_is_not_ascii, "non-ASCII"),
     ],
 )
 def test_unusable_answer_is_reported_at_once_with_its_header(answer, named):
@@ -56,12 +56,3 @@ def test_unusable_answer_is_reported_at_once_with_its_header(answer, named):
         hr.ObjectDataset(hr.Store(url, retry=QUICK), keys=["x"])[0]
     assert not isinstance(failed.value, StoreUnreachableError)
     assert failed.value.attempts == 1
-
-
-def test_server_that_does_not_speak_http_is_reported_with_what_came():
-    def answer(request):
-        request.close_connection = True
-        request.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
-
-    with answering(answer) as url, pytest.raises(StoreUnreachableError, match=r"not valid HTTP \(Version\)"):
-        hr.ObjectDataset(hr.Store(url, retry=QUICK), keys=["x"])[0]

@@ -134,35 +134,27 @@ class Catalog:
     checksums: StringArray | None = None
 
 
-class CatalogBuilder:
-    """Collects the objects of a listing, page by page."""
+def catalog_of_page(page: Sequence[ObjectMeta]) -> Catalog:
+    """The objects of a page of a listing."""
+    return Catalog(
+        StringArray([entry["path"] for entry in page]),
+        array("q", [entry["size"] for entry in page]),
+        StringArray([strong(entry["e_tag"]) or "" for entry in page]),
+    )
 
-    def __init__(self, suffix: str | tuple[str, ...] | None = None) -> None:
-        self._suffix = suffix
-        self.keys = StringArray()
-        self.sizes = array("q")
-        self.etags = StringArray()
 
-    def add_page(self, page: Sequence[ObjectMeta]) -> None:
-        if self._suffix is not None:
-            page = [entry for entry in page if entry["path"].endswith(self._suffix)]
-        self.keys.extend([entry["path"] for entry in page])
-        self.sizes.extend([entry["size"] for entry in page])
-        self.etags.extend([strong(entry["e_tag"]) or "" for entry in page])
-
-    def extend(self, other: CatalogBuilder) -> None:
-        self.keys.extend(other.keys)
-        self.sizes.extend(other.sizes)
-        self.etags.extend(other.etags)
-
-    def sorted(self) -> Catalog:
-        """The objects sorted by key; of a key that came twice, the last."""
-        found = Catalog(self.keys, self.sizes, self.etags if any(self.etags) else None)
-        if all(map(operator.lt, found.keys, islice(found.keys, 1, None))):
-            return found
-        keys = list(found.keys)
-        last = dict(zip(keys, range(len(keys)), strict=True))
-        return _chosen(found, [last[key] for key in sorted(last)])
+def join_pages(pages: Iterable[Catalog]) -> Catalog:
+    """The objects of all pages, sorted by key; of a key that came twice, the last."""
+    keys, sizes, etags = StringArray(), array("q"), StringArray()
+    for page in pages:
+        keys.extend(page.keys)
+        sizes.extend(page.sizes or ())
+        etags.extend(page.etags or ())
+    found = Catalog(keys, sizes, etags if any(etags) else None)
+    if all(map(operator.lt, keys, islice(keys, 1, None))):
+        return found
+    last = {key: position for position, key in enumerate(keys)}
+    return _chosen(found, [last[key] for key in sorted(last)])
 
 
 def without_folder_markers(found: Catalog) -> Catalog:

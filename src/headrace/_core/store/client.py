@@ -27,7 +27,7 @@ from headrace._core.store.errors import (
     classify_error,
     connection_hint,
     describe_error,
-    store_error,
+    explain,
 )
 from headrace._core.store.head import Head, InitialRead, check_bytes, check_version, matches, strong
 from headrace._core.store.open import open_store, store_id
@@ -35,7 +35,7 @@ from headrace._core.store.options import StoreTraits, traits_of
 from headrace._core.store.ranges import run_all
 from headrace._core.store.redaction import redact_text, redact_url, secrets_in
 from headrace._core.store.request_stats import RequestStats, session_stats
-from headrace.errors import ForkedError, NotPicklableError, ObjectChangedError, StoreError
+from headrace.errors import ForkedError, NotPicklableError, StoreError
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
@@ -48,7 +48,6 @@ LARGE = 16 * 2**20  # bytes, above which a range is read in parts; S3's and GCS'
 PART = 8 * 2**20
 AT_ONCE = 8  # parts of one object in flight; 64 MiB in flight cover 10 Gbit/s at 50 ms
 LARGEST_WHOLE = 64 * 2**20  # bytes of an object of which a store that ignores ranges sends all for a part
-REPLACEMENTS = 3  # times that a large object of no given version is read again because it was overwritten meanwhile
 RENEWAL_INTERVAL = 5.0  # seconds; requests that began with the old credentials fail within a few
 HEAD_INTERVAL = 1.0  # seconds between two requests that only ask for `Retry-After`
 
@@ -256,10 +255,10 @@ class StoreClient:
             if seconds := await ask_retry_after(error):
                 self._gate.hold_back(seconds)
         if not again or not await self._gate.may_try_again(failure, tries):
-            raise self.error_of(failure, error, doing, key, index, tries)
+            raise self._error(failure, error, doing, key, index, tries)
         stats.retries += 1
 
-    def error_of(
+    def _error(
         self,
         failure: RequestFailure,
         error: BaseException | None,
@@ -269,18 +268,17 @@ class StoreClient:
         tries: Tries,
     ) -> StoreError:
         """The exception for the last failure of a request."""
-        secrets = secrets_in(self._options)
-        return store_error(
-            replace(failure, detail=redact_text(failure.detail, secrets)),
-            doing=doing if index is None else f"{doing} (index {index})",
-            detail=None if error is None else describe_error(error, secrets),
-            url=redact_url(self.url),
-            key=key,
-            index=index,
-            attempts=tries.attempts,
-            elapsed=tries.elapsed,
-            hint=connection_hint(self.url, self._options) if self.backend is None else "",
+        secrets, url = secrets_in(self._options), redact_url(self.url)
+        failure = replace(failure, detail=redact_text(failure.detail, secrets))
+        kind, message = explain(
+            failure,
+            doing if index is None else f"{doing} (index {index})",
+            None if error is None else describe_error(error, secrets),
+            url,
+            connection_hint(self.url, self._options) if self.backend is None else "",
         )
+        status, attempts = failure.status, tries.attempts
+        return kind(message, url=url, key=key, index=index, attempts=attempts, elapsed=tries.elapsed, status=status)
 
     def read(
         self,
@@ -337,14 +335,15 @@ class StoreClient:
         began = time.monotonic()
         key, start, stop, index, size, etag, modified, checksum = wanted
         error: BaseException | None = None
+        answer: tuple[memoryview, ObjectMeta | None] | RequestFailure
         # The first attempt stands here in full: one frame and no closure for what nearly always succeeds.
         try:
             timed = stats.begin_timing()
             if etag is None and size is None and modified is None and not timed and not self.ranges_ignored:
                 data = memoryview(await get_range_async(store, key, start=start, end=stop))
-                answer = check_bytes(data, stop - start, checksum)
+                answer = check_bytes(data, stop - start, checksum) or (data, None)
             else:
-                answer = await self._get(wanted, timed, False, store)
+                answer = await self._get(wanted, timed, False, False, store)
         except NATIVE_ERRORS as caught:
             failure, error = failure_of(caught)
         else:
@@ -352,12 +351,12 @@ class StoreClient:
                 self._gate.successes += 1
                 if tries is not None:
                     tries.progress()
-                return answer
+                return answer[0]
             failure = answer
         ignored = failure.cause is Cause.RANGE_IGNORED
         complete = start == 0 and stop == size
-        return await self.attempt(
-            partial(self._get, wanted, False, ignored),
+        data, _ = await self.attempt(
+            partial(self._get, wanted, False, ignored, False),
             doing=f"reading object {key!r}" if complete else f"reading bytes {start} to {stop} of {key!r}",
             key=key,
             index=index,
@@ -365,41 +364,64 @@ class StoreClient:
             failure=None if ignored else failure,
             error=error,
         )
+        return data
 
-    async def _get(self, wanted: _Range, timed: bool, whole: bool, store: ObjectStore) -> memoryview | RequestFailure:
-        """Read a range by one request, whose times are recorded if `timed`; `whole` reads all and takes the range."""
+    async def _get(
+        self, wanted: _Range, timed: bool, whole: bool, initial: bool, store: ObjectStore
+    ) -> tuple[memoryview, ObjectMeta] | RequestFailure:
+        """Read a range by one request, and return the object's metadata too.
+
+        Args:
+            wanted: the range.
+            timed: whether the request's times are recorded.
+            whole: read all of the object, and take the range out of it.
+            initial: the size is unknown: a shorter object comes whole, and all of one of a store that ignores ranges;
+                from a negative `start` on, the last bytes. The checksum is of the object.
+            store: the store.
+        """
         key, start, stop, _, size, etag, modified, checksum = wanted
         stats = self.stats
         began = time.perf_counter()
-        if not (whole or self.ranges_ignored):
-            try:
-                result = await obstore.get_async(store, key, options=_options((start, stop), etag))  # type: ignore[arg-type]
-            except NATIVE_ERRORS as error:
-                if classify_error(error).cause is not Cause.RANGE_IGNORED:
-                    raise
-                stats.requests += 1
-                whole = True
-        else:
-            whole = True
+        whole = whole or self.ranges_ignored
         if whole:
             result = await obstore.get_async(store, key)
+        else:
+            options: dict[str, object] = {"range": (start, stop) if start >= 0 else {"suffix": -start}}
+            if (tag := strong(etag)) is not None:
+                options["if_match"] = tag
+            try:
+                result = await obstore.get_async(store, key, options=options)  # type: ignore[arg-type]
+            except NATIVE_ERRORS as error:
+                failure = classify_error(error)
+                whole = failure.cause is Cause.RANGE_IGNORED
+                # An empty object has no range that could be requested: stores refuse it in different ways, or send all.
+                empty = failure.status == 416 or (failure.cause is Cause.OTHER and not self.traits.remote)
+                if not whole and not (initial and empty):
+                    raise
+                stats.requests += 1
+                result = await obstore.get_async(store, key)  # servers may not say it to a HEAD
+                if not whole and result.meta["size"]:
+                    raise
         meta = result.meta
         if meta["e_tag"] != etag or meta["size"] != size or modified is not None:
-            failure = check_version(size, etag, modified, Head.of(key, meta))
-            if failure is not None:
-                return failure
+            changed = check_version(size, etag, modified, Head.of(key, meta))
+            if changed is not None:
+                return changed
         first_byte = time.perf_counter() - began
+        length = min(stop - start, meta["size"]) if initial else stop - start
         if whole:
-            answer = await self._take_whole(result)
-            if isinstance(answer, RequestFailure):
-                return answer
-            data = answer[start:stop]
+            taken = await self._take_whole(result)
+            if isinstance(taken, RequestFailure):
+                return taken
+            data = taken if initial else taken[start:stop]
+            length = meta["size"] if initial else length
         else:
             bodies = stats.bodies
-            data = memoryview(await (result.bytes_async() if bodies is None else bodies.read(result, stop - start)))
+            data = memoryview(await (result.bytes_async() if bodies is None else bodies.read(result, length)))
         if timed:
             stats.add_times(first_byte, time.perf_counter() - began)
-        return check_bytes(data, stop - start, checksum)
+        part = initial and length < meta["size"]
+        return check_bytes(data, length, None if part else checksum) or (data, meta)
 
     async def _take_whole(self, answer: GetResult) -> memoryview | RequestFailure:
         size = answer.meta["size"]
@@ -414,7 +436,8 @@ class StoreClient:
         if size > LARGEST_WHOLE:
             what = f"all {size} bytes come for a range of them, and at most {LARGEST_WHOLE >> 20} MiB are taken so"
             return RequestFailure(Cause.UNUSABLE, detail=what)
-        return check_bytes(memoryview(await answer.bytes_async()), size)
+        data = memoryview(await answer.bytes_async())
+        return check_bytes(data, size) or data
 
     async def _read_parts(self, wanted: _Range, first: memoryview | None = None) -> memoryview:
         """Read a long range in parallel parts: one connection rarely saturates a network. `first` is its start."""
@@ -439,7 +462,7 @@ class StoreClient:
         if checksum is None or matches(data, checksum):
             return data
         # It came complete, by many requests. As many again would most likely give the same damaged bytes.
-        raise self.error_of(RequestFailure(Cause.DAMAGED), None, f"reading object {key!r}", key, index, tries)
+        raise self._error(RequestFailure(Cause.DAMAGED), None, f"reading object {key!r}", key, index, tries)
 
     async def read_all(
         self, key: str, *, index: object = None, etag: str | None = None, checksum: str | None = None
@@ -448,18 +471,12 @@ class StoreClient:
 
         All parts are of one version, also where no `etag` is given. Arguments and errors are those of `read`.
         """
-        for left in reversed(range(REPLACEMENTS)):
-            try:
-                first = await self.read_start(key, LARGE, index=index, etag=etag, checksum=checksum)
-                found = first.head
-                if len(first.data) == found.size:
-                    return first.data
-                wanted = _Range(key, 0, found.size, index, found.size, etag or found.etag, found.modified, checksum)
-                return await self._read_parts(wanted, first.data)
-            except ObjectChangedError:
-                if etag is not None or not left:
-                    raise  # else any version will do: the new one, whole
-        raise AssertionError
+        first = await self.read_start(key, LARGE, index=index, etag=etag, checksum=checksum)
+        found = first.head
+        if len(first.data) == found.size:
+            return first.data
+        wanted = _Range(key, 0, found.size, index, found.size, etag or found.etag, found.modified, checksum)
+        return await self._read_parts(wanted, first.data)
 
     async def read_start(
         self, key: str, stop: int, *, index: object = None, etag: str | None = None, checksum: str | None = None
@@ -468,8 +485,8 @@ class StoreClient:
 
         `checksum` is of the whole object; other arguments and errors are those of `read`.
         """
-        request = partial(self._get_initial, key, (0, stop), stop, etag, checksum)
-        return await self.attempt(request, doing=f"reading object {key!r}", key=key, index=index)
+        wanted = _Range(key, 0, stop, index, None, etag, None, checksum)
+        return await self._read_initial(wanted, f"reading object {key!r}")
 
     async def read_end(self, key: str, length: int, *, head: Head | None = None) -> InitialRead:
         """Read the last bytes of an object, or all of a shorter one, by one request unless it is empty.
@@ -483,48 +500,13 @@ class StoreClient:
             start = max(0, head.size - length)
             data = await self.read(key, start, head.size, size=head.size, etag=head.etag, modified=head.modified)
             return InitialRead(data, head)
-        request = partial(self._get_initial, key, {"suffix": length}, length, None, None)
-        return await self.attempt(request, doing=f"reading the end of {key!r}", key=key)
+        wanted = _Range(key, -length, 0, None, None, None, None, None)
+        return await self._read_initial(wanted, f"reading the end of {key!r}")
 
-    async def _get_initial(
-        self,
-        key: str,
-        requested: tuple[int, int] | dict[str, int],
-        length: int,
-        etag: str | None,
-        checksum: str | None,
-        store: ObjectStore,
-    ) -> InitialRead | RequestFailure:
-        """Read the first or the last bytes of an object of unknown size, with its metadata; `checksum` is of all."""
-        stats = self.stats
-        timed = stats.begin_timing()
-        began = time.perf_counter()
-        whole = self.ranges_ignored
-        try:
-            options = {} if whole else _options(requested, etag)
-            result = await obstore.get_async(store, key, options=options)  # type: ignore[arg-type]
-        except NATIVE_ERRORS as error:
-            failure = classify_error(error)
-            whole = failure.cause is Cause.RANGE_IGNORED
-            # An empty object has no range that could be requested: stores refuse it in different ways, or send all.
-            empty = failure.status == 416 or (failure.cause is Cause.OTHER and not self.traits.remote)
-            if not whole and not empty:
-                raise
-            stats.requests += 1
-            result = await obstore.get_async(store, key)  # servers may not say it to a HEAD
-            if not whole and result.meta["size"]:
-                raise
-        head = Head.of(key, result.meta)
-        changed = check_version(None, etag, None, head)
-        if changed is not None:
-            return changed
-        first_byte = time.perf_counter() - began
-        data = await self._take_whole(result) if whole else memoryview(await result.bytes_async())
-        if timed:
-            stats.add_times(first_byte, time.perf_counter() - began)
-        expected = head.size if whole else min(length, head.size)
-        checked = check_bytes(data, expected, checksum if expected == head.size else None)
-        return checked if isinstance(checked, RequestFailure) else InitialRead(checked, head)
+    async def _read_initial(self, wanted: _Range, doing: str) -> InitialRead:
+        request = partial(self._get, wanted, self.stats.begin_timing(), False, True)
+        data, meta = await self.attempt(request, doing=doing, key=wanted.key, index=wanted.sample)
+        return InitialRead(data, Head.of(wanted.key, meta))
 
     async def pages(
         self, prefix: str | None = None, *, after: str | None = None
@@ -566,19 +548,13 @@ class StoreClient:
 
     async def head(self, key: str, *, index: object = None) -> Head:
         """Request an object's size and version; `index` is the sample's, for errors; raises `StoreError`."""
-
-        async def request(store: ObjectStore) -> Head | RequestFailure:
-            return Head.of(key, await obstore.head_async(store, key))
-
-        return await self.attempt(request, doing=f"requesting the metadata of {key!r}", key=key, index=index)
+        doing = f"requesting the metadata of {key!r}"
+        meta = await self.attempt(lambda store: obstore.head_async(store, key), doing=doing, key=key, index=index)
+        return Head.of(key, meta)
 
     async def put(self, key: str, data: bytes) -> None:
         """Store an object; raises `StoreError`."""
-
-        async def request(store: ObjectStore) -> object:
-            return await obstore.put_async(store, key, data)
-
-        await self.attempt(request, doing=f"writing {key!r}", key=key)
+        await self.attempt(lambda store: obstore.put_async(store, key, data), doing=f"writing {key!r}", key=key)
 
 
 def failure_of(error: BaseException) -> tuple[RequestFailure, BaseException]:
@@ -592,8 +568,3 @@ def failure_of(error: BaseException) -> tuple[RequestFailure, BaseException]:
 
 async def _no_bytes() -> memoryview:
     return memoryview(b"")
-
-
-def _options(requested: tuple[int, int] | dict[str, int], etag: str | None) -> dict[str, object]:
-    tag = strong(etag)
-    return {"range": requested} if tag is None else {"range": requested, "if_match": tag}

@@ -39,24 +39,10 @@ _EXPIRED = re.compile(
 # In the dump of an error's sources: the certificate's defect, the system's message, and the address.
 _CERTIFICATE = re.compile(r"InvalidCertificate\(([^\"]{0,400})")
 _WORDS = re.compile(r'(?:message|error): "([^"]{1,200})"')
-_PROXY = {
-    "ProxyAuthRequired": "the proxy requires a user and a password",
-    "TunnelUnsuccessful": "the proxy refuses to connect to this host",
-}
 _ADDRESS = re.compile(r'"tcp connect error",\s+([0-9a-fA-F.:\[\]]+),')
-_PARSE = re.compile(r"Parse\(\s*(\w+)(?:\(\s*(\w+))?")  # of hyper, for what is not HTTP
-_UNUSABLE = (
-    (
-        re.compile(r"Content-Length Header missing"),
-        "it has no Content-Length. A chunked body, or one that ends with the connection, cannot be read",
-    ),
-    (re.compile(r"Content-Range header not present"), "it has status 206 (Partial Content) and no Content-Range"),
-    (
-        re.compile(r'parse value for CONTENT_RANGE header: "(.{0,200})"'),
-        "its Content-Range must be as in 'bytes 0-99/1000', with the size of the whole object, but is {0!r}",
-    ),
-    (re.compile(r"(Invalid (?:last modified|content length) '.{0,200})"), "{0}"),
-    (re.compile(r"header containing non-ASCII data"), "it has a header that is not ASCII"),
+_UNUSABLE = re.compile(
+    r"Content-Length Header missing|Content-Range header not present|header containing non-ASCII data"
+    r"|parse value for CONTENT_RANGE header.{0,200}|Invalid (?:last modified|content length) .{0,200}"
 )
 _MAX_MESSAGE = 400  # characters; a server may answer an error with a page
 CREDENTIAL_HOST = "169.254.169.254"  # where AWS, GCP and Azure machines are asked for credentials
@@ -79,7 +65,7 @@ class Cause(enum.Enum):
     DAMAGED = "the checksum is not the given one"
     UNUSABLE = "the answer cannot be used"
     RANGE_IGNORED = "the store does not do ranges"
-    CHANGED = "the object was overwritten"
+    CHANGED = "the object was overwritten since it was listed, or while it was read"
     NOT_FOUND = "not found"
     EXPIRED = "the credentials have expired"
     REFUSED = "refused"
@@ -114,15 +100,34 @@ _CLASSES = (
     ((TimeoutError,), Cause.TIMED_OUT),
 )
 _PERMANENT_STATUS = frozenset({501, 505})
-_REMEDIES = {
-    Cause.UNREACHABLE: "Check the endpoint and its port, and that the server runs",
-    Cause.UNRESOLVED: "Check the URL, and the endpoint and region in the store's options or in the environment",
-    Cause.UNTRUSTED: (
-        "For a certificate of a private authority, pass the authority's: options={'client_options': "
-        "{'root_certificate': Path('ca.pem').read_bytes()}}, or SSL_CERT_FILE in the environment"
+_CREDENTIALS = "Check the credentials in the store's options or the environment"
+# The class of the error, and the remedy; by default a `StoreError` without.
+_REPORTS: dict[Cause, tuple[type[StoreError], str]] = {
+    Cause.NOT_FOUND: (ObjectNotFoundError, ""),
+    Cause.TIMED_OUT: (StoreUnreachableError, ""),
+    Cause.UNREACHABLE: (StoreUnreachableError, "Check the endpoint and its port, and that the server runs"),
+    Cause.UNRESOLVED: (
+        StoreUnreachableError,
+        "Check the URL, and the endpoint and region in the store's options or in the environment",
     ),
-    Cause.NOT_TLS: "If it is a server without TLS, write http:// in place of https://",
-    Cause.PLAIN_HTTP: "Write options={'client_options': {'allow_http': True}}",
+    Cause.UNTRUSTED: (
+        StoreUnreachableError,
+        "For a certificate of a private authority, pass the authority's: options={'client_options': "
+        "{'root_certificate': Path('ca.pem').read_bytes()}}, or SSL_CERT_FILE in the environment",
+    ),
+    Cause.NOT_TLS: (StoreUnreachableError, "If it is a server without TLS, write http:// in place of https://"),
+    Cause.PLAIN_HTTP: (StoreUnreachableError, "Write options={'client_options': {'allow_http': True}}"),
+    Cause.REDIRECTED: (
+        StoreError,
+        f"It was not followed. If that host can be trusted with everything that is sent to this one, set "
+        f"options={{{ALLOW_REDIRECTS!r}: True, ...}}",
+    ),
+    Cause.WRONG_REGION: (StoreError, "Set region in the store's options or AWS_REGION; the default is us-east-1"),
+    Cause.REFUSED: (StoreError, _CREDENTIALS),
+    Cause.EXPIRED: (StoreError, _CREDENTIALS),
+    Cause.CHANGED: (ObjectChangedError, "Make the dataset again"),
+    Cause.WRONG_LENGTH: (ObjectChangedError, "It has changed: make the dataset again"),
+    Cause.DAMAGED: (ChecksumError, "The object itself may be damaged"),
 }
 
 
@@ -162,11 +167,11 @@ def classify_error(error: BaseException) -> RequestFailure:
         return RequestFailure(Cause.WRONG_RANGE)
     if "incorrectly configured region" in text:
         return RequestFailure(Cause.WRONG_REGION)
-    for pattern, detail in _UNUSABLE:
-        if (unusable := pattern.search(text)) is not None:
-            return RequestFailure(Cause.UNUSABLE, detail=detail.format(*unusable.groups()))
+    if (unusable := _UNUSABLE.search(text)) is not None:
+        return RequestFailure(Cause.UNUSABLE, detail=unusable[0])
     if _TRANSPORT.search(text) is not None or isinstance(error, ConnectionError):
-        return RequestFailure(_transport_cause(text, dump), detail=_innermost(dump))
+        failed = _transport_cause(text, dump)
+        return RequestFailure(failed, detail="" if failed is Cause.REDIRECTED else _innermost(dump))
     return RequestFailure(Cause.OTHER)
 
 
@@ -214,77 +219,39 @@ def _innermost(dump: str) -> str:
         # InvalidCertificate(Other(OtherError(CaUsedAsEndEntity))): the last name is the most specific.
         names = [name for name in re.findall(r"[A-Za-z]{3,}", certificate[1]) if not name.startswith("Other")]
         return names[0] if names else ""
-    if (parse := _PARSE.search(dump)) is not None:
-        return f"the answer is not valid HTTP ({': '.join(filter(None, parse.groups()))})"
-    words = [text for name, text in _PROXY.items() if name in dump] or _WORDS.findall(dump)
+    words = _WORDS.findall(dump)
     if not words:
         return ""
     address = _ADDRESS.search(dump)
     return f"{words[-1]} ({address[1]})" if address is not None else words[-1]
 
 
-def store_error(
-    failure: RequestFailure,
-    *,
-    doing: str,
-    detail: str | None,
-    url: str,
-    key: str | None,
-    index: object,
-    attempts: int,
-    elapsed: float,
-    hint: str = "",
-) -> StoreError:
-    """The error to raise, outside the handler of obstore's, whose text may have secrets."""
-    cause, text = failure.cause, detail or failure.detail or failure.cause.value
-    kind: type[StoreError] = StoreError
-    if cause is Cause.NOT_FOUND:
-        kind, message = ObjectNotFoundError, f"{doing}: not found: {text.rpartition(' - ')[2]}"
-    elif CREDENTIAL_HOST in text:
+def explain(
+    failure: RequestFailure, doing: str, detail: str | None, url: str, hint: str
+) -> tuple[type[StoreError], str]:
+    """The class and the text of the error for a failure.
+
+    Args:
+        failure: of the last attempt.
+        doing: the operation.
+        detail: the message of obstore's error, without secrets, if there was one.
+        url: of the store, without secrets.
+        hint: a remedy where the store cannot be reached.
+    """
+    cause = failure.cause
+    kind, remedy = _REPORTS.get(cause, (StoreError, ""))
+    if detail is not None and CREDENTIAL_HOST in detail:
         kind = StoreUnreachableError
-        message = (
-            f"{doing}: no credentials were given, and this machine has no service that gives them. Set them in the "
-            f"environment or in the store's options, or options={{'skip_signature': True}} for a public bucket"
+        remedy = (
+            "No credentials were given, and this machine has no service that gives them. Set them in the environment "
+            "or in the store's options, or options={'skip_signature': True} for a public bucket"
         )
         if traits_of(url).aws_profiles:
-            message += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
-    elif cause in _REMEDIES:
-        kind = StoreUnreachableError
-        request = re.search(r"Error performing (\w+ \S+) in ", text)
-        why = failure.detail or ("" if text == cause.value else text.rpartition(" - ")[2])
-        why = f": {why}" if why else ""
-        message = f"{doing}: {f'{request[1]}: ' if request else ''}{cause.value}{why}. {_REMEDIES[cause]}{hint}"
-    elif cause is Cause.TIMED_OUT:
-        why = cause.value if text == cause.value else f"{cause.value}: {text}"
-        kind, message = StoreUnreachableError, f"{doing}: no answer from the store: {why}"
-    elif cause is Cause.REDIRECTED:
-        message = (
-            f"{doing}: {cause.value}, and was not followed. If that host can be trusted with everything that is sent "
-            f"to this one, set options={{{ALLOW_REDIRECTS!r}: True, ...}}"
-        )
-    elif cause is Cause.WRONG_REGION:
-        message = (
-            f"{doing}: {cause.value} than the region in the store's options or AWS_REGION (us-east-1 by default). The "
-            f"answer to curl -I https://BUCKET.s3.amazonaws.com names it, as x-amz-bucket-region"
-        )
-    elif cause in (Cause.REFUSED, Cause.EXPIRED):
-        message = f"{doing}: {cause.value}; check the credentials in the store's options or the environment: {text}"
-    elif cause is Cause.CHANGED:
-        kind, message = (
-            ObjectChangedError,
-            f"{doing}: {cause.value} since it was listed, or while it was read. Make the dataset again",
-        )
-    elif cause is Cause.WRONG_LENGTH:
-        kind, message = ObjectChangedError, f"{doing}: {text}: it has changed. Make the dataset again"
-    elif cause is Cause.DAMAGED:
-        kind, message = ChecksumError, f"{doing}: {text}; the object itself may be damaged"
-    elif cause is Cause.UNUSABLE:
-        message = f"{doing}: {cause.value}: {failure.detail}"
-    elif cause is Cause.OTHER:
-        message = f"{doing} failed: {text}"
-    else:
-        message = f"{doing} failed: {cause.value}: {text}"
-    return kind(message, url=url, key=key, index=index, attempts=attempts, elapsed=elapsed, status=failure.status)
+            remedy += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
+    elif cause in (Cause.UNREACHABLE, Cause.UNRESOLVED):
+        remedy += hint
+    message = ": ".join(filter(None, (doing, cause.value, failure.detail, detail)))
+    return kind, f"{message}. {remedy}" if remedy else message
 
 
 def connection_hint(url: str, options: Mapping[str, object]) -> str:

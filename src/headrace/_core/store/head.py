@@ -81,17 +81,11 @@ def _same_second(wanted: str | None, found: str | None) -> bool:
     return wanted is None or found is None or wanted[:19] == found[:19]
 
 
-def check_bytes(
-    data: memoryview | RequestFailure, length: int, checksum: str | None = None
-) -> memoryview | RequestFailure:
-    """The bytes if they have that length and checksum, else why not."""
-    if isinstance(data, RequestFailure):
-        return data
+def check_bytes(data: memoryview, length: int, checksum: str | None = None) -> RequestFailure | None:
+    """Why bytes are not those of that length and checksum; None if they are."""
     if len(data) != length:
         return RequestFailure(Cause.WRONG_LENGTH, detail=f"{len(data)} bytes came, and {length} were expected")
-    if checksum is not None and not matches(data, checksum):
-        return RequestFailure(Cause.DAMAGED)
-    return data
+    return None if checksum is None or matches(data, checksum) else RequestFailure(Cause.DAMAGED)
 
 
 def strong(etag: str | None) -> str | None:

@@ -9,26 +9,28 @@ spare. A store without directories is listed page after page, by the same reques
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import operator
-import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import obstore
 
-from headrace._core.store.catalog import Catalog, CatalogBuilder, without_folder_markers
+from headrace._core.store.catalog import Catalog, catalog_of_page, join_pages, without_folder_markers
 from headrace._core.store.client import PAGE, StoreClient
 from headrace._core.store.errors import NATIVE_ERRORS
 from headrace._core.store.head import Head
-from headrace._core.store.redaction import path_of, redact_url
+from headrace._core.store.redaction import redact_url
 from headrace.errors import EmptyListingError, StoreError, StoreUnreachableError
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
+
+T = TypeVar("T")
 
 MIN_SPLIT = 2 * PAGE  # keys that are expected in a stretch that is split, by the number between directories so far
 
@@ -41,83 +43,50 @@ async def list_objects(client: StoreClient, suffix: str | tuple[str, ...] | None
         StoreUnreachableError: no answer within the time-out, on every attempt.
         StoreError: the store refused, failed, or cannot list.
     """
-    found, count = await _list(client, "", lambda: CatalogBuilder(suffix))
-    catalog = without_folder_markers(found.sorted())
-    if not len(catalog.keys):
-        raise _nothing_listed(suffix, count, client)
-    return catalog
+    count = 0
+
+    def take(page: Sequence[ObjectMeta]) -> Catalog:
+        nonlocal count
+        count += len(page)
+        return catalog_of_page([entry for entry in page if suffix is None or entry["path"].endswith(suffix)])
+
+    catalog = without_folder_markers(join_pages(await _list(client, "", take)))
+    if len(catalog.keys):
+        return catalog
+    if suffix is None or not count:
+        message = "the listing is empty; a URL names a whole directory, not a file or the beginning of a name"
+    else:
+        message = f"{count} objects were listed, but no key ends in suffix={suffix!r}"
+    raise EmptyListingError(message, url=redact_url(client.url))
 
 
 async def list_heads(client: StoreClient, prefix: str) -> list[Head]:
     """The metadata of all objects in a directory of a store, sorted by key; errors are those of `list_objects`."""
-    found, _ = await _list(client, prefix, _Heads)
-    latest = {head.key: head for head in found}  # an object may come twice
+    pages = await _list(client, prefix, lambda page: [Head.of(entry["path"], entry) for entry in page])
+    latest = {head.key: head for page in pages for head in page}  # an object may come twice
     return sorted(latest.values(), key=lambda head: head.key)
 
 
-class _Heads(list[Head]):
-    """The objects of a listing, in its order."""
-
-    def add_page(self, page: Sequence[ObjectMeta]) -> None:
-        self.extend(Head.of(entry["path"], entry) for entry in page)
-
-
-async def _list(client: StoreClient, prefix: str, new_sink: Callable[[], S]) -> tuple[S, int]:
-    """The objects in a directory, in any order, and their number before the sink filters them."""
+async def _list(client: StoreClient, prefix: str, take: Callable[[Sequence[ObjectMeta]], T]) -> list[T]:
+    """What `take` makes of each page of the objects in a directory, nearly always in the order of keys."""
     try:
-        unordered = client.traits.unordered_suffix
-        if client.traits.list_in_order and (unordered is None or unordered not in client.url):
-            listing = PrefixListing(client, prefix, new_sink)
-            try:
-                return await listing.run(), listing.count
-            except UnorderedError:
-                pass  # page after page, from the first
-        found, count = new_sink(), 0
-        async for page in client.pages(prefix or None):
-            count += len(page)
-            found.add_page(page)
+        if client.traits.list_in_order:
+            with contextlib.suppress(UnorderedError):  # then page after page, from the first
+                return await PrefixListing(client, prefix, take).run()
+        return [take(page) async for page in client.pages(prefix or None)]
     except StoreUnreachableError:
         raise
     except StoreError as error:
         if client.traits.may_list:
             raise
-        failure = _cannot_list(error, client)
-    else:
-        return found, count
+        url = redact_url(client.url)
+        message = (
+            f"this server cannot list, over HTTP that takes WebDAV; name objects with keys=[...] and shards as in "
+            f"'{{000..127}}.tar', or, if it speaks S3, use "
+            f"Store('s3://bucket', options={{'endpoint': 'https://host'}}): {str(error).removesuffix(f' ({url})')}"
+        )
+        failure = StoreError(message, url=url, status=error.status)
     raise failure
-
-
-def _cannot_list(error: StoreError, client: StoreClient) -> StoreError:
-    url = redact_url(client.url)
-    message = (
-        f"this server cannot list, over HTTP that takes WebDAV; name objects with keys=[...] and shards as in "
-        f"'{{000..127}}.tar', or, if it speaks S3, use Store('s3://bucket', options={{'endpoint': 'https://host'}}): "
-        f"{str(error).removesuffix(f' ({url})')}"
-    )
-    return StoreError(message, url=url, status=error.status)
-
-
-def _nothing_listed(suffix: str | tuple[str, ...] | None, count: int, client: StoreClient) -> EmptyListingError:
-    if (path := path_of(client.url)) is not None and os.path.isfile(path):
-        message = "this is a file, and a dataset of objects is of a directory"
-    elif suffix is None or not count:
-        message = "the listing is empty; a URL names a whole directory, not the beginning of a name"
-    else:
-        message = f"{count} objects were listed, but no key ends in suffix={suffix!r}"
-    return EmptyListingError(message, url=redact_url(client.url))
-
-
-class Sink(Protocol):
-    """Takes the objects of a listing."""
-
-    def add_page(self, page: Sequence[ObjectMeta]) -> None:
-        """Take the objects of a page."""
-
-    def extend(self, other: Self, /) -> None:
-        """Take the objects of another sink."""
-
-
-S = TypeVar("S", bound=Sink)
 
 
 class UnorderedError(Exception):
@@ -125,39 +94,37 @@ class UnorderedError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Stretch(Generic[S]):
+class _Stretch(Generic[T]):
     """Keys that are listed in sequence.
 
     Attributes:
         after: the key after which it begins; empty for the first stretch.
         until: its last key; None for the last stretch. Moves down when the stretch is split.
         last: the last key that has been listed.
-        found: the objects that have been listed.
+        pages: of the objects that have been listed.
     """
 
     after: str
     until: str | None
     last: str
-    found: S
+    pages: list[T] = field(default_factory=list)
 
 
-class PrefixListing(Generic[S]):
-    """One listing of a store that lists in order."""
+class PrefixListing(Generic[T]):
+    """One listing of a store that lists in order; `take` makes of each page what is kept of it."""
 
-    def __init__(self, client: StoreClient, prefix: str, new_sink: Callable[[], S]) -> None:
-        self.count = 0
-        """How many objects were listed."""
+    def __init__(self, client: StoreClient, prefix: str, take: Callable[[Sequence[ObjectMeta]], T]) -> None:
         self._client = client
         self._prefix = prefix.strip("/")
-        self._new_sink = new_sink
-        self._stretches: list[_Stretch[S]] = []
-        self._listing: set[_Stretch[S]] = set()
+        self._take = take
+        self._count = 0  # objects that were listed
+        self._stretches: list[_Stretch[T]] = []
+        self._listing: set[_Stretch[T]] = set()
         self._borders: list[str] = []  # directories, sorted: where a stretch may be split
         self._directories: dict[str, asyncio.Task[None]] = {}  # requests for directories, by their path
-        self._pending: set[asyncio.Task[None]] = set()  # those that have not ended
 
-    async def run(self) -> S:
-        """List all objects, nearly always sorted by key.
+    async def run(self) -> list[T]:
+        """List all objects; returns their pages, nearly always sorted by key.
 
         Raises:
             UnorderedError: the keys do not come sorted.
@@ -173,19 +140,15 @@ class PrefixListing(Generic[S]):
         if failure is not None:
             raise failure
         self._stretches.sort(key=operator.attrgetter("after"))
-        found = self._stretches[0].found
-        for stretch in self._stretches[1:]:
-            found.extend(stretch.found)
-            stretch.found = self._new_sink()  # frees its memory
-        return found
+        return [page for stretch in self._stretches for page in stretch.pages]
 
     def _start(self, after: str, until: str | None) -> None:
-        stretch = _Stretch(after, until, after, self._new_sink())
+        stretch: _Stretch[T] = _Stretch(after, until, after)
         self._stretches.append(stretch)
         self._listing.add(stretch)
         self._group.create_task(self._list(stretch))
 
-    async def _list(self, stretch: _Stretch[S]) -> None:
+    async def _list(self, stretch: _Stretch[T]) -> None:
         try:
             async with aclosing(self._client.pages(self._prefix or None, after=stretch.after or None)) as pages:
                 async for page in pages:
@@ -200,18 +163,18 @@ class PrefixListing(Generic[S]):
         self._listing.discard(stretch)
         self._split()
         if not self._listing:
-            for task in self._pending:
+            for task in self._directories.values():
                 task.cancel()
 
-    def _add_page(self, stretch: _Stretch[S], page: Sequence[ObjectMeta]) -> bool:
+    def _add_page(self, stretch: _Stretch[T], page: Sequence[ObjectMeta]) -> bool:
         """Take a page; return whether it reached the end of the stretch."""
         keys = [entry["path"] for entry in page]
         if keys[0] < stretch.last or not all(first <= second for first, second in pairwise(keys)):
             raise UnorderedError
         inside = len(keys) if stretch.until is None else bisect_right(keys, stretch.until)
         stretch.last = keys[-1]
-        self.count += inside
-        stretch.found.add_page(page[:inside] if inside < len(keys) else page)
+        self._count += inside
+        stretch.pages.append(self._take(page[:inside] if inside < len(keys) else page))
         return stretch.until is not None and stretch.last >= stretch.until
 
     def _request_directories(self, first: str, last: str) -> None:
@@ -226,9 +189,7 @@ class PrefixListing(Generic[S]):
         outside = self._prefix.count("/") + 1 if self._prefix else 0  # directories above the prefix
         for path in common[outside:]:
             if path not in self._directories and self._idle() > 0:
-                task = self._directories[path] = self._group.create_task(self._add_borders(path))
-                self._pending.add(task)
-                task.add_done_callback(self._pending.discard)
+                self._directories[path] = self._group.create_task(self._add_borders(path))
 
     async def _add_borders(self, path: str) -> None:
         """Request the directories under a path by one attempt; the listing itself, with its retries, reports errors."""
@@ -242,7 +203,8 @@ class PrefixListing(Generic[S]):
         self._split()
 
     def _idle(self) -> int:
-        return self._client.list_concurrency - len(self._listing) - len(self._pending)
+        asking = sum(not task.done() for task in self._directories.values())
+        return self._client.list_concurrency - len(self._listing) - asking
 
     def _split(self) -> None:
         """Split the longest stretches, while requests are to spare and it saves more than it costs."""
@@ -256,7 +218,7 @@ class PrefixListing(Generic[S]):
             until, stretch.until = stretch.until, middle
             self._start(middle, until)
 
-    def _ahead(self, stretch: _Stretch[S]) -> range:
+    def _ahead(self, stretch: _Stretch[T]) -> range:
         """The borders that are still to come in a stretch."""
         stop = len(self._borders) if stretch.until is None else bisect_left(self._borders, stretch.until)
         return range(bisect_right(self._borders, stretch.last), stop)
@@ -267,7 +229,7 @@ class PrefixListing(Generic[S]):
             bisect_right(self._borders, stretch.last) - bisect_right(self._borders, stretch.after)
             for stretch in self._stretches
         )
-        return self.count / max(1, passed)
+        return self._count / max(1, passed)
 
 
 def _parents(key: str) -> list[str]:

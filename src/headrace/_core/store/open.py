@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import obstore.store
 from obstore.exceptions import BaseError
 
 from headrace._core.store.errors import describe_error
@@ -17,7 +18,6 @@ from headrace._core.store.options import (
     ALLOW_REDIRECTS,
     BLACKHOLE_PROXY,
     PROFILE,
-    TRAITS,
     endpoint_of,
     merged_options,
     nested_options,
@@ -83,14 +83,12 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
             chosen["credential_provider"] = _profile_provider(str(profile))
     try:
         # obstore would append another slash to one at the end of an HTTP URL.
-        return traits.open(url if traits.bucket else url.rstrip("/") or url, **chosen)
+        store: ObjectStore = obstore.store.from_url(url if traits.bucket else url.rstrip("/") or url, **chosen)  # type: ignore[call-overload]
+        return store
     except (BaseError, ValueError, TypeError) as error:
         cause, safe = describe_error(error, secrets_in(options)), redact_url(url)
         if "Unable to canonicalize filesystem root" in cause:
             failure: Exception = ObjectNotFoundError("there is no such directory", url=safe)
-        elif "Unable to recognise URL" in cause:
-            known = ", ".join(f"{traits.schemes[0]}://" for traits in TRAITS if traits.shared)
-            failure = ValueError(f"{safe} has an unknown scheme: use one of {known}, or a path")
         else:
             failure = ValueError(f"cannot open a store for {safe}: {cause}")
     raise failure  # here, so that the original, which may have secrets, is not its context

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-import obstore.store
 from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, ObjectStore, S3Store
 
 ALLOW_REDIRECTS = "allow_redirects"
@@ -52,7 +51,6 @@ class StoreTraits:
     Attributes:
         schemes: the schemes of their URLs.
         backend: obstore's class for them, by which a ready store is recognised.
-        open: opens one, given a URL and keyword options.
         remote: whether they are reached over HTTP, with time-outs, proxies and other options of an HTTP client.
         bucket: whether the root is a bucket, so that one store serves all its keys. Else each directory is a store.
         quoted: whether URLs have their keys percent-encoded.
@@ -65,14 +63,12 @@ class StoreTraits:
         suffix_ranges: whether the last bytes of an object can be requested without knowing its size.
         list_resumes: whether a listing can begin after a key.
         list_in_order: whether it then costs one page, and keys come sorted.
-        unordered_suffix: the end of names of buckets that have no order all the same.
         may_list: whether all servers can list.
         shared: whether other processes find the same objects.
     """
 
     schemes: tuple[str, ...]
     backend: type[object]
-    open: Callable[..., ObjectStore] = obstore.store.from_url
     remote: bool = True
     bucket: bool = True
     quoted: bool = False
@@ -84,7 +80,6 @@ class StoreTraits:
     suffix_ranges: bool = True
     list_resumes: bool = False
     list_in_order: bool = False
-    unordered_suffix: str | None = None
     may_list: bool = True
     shared: bool = True
 
@@ -99,7 +94,6 @@ TRAITS = (
         aws_profiles=True,
         list_resumes=True,
         list_in_order=True,
-        unordered_suffix="--x-s3",  # directory buckets
     ),
     StoreTraits(
         schemes=("gs",),

@@ -13,7 +13,8 @@ from typing import Any
 
 from headrace._core.store.catalog import UNKNOWN, Catalog, StringArray, compact
 from headrace._core.store.head import check_form, strong
-from headrace._core.store.redaction import path_of, redact_url
+from headrace._core.store.redaction import redact_url
+from headrace._core.store.store import Store
 from headrace.errors import MissingExtraError
 
 _BARE_MD5 = re.compile(r"[0-9a-f]{32}(?:-\d+)?")  # S3's tags in inventories; in responses they are quoted
@@ -22,7 +23,7 @@ _METADATA_KEY = b"headrace.listing"
 
 def read_table(
     table: Any,
-    url: str,
+    store: Store,
     *,
     key: str,
     label: str | Sequence[str] | None,
@@ -35,7 +36,7 @@ def read_table(
     Raises:
         ValueError: the table has no row or lacks a column, or a value is not a key, a size or a checksum.
     """
-    keys = [_key(value, url, row) for row, value in enumerate(_column(table, key))]
+    keys = [_key(value, store, row) for row, value in enumerate(_column(table, key))]
     if not keys:
         raise ValueError("the table has no rows: a dataset needs at least one key")
     labels: Sequence[object] | None = None
@@ -65,17 +66,14 @@ def _column(table: Any, name: str) -> list[Any]:
     return list(column)
 
 
-def _key(value: object, url: str, row: int) -> str:
-    """The key, relative to the dataset's URL; accepts full URLs under it, and paths in its directory."""
+def _key(value: object, store: Store, row: int) -> str:
+    """The key, relative to the store's URL; accepts full URLs under it, and paths in its directory."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"row {row}: the key must be text, but got {value!r}")
-    directory = path_of(url)
-    for base in (url.partition("?")[0], directory):
-        if base is not None and value.startswith(base.rstrip("/") + "/"):
-            return value[len(base.rstrip("/")) + 1 :]
-    if "://" in value:
-        raise ValueError(f"row {row}: {redact_url(value)} is not under the dataset's URL, {redact_url(url)}")
-    return value
+    try:
+        return store.key_of(value) if "://" in value or value.startswith("/") else value
+    except ValueError as error:
+        raise ValueError(f"row {row}: {error}") from None
 
 
 def _size(value: Any) -> int:

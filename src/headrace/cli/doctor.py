@@ -7,16 +7,18 @@ import json
 import math
 import os
 import platform
+import resource
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 from headrace._version import __version__
-from headrace.cli.limits import CgroupLimits, available_memory
 
 __all__ = [
     "CHECKS",
+    "CgroupLimits",
     "Finding",
+    "available_memory",
     "check_cores",
     "check_descriptors",
     "check_device",
@@ -26,8 +28,6 @@ __all__ = [
     "check_shared_memory",
     "check_versions",
     "examine",
-    "findings",
-    "limit_text",
     "size_text",
 ]
 
@@ -58,9 +58,57 @@ class Finding:
         return self.remedy is None
 
 
-def limit_text(number: int) -> str:
-    """A limit of the system as text."""
-    return "unlimited" if number < 0 or number >= 1 << 62 else f"{number:,}"
+@dataclass(frozen=True, slots=True)
+class CgroupLimits:
+    """The tightest limits of a process's control group, version 2, and of its parents; infinite where there is none.
+
+    Attributes:
+        cores: CPU seconds a second.
+        memory: bytes.
+        memory_left: bytes of the group that has fewest left.
+        pids: processes and threads.
+        pids_left: those that the group with fewest may still start.
+    """
+
+    cores: float = math.inf
+    memory: float = math.inf
+    memory_left: float = math.inf
+    pids: float = math.inf
+    pids_left: float = math.inf
+
+    @classmethod
+    def here(cls, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> CgroupLimits:
+        """The limits of this process; none where the system has no control groups of version 2."""
+        groups = [line.split(":", 2)[2] for line in _text(membership).splitlines() if line.startswith("0:")]
+        folder = root / "".join(groups).lstrip("/")  # inside a container its path may be one of the host
+        limits = cls()
+        for each in (folder, *folder.parents):
+            if each != root and root not in each.parents:
+                return limits
+            cores = _numbers(each / "cpu.max")
+            memory, pids = _numbers(each / "memory.max"), _numbers(each / "pids.max")
+            memory_left = memory[0] - _numbers(each / "memory.current", 0.0)[0]
+            pids_left = pids[0] - _numbers(each / "pids.current", 0.0)[0]
+            found = cores[0] / cores[-1] if len(cores) > 1 else math.inf, memory[0], memory_left, pids[0], pids_left
+            limits = cls(*map(min, astuple(limits), found))
+        return limits
+
+
+def available_memory() -> float:
+    """Bytes of memory that the machine has available."""
+    lines = _text(Path("/proc/meminfo")).splitlines()
+    return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")), math.inf)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _numbers(file: Path, missing: float = math.inf) -> list[float]:
+    return [math.inf if word == "max" else float(word) for word in _text(file).split()] or [missing]
 
 
 def size_text(count: float) -> str:
@@ -74,23 +122,17 @@ def size_text(count: float) -> str:
 
 def check_descriptors() -> Iterator[Finding]:
     """File descriptors: one for each request in flight."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
     from headrace._core.look_ahead import MOST_CONCURRENCY, most_concurrency  # which imports torch
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f'{limit_text(soft)} (hard limit {limit_text(hard)}): concurrency="auto" uses up to {most_concurrency():,}'
-    if soft != resource.RLIM_INFINITY and soft < USUAL_DESCRIPTORS:
-        if hard == resource.RLIM_INFINITY or hard >= USUAL_DESCRIPTORS:
-            most = 2 * MOST_CONCURRENCY if hard == resource.RLIM_INFINITY else min(hard, 2 * MOST_CONCURRENCY)
-            raising = f"ulimit -n {most}"
-        else:
-            raising = "docker run --ulimit nofile=4096; outside of a container, as root: ulimit -n 4096"
-        yield Finding("descriptors", f"{text} of {MOST_CONCURRENCY:,} requests, and workers may fail to start", raising)
+    text = f'{soft:,} (hard limit {hard:,}): concurrency="auto" uses up to {most_concurrency():,} requests'
+    if 0 <= soft < USUAL_DESCRIPTORS:  # negative: unlimited
+        remedy = "docker run --ulimit nofile=4096; outside of a container, as root: ulimit -n 4096"
+        if not 0 <= hard < USUAL_DESCRIPTORS:
+            remedy = f"ulimit -n {2 * MOST_CONCURRENCY if hard < 0 else min(hard, 2 * MOST_CONCURRENCY)}"
+        yield Finding("descriptors", f"{text} of {MOST_CONCURRENCY:,}, and workers may fail to start", remedy)
     else:
-        yield Finding("descriptors", f"{text} requests")
+        yield Finding("descriptors", text)
 
 
 def check_memory() -> Iterator[Finding]:
@@ -112,16 +154,7 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_shared_memory() -> Iterator[Finding]:
-    """Memory that processes share: memfd for batches of headrace, /dev/shm for torch's workers."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("headrace-doctor", os.MFD_CLOEXEC)
-        try:
-            os.write(descriptor, bytes(4096))
-        finally:
-            os.close(descriptor)
-        yield Finding("memfd", "usable: batches of workers are shared, not copied")
-    else:
-        yield Finding("memfd", "absent: batches of workers are copied through sockets", "run on Linux")
+    """/dev/shm, which torch's workers use."""
     if not SHM.is_dir():
         return
     free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
@@ -135,37 +168,24 @@ def check_shared_memory() -> Iterator[Finding]:
 
 def check_cores() -> Iterator[Finding]:
     """Cores that this process may use, and the threads that libraries start."""
-    machine = os.cpu_count() or 1
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
-    quota = CgroupLimits.here().cores
+    machine, affinity, quota = os.cpu_count() or 1, len(os.sched_getaffinity(0)), CgroupLimits.here().cores
     granted = min(affinity, quota)
-    text = f"{granted:g} of {machine}"
+    text, remedy = f"{granted:g} of {machine}", "a machine with more cores"
     if quota < affinity:
         text += " (the container's quota)"
+        remedy = f"a larger quota, for example docker run --cpus={min(machine, 4)}"
     elif affinity < machine:
         text += " (CPU affinity)"
+        remedy = f"taskset -c 0-{machine - 1} before the command, or more cores from the scheduler of your cluster"
     if granted < 2:
-        yield Finding(
-            "cores",
-            f"{text}: fetching, workers and training share {'it' if granted <= 1 else 'them'}",
-            f"a larger quota, for example docker run --cpus={min(machine, 4)}"
-            if quota < affinity
-            else f"taskset -c 0-{machine - 1} before the command, or more cores from the scheduler of your cluster"
-            if affinity < machine
-            else "a machine with more cores",
-        )
+        yield Finding("cores", f"{text}: fetching, workers and training share them", remedy)
     else:
         yield Finding("cores", f"{text}: num_workers up to {int(granted)}")
-    name = "OMP_NUM_THREADS"
-    threads = os.environ.get(name)
-    if threads is None and quota < affinity:
-        text = f"{name} is not set: libraries start {affinity} threads for {quota:g} cores, in each worker"
-        yield Finding("threads", text, f"export {name}={max(1, int(quota))}")
-    elif threads is not None and threads.isdecimal() and int(threads) > granted:
-        text = f"{name}={threads} for {granted:g} cores: threads of each worker compete for them"
-        yield Finding("threads", text, f"export {name}={max(1, int(granted))}")
-    else:
-        yield Finding("threads", f"{name} is {threads or 'not set'}; torch has one thread in each worker of headrace")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    started = int(threads) if threads.isdecimal() else affinity if quota < affinity else 0
+    if started > granted:
+        text = f"libraries start {started} for {granted:g} cores (OMP_NUM_THREADS): they compete for them"
+        yield Finding("threads", text, f"export OMP_NUM_THREADS={max(1, int(granted))}")
 
 
 def check_processes() -> Iterator[Finding]:
@@ -176,17 +196,11 @@ def check_processes() -> Iterator[Finding]:
         few = limits.pids_left < LEAST_PROCESSES
         remedy = "docker run --pids-limit=4096" if few else None
         yield Finding("container PIDs", text + ": workers may fail to start" * few, remedy)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    few = soft != resource.RLIM_INFINITY and soft < 4 * LEAST_PROCESSES and os.geteuid() != 0
-    enough = hard == resource.RLIM_INFINITY or hard >= 4 * LEAST_PROCESSES
-    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-    raising = f"ulimit -u {most}" if enough else "as root: ulimit -u 4096"
-    text = f"limit {limit_text(soft)} for this user (ulimit -u)" + ": workers may fail to start" * few
-    yield Finding("user processes", text, raising if few else None)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    few = 0 <= soft < 4 * LEAST_PROCESSES and os.geteuid() != 0
+    if few:
+        text = f"limit {soft:,} for this user: workers may fail to start"
+        yield Finding("user processes", text, "ulimit -u 4096; as root, if the hard limit is lower")
 
 
 def check_event_loop() -> Iterator[Finding]:
@@ -208,26 +222,19 @@ def check_device() -> Iterator[Finding]:
     """The accelerator, and whether host memory can be page-locked for copies to it."""
     import torch
 
-    present = any(Path(each).exists() for each in ("/dev/nvidiactl", "/dev/kfd"))
     if not torch.cuda.is_available():
-        accelerator = getattr(torch, "accelerator", None)
-        if accelerator is not None and accelerator.is_available():
-            yield Finding("device", f"{accelerator.current_accelerator()}; copies with device= are made for CUDA")
-        elif present:
+        if any(Path(each).exists() for each in ("/dev/nvidiactl", "/dev/kfd")):
             text = f"this machine has a GPU, and torch {torch.__version__} cannot use it: batches stay in host memory"
             yield Finding("device", text, "install torch for your driver: https://pytorch.org/get-started/locally")
         else:
-            yield Finding("device", "no accelerator: batches stay in host memory")
+            yield Finding("device", "no GPU: batches stay in host memory")
         return
-    try:
-        pinned = torch.empty(1 << 20, dtype=torch.uint8).pin_memory().is_pinned()
-        reason = "" if pinned else "torch says so"
-    except RuntimeError as error:
-        pinned, reason = False, str(error).splitlines()[0]
     text = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
-    if pinned:
+    try:
+        torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
         yield Finding("device", f"{text}; memory can be pinned")
-    else:
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
         yield Finding("device", f"{text}; memory cannot be pinned ({reason}): copies block", "ulimit -l unlimited")
 
 
@@ -254,32 +261,26 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 
-def findings() -> Iterator[Finding]:
-    """Everything, in the order of the output; a check that fails is a finding too."""
-    for check in CHECKS:
-        try:
-            yield from check()
-        except Exception as error:  # a file of the system that has another form, a package that fails at import
-            name = check.__name__.removeprefix("check_").replace("_", " ")
-            yield Finding(name, f"could not be examined: {type(error).__name__}: {error}", "please report this")
-
-
 def examine(*, as_json: bool) -> int:
     """Print the findings; returns the number of problems.
 
     Args:
         as_json: one JSON object, for programs: ``{"ok": bool, "findings": [{"name", "ok", "text", "remedy"}, …]}``.
     """
-    found = []
-    for each in findings():
-        found.append(each)
-        if not as_json:
-            remedy = "" if each.ok else f". Remedy: {each.remedy}"
-            print(f"{'ok' if each.ok else 'problem':<9}{each.name:<18}{each.text}{remedy}", flush=True)
+    found: list[Finding] = []
+    for check in CHECKS:
+        try:
+            found += check()
+        except Exception as error:  # a file of the system that has another form, a package that fails at import
+            name = check.__name__.removeprefix("check_").replace("_", " ")
+            found.append(Finding(name, f"could not be examined: {type(error).__name__}: {error}", "please report this"))
     problems = sum(not each.ok for each in found)
     if as_json:
         lines = [{**asdict(each), "ok": each.ok} for each in found]
         print(json.dumps({"ok": not problems, "findings": lines}, indent=2, ensure_ascii=False))
     else:
+        for each in found:
+            remedy = "" if each.ok else f". Remedy: {each.remedy}"
+            print(f"{'ok' if each.ok else 'problem':<9}{each.name:<18}{each.text}{remedy}")
         print("no problems" if not problems else f"{problems} problem{'s' * (problems > 1)}")
     return problems

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Any
 
 from headrace._core.streams.iterable_style import AsyncIterableDataset, OperatedStream
-from headrace._core.streams.operation import Mark, ReplayOperation
+from headrace._core.streams.operation import NOTHING, Mark, ReplayOperation
 from headrace._core.streams.torch_views import require_async
 from headrace._core.text import dataset_repr
 from headrace.errors import StateError
@@ -102,36 +102,16 @@ class _TokenBatchIterator(ReplayOperation[list[object]]):
         self._first = [0] * buckets  # number of the read that gave the first sample
         self._read = 0  # samples and errors
         self._marks: deque[tuple[int, Mark]] = deque()  # with the number read before them
-        self._ended = self._closed = False
 
-    async def _next(self) -> list[object]:
-        while not (self._ended or self._closed):
-            try:
-                sample = await anext(self._inner)
-            except StopAsyncIteration:
-                self._ended = True
-                break
-            except Exception:  # the sample is lost, and counts as read: a restore must not read it again
-                self._read += 1
-                raise
-            self._read += 1
-            if (batch := self._put(sample)) is not None:
-                return batch
-        if not (self._drop_last or self._closed):
-            for bucket, count in enumerate(self._counts):
-                if count:
-                    return self._emptied(bucket)
-        raise StopAsyncIteration
-
-    def _put(self, sample: object) -> list[object] | None:
-        """Add a sample; returns the batch that is full without it."""
+    def _put(self, sample: object) -> Any:
+        self._read += 1
         tokens = self._tokens_of(sample)
         if tokens > self._max_tokens:
             raise ValueError(f"a sample of {tokens} tokens is over max_tokens={self._max_tokens}; cut it")
         bucket = bisect.bisect_left(self._boundaries, tokens)
         padded = max(self._longest[bucket], tokens) * (self._counts[bucket] + 1)
         over = (padded if self._padded else self._tokens[bucket] + tokens) > self._max_tokens
-        full = self._emptied(bucket) if over and self._counts[bucket] else None
+        full = self._emptied(bucket) if over and self._counts[bucket] else NOTHING
         if not self._counts[bucket]:
             self._first[bucket] = self._read - 1
         self._samples[bucket].append(sample)
@@ -139,6 +119,15 @@ class _TokenBatchIterator(ReplayOperation[list[object]]):
         self._longest[bucket] = max(self._longest[bucket], tokens)
         self._tokens[bucket] += tokens
         return full
+
+    def _skip(self) -> None:
+        self._read += 1  # the sample is lost, and counts as read: a restore must not read it again
+
+    async def _rest(self) -> list[object]:
+        for bucket, count in enumerate(self._counts):
+            if count and not self._drop_last:
+                return self._emptied(bucket)
+        raise StopAsyncIteration
 
     def _emptied(self, bucket: int) -> list[object]:
         samples, count = self._samples[bucket], self._counts[bucket]
@@ -163,10 +152,6 @@ class _TokenBatchIterator(ReplayOperation[list[object]]):
         if len(self._marks) > _MOST_MARKS:
             self._marks = deque((*itertools.islice(self._marks, 0, _MOST_MARKS, 2), self._marks[-1]))
         return self._marks[0][1]
-
-    async def aclose(self) -> None:
-        self._closed = True
-        await super().aclose()
 
 
 class _TokenBatches(OperatedStream[list[object]]):

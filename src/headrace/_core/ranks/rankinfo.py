@@ -120,17 +120,17 @@ class bound:
     A class, since it is entered for each sample: 0.3 µs in place of 1.2 for a generator function.
     """
 
-    __slots__ = ("_token", "_value", "_variable")
+    __slots__ = ("_token", "value", "variable")
 
     def __init__(self, variable: ContextVar[T], value: T) -> None:
-        self._variable: ContextVar[Any] = variable
-        self._value = value
+        self.variable: ContextVar[Any] = variable
+        self.value = value
 
     def __enter__(self) -> None:
-        self._token = self._variable.set(self._value)
+        self._token = self.variable.set(self.value)
 
     def __exit__(self, *_: object) -> None:
-        self._variable.reset(self._token)
+        self.variable.reset(self._token)
 
 
 def reading_divided(divided: bool) -> bound:

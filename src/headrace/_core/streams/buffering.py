@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from headrace._core.ranks.distributed import Remainder, ShardOptions
 from headrace._core.seeding import batch_seed
-from headrace._core.streams.operation import NOTHING, Mark, ReplayOperation
+from headrace._core.streams.operation import NOTHING, Mark, ReplayOperation, snapshot
 from headrace._core.streams.order import Order, child_seeds, spawn_key
 from headrace._core.streams.resumable import (
     ResumableIterator,
@@ -48,68 +48,60 @@ class Split(ReplayOperation[T]):
         self._key = spawn_key()
         self._start = start
         super().__init__(self._started())
-        self._shard = shard
-        self._world_size = shard.count
+        self._index, self._count = shard.index, shard.count
+        self._world_size = shard.count  # of the state, while one is restored
         self._remainder = remainder
-        self._first: list[T] = []  # the first group, for "repeat"
-        self._was_restored = False  # the first group was read before the state was saved
+        # The first group, for "repeat"; None until it is read, empty if it was before the state was saved.
+        self._first: list[T] | None = None if remainder == "repeat" else []
         self._group: list[T] = []
-        self._ended = False
 
     def _started(self) -> ResumableIterator[T]:
         with child_seeds(self._key, 0):
             return self._start()
 
-    async def _next(self) -> T:
-        count, index = self._shard.count, self._shard.index
-        while not self._ended:
-            try:
-                self._group.append(await anext(self._inner))
-            except StopAsyncIteration:
-                return await self._from_last_group()
-            if len(self._group) == count:
-                sample = self._group[index]
-                if self._remainder == "repeat" and not (self._first or self._was_restored):
-                    self._first = self._group
-                self._group = []
-                return sample
-        raise StopAsyncIteration
+    def _put(self, sample: T) -> Any:
+        group = self._group
+        group.append(sample)
+        if len(group) < self._world_size:
+            return NOTHING
+        if self._first is None:
+            self._first = group
+        self._group = []
+        return group[self._index]
 
-    async def _from_last_group(self) -> T:
-        last, index = self._group, self._shard.index
+    async def _rest(self) -> T:
+        last, index = self._group, self._index
         if last and index >= len(last) and self._remainder == "repeat":
-            first = await self._first_group() or last  # fewer samples in all than shards
+            first = last if self._first is None else self._first or await self._read_first()
             last = [*last, *(first[number % len(first)] for number in range(index + 1 - len(last)))]
-        self._ended, self._group = True, []
+        self._group = []
         if not last or self._remainder == "drop" or (self._remainder == "keep" and index >= len(last)):
             raise StopAsyncIteration
         return last[min(index, len(last) - 1)]
 
-    async def _first_group(self) -> list[T]:
-        if self._was_restored:
-            first: list[T] = []
-            inner = self._started()
-            try:
-                while len(first) < self._shard.count:
-                    try:
-                        first.append(await anext(inner))
-                    except StopAsyncIteration:
-                        break
-                    except Exception:  # it was raised when it was read for the first time
-                        continue
-            finally:
-                await close_iterator(inner)
-            self._first, self._was_restored = first, False
-        return self._first
+    async def _read_first(self) -> list[T]:
+        first: list[T] = []
+        inner = self._started()
+        try:
+            while len(first) < self._world_size:
+                try:
+                    first.append(await anext(inner))
+                except StopAsyncIteration:
+                    break
+                except Exception:  # it was raised when it was read for the first time
+                    continue
+        finally:
+            await close_iterator(inner)
+        return first or self._group
 
     def _is_exact(self) -> bool:
         return not self._group
 
     def _restored(self) -> None:
         if self._reread.left:
-            expect_same({"world_size": self._world_size}, "world_size", self._shard.count)
-        self._world_size = self._shard.count
-        self._was_restored = True
+            expect_same({"world_size": self._world_size}, "world_size", self._count)
+        self._world_size = self._count
+        self._first = []
 
 
 class ShuffleBuffer(ReplayOperation[T]):
@@ -133,59 +125,49 @@ class ShuffleBuffer(ReplayOperation[T]):
         self._window = 0  # number of the window that is read
         self._ahead: list[T] = []  # its samples
         self._ahead_errors = 0  # errors before them
-        self._ahead_mark: Mark | None = None  # the position before it
+        self._ahead_position: Callable[[], State] | None = None  # before it; None before the first: that of the mark
         self._samples: list[T] = []  # left of the window that is given
         self._random = random.Random()
-        self._ended = False
-        self._closed = False
 
-    async def _next(self) -> T:
-        if self._closed:
-            raise StopAsyncIteration
-        samples = self._samples
-        if samples:
-            if not self._ended and len(self._ahead) < self._size:
-                await self._read_one()
-        else:
-            while not self._ended and len(self._ahead) < self._size:
-                await self._read_one()
-            samples = self._begin_window()
+    def _put(self, sample: T) -> Any:
+        self._ahead.append(sample)
+        if not self._samples:
+            if len(self._ahead) < self._size:
+                return NOTHING
+            self._begin_window()
+        return self._draw()
+
+    def _skip(self) -> None:
+        self._ahead_errors += 1
+
+    async def _rest(self) -> T:
+        if not self._samples:
+            if not self._ahead:
+                raise StopAsyncIteration
+            self._begin_window()
+        return self._draw()
+
+    def _draw(self) -> T:
         # To remove an element from the middle of a list in constant time, swap it with the last.
+        samples = self._samples
         chosen = int(self._random.random() * len(samples))
         samples[chosen], samples[-1] = samples[-1], samples[chosen]
         return samples.pop()
 
-    def _begin_window(self) -> list[T]:
-        if not self._ahead:
-            raise StopAsyncIteration
+    def _begin_window(self) -> None:
         self._mark = self._latest_mark()
         self._random.seed(batch_seed(self._order.key(), 0, self._window))
         self._window += 1
-        self._samples, self._ahead, self._ahead_errors, self._ahead_mark = self._ahead, [], 0, None
-        return self._samples
-
-    async def _read_one(self) -> None:
-        """Read a sample of the next window, an error, or the end."""
-        if self._ahead_mark is None:
-            self._ahead_mark = self._new_mark()
-        try:
-            self._ahead.append(await anext(self._inner))
-        except StopAsyncIteration:
-            self._ended = True
-        except Exception:  # of user code
-            self._ahead_errors += 1
-            raise
+        self._samples, self._ahead, self._ahead_errors = self._ahead, [], 0
+        self._ahead_position = snapshot(self._exact_state)
 
     def _latest_mark(self) -> Mark:
         """The position before the current window; where that ends, that before the next, with the errors in it."""
-        if self._samples and self._mark is not None:
-            return self._mark
-        mark, errors = self._ahead_mark or self._new_mark(), self._ahead_errors
-        return Mark(self._given - errors, self._errors - errors, mark.position)
-
-    async def aclose(self) -> None:
-        self._closed = True
-        await super().aclose()
+        mark = self._mark or self._new_mark()
+        if self._samples:
+            return mark
+        errors = self._ahead_errors
+        return Mark(self._given - errors, self._errors - errors, self._ahead_position or mark.position)
 
 
 class Pipe(ReplayOperation[T]):
@@ -199,61 +181,44 @@ class Pipe(ReplayOperation[T]):
     """
 
     operation = "pipe"
-    fields = (("over", bool), ("ended", bool), ("read", int))
+    fields = (("over", bool), ("exhausted", bool), ("read", int))
 
     def __init__(
         self, source: AsyncIterable[object], function: Callable[[AsyncIterator[Any]], AsyncIterator[T]]
     ) -> None:
         super().__init__(source)
+        self._ended = True  # the function reads the stream
         self._function = function
         self._output: AsyncIterator[T] | None = None
         self._pending: Any = NOTHING  # a sample to return after the errors that came before it
         self._source_errors: deque[Exception] = deque()  # not yet reported
         self._over = False  # the function has ended
-        self._ended = False  # the stream has ended
+        self._exhausted = False  # the stream has ended
         self._read = 0  # samples that the function has read since its last error
-        self._closed = False
 
-    async def _next(self) -> T:
-        if self._pending is NOTHING and not (self._over or self._closed or self._source_errors):
-            await self._advance()
+    async def _rest(self) -> T:
+        if self._pending is NOTHING and not (self._over or self._source_errors):
+            try:
+                if self._output is None:
+                    self._output = aiter(self._function(_Source(self)))
+                self._pending = await anext(self._output)
+            except StopAsyncIteration:
+                self._over = True
+            except Exception as error:
+                self._source_errors.append(error)
+                output, self._output = self._output, None
+                await close_iterator(output)
+                # A function that fails without reading would fail for ever.
+                self._over = self._exhausted or not self._read
+                self._read = 0
         if self._source_errors:
             raise self._source_errors.popleft()
         if self._pending is NOTHING:
+            await self.aclose()
             raise StopAsyncIteration
         sample: T = self._pending
         self._pending = NOTHING
         return sample
-
-    async def _advance(self) -> None:
-        try:
-            if self._output is None:
-                self._output = aiter(self._function(_Source(self)))
-            self._pending = await anext(self._output)
-        except StopAsyncIteration:
-            self._over = True
-            await self.aclose()
-        except Exception as error:
-            self._source_errors.append(error)
-            output, self._output = self._output, None
-            await close_iterator(output)
-            self._over = self._ended or not self._read  # a function that fails without reading would fail for ever
-            self._read = 0
-
-    async def read(self) -> object:
-        """The next sample of the stream; errors are collected instead of raised."""
-        for _ in range(MAX_ERRORS_IN_A_ROW):
-            try:
-                sample = await anext(self._inner)
-            except StopAsyncIteration:
-                self._ended = True
-                raise
-            except Exception as error:
-                self._source_errors.append(error)
-            else:
-                self._read += 1
-                return sample
-        return await anext(self._inner)
 
     def _is_exact(self) -> bool:
         if self._pending is not NOTHING or self._source_errors:
@@ -279,16 +244,27 @@ class Pipe(ReplayOperation[T]):
 
     async def aclose(self) -> None:
         """Close the function's generator, then the stream that it reads."""
-        self._closed = True
         await close_iterator(self._output)
         await super().aclose()
 
 
 class _Source(AsyncIterator[object]):
-    """What a function reads."""
+    """The stream that a function reads; errors are collected instead of raised."""
 
     def __init__(self, pipe: Pipe[Any]) -> None:
         self._pipe = pipe
 
     async def __anext__(self) -> object:
-        return await self._pipe.read()
+        pipe = self._pipe
+        for _ in range(MAX_ERRORS_IN_A_ROW):
+            try:
+                sample = await anext(pipe._inner)
+            except StopAsyncIteration:
+                pipe._exhausted = True
+                raise
+            except Exception as error:
+                pipe._source_errors.append(error)
+            else:
+                pipe._read += 1
+                return sample
+        return await anext(pipe._inner)

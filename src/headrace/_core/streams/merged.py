@@ -112,6 +112,7 @@ class _Readers(StreamOperation[object]):
     streams = ("readers",)
 
     def __init__(self, dataset: AsyncIterable[object]) -> None:
+        super().__init__(None)
         self._dataset = dataset
         self._world_size = self._lanes = 1
         self._turn = 0

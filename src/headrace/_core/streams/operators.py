@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+from abc import abstractmethod
 from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -73,7 +74,6 @@ class EqualLength(StreamOperation[T]):
         self._before: State | None = None  # a position before the last sample; None: the start
         self._later: State | None = None  # that of the last state
         self._gave_since = False  # whether a sample was given after `_later`
-        self._closed = False
 
     async def __anext__(self) -> T:
         if self._closed or self._left <= 0:
@@ -136,96 +136,87 @@ class EqualLength(StreamOperation[T]):
             self._before = None if state.get("before") is None else expect_state(state, "before")
             self._later = expect_state(state, "inner")
 
-    async def aclose(self) -> None:
-        self._closed = True
-        await super().aclose()
 
+class _InSuccession(StreamOperation[Any]):
+    """Streams one after the other: each is started when the one before it has ended."""
 
-class Repeat(StreamOperation[Any]):
-    """A stream several times; with ``times=None`` until a repetition without a sample."""
+    fields = (("begun", int), ("gave", bool))
+    _numbered = False
 
-    operation = "repeat"
-    options = ("times",)
-    fields = (("started", int), ("gave", bool))
-
-    def __init__(self, dataset: Any, times: int | None) -> None:
-        self._dataset = dataset
-        self._times = times
-        self._started = 0  # repetitions
-        self._gave = True  # whether the current repetition has given a sample
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._begun = 0  # streams
+        self._gave = True  # whether the current one has given a sample
         self._key = spawn_key()
-        self._repetition = current_repetition.get()  # of this iterator itself, if it is repeated
-        self._inner: ResumableIterator[object] | None = None
-        self._closed = False
 
-    async def __anext__(self) -> object:
+    async def __anext__(self) -> Any:
         while not self._closed:
             if self._inner is None:
-                if self._started == self._times or (self._times is None and not self._gave):
+                if self._is_over():
                     break
                 self._gave = False
-                self._started += 1
+                self._begun += 1
                 self._inner = self._open()
             try:
                 sample = await anext(self._inner)
             except StopAsyncIteration:
                 inner, self._inner = self._inner, None
                 await close_iterator(inner)
-                continue
-            self._gave = True
-            return sample
+            else:
+                self._gave = True
+                return (self._begun - 1, sample) if self._numbered else sample
         raise StopAsyncIteration
 
+    @abstractmethod
+    def _is_over(self) -> bool:
+        """Whether the stream that has ended was the last."""
+
+    @abstractmethod
     def _open(self, *_: object) -> ResumableIterator[object]:
-        with child_seeds(self._key, self._started):
-            if self._started == 1:
+        """Start the stream with the number `_begun`, from 1."""
+
+
+class Repeat(_InSuccession):
+    """A stream several times; with ``times=None`` until a repetition without a sample."""
+
+    operation = "repeat"
+    options = ("times",)
+
+    def __init__(self, dataset: Any, times: int | None) -> None:
+        super().__init__()
+        self._dataset = dataset
+        self._times = times
+        self._repetition = current_repetition.get()  # of this iterator itself, if it is repeated
+
+    def _is_over(self) -> bool:
+        return not self._gave if self._times is None else self._begun == self._times
+
+    def _open(self, *_: object) -> ResumableIterator[object]:
+        with child_seeds(self._key, self._begun):
+            if self._begun == 1:
                 return start_stream(self._dataset)
-            number = batch_seed(self._repetition, 0, self._started)
+            number = batch_seed(self._repetition, 0, self._begun)
             return InContext(bound(current_repetition, number), functools.partial(start_stream, self._dataset))
 
-    async def aclose(self) -> None:
-        self._closed = True
-        await super().aclose()
 
-
-class Concat(StreamOperation[object]):
+class Concat(_InSuccession):
     """Streams one after the other; `numbered` samples are pairs of the stream's number and its sample."""
 
     operation = "concat"
     options = ("parts",)
-    fields = (("begun", int),)
 
     def __init__(self, datasets: Sequence[Any], *, numbered: bool) -> None:
+        super().__init__()
         self._datasets = datasets
         self._parts = len(datasets)
         self._numbered = numbered
-        self._key = spawn_key()
-        self._begun = 0
-        self._inner: ResumableIterator[object] | None = None
-        self._closed = False
 
-    async def __anext__(self) -> object:
-        while not self._closed:
-            if self._inner is None:
-                if self._begun >= self._parts:
-                    break
-                self._begun += 1
-                self._inner = self._open()
-            try:
-                sample = await anext(self._inner)
-                return (self._begun - 1, sample) if self._numbered else sample
-            except StopAsyncIteration:  # the end of this part
-                stream, self._inner = self._inner, None
-                await close_iterator(stream)
-        raise StopAsyncIteration
+    def _is_over(self) -> bool:
+        return self._begun >= self._parts
 
     def _open(self, *_: object) -> ResumableIterator[object]:
         with child_seeds(self._key, self._begun - 1):
             return start_stream(self._datasets[self._begun - 1])
-
-    async def aclose(self) -> None:
-        self._closed = True
-        await super().aclose()
 
 
 class Mix(StreamOperation[object]):
@@ -245,6 +236,7 @@ class Mix(StreamOperation[object]):
     streams = ("parts",)
 
     def __init__(self, datasets: Sequence[Any], weights: Sequence[float], order: Order, stop: Stop) -> None:
+        super().__init__(None)
         count = len(datasets)
         self._datasets = datasets
         self._weights = [float(weight) for weight in weights]
@@ -259,7 +251,6 @@ class Mix(StreamOperation[object]):
         self._key = spawn_key()
         self._parts = [self._start(number) for number in range(count)]
         self._replaced: list[ResumableIterator[object]] = []  # to be closed
-        self._closed = False
         self._derive()
 
     def _start(self, number: int) -> ResumableIterator[Any]:
@@ -318,7 +309,6 @@ class Mix(StreamOperation[object]):
                 self._parts[number] = self._start(number)
 
     async def aclose(self) -> None:
-        self._closed = True
         await super().aclose()
         for stream in self._replaced:
             await close_iterator(stream)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
-from headrace._core.streams.operation import Mark, ReplayOperation
-from headrace._core.streams.resumable import State
+from headrace._core.streams.operation import NOTHING, Mark, ReplayOperation
+from headrace._core.streams.resumable import State, close_iterator
 from headrace._core.text import add_note
 
 # Most samples in one request to a worker. A request takes some 150 µs besides the functions, and a few ms on a busy
@@ -70,24 +70,32 @@ def apply_steps(
     """
     outcomes: list[Any] = []
     for position, sample in enumerate(samples):
-        step = steps[0]
-        try:
-            if prepare is not None:
-                prepare(position)
-            for step in steps:
-                result = step.function(sample)
-                if not step.is_filter:
-                    sample = result
-                elif not result:
-                    break
-            else:
-                outcomes.append(sample)
-        except catch as error:  # user code
-            raised = as_exception(error)
-            name = getattr(step.function, "__qualname__", type(step.function).__name__)
-            add_note(raised, f"headrace: in {'filter' if step.is_filter else 'map'}({name}), before batching")
-            outcomes.append(Raised(raised))
+        if prepare is not None:
+            prepare(position)
+        outcome = apply_to(steps, sample, catch)
+        if outcome is not NOTHING:
+            outcomes.append(outcome)
     return outcomes
+
+
+def apply_to(
+    steps: Sequence[Step], sample: Any, catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException
+) -> Any:
+    """As `apply_steps`, of one sample; `NOTHING` if it is not kept."""
+    step = steps[0]
+    try:
+        for step in steps:
+            result = step.function(sample)
+            if not step.is_filter:
+                sample = result
+            elif not result:
+                return NOTHING
+    except catch as error:  # user code
+        raised = as_exception(error)
+        name = getattr(step.function, "__qualname__", type(step.function).__name__)
+        add_note(raised, f"headrace: in {'filter' if step.is_filter else 'map'}({name}), before batching")
+        return Raised(raised)
+    return sample
 
 
 class _Chunk(NamedTuple):
@@ -126,25 +134,28 @@ class Steps(ReplayOperation[Any]):
         self._reader: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
-        self._ended = self._closing = False
+        self._read_all = False
+        self._ended = self._run is not None  # a task reads the stream
 
-    async def _next(self) -> object:
-        while self._run is None:  # in place
-            try:
-                sample = await anext(self._inner)
-            except StopAsyncIteration:
-                raise
-            except Exception:  # of user code; the error takes the place of a sample
-                self._read += 1
-                raise
-            self._read += 1
-            for kept in apply_steps(self._steps, [sample], None):
-                return _value(kept)
-        if self._reader is None and not self._closing:
+    def _put(self, sample: object) -> object:
+        self._read += 1
+        outcome = apply_to(self._steps, sample)
+        if type(outcome) is Raised:
+            raise outcome.error
+        return outcome
+
+    def _skip(self) -> None:
+        self._read += 1
+
+    async def _rest(self) -> object:
+        if self._run is not None and self._reader is None:
             self._reader = asyncio.get_running_loop().create_task(self._read_ahead())
-        if self._closing or not (self._outcomes or await self._receive()):
+        if not (self._outcomes or (self._reader is not None and await self._receive())):
             raise StopAsyncIteration
-        return _value(self._outcomes.popleft())
+        outcome = self._outcomes.popleft()
+        if type(outcome) is Raised:
+            raise outcome.error
+        return outcome
 
     async def _receive(self) -> bool:
         """Wait for outcomes; returns whether there are any."""
@@ -152,14 +163,14 @@ class Steps(ReplayOperation[Any]):
             if self._chunks:
                 chunk = self._chunks[0]
                 await asyncio.wait((chunk.outcomes,))  # loses nothing when it is cancelled
-                if self._closing:
+                if self._closed:
                     return False
                 self._mark = self._latest_mark()
                 self._chunks.popleft()
                 self._outcomes.extend(chunk.outcomes.result())
                 self._held -= chunk.size
                 self._has_room.set()
-            elif self._closing or (self._ended and not self._buffer):
+            elif self._closed or (self._read_all and not self._buffer):
                 return False
             else:
                 self._changed.clear()
@@ -182,7 +193,7 @@ class Steps(ReplayOperation[Any]):
                 except StopAsyncIteration:
                     break
                 except BaseException as error:  # user code
-                    if self._closing:
+                    if self._closed:
                         raise
                     sample = Raised(as_exception(error))
                     noted = -CHUNK  # an error may not be raised when it is read again: the next position is noted
@@ -191,13 +202,13 @@ class Steps(ReplayOperation[Any]):
                 self._buffer.append(sample)
                 self._send()
         finally:
-            self._ended = True
+            self._read_all = True
             self._changed.set()
-            await super().aclose()
+            await close_iterator(self._inner)
 
     def _send(self, *_done: object) -> None:
         loop = asyncio.get_running_loop()
-        while self._buffer and len(self._in_flight) < self._limit and not self._closing:
+        while self._buffer and len(self._in_flight) < self._limit and not self._closed:
             position = self._noted.popleft()[1] if self._noted and self._noted[0][0] == self._sent else None
             most = min(CHUNK, self._noted[0][0] - self._sent) if self._noted else CHUNK
             chunk: list[object] = list(itertools.islice(itertools.takewhile(_is_sample, self._buffer), most))
@@ -241,7 +252,7 @@ class Steps(ReplayOperation[Any]):
 
     async def aclose(self) -> None:
         """Cancel pending requests, and close the stream."""
-        self._closing = True
+        self._closed = True
         self._changed.set()
         if self._reader is None:
             await super().aclose()
@@ -253,10 +264,3 @@ class Steps(ReplayOperation[Any]):
 
 def _is_sample(entry: object) -> bool:
     return type(entry) is not Raised
-
-
-def _value(outcome: object) -> object:
-    """The sample; raises the error in place of one."""
-    if type(outcome) is Raised:
-        raise outcome.error
-    return outcome

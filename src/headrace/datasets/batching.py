@@ -64,7 +64,7 @@ def batch_by_tokens(
     (stream,), is_stream = require_async([dataset])
     if not is_stream:
         raise TypeError("batch_by_tokens() is for streams, but got a map-style dataset")
-    return _TokenBatches(stream, max_tokens, length, tuple(boundaries), padded, drop_last)
+    return _TokenBatches(stream, _TokenBatchIterator, max_tokens, length, tuple(boundaries), padded, drop_last)
 
 
 class _TokenBatchIterator(ReplayOperation[list[object]]):
@@ -76,6 +76,7 @@ class _TokenBatchIterator(ReplayOperation[list[object]]):
     """
 
     operation = "batch_by_tokens"
+    same_by_lanes = True
     options = ("max_tokens", "padded", "boundaries")
     fields = (("counts", [int]), ("longest", [int]), ("tokens", [int]), ("ended", bool))
 
@@ -155,8 +156,5 @@ class _TokenBatchIterator(ReplayOperation[list[object]]):
 
 
 class _TokenBatches(OperatedStream[list[object]]):
-    operator = _TokenBatchIterator
-    same_by_lanes = True
-
     def __repr__(self) -> str:
         return f"batch_by_tokens({dataset_repr(self.dataset)}, {self._options[0]})"

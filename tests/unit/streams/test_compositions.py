@@ -78,7 +78,7 @@ def test_samples_of_all_parts_are_fetched_concurrently():
 def test_negative_index_counts_from_the_end():
     both = data.ConcatDataset([Named("a"), Named("b")])
     assert loaded(both, sampler=[-1, -8, -5]) == [both[-1], both[-8], both[-5]]
-    with pytest.raises(ValueError, match="absolute value of index should not exceed dataset length"):
+    with pytest.raises(IndexError, match="index -9 is out of range for 8 samples"):
         loaded(both, sampler=[-9])
 
 

@@ -21,7 +21,6 @@ from headrace._core.engine.hedging import HedgedRequests
 from headrace._core.failure import Failure, Stage
 from headrace._core.store.ranges import Ranges, Span, plan_spans
 from headrace._core.store.request_stats import RequestStats
-from headrace._core.streams.kinds import JoinedReads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -163,7 +162,7 @@ class RangeFetch(FetchStage):
 
     def __init__(
         self,
-        dataset: JoinedReads,
+        dataset: Any,
         concurrency: int | AdaptiveLimit,
         deliver: Deliver,
         spawn: Spawn,

@@ -116,6 +116,7 @@ class ShuffleBuffer(ReplayOperation[T]):
 
     operation = "shuffle"
     options = ("size",)
+    same_by_lanes = True
     fields = (("order", Order), ("window", int))
 
     def __init__(self, source: AsyncIterable[T], size: int, order: Order) -> None:

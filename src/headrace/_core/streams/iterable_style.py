@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset
 
@@ -83,7 +83,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """
         if times is not None:
             check_times(times)
-        return RepeatedStream(self, times)
+        return OperatedStream(self, Repeat, times)
 
     def take(self, count: int) -> AsyncIterableDataset[T_co]:
         """The first `count` samples of this stream, or all if it has fewer; of each rank, if split over ranks.
@@ -93,7 +93,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """
         if count < 0:
             raise ValueError(f"count={count} must not be negative")
-        return FirstOfStream(self, count)
+        return OperatedStream(self, Take, count)
 
     def shuffle(self, buffer_size: int, seed: int = 0) -> AsyncIterableDataset[T_co]:
         """This stream in another order at each epoch: each window of `buffer_size` samples is permuted.
@@ -178,7 +178,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """
         if not callable(function):
             raise TypeError(f"function must be an async generator function, but got {function!r}")
-        return PipedStream(self, function)
+        return OperatedStream(self, Pipe, function)
 
     def __iter__(self) -> Iterator[T_co]:
         return SyncStream(*plan(self))
@@ -231,52 +231,37 @@ class FilteredStream(_SteppedStream[T_co]):
 
 
 class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
-    """An operation on one stream, with the options of its `operator`."""
+    """An operation on one stream.
 
-    operator: ClassVar[Any]
-    """The iterator: a `StreamOperation` of the stream and the options."""
+    Args:
+        dataset: the stream.
+        operator: the class of its iterators, a `StreamOperation`, made of the stream and `options`.
+        options: of the operation.
+    """
 
-    def __init__(self, dataset: Any, *options: Any) -> None:
+    def __init__(self, dataset: Any, operator: Any, *options: Any) -> None:
         self.dataset = dataset
+        self._operator = operator
         self._options = options
 
     def __repr__(self) -> str:
         shown = [function_name(one) if callable(one) else repr(one) for one in self._options if one is not None]
-        return f"{dataset_repr(self.dataset)}.{self.operator.operation}({', '.join(shown)})"
+        return f"{dataset_repr(self.dataset)}.{self._operator.operation}({', '.join(shown)})"
+
+    @property
+    def same_by_lanes(self) -> bool:
+        return bool(self._operator.same_by_lanes)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        iterator: AsyncIterator[T_co] = self.operator(self.dataset, *self._options)
+        iterator: AsyncIterator[T_co] = self._operator(self.dataset, *self._options)
         return iterator
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        propagate_epoch(self.dataset, epoch)
-
-
-class FirstOfStream(OperatedStream[T_co]):
-    """The first samples of a stream; made by `take`."""
-
-    operator = Take
-
-
-class RepeatedStream(OperatedStream[T_co]):
-    """A stream several times; made by `repeat`."""
-
-    operator = Repeat
-    same_by_lanes = True
-
-
-class PipedStream(OperatedStream[T_co]):
-    """A stream passed through a function; made by `pipe`."""
-
-    operator = Pipe
 
 
 class ShuffledStream(OperatedStream[T_co]):
     """A stream whose samples are permuted in windows of a buffer's size; made by `shuffle`."""
 
-    operator = ShuffleBuffer
-    same_by_lanes = True
+    def __init__(self, dataset: Any, buffer_size: int, seed: int) -> None:
+        super().__init__(dataset, ShuffleBuffer, buffer_size, seed)
 
     def __repr__(self) -> str:
         return f"{dataset_repr(self.dataset)}.shuffle({self._options[0]}, seed={self._options[1]})"
@@ -289,7 +274,6 @@ class ShuffledStream(OperatedStream[T_co]):
 class SplitStream(OperatedStream[T_co]):
     """One rank's part of a stream that every rank reads whole; made by `split`."""
 
-    operator = Split
     splits_by_rank = True
     splits_over_workers = True
     """In a torch loader each worker reads its own part."""
@@ -299,7 +283,7 @@ class SplitStream(OperatedStream[T_co]):
 
     def __init__(self, dataset: Any, ranks: RankChoice, remainder: Remainder) -> None:
         check_remainder(remainder)
-        super().__init__(dataset, remainder)
+        super().__init__(dataset, Split, remainder)
         self._ranks = ranks
         self._remainder: Remainder = remainder
 
@@ -317,11 +301,6 @@ class SplitStream(OperatedStream[T_co]):
 class _MultiStream(FollowsEpoch, AsyncIterableDataset[object]):
     def __init__(self, datasets: Sequence[object]) -> None:
         self.sources: Sequence[object] = tuple(datasets)
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        for source in self.sources:
-            propagate_epoch(source, epoch)
 
 
 class ConcatenatedStreams(ConcatComposition, _MultiStream):

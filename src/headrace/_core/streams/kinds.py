@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from headrace._core.store.ranges import Ranges
 from headrace._core.text import dataset_repr
 from headrace.errors import DatasetTypeError
 
@@ -42,8 +41,8 @@ class Capabilities(NamedTuple):
     Attributes:
         aget: one sample by its index.
         agets: a batch of samples by one call.
-        ranges: samples are byte ranges, so that neighbours are read by one request; see `JoinedReads`.
-        cached_reads: byte ranges may be on a local disk; see `JoinedReads.cached_reads`.
+        ranges: samples are byte ranges, so that neighbours are read by one request; see `RangedDataset`.
+        cached_reads: byte ranges may be on a local disk; see `RangedDataset.cached_reads`.
         aiter: a stream, read with `async for`.
         set_epoch: an epoch's number for the order of samples.
         sample_key: a name of a sample for error messages.
@@ -139,41 +138,6 @@ Views = tuple[Sequence[int], Sequence[memoryview]]
 
 ReadRange = Callable[[int, int, int], Awaitable[memoryview]]
 """Reads the bytes of an object, given by its number, from a start up to a stop."""
-
-
-class JoinedReads(Protocol):
-    """The methods of a dataset with the capability `ranges`; `RangedDataset` documents those that users define.
-
-    A loader reads in layers of one signature, `ReadRange`: the store (`read_range`), hedging around it, and around both
-    the cache (`cached_reads`, `read_missing`).
-    """
-
-    async def aget(self, index: object) -> object: ...
-
-    def ranges(self, indices: Sequence[object]) -> Ranges: ...
-
-    async def read_range(self, number: int, start: int, stop: int, *, index: object = None) -> memoryview: ...
-
-    def sample_of(self, index: object, data: memoryview) -> object: ...
-
-    def samples_of(self, indices: Sequence[object], data: Sequence[memoryview]) -> Any: ...
-
-    async def cached_reads(self, indices: Sequence[object]) -> Sequence[memoryview | None]:
-        """The bytes of the samples that are cached; None for others. Called only with that capability."""
-
-    def read_missing(
-        self, number: int, ranges: Ranges, indices: Sequence[object], read_range: ReadRange
-    ) -> AsyncGenerator[Views, None]:
-        """Read samples that are near each other in one object and not cached, some at a time, and cache them.
-
-        Samples that are left out must be fetched with `aget`.
-
-        Args:
-            number: the object's number.
-            ranges: the samples' ranges.
-            indices: the samples' indices.
-            read_range: makes each request: `read_range` of this dataset, hedged if the loader hedges.
-        """
 
 
 _FIRST = 32  # elements of a container, which may be a list of a million keys

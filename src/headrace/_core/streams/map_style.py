@@ -153,7 +153,7 @@ class RangedDataset(AsyncDataset[T_co]):
         return [self.sample_of(index, each) for index, each in zip(indices, data, strict=True)]
 
     async def cached_reads(self, indices: Sequence[Any]) -> Sequence[memoryview | None]:
-        """Nothing is cached."""
+        """The bytes of the samples that are cached, None for others; called only with that capability."""
         return [None] * len(indices)
 
     def _capabilities(self) -> Capabilities:
@@ -162,7 +162,17 @@ class RangedDataset(AsyncDataset[T_co]):
     async def read_missing(
         self, number: int, ranges: Ranges, indices: Sequence[Any], read_range: ReadRange
     ) -> AsyncGenerator[Views, None]:
-        """Read several samples of one object by one request; see `JoinedReads`."""
+        """Read samples that are near each other in one object and not cached, some at a time, and cache them.
+
+        A loader reads in layers of one signature: the store (`read_range`), hedging around it, and around both the
+        cache (`cached_reads` and this). Samples that are left out must be fetched with `aget`.
+
+        Args:
+            number: the object's number.
+            ranges: the samples' ranges.
+            indices: the samples' indices.
+            read_range: makes each request: `read_range` of this dataset, hedged if the loader hedges.
+        """
         start, stop = int(ranges.starts.min()), int(ranges.stops.max())
         data = await read_range(number, start, stop)
         bounds = zip((ranges.starts - start).tolist(), (ranges.stops - start).tolist(), strict=True)
@@ -316,7 +326,7 @@ class IndexedParts(ConcatComposition, ComposedDataset[Any]):
         part, inner = self.locate(index)
         return sample_key(self.sources[part], inner)
 
-    # Byte ranges, see `JoinedReads`.
+    # Byte ranges, see `RangedDataset`.
 
     def ranges(self, indices: Sequence[object]) -> Ranges:
         order: list[int] = []

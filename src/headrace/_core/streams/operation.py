@@ -61,6 +61,9 @@ class StreamOperation(ResumableIterator[T]):
     streams: ClassVar[tuple[str, ...]] = ("inner",)
     """The streams that it reads: each is one, None if none is read now, or a list. See `_open`."""
 
+    same_by_lanes: ClassVar[bool] = False
+    """Whether it does the same to a part of the shards as to all of them."""
+
     def __init__(self, source: AsyncIterable[Any] | None) -> None:
         self._inner: Any = None if source is None else start_stream(source)
         self._closed = False

@@ -181,6 +181,7 @@ class Repeat(_InSuccession):
 
     operation = "repeat"
     options = ("times",)
+    same_by_lanes = True
 
     def __init__(self, dataset: Any, times: int | None) -> None:
         super().__init__()

@@ -12,7 +12,6 @@ they ask for, and yields every sample once in such a loader.
 from __future__ import annotations
 
 import asyncio
-import bisect
 import copy
 import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -24,15 +23,9 @@ from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Stack
 from headrace._core.ranks.rankinfo import reader_divides, reading_divided
 from headrace._core.streams.blocking import SyncStream
 from headrace._core.streams.composition import Functions, StackFunctions, plan
-from headrace._core.streams.iterable_style import (
-    ConcatenatedStreams,
-    FilteredStream,
-    MappedIterableDataset,
-    RepeatedStream,
-    ShuffledStream,
-)
+from headrace._core.streams.iterable_style import ConcatenatedStreams
 from headrace._core.streams.kinds import Capabilities, DatasetKind, capabilities, fetch_all, kind_of, sample_key
-from headrace._core.streams.map_style import AsyncDataset, ComposedDataset, IndexedParts
+from headrace._core.streams.map_style import AsyncDataset, ComposedDataset, ConcatenatedDatasets, IndexedParts
 from headrace._core.streams.resumable import State
 from headrace._core.torchcompat.private import outside_workers
 
@@ -79,7 +72,7 @@ def _subset(dataset: Subset[object]) -> object:
 
 def _concatenated(dataset: ConcatDataset[object]) -> object:
     sources = _async_parts(dataset.datasets)
-    return None if sources is None else ConcatView(dataset, sources)
+    return None if sources is None else ConcatenatedDatasets(sources)
 
 
 def _stacked(dataset: StackDataset[Any]) -> object:
@@ -125,26 +118,6 @@ class SubsetView(IndexedParts):
 
     def locate(self, index: Any) -> tuple[int, Any]:
         return 0, self.composed.indices[index]
-
-
-class ConcatView(IndexedParts):
-    """`ConcatDataset`."""
-
-    def __init__(self, composed: ConcatDataset[object], sources: Sequence[object]) -> None:
-        super().__init__(sources)
-        self.composed = composed
-
-    def __len__(self) -> int:
-        return len(self.composed)
-
-    def locate(self, index: Any) -> tuple[int, int]:
-        ends = self.composed.cumulative_sizes
-        if index < 0:
-            if -index > ends[-1]:
-                raise ValueError("absolute value of index should not exceed dataset length")  # torch's words
-            index += ends[-1]
-        part = bisect.bisect_right(ends, index)
-        return part, index - ends[part - 1] if part else index
 
 
 class StackView(ComposedDataset[object]):
@@ -288,7 +261,7 @@ class _OnlyReader(SyncStream[object]):
             super().load_state_dict(state)
 
 
-def _splits_over_workers(stream: object) -> bool:
-    while isinstance(stream, MappedIterableDataset | FilteredStream | RepeatedStream | ShuffledStream):
+def _splits_over_workers(stream: Any) -> bool:
+    while getattr(stream, "same_by_lanes", False) and hasattr(stream, "dataset"):
         stream = stream.dataset
     return getattr(stream, "splits_over_workers", False)

@@ -11,7 +11,7 @@ import torch
 
 from headrace import loader as loading
 from headrace._core.consumer import control
-from headrace._core.device.streams import OneStream
+from headrace._core.device.streams import DeviceStream, Event, Streams
 
 __all__ = ["Gpu", "StandIn"]
 
@@ -93,13 +93,50 @@ class StandIn:
         pass
 
 
-class _HostStreams(OneStream):
+class _InOrder:
+    """A stream whose work is done when the call that enqueues it returns, and its events."""
+
+    def record_event(self) -> Event:
+        return self
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _HostStreams(Streams):
     """Copies from where batches lie, as CUDA does."""
 
     registers = True
 
+    def side(self) -> DeviceStream:
+        return _InOrder()
+
+    def rest(self, stream: DeviceStream) -> None:
+        pass
+
+    def current(self) -> DeviceStream:
+        return _InOrder()
+
+    def on(self, stream: DeviceStream) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def place(self, host: torch.Tensor, stream: Any) -> torch.Tensor:
         return host.clone()
 
+    def used_on(self, placed: Any, stream: DeviceStream) -> None:
+        pass
+
+    def pinned(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
     def register(self, address: int, size: int) -> None:
         """It need not be page-locked."""
+
+    def unregister(self, address: int) -> None:
+        pass

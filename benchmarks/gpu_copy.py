@@ -195,14 +195,14 @@ def headrace(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator[Batc
 
 @contextmanager
 def staged(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator[Batch]]]:
-    """Headrace where no slab may be page-locked: every batch goes through the ring of pinned buffers."""
+    """Headrace where no slab may be page-locked: every batch goes through pinned memory."""
     refused = Registry()
     refused.refused = True
     with headrace(bench, data) as begin:
 
         def begin_staged() -> Iterator[Batch]:
             copier = control.Copier
-            control.Copier = lambda streams, depth: Copier(streams, depth, refused)  # type: ignore[assignment,misc]
+            control.Copier = lambda streams: Copier(streams, refused)  # type: ignore[assignment,misc]
             try:
                 return begin()
             finally:
@@ -234,7 +234,7 @@ def slabs_at_hand(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator
         registry = Registry()
 
         def begin() -> Iterator[Batch]:
-            copier = Copier(control.streams_of(torch.device(bench.gpu.device)), 2, registry)
+            copier = Copier(control.streams_of(torch.device(bench.gpu.device)), registry)
             try:
                 begun = [copier.begin(batch) for batch in kept[:2]]
                 for batch in kept[2:]:

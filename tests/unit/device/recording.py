@@ -4,6 +4,7 @@ A copy reads its source when its stream comes to it, and not when it is enqueued
 gives a wrong byte here as it does on a device.
 """
 
+import weakref
 from collections import deque
 from contextlib import contextmanager
 
@@ -21,7 +22,7 @@ def use(monkeypatch, streams):
     registry = Registry()
     monkeypatch.setattr(loading, "resolve", lambda device: device)
     monkeypatch.setattr(control, "streams_of", lambda device: streams)
-    monkeypatch.setattr(control, "Copier", lambda streams, depth: copy.Copier(streams, depth, registry))
+    monkeypatch.setattr(control, "Copier", lambda streams: copy.Copier(streams, registry))
 
 
 class Stream:
@@ -77,6 +78,7 @@ class RecordingStreams:
         self.copied = []  # the size of each copy, in bytes
         self.registered = {}
         self.pinned_count = 0
+        self.held = []  # references to pinned memory
         self.capturing = False
         self.broken_at = None
         self.users = []
@@ -113,7 +115,8 @@ class RecordingStreams:
         there = torch.full_like(host, 0xEE)
         self.copied.append(host.nbytes)
         self.log.append(("copy", stream.name))
-        stream.work.append(lambda: (there.copy_(host), None)[1])
+        source = next((held for held in self.held if held() is host), lambda: host)
+        stream.work.append(lambda: (there.copy_(source()), None)[1])  # which fails if pinned memory was dropped before
         return there
 
     def event(self, stream):
@@ -132,7 +135,9 @@ class RecordingStreams:
         if self.locked is not None and size > self.locked:
             raise RuntimeError("no more memory can be locked")
         self.pinned_count += 1
-        return torch.empty(size, dtype=torch.uint8)
+        memory = torch.empty(size, dtype=torch.uint8)
+        self.held.append(weakref.ref(memory))
+        return memory
 
     def register(self, address, size):
         if self.locked is not None and size > self.locked:

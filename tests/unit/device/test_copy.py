@@ -20,7 +20,7 @@ def streams():
 
 @pytest.fixture
 def copier(streams):
-    return Copier(streams, 2, Registry())
+    return Copier(streams, Registry())
 
 
 def arrived(copier, streams, batch):
@@ -193,24 +193,7 @@ def test_container_with_its_own_to_is_moved_on_the_side_stream(copier, streams):
     assert streams.copied == []
 
 
-def test_staging_buffer_is_reused_only_after_its_copy(copier, streams):
+def test_pinned_memory_is_kept_until_the_copy_out_of_it_has_ended(copier, streams):
     claimed = [copier.claim(copier.begin(torch.full((100,), number))) for number in range(40)]
     copier.close()
     assert [tensor.unique().tolist() for tensor in claimed] == [[number] for number in range(40)]
-    assert streams.pinned_count == 4  # the depth and two
-
-
-def test_free_buffers_are_reused(copier, streams):
-    for number in range(40):
-        arrived(copier, streams, torch.full((100,), number))
-    assert streams.pinned_count == 1
-
-
-def test_without_pinned_memory_copies_continue_after_one_warning():
-    streams = RecordingStreams(locked=0)
-    copier = Copier(streams, 2, Registry())
-    with pytest.warns(UserWarning, match=r"slower, and the thread .* waits") as caught:
-        got = [copier.claim(copier.begin(torch.full((9,), number))) for number in range(9)]
-    copier.close()
-    assert len(caught) == 1
-    assert [tensor[0].item() for tensor in got] == list(range(9))

@@ -49,7 +49,6 @@ def memory(monkeypatch):
     memory = PinnedMemory()
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: memory.copy(tensor))
     monkeypatch.setattr(control, "should_pin", lambda pin_memory, device: pin_memory)
-    monkeypatch.setattr(control, "pinned", memory.allocate)
     return memory
 
 
@@ -73,23 +72,12 @@ def test_batch_is_copied_to_pinned_memory_once(memory, options):
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_without_pinned_memory_batches_continue_after_one_warning(memory, options):
+def test_want_of_pinned_memory_is_an_error_with_the_batchs_number(memory, options):
     memory.limit = 0
     with hr.DataLoader(Rows(20), batch_size=2, pin_memory=True, **options) as loader:
-        with pytest.warns(UserWarning, match=r"out of memory\).*slower, and the thread .* waits") as caught:
-            got = [batch.unique().tolist() for batch in loader]
-        assert got == [[number, number + 1] for number in range(0, 20, 2)]
-    assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_pinning_is_tried_again_in_the_next_epoch(memory):
-    memory.limit = 0
-    loader = hr.DataLoader(Rows(4), batch_size=2, pin_memory=True)
-    with pytest.warns(UserWarning, match="The rest of this epoch"):
-        list(loader)
-    memory.limit = float("inf")
-    assert [batch.data_ptr() for batch in loader] == [tensor.data_ptr() for tensor in memory.kept]
-    loader.close()
+        with pytest.raises(RuntimeError, match="out of memory") as caught:
+            next(iter(loader))
+        assert caught.value.__notes__[-1] == "headrace: stage pin, batch 0"
 
 
 class Fragile:

@@ -1,8 +1,10 @@
 """Checks of the tests and the benchmark for a GPU that need no GPU."""
 
+import ast
 import os
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,18 @@ def test_dry_run_of_the_benchmark_takes_every_path(tmp_path):
     assert "failed" not in ended.stdout
     assert "aim" not in ended.stdout
     assert not claims.exists()
+
+
+@pytest.mark.parametrize("folder", ["tests/gpu", "benchmarks", "src/headrace/_core/device"])
+def test_names_of_torch_in_code_for_a_gpu_exist(folder):
+    named = set()
+    for file in ROOT.glob(f"{folder}/{'gpu_' * (folder == 'benchmarks')}*.py"):
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        named |= {name for node in nodes if (name := ast.unparse(node)).startswith("torch.") and is_dotted(node)}
+    assert named
+    for name in named:
+        attrgetter(name.removeprefix("torch."))(torch)
+
+
+def is_dotted(node):
+    return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and is_dotted(node.value))

@@ -25,7 +25,7 @@ from headrace._core.consumer.epoch import Epoch
 from headrace._core.consumer.opening import SessionOpener
 from headrace._core.consumer.planning import Planner
 from headrace._core.device.copy import Copier
-from headrace._core.device.pinning import Pinning, pinned
+from headrace._core.device.pinning import pin
 from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
 from headrace._core.failure import Failure, Stage
@@ -349,10 +349,10 @@ class LoaderControl:
         delivers: OpenSession = session
         finalize: Callable[[Any, int], Any] | None
         if spec.device is None:
-            finalize = Pinning(pinned) if should_pin(loader.pin_memory, loader.pin_memory_device) else None
+            finalize = pin if should_pin(loader.pin_memory, loader.pin_memory_device) else None
         else:
             ahead = spec.options["device_prefetch"]
-            delivers = stage = DeviceStage(session, Copier(streams_of(spec.device), ahead), ahead, opened)
+            delivers = stage = DeviceStage(session, Copier(streams_of(spec.device)), ahead, opened)
             finalize = stage.claim
         self.resumed, self._next_epoch, self.progress = (), epoch + 1, progress
         opened_epoch = Epoch(

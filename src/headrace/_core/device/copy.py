@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace._core.device.containers import MovableTensors, Placed, moves, names_its_memory, replaced
-from headrace._core.device.pinning import REGISTRY, Registry, Ring
+from headrace._core.device.pinning import REGISTRY, Registry
 from headrace._core.device.streams import Event, Streams
 from headrace._core.transport.slabs import ALIGNMENT, Slab, aligned, slab_at
 
@@ -36,17 +36,14 @@ class Copier:
 
     Args:
         streams: the device.
-        depth: the number of batches whose copies may be enqueued before they are claimed.
         registry: which slabs are page-locked.
     """
 
-    def __init__(self, streams: Streams, depth: int, registry: Registry = REGISTRY) -> None:
+    def __init__(self, streams: Streams, registry: Registry = REGISTRY) -> None:
         self._streams = streams
         self._side = streams.side()
         self._registry = registry
-        # Besides unclaimed batches, the one being claimed and the one before it, whose copy may still run.
-        self._ring = Ring(streams, depth + 2)
-        self._read: deque[tuple[Event, object]] = deque()  # batches that copies may still read
+        self._read: deque[tuple[Event, object]] = deque()  # batches and pinned memory that copies may still read
         self._closed = False
 
     def begin(self, batch: object) -> DeviceBatch:
@@ -73,19 +70,20 @@ class Copier:
         replaced(batch, look)
         moved: dict[int, Placed] = {}
         placed: list[Placed] = []
+        kept = [batch]
         try:
             in_slab, others = self._sorted(list(found.values()))
             if in_slab:
                 placed.extend(self._copy_in_place(in_slab, moved))
             if others:
-                placed.append(self._copy_staged(others, moved))
+                placed.append(self._copy_staged(others, moved, kept))
             for key, thing in custom.items():
                 with self._streams.on(self._side):
                     moved[key] = thing.to(self._streams.device, non_blocking=True)
                 placed.append(moved[key])
         finally:  # copies enqueued before an error read the batch too
             event = self._streams.event(self._side)
-            self._read.append((event, batch))
+            self._read.append((event, kept))
         data = replaced(batch, lambda leaf: moved[id(leaf)] if id(leaf) in moved else _pinned(leaf))
         return DeviceBatch(data, event, tuple(placed), late)
 
@@ -124,7 +122,6 @@ class Copier:
         with suppress(RuntimeError):  # a device that has failed, see above
             for event, _ in self._read:
                 event.synchronize()
-            self._ring.drain()
             self._streams.rest(self._side)
         self._read.clear()
 
@@ -168,20 +165,18 @@ class Copier:
                         moved[id(tensor)] = _at(region, offset - first, tensor)
         return regions
 
-    def _copy_staged(self, tensors: list[torch.Tensor], moved: dict[int, Placed]) -> torch.Tensor:
+    def _copy_staged(self, tensors: list[torch.Tensor], moved: dict[int, Placed], kept: list[object]) -> torch.Tensor:
+        """Copy by way of pinned memory, which is appended to `kept`; torch's allocator keeps it for later ones."""
         offsets, end = [], 0
         for tensor in tensors:
             offsets.append(end)
             end += aligned(_size(tensor))
-        buffer = self._ring.next(max(end, ALIGNMENT))
-        memory = buffer.memory[: max(end, ALIGNMENT)]
+        memory = self._streams.pinned(max(end, ALIGNMENT))
+        kept.append(memory)
         with torch.no_grad():
             for tensor, offset in zip(tensors, offsets, strict=True):
                 _at(memory, offset, tensor, plain=True).copy_(tensor)
-        try:
-            region = self._streams.place(memory, self._side)
-        finally:
-            buffer.event = self._streams.event(self._side)
+        region = self._streams.place(memory, self._side)
         for tensor, offset in zip(tensors, offsets, strict=True):
             moved[id(tensor)] = _at(region, offset, tensor)
         return region

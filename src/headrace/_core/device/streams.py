@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Protocol, SupportsInt
 
 import torch
@@ -11,7 +11,7 @@ from headrace._core.device.containers import Placed
 from headrace.errors import CudaGraphError, DeviceUnavailableError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
-_NOT_COMPILED = "this torch was built without it, or no such device is visible"
+_NOT_COMPILED = "this torch was built without it or has no streams for it, or no such device is visible"
 
 
 class Event(Protocol):
@@ -54,7 +54,7 @@ class Streams:
 
     Attributes:
         device: with its index.
-        registers: whether existing memory can be page-locked.
+        registers: whether existing memory can be page-locked, by `register` and `unregister`.
     """
 
     registers = False
@@ -110,10 +110,10 @@ class Streams:
 
     def register(self, address: int, size: int) -> None:
         """Page-lock existing memory; raises RuntimeError if that is refused."""
-        raise RuntimeError(f"torch cannot page-lock existing memory for {self.device.type}")
+        raise NotImplementedError
 
     def unregister(self, address: int) -> None:
-        """Undo `register`."""
+        raise NotImplementedError
 
 
 class _CudaRuntime(Protocol):
@@ -164,49 +164,6 @@ class CudaStreams(Streams):
             return
 
 
-class _InOrder:
-    """The only stream: its work is done when the call that enqueues it returns."""
-
-    def record_event(self) -> Event:
-        return self
-
-    def wait_event(self, event: Event) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-class OneStream(Streams):
-    """An accelerator without streams in torch (mps): copies and kernels run in order."""
-
-    def side(self) -> DeviceStream:
-        return _InOrder()
-
-    def rest(self, stream: DeviceStream) -> None:
-        """Do nothing: there is one stream only."""
-
-    def current(self) -> DeviceStream:
-        return _InOrder()
-
-    def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def place(self, host: torch.Tensor, stream: DeviceStream) -> torch.Tensor:
-        """Copy, and wait for it: there is no event to tell when `host` may be written to again."""
-        return host.to(self.device)
-
-    def pinned(self, size: int) -> torch.Tensor:
-        """Pageable memory: synchronous copies gain nothing from pinned memory."""
-        return torch.empty(size, dtype=torch.uint8)
-
-    def used_on(self, placed: Placed, stream: DeviceStream) -> None:
-        """Do nothing: there is one stream only."""
-
-
 def resolve(device: torch.device | str | int | None) -> torch.device | None:
     """The accelerator that batches are copied to; None if they stay in host memory.
 
@@ -224,7 +181,7 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
         raise TypeError(f"device must be a torch.device, a string, an int or None, but got {device!r}")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device == "auto":
-        return accelerator
+        return accelerator if accelerator and hasattr(torch.get_device_module(accelerator), "Stream") else None
     if isinstance(device, int):
         if device < 0:
             raise ValueError(f"device must not be negative, but got {device}")
@@ -238,7 +195,7 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
     if resolved.type == "cpu":
         return None
     module: _Accelerator | None = getattr(torch, resolved.type, None)
-    if module is None or not hasattr(module, "is_available") or not module.is_available():
+    if module is None or not hasattr(module, "Stream") or not module.is_available():
         raise DeviceUnavailableError(str(resolved), _NOT_COMPILED)
     count = module.device_count()
     if resolved.index is not None and resolved.index >= count:
@@ -255,5 +212,4 @@ def streams_of(device: torch.device) -> Streams:
         device = torch.device(device.type, index)
     if device.type == "cuda":
         return CudaStreams(device)
-    has_streams = hasattr(module, "Stream") and hasattr(module, "current_stream")
-    return Streams(device) if has_streams else OneStream(device)
+    return Streams(device)

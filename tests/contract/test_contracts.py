@@ -7,28 +7,9 @@ import pytest
 from headrace._core.store.store import Store
 from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.map_style import AsyncDataset
-from headrace.datasets.files import FileDataset
 from headrace.datasets.objects import ObjectDataset
 from headrace.testing import DatasetContract, StreamContract
 from tests.datasets import SlowDataset
-
-
-class TestObjectDataset(DatasetContract):
-    @pytest.fixture(autouse=True)
-    def _over_a_server(self, object_server):
-        self.server = object_server
-
-    def make_dataset(self):
-        return ObjectDataset(Store(self.server.url + "/train", options=self.server.store_options), labels=len)
-
-
-class TestObjectDatasetOfGivenKeys(DatasetContract):
-    @pytest.fixture(autouse=True)
-    def _over_a_server(self, object_server):
-        self.server = object_server
-
-    def make_dataset(self):
-        return ObjectDataset(self.server.http_url + "/train", keys=[f"{i:02}.bin" for i in range(12)])
 
 
 class TestCachedDataset(DatasetContract):
@@ -40,17 +21,6 @@ class TestCachedDataset(DatasetContract):
     def make_dataset(self):
         dataset = ObjectDataset(Store(self.server.url + "/train", options=self.server.store_options), labels=len)
         return dataset.cache(self.folder)
-
-
-class TestFileDataset(DatasetContract):
-    @pytest.fixture(autouse=True)
-    def _over_a_folder(self, tmp_path):
-        for i in range(12):
-            (tmp_path / f"{i:02}.bin").write_bytes(bytes([i]) * i)
-        self.folder = tmp_path
-
-    def make_dataset(self):
-        return FileDataset(self.folder, suffix=".bin", labels=range(12))
 
 
 class TestSlowDataset(DatasetContract):

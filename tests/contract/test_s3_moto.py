@@ -63,22 +63,6 @@ async def test_samples_are_the_bytes_that_boto3_put(photos):
         assert (bytes(sample.data), sample.label) == (body_of(number), number % 7)
 
 
-def test_empty_object_is_a_sample(s3):
-    dataset = ObjectDataset(Store("s3://photos", options=s3[1]), keys=["other.txt"])
-    assert bytes(dataset[0].data) == b""
-    listed = ObjectDataset(Store("s3://photos", options=s3[1]), suffix=".txt")
-    assert (listed[0].key, bytes(listed[0].data)) == ("other.txt", b"")
-
-
-def test_object_deleted_by_boto3_is_not_found(s3):
-    client, options = s3
-    client.put_object(Bucket="photos", Key="gone/a", Body=b"soon gone")
-    dataset = ObjectDataset(Store("s3://photos/gone", options=options))
-    client.delete_object(Bucket="photos", Key="gone/a")
-    with pytest.raises(ObjectNotFoundError, match=r"'a' \(index 0\).*s3://photos/gone"):
-        dataset[0]
-
-
 def test_empty_prefix_and_missing_bucket_are_different_errors(s3):
     with pytest.raises(EmptyListingError, match="s3://photos/nothing"):
         ObjectDataset(Store("s3://photos/nothing", options=s3[1]))

@@ -111,11 +111,6 @@ def failure_of(url, **options):
 # Endpoints and the environment
 
 
-def test_bucket_over_plain_http_needs_no_further_options(bucket):
-    dataset = ObjectDataset(hr.Store("s3://holidays/train", options=bucket))
-    assert [bytes(sample.data) for sample in dataset] == [b"0", b"1", b"2"]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bucket_is_configured_by_the_environment_alone(monkeypatch, bucket, workers):
     monkeypatch.setenv("AWS_ENDPOINT_URL", bucket["endpoint"])
@@ -372,15 +367,6 @@ def test_directory_is_given_by_any_type_of_path(tmp_path, kind):
         assert ObjectDataset(kind(folder), listing_file=kind(tmp_path / "listing.parquet")).keys == dataset.keys
     labelled = ObjectDataset.from_table(kind(folder), {"key": [str(folder / "a.bin")], "label": [7]}, label="label")
     assert (labelled[0].key, labelled[0].label) == ("a.bin", 7)
-
-
-def test_relative_path_is_resolved_when_the_dataset_is_made(monkeypatch, tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.bin").write_bytes(b"data")
-    monkeypatch.chdir(tmp_path)
-    dataset = ObjectDataset("data")
-    monkeypatch.chdir("/")
-    assert bytes(dataset[0].data) == b"data"
 
 
 @pytest.mark.parametrize("kind", [str, Path, Other])

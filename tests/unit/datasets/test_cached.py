@@ -1,6 +1,5 @@
 """`dataset.cache(folder)`: the same samples as without it, fetched once."""
 
-import asyncio
 import io
 import pickle
 import tarfile
@@ -173,14 +172,3 @@ def test_subclass_may_define_sample_of_but_not_aget(server, tmp_path):
 def test_size_limit_must_be_positive(server, tmp_path, bound):
     with pytest.raises(ValueError, match="max_bytes"):
         objects(server).cache(tmp_path / "cache", max_bytes=bound)
-
-
-def test_home_and_relative_paths_are_resolved_once(server, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    cached = [objects(server).cache(name) for name in ("~/cache", "cache")]
-    monkeypatch.chdir("/")
-    asyncio.run(cached[0].aget(3))
-    before = server.requests()["GET"]
-    asyncio.run(cached[1].aget(3))
-    assert server.requests()["GET"] == before

@@ -52,19 +52,9 @@ def test_a_relative_root_stays_the_same_place(root, monkeypatch):
     assert dataset[0].data == b"deep/d.jpg"
 
 
-def test_an_empty_file_is_a_sample(root):
-    (root / "0").write_bytes(b"")
-    assert FileDataset(root)[0] == FileSample("0", b"", None)
-
-
 def test_a_missing_root_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         FileDataset(tmp_path / "nowhere")
-
-
-def test_a_root_that_is_a_file_is_named(root):
-    with pytest.raises(NotADirectoryError, match=r"a\.txt"):
-        FileDataset(root / "a.txt")
 
 
 def test_nothing_that_matches_is_an_error_that_says_what_was_looked_for(root):
@@ -94,23 +84,9 @@ async def test_a_large_file_is_read_in_pieces_and_comes_whole(tmp_path, more):
     assert sample.data == content
 
 
-async def test_a_large_file_that_is_gone_is_named(tmp_path):
-    (tmp_path / "large").write_bytes(bytes(files.LARGE + 1))
-    dataset = FileDataset(tmp_path)
-    (tmp_path / "large").unlink()
-    with pytest.raises(FileNotFoundError, match=r"'large' \(index 0\) was there"):
-        await dataset.aget(0)
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/sys/kernel/ostype"), reason="there is no /proc")
 def test_a_file_whose_size_is_not_told_comes_whole():
     assert FileDataset("/proc/sys/kernel", "ostype")[0].data == b"Linux\n"
-
-
-def test_a_large_file_comes_whole(root):
-    content = os.urandom(1 << 20) * 5
-    (root / "large.bin").write_bytes(content)
-    assert FileDataset(root, "*.bin")[0].data == content
 
 
 def test_links_to_directories_are_followed_but_not_in_circles(tmp_path):

@@ -77,11 +77,6 @@ def test_npy_shards_have_their_own_dtype(server):
     assert dataset[0].dtype == torch.int64
 
 
-def test_raw_shards_of_uint32(tmp_path):
-    (tmp_path / "a.bin").write_bytes(np.arange(70_000, 70_020, dtype="<u4").tobytes())
-    assert hr.TokenDataset(tmp_path / "a.bin", seq_len=20, dtype="uint32")[0].tolist() == [*range(70_000, 70_020)]
-
-
 MIXED = {
     "d/a.BIN": np.arange(10, dtype="<u2").tobytes(),
     "d/b.U16": np.arange(10, 20, dtype="<u2").tobytes(),
@@ -151,12 +146,6 @@ def test_window_is_one_request_and_opening_is_one_per_shard(server):
     assert dataset.sample_key(101) == "a/1.bin[20:40]"
 
 
-def test_loader_reads_a_batch_of_windows_at_once(server):
-    dataset = opened(server, "a", seq_len=10)
-    with hr.DataLoader(dataset, batch_size=25) as loader:
-        assert torch.equal(torch.cat(list(loader))[:100], torch.from_numpy(TOKENS[0].reshape(100, 10)))
-
-
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
@@ -206,19 +195,6 @@ async def test_neighbouring_windows_are_one_request_per_shard_in_requested_order
     wanted = [TOKENS[0][990:], TOKENS[1][10:20], TOKENS[0][:10], TOKENS[0][500:510], TOKENS[0][:10], TOKENS[1][200:210]]
     assert [window.tolist() for window in windows] == [tokens.tolist() for tokens in wanted]
     assert server.requests()["GET"] == before + 2
-
-
-async def test_distant_windows_are_separate_requests():
-    tokens = np.arange(200_000, dtype="<u2")
-    with ObjectServer({"a.bin": tokens.tobytes()}) as server:
-        dataset = hr.TokenDataset(
-            f"{server.url}/a.bin", seq_len=10, store=hr.Store(server.url, options=server.store_options)
-        )
-        before = server.requests()["GET"]
-        windows = await dataset.agets([19_999, 0, 1])
-        assert server.requests()["GET"] == before + 2
-    assert torch.equal(torch.stack(windows)[1:].flatten(), torch.arange(20))
-    assert windows[0].tolist() == tokens[-10:].tolist()
 
 
 async def test_window_does_not_keep_the_joined_read_alive(server):

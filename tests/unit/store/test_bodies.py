@@ -61,11 +61,6 @@ async def test_small_bodies_are_read_in_the_thread_and_long_ones_on_the_loop(rea
     assert long.threads == [here]
 
 
-async def test_many_bodies_come_back_each_to_its_own_request(reader):
-    bodies = [bytes([number]) for number in range(200)]
-    assert await asyncio.gather(*(reader.read(Result(body), 1) for body in bodies)) == bodies
-
-
 async def test_an_error_is_raised_where_the_body_is_awaited(reader):
     bad, good = Result(ConnectionResetError("reset")), Result()
     failure, body = await asyncio.gather(reader.read(bad, 4), reader.read(good, 4), return_exceptions=True)
@@ -107,14 +102,6 @@ async def test_the_body_of_a_cancelled_request_is_not_read(reader):
     assert cancelled.threads == []
 
 
-async def test_closing_ends_the_thread():
-    reader, result = BodyReader(), Result()
-    await reader.read(result, 4)
-    reader.close()
-    result.reading.join(TIMEOUT)
-    assert not result.reading.is_alive()
-
-
 async def test_closing_waits_for_no_stalled_body():
     reader, stalled = BodyReader(), Result(arrived=False)
     waiting = asyncio.ensure_future(reader.read(stalled, 4))
@@ -141,12 +128,6 @@ async def test_requests_that_outlast_their_session_get_their_bodies_and_keep_no_
         assert await waiting == b"body"
     stalled.reading.join(TIMEOUT)
     assert not stalled.reading.is_alive()
-
-
-async def test_a_reader_that_reads_nothing_has_no_thread():
-    reader = BodyReader()
-    reader.close()
-    assert reader._thread is None
 
 
 def test_one_request_is_timed_until_its_times_are_taken():

@@ -51,13 +51,6 @@ def test_other_processes_map_it_and_a_mapped_one_behaves_as_the_tuple_too():
     assert SharedPickle.dumps(mapped).loads() == StringArray(strings)
 
 
-def test_others_are_not_equal():
-    packed = StringArray(["ab", "c"])
-    assert packed != StringArray(["a", "bc"])
-    assert packed != ("ab",)
-    assert packed != ["ab", "c"], "as with a tuple"
-
-
 @given(st.lists(st.text("ab/", max_size=3), max_size=12))
 def test_objects_are_sorted_and_of_those_listed_twice_the_last_is_kept(keys):
     pages = [

@@ -135,14 +135,6 @@ def test_throttled_requests_are_retried_by_the_policy_of_the_store(kind):
     assert "throttled" in str(error)
 
 
-def test_failed_pages_of_a_listing_are_requested_again(kind):
-    kind.server.misbehave(Fault("status", method="LIST", status=500, times=2))
-    dataset = kind.dataset()
-    assert len([seen for seen in kind.server.seen("LIST") if seen.fault]) == 2
-    kind.server.misbehave()
-    assert samples(dataset) == samples(kind.dataset())
-
-
 @pytest.fixture(scope="module")
 def large():
     """A directory for each kind, of thousands of other objects in class directories."""

@@ -73,15 +73,6 @@ def test_a_suffix_chooses_in_every_stretch():
         assert dataset.keys == tuple(sorted(key for key in keys if key.endswith(".txt")))
 
 
-def test_markers_of_directories_are_no_samples():
-    """Consoles put an empty object where they make a directory."""
-    keys = classes(40, 100)
-    markers = {f"{key.rpartition('/')[0]}/" for key in keys}
-    with ObjectServer(dict.fromkeys([*keys, *markers], b"")) as server:
-        dataset = ObjectDataset(Store(server.url, options=server.store_options))
-        assert dataset.keys == tuple(keys)
-
-
 def test_a_store_that_fails_now_and_then_is_listed_whole():
     keys = classes(64, 100)
     with ObjectServer(dict.fromkeys(keys, b"")) as server:

@@ -6,7 +6,7 @@ import pytest
 from obstore.store import HTTPStore
 
 from headrace._core.store.open import store_id
-from headrace._core.store.options import endpoint_of, merged_options
+from headrace._core.store.options import merged_options
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +45,6 @@ def test_allow_http_is_inferred_from_the_endpoint(monkeypatch, url, options, env
     assert client_of(url, options).get("allow_http") is allowed
 
 
-def test_endpoint_for_s3_alone_takes_precedence_as_in_obstore(monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3")
-    assert endpoint_of("s3://bucket", {"endpoint": "http://other"}) == "http://s3"
-
-
 @pytest.mark.parametrize(
     ("url", "prefix"), [("s3://bucket", "AWS"), ("s3a://b", "AWS"), ("gs://b", "GOOGLE"), ("az://b", "AZURE")]
 )
@@ -59,16 +54,6 @@ def test_client_options_of_the_environment_are_kept_and_those_of_the_user_win(mo
     monkeypatch.setenv(f"{prefix}_TIMEOUT", "9s")
     client = client_of(url, {"timeout": "5s", "client_options": {"Proxy_URL": "http://mine"}})
     assert client == {"allow_http": "true", "proxy_url": "http://mine", "timeout": "5s"}
-
-
-def test_client_options_beside_those_of_the_store_are_moved_to_where_obstore_takes_them():
-    options = {"region": "eu", "allow_http": True, "config": {"aws_timeout": "5s", "bucket": "b"}}
-    merged = merged_options("s3://bucket", options)
-    assert merged == {
-        "region": "eu",
-        "bucket": "b",
-        "client_options": {"allow_http": True, "timeout": "5s"},
-    }
 
 
 def test_options_of_the_client_do_not_make_another_store(monkeypatch):
@@ -115,8 +100,3 @@ def test_options_beside_a_secret_in_config_identify_the_store():
 
     assert of("http://one", "hush") == of("http://one", "other") != of("http://two", "hush")
     assert "hush" not in str(of("http://one", "hush"))
-
-
-def test_variables_of_other_stores_are_left_alone(monkeypatch):
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    assert client_of("gs://bucket", {}) == client_of("https://host", {}) == {}

@@ -56,15 +56,6 @@ def test_of_more_the_rest_comes_in_parts_that_are_asked_for_once(server, key, re
     assert not server.seen("HEAD")
 
 
-def test_parts_are_asked_for_at_once(server):
-    server.latency = 0.05
-    try:
-        read(server, "large")
-    finally:
-        server.latency = 0.0
-    assert server.max_concurrent == 3
-
-
 def test_an_empty_object_comes_empty(server, tmp_path):
     assert read(server, "empty") == b""
     assert bytes(ObjectDataset(server.http_url, keys=["empty"])[0].data) == b""
@@ -73,11 +64,6 @@ def test_an_empty_object_comes_empty(server, tmp_path):
     store = MemoryStore()
     obstore.put(store, "empty", b"")
     assert bytes(ObjectDataset(Store("memory://", backend=store), keys=["empty"])[0].data) == b""
-
-
-def test_a_large_file_of_this_machine_comes_whole(tmp_path):
-    (tmp_path / "large").write_bytes(BODY)
-    assert bytes(ObjectDataset(tmp_path.as_uri(), keys=["large"])[0].data) == BODY
 
 
 @pytest.mark.parametrize("key", ["small", "large", "empty"])

@@ -12,8 +12,8 @@ import accelerate
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import GradientState
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import DistributedSampler, WeightedRandomSampler
 
 import headrace as hr
 from headrace.integrations.accelerate import PreparedLoader, prepare, skip_first_batches
@@ -53,6 +53,10 @@ class Stream(hr.AsyncIterableDataset):
     async def __aiter__(self):
         for number in range(self.samples):
             yield number
+
+
+class OwnBatches(BatchSampler):
+    """Of a class that is not torch's own: its batches are divided."""
 
 
 def tenfold(sample):
@@ -110,6 +114,7 @@ def divisions():
 def orders(folder):
     """The samples of each epoch, by kind of loader."""
     accelerator = accelerator_with()
+    torch.manual_seed(accelerator.process_index)
     ranks = {"num_replicas": accelerator.num_processes, "rank": accelerator.process_index}
     weighted = WeightedRandomSampler([1.0] * SAMPLES, 16, replacement=False)
     distributed = DistributedSampler(range(SAMPLES), **ranks)
@@ -118,6 +123,12 @@ def orders(folder):
         "seed, workers": hr.DataLoader(Numbers(), batch_size=2, shuffle=True, seed=5, transform=tenfold, num_workers=1),
         "unseeded": hr.DataLoader(Numbers(), batch_size=2, shuffle=True, transform=tenfold),
         "generator": hr.DataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator(), transform=tenfold),
+        "unequal generators": hr.DataLoader(
+            Numbers(), 2, True, generator=torch.Generator().manual_seed(ranks["rank"]), transform=tenfold
+        ),
+        "unequal batches": hr.DataLoader(
+            Numbers(), batch_sampler=OwnBatches(RandomSampler(range(SAMPLES)), 2, False), transform=tenfold
+        ),
         "weighted": hr.DataLoader(Numbers(), 2, sampler=weighted, transform=tenfold),
         "torch's dataset": hr.DataLoader(list(range(SAMPLES)), batch_size=2, shuffle=True, seed=5, transform=tenfold),
         "DistributedSampler": hr.DataLoader(Numbers(), 2, sampler=distributed, transform=tenfold),
@@ -350,12 +361,11 @@ def closing(how):
     batches = iter(loader)
     next(batches)
     during = watching.workers()
-    if how == "dropped":
-        del loader, batches
-        accelerator.free_memory()
-        gc.collect()
+    if how == "closed":
+        loader.close()
     else:
-        getattr(accelerator, how)()
+        del loader, batches
+    accelerator.free_memory()
     gc.collect()
     return during, (watching.workers(), watching.children(), watching.threads()), before
 
@@ -373,10 +383,7 @@ def errors():
     def loader(*arguments, **options):
         return lambda accelerator: prepare(accelerator, hr.DataLoader(*arguments, **options))
 
-    attempt("dispatch_batches", loader(Numbers()), dispatch_batches=True)
     attempt("split_batches", loader(Numbers(), 3), split_batches=True)
-    attempt("seedable", loader(Numbers(), shuffle=True, generator=torch.Generator()), use_seedable_sampler=True)
-    attempt("seedable and seed", loader(Numbers(), shuffle=True, seed=1), use_seedable_sampler=True)
     attempt("replicated", loader(Stream()))
     attempt("other ranks", loader(Numbers(), sampler=DistributedSampler(range(9), num_replicas=4, rank=3)))
     attempt("torch's", lambda accelerator: prepare(accelerator, TorchDataLoader(range(3))))

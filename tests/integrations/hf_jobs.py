@@ -193,15 +193,16 @@ def continued_otherwise(folder):
     train(folder, **SAVING, ends_after=9)
     other = train(folder, resume=8, per_device_train_batch_size=7, gradient_accumulation_steps=1)
     most = train(folder, resume=8, per_device_train_batch_size=7, gradient_accumulation_steps=1, max_steps=14)
+    thirds = train(folder, resume=8, gradient_accumulation_steps=3)
     for step in (6, 8):
-        os.remove(Path(checkpoint(folder, step), "headrace_loader.pth"))
+        os.remove(Path(checkpoint(folder, step), "headrace_loader_rank_0.pth"))
     missing = error_of(train, folder, resume=8)
     anew = train(folder, resume=8, ignore_data_skip=True)
     ended = train(folder, resume=6)
     unfit = error_of(train, folder, Numbers(SAMPLES + 4), resume=2)
     only_model = Path(folder, "model")
     train(only_model, **SAVING, save_only_model=True, ends_after=3)
-    return other, most, missing, anew, ended, unfit, os.listdir(checkpoint(only_model, 2))
+    return other, most, thirds, missing, anew, ended, unfit, os.listdir(checkpoint(only_model, 2))
 
 
 def of_a_stream(folder):
@@ -210,7 +211,8 @@ def of_a_stream(folder):
     stream = functools.partial(lambda: Stream(16).shuffle(8, seed=3))
     whole = train(Path(folder, "whole"), stream(), **steps)
     train(folder, stream(), **SAVING, **steps, ends_after=9)
-    return whole, {step: train(folder, stream(), resume=step, **steps) for step in (6, 8)}
+    continued = {step: train(folder, stream(), resume=step, **steps) for step in (6, 8)}
+    return whole, continued, error_of(train, folder, stream(), resume=6, **steps | {"gradient_accumulation_steps": 4})
 
 
 def with_samplers(folder):
@@ -316,9 +318,7 @@ REFUSED = {
 def refused(folder):
     """Training arguments that cannot be honoured."""
     errors = {name: error_of(trainer_of, folder, **options) for name, options in REFUSED.items()}
-    errors["batch_size"] = error_of(trainer_of, folder, of_trainer={"loader_options": {"batch_size": 3}})
-    grouped = {"max_steps": 3, "train_sampling_strategy": "group_by_length"}
-    errors["train_sampling_strategy"] = error_of(train, folder, Stream(), **grouped)
+    errors["batch_size"] = error_of(train, folder, of_trainer={"loader_options": {"batch_size": 3}})
     return errors
 
 
@@ -366,7 +366,7 @@ def one_begun(folder):
     """One rank begins in a folder in which several have left the files of another run."""
     os.makedirs(checkpoint(folder, 4))
     for rank in range(3):
-        Path(checkpoint(folder, 4), f"headrace_loader_{rank}.pth").write_bytes(b"")
+        Path(checkpoint(folder, 4), f"headrace_loader_rank_{rank}.pth").write_bytes(b"")
     train(folder, **SAVING, ends_after=5)
 
 

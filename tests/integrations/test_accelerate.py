@@ -193,7 +193,7 @@ def test_error_of_a_sample_is_raised_in_its_turn_and_iteration_goes_on(launcher)
     assert not in_dataloader
 
 
-@pytest.mark.parametrize("how", ["free_memory", "clear", "end_training", "dropped"])
+@pytest.mark.parametrize("how", ["closed", "dropped"])
 @pytest.mark.proves("accelerate", "nothing left behind")
 def test_threads_and_processes_end(launcher, how):
     ((during, after, before),) = launcher.run(programs.closing, how)
@@ -203,8 +203,6 @@ def test_threads_and_processes_end(launcher, how):
 
 def test_refusals_name_the_remedy(launcher, ranks):
     for rank, report in enumerate(launcher.run(programs.errors, ranks=ranks)):
-        assert "each rank reads its own part" in report.pop("dispatch_batches")
-        assert "shuffle=True and seed=" in report.pop("seedable")
         assert "rank 3 of 4" in report.pop("other ranks")
         assert "accelerator.prepare()" in report.pop("torch's")
         assert "DataLoaderShard" in report.pop("rebuilt")
@@ -221,10 +219,3 @@ def test_rebuilt_loader_warns_once_and_names_the_remedy(launcher):
     ((warning,),) = launcher.run(programs.warned)
     assert warning[0] == "RuntimeWarning"
     assert "headrace.integrations.accelerate.prepare(accelerator, loader)" in warning[1]
-
-
-def test_checkpoint_of_fewer_ranks_replaces_that_of_more(launcher, folder):
-    for ranks, kept in ((2, [0, 1]), (1, [0])):
-        launcher.run_to_end(programs.train, str(folder), "seed", 2, ranks=ranks)
-        files = sorted((folder / "checkpoint").glob("headrace_loader*"))
-        assert [file.name for file in files] == [f"headrace_loader_0_rank_{rank}.bin" for rank in kept]

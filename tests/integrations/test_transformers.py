@@ -54,7 +54,7 @@ def test_continued_training_has_the_remaining_samples_and_equal_weights(interrup
 
 def test_checkpoint_without_a_fitting_state_is_an_error_unless_its_data_is_ignored(launch, tmp_path, interrupted):
     whole, _, _ = interrupted
-    other, most, missing, anew, ended, unfit, only_model = launch(jobs.continued_otherwise, tmp_path)[0]
+    other, most, thirds, missing, anew, ended, unfit, only_model = launch(jobs.continued_otherwise, tmp_path)[0]
     rest = whole.samples[44 + 16 :]
     assert other.samples == rest  # in batches of 7
     assert "28 of 44" not in str(other.warnings)
@@ -62,6 +62,8 @@ def test_checkpoint_without_a_fitting_state_is_an_error_unless_its_data_is_ignor
     assert [len(other.progress), other.progress[-1][1]] == [4 + 7, 3.0]
     assert most.samples == rest[: 6 * 7]
     assert most.progress[-1][0] == 14
+    assert thirds.samples == rest
+    assert [len(thirds.progress), thirds.progress[-1][1]] == [3 + 4, 3.0]  # 7 batches are left, and then 11
     assert missing[0] == unfit[0] == "StateError"
     assert "has no state of the loader" in missing[1]
     assert "ignore_data_skip=True" in missing[1]
@@ -69,15 +71,16 @@ def test_checkpoint_without_a_fitting_state_is_an_error_unless_its_data_is_ignor
     assert "ignore_data_skip=True" in unfit[1]
     assert anew.samples[: len(whole.epochs[1])] == whole.epochs[1]
     assert ended.samples == whole.samples[44:]
-    assert "headrace_loader.pth" not in only_model
+    assert "headrace_loader_rank_0.pth" not in only_model
 
 
 def test_stream_of_unknown_length_is_continued_in_and_after_a_later_pass(launch, tmp_path):
-    whole, continued = launch(jobs.of_a_stream, tmp_path)[0]
+    whole, continued, unfit = launch(jobs.of_a_stream, tmp_path)[0]
     assert len({tuple(epoch) for epoch in whole.epochs[:3]}) == 3
     for step, each in continued.items():
         assert each.samples == whole.samples[4 * step :]
         assert (each.weights, each.progress) == (whole.weights, whole.progress[step:])
+    assert "gradient_accumulation_steps=4" in unfit[1]
 
 
 def test_samplers_of_the_training_arguments_and_of_a_subclass_are_honoured_and_continued(launch, tmp_path):
@@ -120,7 +123,7 @@ def test_workers_evaluation_and_the_best_model_do_not_disturb_continuing(launch,
     assert continued.left == whole.left == []
 
 
-@pytest.mark.parametrize("name", ["dispatch_batches", "even_batches", "batch_size", "train_sampling_strategy"])
+@pytest.mark.parametrize("name", ["dispatch_batches", "even_batches", "batch_size"])
 def test_option_that_cannot_be_honoured_is_an_error(launch, tmp_path_factory, name):
     if "refused" not in _results:
         _results["refused"] = launch(jobs.refused, tmp_path_factory.mktemp("refused"))[0]

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
 import functools
+import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar, cast
 
 import accelerate
 import torch
-from accelerate.utils import DistributedType
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from accelerate.state import GradientState
+from accelerate.utils import DistributedType, broadcast_object_list, synchronize_rng_states
+from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import DataLoader as TorchDataLoader
 
-from headrace._core.device.streams import resolve
-from headrace.integrations._accelerate_checkpoints import load_states, save_states
-from headrace.integrations._accelerate_division import divide
-from headrace.integrations._accelerate_loader import PreparedLoader, prepared_class
+from headrace._core.ranks.rankinfo import RankInfo, provided_rank, reading_divided
+from headrace._core.streams.kinds import splits_by_rank
+from headrace._core.streams.torch_views import unwrap, without_adapter
+from headrace._core.text import dataset_repr
+from headrace._core.torchcompat.portable_collate import PortableCollate
+from headrace.integrations._batchwise import BatchwiseBatches, BatchwiseSampler
+from headrace.integrations._shared import copied, load_state, save_state
 from headrace.loader import DataLoader
-from headrace.options import AllOptions
 
 __all__ = ["PreparedLoader", "prepare", "skip_first_batches"]
 
+T_co = TypeVar("T_co", covariant=True)
+
+_END = object()
 _attached: weakref.WeakSet[accelerate.Accelerator] = weakref.WeakSet()
 
 
@@ -33,16 +43,14 @@ def prepare(
     `Accelerator.prepare` makes a plain torch loader of any loader but of one from here. What it would do is done:
 
     - A map-style dataset is divided among the ranks batch by batch, by `even_batches`, `split_batches` and `drop_last`.
-      In order or shuffled (by the loader's `seed`; without one by `data_seed` of the accelerator, or 0), any number
-      of ranks can continue an epoch. A sampler of another kind is divided by accelerate's `BatchSamplerShard`. A
-      `DistributedSampler` and a stream divide themselves, and are not divided again.
+      Any number of ranks can continue an epoch. The order is that of the loader's `seed`; without one, of `data_seed`
+      of the accelerator, or 0. That of another sampler follows from the `initial_seed` of its generator, or else from
+      that number, and from the epoch. The batches of a batch sampler are divided by accelerate's `BatchSamplerShard`.
+      A `DistributedSampler` and a stream divide themselves, and are not divided again.
     - Batches are copied to the accelerator's device, by headrace (see `device=` of the loader).
     - Gradient accumulation, `gather_for_metrics` and `join_uneven_inputs` know the last batch and its size.
     - `save_state` and `load_state` include the position, of every rank, whatever `use_stateful_dataloader` is: the next
-      iteration continues the epoch. `skip_first_batches` skips without fetching, except in streams.
-    - `free_memory`, `clear` and `end_training` end the loader's threads and processes.
-
-    The accelerator's methods `skip_first_batches`, `free_memory` and `end_training` are replaced for that.
+      iteration continues the epoch. `accelerator.skip_first_batches` skips without fetching, except in streams.
 
     Args:
         accelerator: the accelerator.
@@ -54,8 +62,8 @@ def prepare(
 
     Raises:
         TypeError: `loader` is not one of headrace.
-        ValueError: the accelerator is configured for something that needs a rebuilt loader; the ranks would get the
-            same samples; or another device or division than the accelerator's was given.
+        ValueError: the ranks would get the same samples; `split_batches=True`, and the batch size is no multiple of the
+            number of ranks; or the accelerator needs loaders of its own.
 
     Example:
         >>> import accelerate                                                             # doctest: +SKIP
@@ -65,20 +73,23 @@ def prepare(
         >>> loader = hr.DataLoader(dataset, batch_size=32, shuffle=True, seed=0)          # doctest: +SKIP
         >>> loader = prepare(accelerator, loader)                                         # doctest: +SKIP
     """
-    if not isinstance(loader, PreparedLoader):
-        if not isinstance(loader, DataLoader):
-            raise TypeError(
-                f"prepare() is for headrace loaders before accelerator.prepare(), but got a {type(loader).__name__}; "
-                f"other loaders are prepared by accelerator.prepare()"
-            )
-        _check_configuration(accelerator)
-        loader = _prepared(accelerator, loader, device_placement)
-    accelerator.prepare_data_loader(loader)  # which keeps it in its list
-    _attach(accelerator)
-    return loader
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"prepare() is for headrace loaders before accelerator.prepare(), but got a {type(loader).__name__}; "
+            f"other loaders are prepared by accelerator.prepare()"
+        )
+    prepared = divided(accelerator, loader, device_placement)
+    accelerator.prepare_data_loader(prepared)  # which keeps it in its list
+    if accelerator not in _attached:
+        _attached.add(accelerator)
+        own = weakref.proxy(accelerator)  # which would otherwise have references to itself
+        accelerator.register_save_state_pre_hook(functools.partial(_save, own))
+        accelerator.register_load_state_pre_hook(functools.partial(_load, own))
+        cast(Any, accelerator).skip_first_batches = skip_first_batches
+    return prepared
 
 
-def skip_first_batches(loader: torch.utils.data.DataLoader[Any], num_batches: int = 0) -> Any:
+def skip_first_batches(loader: TorchDataLoader[Any], num_batches: int = 0) -> Any:
     """As `accelerate.skip_first_batches`, also for prepared headrace loaders.
 
     The epoch that begins next begins after `num_batches` batches, which are not fetched; those of a stream are, and
@@ -101,83 +112,318 @@ def skip_first_batches(loader: torch.utils.data.DataLoader[Any], num_batches: in
     return loader
 
 
-def _check_configuration(accelerator: accelerate.Accelerator) -> None:
-    kind = accelerator.distributed_type
-    if kind in (DistributedType.XLA, DistributedType.MEGATRON_LM):
-        raise ValueError(f"headrace loaders cannot be prepared for {kind.value}, which needs loaders of its own")
-    if accelerator.dispatch_batches:
-        raise ValueError(
-            "dispatch_batches=True lets rank 0 read for all ranks, which a headrace loader does not do: each rank "
-            "reads its own part. Leave it out"
-        )
-    if kind == DistributedType.DEEPSPEED and accelerator.split_batches:
-        raise ValueError(
-            "split_batches=True cannot be used with DeepSpeed and a headrace loader; let batch_size= be that of a rank"
-        )
+def _loaders(accelerator: accelerate.Accelerator) -> Iterator[tuple[str, PreparedLoader[Any]]]:
+    """The prepared loaders of an accelerator, and the names of their files."""
+    for number, loader in enumerate(accelerator._dataloaders):
+        if isinstance(loader, PreparedLoader):
+            yield f"headrace_loader_{number}", loader
 
 
-def _prepared(
-    accelerator: accelerate.Accelerator, loader: DataLoader[Any], device_placement: bool | None
+def _save(accelerator: accelerate.Accelerator, models: Any, weights: Any, folder: str) -> None:
+    for name, loader in _loaders(accelerator):
+        save_state(loader.state_dict(), folder, name, loader._rank.rank)
+
+
+def _load(accelerator: accelerate.Accelerator, models: Any, folder: str) -> None:
+    for name, loader in _loaders(accelerator):
+        state = load_state(folder, name, loader._rank)
+        if state is not None:
+            loader.load_state_dict(state)
+        else:
+            warnings.warn(
+                f"{folder} has no {name}: the loader's next epoch begins anew. It was saved without "
+                f"headrace.integrations.accelerate.prepare(), or with fewer loaders.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+class PreparedLoader(DataLoader[T_co]):
+    """A headrace loader that has been prepared for accelerate; made by `headrace.integrations.accelerate.prepare`.
+
+    `Accelerator.prepare` returns it unchanged. While it is iterated over it is the active loader of accelerate's
+    `GradientState`, which has to know of a batch that it is the last: therefore one more batch has been received when
+    a batch is given out. `state_dict()` does not count it.
+
+    Attributes:
+        end_of_dataloader: whether the batch given out last is the last of its epoch.
+        remainder: number of samples of all ranks in the last step, without padding; 0 if it is full, -1 if unknown.
+        total_batch_size: number of samples of all ranks at one step; None if a batch sampler decides.
+    """
+
+    _is_accelerate_prepared = True
+    use_stateful_dataloader = False  # accelerate would save one state for all ranks
+    end_of_dataloader = False
+    remainder = -1
+    total_batch_size: int | None
+    _rank: RankInfo  # the data-parallel one, which is that of `headrace.get_rank_info` in the loader
+    _rng_types: list[str]
+    _samples: int | None = None  # of an epoch of all ranks, where a batch sampler's last step may be cut
+    _takes_parts = False  # whether each batch is of all ranks, from which `_PartOfBatch` takes one
+    _iteration: object = None  # the one begun last
+    _ahead = 0  # number of calls of `next()` that its position is ahead
+    _skipped = 0  # batches of a stream to be dropped by the next iteration
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Number of samples in the dataset."""
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
+        """Begin the next epoch, or continue the restored one."""
+        if self._rng_types:
+            synchronize_rng_states(self._rng_types, self.generator)
+        pending = self._control.pending
+        if pending is None:
+            self.set_epoch(self._control.next_epoch)  # as accelerate does for each epoch
+        remainder = -1
+        if isinstance(self.sampler, BatchwiseSampler) and not self.drop_last:
+            remainder = self.sampler.remainder(0 if pending is None else pending.cursor)
+        elif self._samples is not None and self.total_batch_size is not None:
+            remainder = self._samples % self.total_batch_size
+        skipped, self._skipped, self._ahead = self._skipped, 0, 0
+        with self._as_rank(), reading_divided(self._takes_parts):
+            batches = super().__iter__()
+        self._iteration = iteration = object()
+        return _Raising(self._outcomes(batches, iteration, remainder, skipped))
+
+    __aiter__ = None  # type: ignore[assignment]  # accelerate's loops are synchronous
+
+    def _as_rank(self) -> contextlib.AbstractContextManager[None]:
+        return provided_rank(self._rank) if self._rank.world_size > 1 else contextlib.nullcontext()
+
+    def _outcomes(self, batches: Iterator[Any], iteration: object, remainder: int, skipped: int) -> Iterator[Any]:
+        """Each batch or error, after the next one was received."""
+
+        def receive() -> tuple[Any, int]:
+            before = self._control.last_point
+            try:
+                with self._as_rank():
+                    received = next(batches, _END)
+            except Exception as error:  # raised in the turn of the batch that it is raised for
+                received = _Failed(error)
+            return received, int(received is _END or self._control.last_point is not before)
+
+        state = GradientState()
+        state.dataloader_references += [self]
+        self.end_of_dataloader, self.remainder = False, remainder
+        try:
+            for _ in range(skipped):
+                next(batches, None)
+            received, _ = receive()
+            while received is not _END:
+                following, ahead = receive()
+                self.end_of_dataloader = following is _END
+                if self._iteration is iteration:
+                    self._ahead = ahead
+                if self._takes_parts and not isinstance(received, _Failed):
+                    samples, received = received
+                    if self.end_of_dataloader and not self.drop_last:
+                        self.remainder = samples % cast(int, self.total_batch_size)
+                yield received
+                received = following
+            if self._iteration is iteration:
+                self._ahead = 0
+        finally:
+            state.dataloader_references = [each for each in state.dataloader_references if each is not self]
+
+    def state_dict(self, lag: int = 0) -> dict[str, Any]:
+        """As `DataLoader.state_dict`: the position after the last batch that was given out."""
+        return super().state_dict(lag + self._ahead)
+
+    def skip(self, batches: int) -> None:
+        """Let the next iteration begin after a number of batches; see `skip_first_batches`.
+
+        Raises:
+            ValueError: a restored position is another one.
+        """
+        pending = self._control.pending
+        if pending is not None and not (pending.over and batches == 0):
+            if pending.batches != batches:
+                raise ValueError(
+                    f"skip_first_batches(loader, {batches}), but load_state() has restored this loader after "
+                    f"{pending.batches} batches of epoch {pending.epoch}: leave out skip_first_batches()"
+                )
+            return
+        self._control.skip_rest()
+        if self._control.spec.kind.is_iterable:
+            self._skipped = batches
+        elif batches:
+            ranks, size = self._rank.world_size, self.total_batch_size
+            if size is not None:
+                size = 1 if self.batch_sampler is None else size // ranks
+            self._control.skip(self, batches, batch_size=size, ranks=ranks)
+
+    def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
+        collate = collate_fn.collate if isinstance(collate_fn, PortableCollate) else collate_fn
+        transform = self._control.spec.options["transform"]
+        return PortableCollate(collate, transform, batched=self._auto_collation, warn=_refuse)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Failed:
+    """An error in place of a batch."""
+
+    error: Exception
+
+
+class _Raising(Iterator[Any]):
+    """Raises the errors among the outcomes of an iteration, which can go on after them."""
+
+    def __init__(self, outcomes: Iterator[Any]) -> None:
+        self._outcomes = outcomes
+
+    def __next__(self) -> Any:
+        outcome = next(self._outcomes)
+        if isinstance(outcome, _Failed):
+            raise outcome.error
+        return outcome
+
+
+class _PartOfBatch:
+    """A collate function that makes one rank's part of a batch of all ranks, and gives the number of its samples.
+
+    A batch that is not full is repeated until it is.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], object], rank: int, size: int) -> None:
+        self._collate_fn = collate_fn
+        self._rank, self._size = rank, size
+
+    def __call__(self, samples: Sequence[Any]) -> tuple[int, object]:
+        """Collate this rank's samples."""
+        numbers = range(self._rank * self._size, (self._rank + 1) * self._size)
+        return len(samples), self._collate_fn([samples[number % len(samples)] for number in numbers])
+
+
+def _refuse() -> NoReturn:
+    raise RuntimeError(
+        "a plain torch DataLoader was rebuilt from a prepared headrace loader (accelerate.skip_first_batches() does "
+        "so). It does not mark the end of an epoch for accelerate, and headrace's engine does not run. Use "
+        "accelerator.skip_first_batches(loader, n), or skip_first_batches of headrace.integrations.accelerate."
+    )
+
+
+def divided(
+    accelerator: accelerate.Accelerator,
+    loader: DataLoader[Any],
+    device_placement: bool | None = None,
+    *,
+    takes_parts: bool = False,
 ) -> PreparedLoader[Any]:
-    prepared: Any = copy.copy(loader)
-    prepared.__class__ = prepared_class(type(loader))
-    prepared.__dict__.update(_iterations=[], _latest=None, _skipped=0)
-    if accelerator.device_placement if device_placement is None else device_placement:
-        _place(prepared, accelerator.device)
-    divide(prepared, accelerator)
-    prepared.collate_fn = loader.collate_fn  # which now refuses to collate for a loader that is rebuilt
-    return cast("PreparedLoader[Any]", prepared)
+    """A copy of a loader which gives this rank's part, on its device; a prepared one itself.
+
+    With `takes_parts` every rank reads the batches of all ranks, and collates its part of each.
+    """
+    if isinstance(loader, PreparedLoader):
+        return loader
+    if accelerator.distributed_type in (DistributedType.XLA, DistributedType.MEGATRON_LM):
+        kind = accelerator.distributed_type.value
+        raise ValueError(f"headrace loaders cannot be prepared for {kind}, which needs loaders of its own")
+    cls: Any = type(loader)
+    placed = accelerator.device_placement if device_placement is None else device_placement
+    made: Any = copied(loader, accelerator.device if placed else None)
+    made.__class__ = (
+        PreparedLoader
+        if cls is DataLoader
+        else type(f"Prepared{cls.__name__}", (PreparedLoader, cls), {"__module__": cls.__module__})
+    )
+    prepared: PreparedLoader[Any] = made
+    _divide(prepared, accelerator, takes_parts=takes_parts)
+    collate: Any = loader.collate_fn
+    if takes_parts:
+        rank, size = prepared._rank, cast(int, loader.batch_size) // prepared._rank.world_size
+        collate = _PartOfBatch(getattr(collate, "collate", collate), rank.rank, size)
+    prepared.collate_fn = collate  # now one that refuses to collate for a loader that is rebuilt
+    return prepared
 
 
-def _place(prepared: PreparedLoader[Any], device: torch.device) -> None:
-    """Let batches be copied to the accelerator's device."""
-    own = prepared._control.spec.options["device"]
-    target, given = resolve(device), resolve(own)
-    if own is None:
-        if target is not None:
-            if prepared.__dict__.get("device") is None:  # a subclass may have an attribute of this name
-                prepared.__dict__["device"] = device
-            spec = prepared._control.spec
-            options = cast(AllOptions, {**spec.options, "device": device})
-            prepared._control = prepared._control.on_device(dataclasses.replace(spec, options=options, device=target))
+def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *, takes_parts: bool) -> None:
+    """Give a loader the sampling of its rank."""
+    rank = data_parallel_rank(accelerator)
+    ranks, attributes = rank.world_size, loader.__dict__  # past torch's freeze
+    names = (str(getattr(each, "value", each)) for each in accelerator.rng_types or ())
+    rng_types = [name for name in names if name != "generator"]
+    stream, seed = loader._control.spec.kind.is_iterable, loader._control.spec.options["seed"]
+    if seed is None:
+        seed = accelerator.dataloader_config.data_seed or 0
+    batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    generator: Any = getattr(sampler, "generator", None)
+    plain = type(batches) is BatchSampler and batches is loader.batch_sampler
+    size: Any = getattr(batches, "batch_size", 1 if batches is None and not stream else None)
+    if size is not None and batches is not None and (takes_parts or accelerator.split_batches):
+        if size % ranks:
+            raise ValueError(
+                f"split_batches=True divides each batch among the ranks, but batch_size={size} is no multiple of "
+                f"{ranks}"
+            )
+        size //= ranks
+    total = None if size is None else size * ranks
+    attributes.update(_rank=rank, _rng_types=rng_types, total_batch_size=total, _takes_parts=takes_parts)
+    own = next((each for each in (sampler, batches) if isinstance(each, DistributedSampler)), None)
+    if takes_parts:
         return
-    numbers = {each.index for each in (target, given) if each is not None} - {None}
-    if (target and target.type) != (given and given.type) or len(numbers) > 1:
+    if stream or own is not None:  # the ranks have different samples already
+        if own is not None:
+            _check_rank(own, rank)
+        elif ranks > 1:
+            _check_stream(loader, ranks)
+        if plain:
+            batches = BatchSampler(sampler, size, batches.drop_last)
+            batches.even_batches = accelerator.even_batches  # join_uneven_inputs() sets it
+            attributes.update(batch_sampler=batches, batch_size=None if loader.batch_size is None else size)
+    elif plain or batches is None:
+        drop_last = plain and batches.drop_last
+        if isinstance(generator, torch.Generator):
+            seeds = [generator.initial_seed()]
+            seed = broadcast_object_list(seeds)[0] if ranks > 1 else seeds[0]
+        dealt = BatchwiseSampler(sampler, size, rank, seed, drop_last=drop_last, even_batches=accelerator.even_batches)
+        attributes.update(sampler=dealt, drop_last=drop_last)
+        if plain:
+            attributes.update(batch_size=size, batch_sampler=BatchwiseBatches(dealt, size, drop_last))
+    else:  # each rank draws all batches, and takes its own
+        if not getattr(batches, "drop_last", False) and hasattr(sampler, "__len__"):
+            loader._samples = len(sampler)
+        if ranks == 1:
+            return
+        if hasattr(sampler, "generator"):
+            sampler.generator = generator or torch.Generator().manual_seed(seed)
+            attributes.update(generator=sampler.generator, _rng_types=[*rng_types, "generator"])
+        shard = BatchSamplerShard(batches, ranks, rank.rank, accelerator.split_batches, accelerator.even_batches)
+        if batches is loader.sampler:
+            attributes.update(sampler=shard)
+        else:
+            attributes.update(batch_sampler=shard, batch_size=None, drop_last=False)
+
+
+def data_parallel_rank(accelerator: accelerate.Accelerator) -> RankInfo:
+    """The rank among those that get different batches: ranks of tensor and context parallelism share theirs."""
+    mesh: Any = accelerator.torch_device_mesh
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        mesh = getattr(accelerator.state, "ds_device_mesh", mesh)
+    sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+    shared = sizes.get("tp", 1) * sizes.get("cp", 1)
+    return RankInfo(accelerator.process_index // shared, accelerator.num_processes // shared, "accelerate")
+
+
+def _check_rank(sampler: DistributedSampler[Any], rank: RankInfo) -> None:
+    with provided_rank(rank):
+        given = sampler.rank, sampler.num_replicas
+    if given != (rank.rank, rank.world_size):
         raise ValueError(
-            f"the loader has device={own!r}, and the accelerator's device is {device}: leave "
-            f"out device=, or give prepare() device_placement=False"
+            f"{type(sampler).__name__} was given rank {given[0]} of {given[1]}, and this is rank {rank.rank} of "
+            f"{rank.world_size}: samples would be read twice, or not at all. Make it after the Accelerator, without "
+            f"these arguments; or leave it out, since prepare() divides the dataset"
         )
 
 
-def _attach(accelerator: accelerate.Accelerator) -> None:
-    """Let an accelerator save, restore, skip in and close its headrace loaders."""
-    if accelerator in _attached:
-        return
-    _attached.add(accelerator)
-    own: Any = accelerator  # whose methods are replaced; those of its class are called
-    reference = weakref.ref(accelerator)
-
-    def loaders() -> list[tuple[int, PreparedLoader[Any]]]:
-        known = enumerate(getattr(reference(), "_dataloaders", ()))
-        return [(number, each) for number, each in known if isinstance(each, PreparedLoader)]
-
-    def closing(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*arguments: Any) -> Any:
-            for _, loader in loaders():
-                loader.close()
-            return method(reference(), *arguments)
-
-        return call
-
-    def save(models: Any, weights: Any, folder: str) -> None:
-        save_states(reference(), loaders(), folder)
-
-    def load(models: Any, folder: str) -> None:
-        load_states(reference(), loaders(), folder)
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
-    own.skip_first_batches = skip_first_batches
-    own.free_memory = closing(type(accelerator).free_memory)
-    own.end_training = closing(type(accelerator).end_training)
+def _check_stream(loader: DataLoader[Any], ranks: int) -> None:
+    stream, _ = unwrap(without_adapter(loader.dataset))
+    of_library = isinstance(stream, IterableDatasetShard) or getattr(stream, "_distributed", None) is not None
+    if not of_library and not splits_by_rank(stream):  # `_distributed`: of Hugging Face's streams
+        raise ValueError(
+            f"each of {ranks} ranks would read all of {dataset_repr(loader.dataset)}: split the stream by its "
+            f".split(), or let it read the part of its rank, which headrace.get_rank_info() returns in __aiter__ or "
+            f"__iter__, and declare this by an attribute: splits_by_rank = True"
+        )

@@ -6,9 +6,12 @@ from typing import Any
 
 import ray.train
 import ray.train.torch
+from torch.utils.data import BatchSampler, DistributedSampler
 
-from headrace.integrations._rebuild import elastic_sampler, rebuilt
+from headrace._core.text import dataset_repr
+from headrace.integrations._shared import computed_order, copied
 from headrace.loader import DataLoader
+from headrace.samplers import ElasticSampler
 
 __all__ = ["prepare_data_loader"]
 
@@ -20,7 +23,7 @@ def prepare_data_loader(
 
     Ray's function makes a plain torch loader, without headrace's engine, around which it puts a wrapper that has no
     state and reads a batch ahead. This one returns a headrace loader: `loader` itself, if it reads its rank's part
-    already, and copies to the worker's device. Otherwise one of the same class, with the same arguments, and with
+    already, and copies to the worker's device. Otherwise a copy, with
 
     - ``sampler=ElasticSampler(dataset)``, with the loader's `seed` (0 without) and shuffled as it is, so that any
       number of workers can continue an epoch. Streams divide themselves.
@@ -37,7 +40,7 @@ def prepare_data_loader(
         The loader to iterate over, and whose state is saved.
 
     Raises:
-        TypeError: `loader` is of another class, or of one with a constructor of its own.
+        TypeError: `loader` is of another class.
         ValueError: the loader's sampler cannot be divided among the workers.
 
     Example:
@@ -48,13 +51,39 @@ def prepare_data_loader(
     """
     if not isinstance(loader, DataLoader):
         raise TypeError(f"expected a headrace.DataLoader, but got a {type(loader).__name__}")
-    changes: dict[str, Any] = {}
-    if add_dist_sampler:
-        sampler = elastic_sampler(loader, ranks=ray.train.get_context().get_world_size())
-        if sampler is not None:
-            changes["sampler"] = sampler
-    if move_to_device and loader._control.spec.options["device"] is None:
-        device = ray.train.torch.get_device()
-        if device.type != "cpu":
-            changes["device"] = device
-    return rebuilt(loader, **changes) if changes else loader
+    ranks = ray.train.get_context().get_world_size()
+    sampler = _elastic_sampler(loader, ranks) if add_dist_sampler else None
+    device = ray.train.torch.get_device() if move_to_device else None
+    placed = copied(loader, device)
+    if sampler is None:
+        return loader if placed._control.spec.device == loader._control.spec.device else placed
+    attributes = placed.__dict__  # past torch's freeze
+    attributes["sampler"] = sampler
+    if loader.batch_size is not None:
+        attributes["batch_sampler"] = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    return placed
+
+
+def _elastic_sampler(loader: DataLoader[Any], ranks: int) -> ElasticSampler | None:
+    """The sampler with which any number of ranks can read a loader's order; None if it needs none.
+
+    Raises:
+        ValueError: there are several ranks, and the order is that of a sampler which cannot be divided.
+    """
+    if loader._control.spec.kind.is_iterable:
+        return None  # which warns at `iter()` if it is not split
+    order: Any = loader.sampler
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        order = loader.batch_sampler
+    if isinstance(getattr(order, "sampler", order), DistributedSampler):
+        return None
+    if computed := computed_order(order):
+        return ElasticSampler(loader.dataset, *computed)
+    if ranks == 1:
+        return None
+    raise ValueError(
+        f"each of {ranks} ranks would read all of {dataset_repr(loader.dataset)}: the order of {type(order).__name__} "
+        f"cannot be divided among them. Give the loader a sampler that divides its order, a headrace.ElasticSampler or "
+        f"a torch.utils.data.DistributedSampler for example; or add_dist_sampler=False, if each rank has an order of "
+        f"its own."
+    )

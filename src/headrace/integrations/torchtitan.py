@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headrace._core.streams.kinds import kind_of
-from headrace._core.streams.torch_views import unwrap, without_adapter
 from headrace._core.text import dataset_repr
 from headrace.errors import StateError
 from headrace.loader import DataLoader
@@ -49,12 +47,6 @@ class HeadraceDataLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], *, dp_rank: int, dp_world_size: int, epochs: int | None = None) -> None:
-        if not isinstance(loader, DataLoader):
-            raise TypeError(f"expected a headrace.DataLoader, but got a {type(loader).__name__}")
-        if not 0 <= dp_rank < dp_world_size:
-            raise ValueError(f"dp_rank={dp_rank} is not one of dp_world_size={dp_world_size}, counted from 0")
-        if epochs is not None and epochs < 1:
-            raise ValueError(f"epochs={epochs} must be at least 1")
         self.loader = loader
         self._dp_rank = dp_rank
         self._dp_world_size = dp_world_size
@@ -67,7 +59,7 @@ class HeadraceDataLoader:
         Raises:
             ValueError: an epoch has no batch.
         """
-        while self._epochs is None or self._epoch() < self._epochs:
+        while self._epochs is None or self.loader._control.state(self.loader, 0).epoch < self._epochs:
             may_be_over, self._restored = self._restored, False
             empty = True
             for batch in self.loader:
@@ -82,7 +74,7 @@ class HeadraceDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch; see `headrace.DataLoader.state_dict`."""
         state = self.loader.state_dict()
-        if self._is_shared():
+        if not self.loader._control.is_of_rank(self.loader):
             return state
         return {self._key(): state, "dp_world_size": self._dp_world_size}
 
@@ -96,7 +88,7 @@ class HeadraceDataLoader:
         if not state_dict:
             return
         state = state_dict
-        if not self._is_shared():
+        if self.loader._control.is_of_rank(self.loader):
             saved = state_dict.get("dp_world_size")
             if saved != self._dp_world_size:
                 raise StateError(
@@ -104,8 +96,6 @@ class HeadraceDataLoader:
                     f"each rank of {dataset_repr(self.loader.dataset)} reads other samples. Use as many as before; or "
                     f"a stream with split='samples', which any number of ranks can continue"
                 )
-            if self._key() not in state_dict:
-                raise StateError(f"the state has no {self._key()!r}: it has {', '.join(map(str, state_dict))}")
             state = state_dict[self._key()]
         self.loader.load_state_dict(state)
         self._restored = True
@@ -113,14 +103,6 @@ class HeadraceDataLoader:
     def close(self) -> None:
         """End the loader's iteration, workers and engine."""
         self.loader.close()
-
-    def _epoch(self) -> int:
-        return self.loader._control.state(self.loader, 0).epoch
-
-    def _is_shared(self) -> bool:
-        """Whether the state is the same on all ranks."""
-        source, _ = unwrap(without_adapter(self.loader.dataset))
-        return not kind_of(source).is_iterable or getattr(source, "divides_samples", False)
 
     def _key(self) -> str:
         return f"dp_rank_{self._dp_rank}"

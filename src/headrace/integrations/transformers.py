@@ -2,66 +2,47 @@
 
 from __future__ import annotations
 
-import inspect
+import itertools
+import math
 import warnings
-import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerCallback, TrainerState
+from accelerate.data_loader import IterableDatasetShard
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from transformers import trainer_pt_utils
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import get_last_checkpoint, has_length
 from transformers.utils import is_datasets_available
 
 from headrace._core.order.state import LoaderState
-from headrace._core.streams.kinds import DatasetKind
+from headrace._core.ranks.rankinfo import RankInfo
+from headrace._core.streams.kinds import DatasetKind, kind_of
+from headrace._core.text import dataset_repr
 from headrace.errors import StateError
-from headrace.integrations._checkpoint import batches_left, save_state, saved_state
-from headrace.integrations._gathering import GatheredBatches
-from headrace.integrations._resumed_epoch import EpochBatches, ResumedEpoch
-from headrace.integrations._transformers_orders import (
-    Evaluated,
-    check_arguments,
-    check_divided,
-    evaluation_order,
-    seed_of,
-    train_order,
-)
+from headrace.integrations._shared import computed_order, load_state, save_state
+from headrace.integrations.accelerate import divided
 from headrace.loader import DataLoader
-from headrace.options import OPTIONS
+from headrace.samplers import ElasticSampler
 
 if is_datasets_available():
     import datasets
 
 __all__ = ["Trainer"]
 
-# Methods of transformers.Trainer that are not public, with the arguments that are used here.
-_METHODS = {
-    "_get_dataloader": {"dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key"},
-    "_init_training_state": {"num_update_steps_per_epoch"},
-    "_run_epoch": {
-        *("epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch"),
-        *("steps_trained_in_current_epoch", "epochs_trained"),
-    },
-    "_save_rng_state": {"output_dir"},
-}
-for _name, _arguments in _METHODS.items():
-    _method = getattr(transformers.Trainer, _name, None)
-    if _method is None or not _arguments <= inspect.signature(_method).parameters.keys():
-        raise ImportError(
-            f"headrace.integrations.transformers was written for transformers 5.23, and transformers "
-            f"{transformers.__version__} has no such Trainer.{_name}. Install that version."
-        )
+_NAME = "headrace_loader"  # of the files in a checkpoint
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` whose loaders are headrace's.
 
-    The loaders for training, evaluation and prediction are made from the training arguments and the datasets. A
-    checkpoint has the loader's state (`headrace_loader.pth`, for each rank), and ``resume_from_checkpoint`` continues
-    after the batch it was saved at, without reading those before.
+    The loaders for training, evaluation and prediction are made from the training arguments and the datasets, and
+    prepared by `headrace.integrations.accelerate`. A checkpoint has the loader's state (`headrace_loader_rank_0.pth`,
+    and so on), and ``resume_from_checkpoint`` continues after the batch it was saved at, without reading those before.
 
     The order is that of a `headrace.ElasticSampler` with ``data_seed``, or else ``seed``. ``train_sampling_strategy``
     and samplers of your own (`_get_train_sampler`) are honoured. For other trainers put this class first:
@@ -75,7 +56,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         kwargs: as of `transformers.Trainer`.
 
     Raises:
-        TypeError: `loader_options` has an option that is not headrace's own.
+        NotImplementedError: this version of transformers lacks a method that is overridden here.
         ValueError: the training arguments have an option with which headrace's loaders cannot be used.
 
     Example:
@@ -89,20 +70,24 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, loader_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self.loader_options = dict(loader_options or {})
-        others = sorted(self.loader_options.keys() - OPTIONS.keys())
-        if others:
-            raise TypeError(
-                f"loader_options has {', '.join(others)}, which headrace's own options do not have. The others follow "
-                f"from the training arguments; or override get_train_dataloader."
+        names = ("_get_dataloader", "set_initial_training_values", "_init_training_state", "_run_epoch")
+        if missing := [name for name in names if not hasattr(transformers.Trainer, name)]:
+            raise NotImplementedError(
+                f"transformers {transformers.__version__} has no Trainer.{missing[0]}, which this class overrides; "
+                f"docs/trainers.md has the versions that were tested"
             )
-        self._made: weakref.WeakKeyDictionary[DataLoader[Any], Evaluated | None] = weakref.WeakKeyDictionary()
+        self.loader_options = dict(loader_options or {})
         self._checkpoint: Path | None = None
-        self._resumed: ResumedEpoch | None = None
-        self._batches: EpochBatches | None = None
-        self._epochs_ahead = 0  # of the loader, compared with the Trainer
+        self._resumed: _Resumed | None = None
         super().__init__(*args, **kwargs)
-        check_arguments(self)
+        config = self.args.accelerator_config
+        if config.dispatch_batches or not config.even_batches:
+            raise ValueError(
+                "dispatch_batches=True and even_batches=False in accelerator_config cannot be used with headrace's "
+                "loaders: each rank reads its own batches, and all have equal numbers of them"
+            )
+        if (size := max(self.get_tp_size(), self.get_cp_size(), self.get_sp_size())) > 1:
+            raise ValueError(f"tensor, context or sequence parallelism of {size} ranks, which need the same batches")
 
     def _get_dataloader(
         self,
@@ -118,31 +103,58 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             dataset = self._remove_unused_columns(dataset, description=description)
         else:
             collate_fn = self._get_collator_with_removed_columns(collate_fn, description=description)
-        if args.accelerator_config.split_batches:
-            batch_size //= args.world_size
-        made: Evaluated | None = None
-        if is_training:
-            dataset, order = train_order(args, dataset, batch_size, sampler_fn)
-        else:
-            order, made = evaluation_order(args, dataset, batch_size, sampler_fn)
-        on_device = args.device.type != "cpu"
-        options = {"seed": seed_of(args), "device": args.device if on_device else None, **self.loader_options}
+        rank, ranks, drop_last = args.process_index, args.world_size, args.dataloader_drop_last
+        seed = args.seed if args.data_seed is None else args.data_seed
+        order: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
+        stream, takes_parts, rebalances = kind_of(dataset).is_iterable, False, False
+        of_rank = batch_size // ranks if args.accelerator_config.split_batches else batch_size
+        if stream and is_training:
+            dataset = self._part_of_rank(dataset, of_rank)
+        elif stream and ranks > 1:
+            if getattr(dataset, "_distributed", None) is not None:
+                raise ValueError(
+                    "the dataset to evaluate was divided by datasets.distributed.split_dataset_by_node: give the whole "
+                    "one, of which each rank then evaluates its part of each batch"
+                )
+            takes_parts = True
+            order["batch_size"] = of_rank * ranks
+        elif not stream:
+            sampler: Any = None if sampler_fn is None else sampler_fn(dataset)
+            # Of batches, and divides itself.
+            rebalances = isinstance(sampler, getattr(trainer_pt_utils, "BatchRebalanceSampler", ()))
+            if is_training and (computed := computed_order(sampler)):
+                sampler = ElasticSampler(dataset, computed[0], seed, rank, ranks, drop_last)
+            order = {"batch_sampler": sampler} if rebalances else {**order, "sampler": sampler}
         loader: DataLoader[Any] = DataLoader(
             dataset,
             collate_fn=collate_fn,
             num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and on_device,
+            pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
             persistent_workers=args.dataloader_persistent_workers,
             multiprocessing_context=args.dataloader_multiprocessing_context,
             prefetch_factor=args.dataloader_prefetch_factor,
             in_order=args.dataloader_in_order,
             **order,
-            **options,
+            **{"seed": seed, "device": args.device if args.device.type != "cpu" else None, **self.loader_options},
         )
-        self._made[loader] = made
+        if not rebalances:
+            loader = divided(self.accelerator, loader, takes_parts=takes_parts)
         if dataloader_key is not None and args.dataloader_persistent_workers:
             self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader
+
+    def _part_of_rank(self, dataset: Any, batch_size: int) -> Any:
+        """The part of a torch stream: of Hugging Face's by its own function, of others as accelerate divides them."""
+        rank, ranks = self.args.process_index, self.args.world_size
+        if kind_of(dataset) is not DatasetKind.ITERABLE or ranks == 1:
+            return dataset
+        if not hasattr(dataset, "_distributed"):
+            return IterableDatasetShard(dataset, batch_size, self.args.dataloader_drop_last, ranks, rank)
+        if dataset._distributed is not None:
+            return dataset
+        from datasets.distributed import split_dataset_by_node
+
+        return split_dataset_by_node(dataset, rank, ranks)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `transformers.Trainer.train`; loaders are closed at its end.
@@ -156,139 +168,171 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self._checkpoint = self._resumed = self._batches = None
-            for loader in [*self._made, self.callback_handler.train_dataloader]:
+            self._checkpoint = self._resumed = None
+            for loader in (self.callback_handler.train_dataloader, *getattr(self, "_eval_dataloaders", {}).values()):
                 if isinstance(loader, DataLoader):
                     loader.close()
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """As `transformers.Trainer`'s; restores the loader, whose position decides how many steps are left."""
         values = super().set_initial_training_values(args, dataloader)
-        self._resumed, self._epochs_ahead = None, 0
+        self._resumed = None
         if not isinstance(dataloader, DataLoader):
             return values
-        if args.world_size > 1:
-            check_divided(dataloader, args.world_size)
+        _check_divided(dataloader, args.world_size)
         if self._checkpoint is None or args.ignore_data_skip:
             return values
         epochs, steps_per_epoch, *others, batches, last_step = values
-        step = TrainerState.load_from_json(str(self._checkpoint / TRAINER_STATE_NAME)).global_step
-        state = saved_state(self._checkpoint, args.process_index, args.world_size)
-        if state is None:
-            if step % steps_per_epoch == 0:  # between two epochs, there is nothing to continue
-                return values
-            raise StateError(
-                f"{self._checkpoint} has no state of the loader: it was saved by another Trainer, or with "
-                f"save_only_model=True. With TrainingArguments(ignore_data_skip=True) training continues with the "
-                f"first batch of epoch {step // steps_per_epoch}, so that samples of it are repeated."
-            )
-        self._restore(dataloader, state)
-        sized = has_length(dataloader)
-        left = batches_left(dataloader, state) if sized else max(batches - state.batches, 1)
-        resumed = ResumedEpoch(state.epoch + (left == 0), batches, left or batches)
-        accumulation = args.gradient_accumulation_steps
-        self._resumed = resumed
-        if not sized or step == (resumed.epoch + 1) * steps_per_epoch - resumed.steps(accumulation):
-            return values
-        # Other ranks, batches or accumulation than before: steps are counted anew from here.
-        if args.max_steps > 0:
-            epochs = resumed.epochs_until(args.max_steps, step, accumulation)
-        else:
-            last_step = resumed.last_step(args.num_train_epochs, step, accumulation)
-        warnings.warn(
-            f"{self._checkpoint} was saved with other numbers of ranks, samples in a batch or batches in a step. Of "
-            f"epoch {resumed.epoch}, {resumed.left} of {batches} batches are left for each rank. Training ends after "
-            f"step {last_step}, by which the learning rate is scheduled.",
-            UserWarning,
-            stacklevel=2,
-        )
-        return epochs, steps_per_epoch, *others, batches, last_step
-
-    def _restore(self, loader: DataLoader[Any], state: LoaderState) -> None:
+        step = TrainerState.load_from_json(str(self._checkpoint / "trainer_state.json")).global_step
+        rank = RankInfo(args.process_index, args.world_size, "transformers")
+        accumulation, sized = args.gradient_accumulation_steps, has_length(dataloader)
         try:
-            if (
-                loader in self._made
-                and loader._control.spec.kind is DatasetKind.ITERABLE
-                and state.ranks != self.args.world_size
-            ):
+            saved = load_state(self._checkpoint, _NAME, rank)
+            if saved is None:
+                if step % steps_per_epoch == 0:  # between two epochs, there is nothing to continue
+                    return values
                 raise StateError(
-                    f"the state was saved with {state.ranks} ranks, and there are {self.args.world_size} now. Only "
-                    f"streams of headrace can be divided anew."
+                    f"{self._checkpoint} has no state of the loader: it was saved by another Trainer, or with "
+                    f"save_only_model=True"
                 )
-            loader.load_state_dict(state.to_dict())
+            state = LoaderState.from_dict(saved)
+            if dataloader._control.spec.kind is DatasetKind.ITERABLE and state.ranks != args.world_size:
+                raise StateError(
+                    f"the state was saved with {state.ranks} ranks, and there are {args.world_size} now. Only streams "
+                    f"of headrace can be divided anew."
+                )
+            if not sized and state.batches % accumulation:
+                raise StateError(
+                    f"the state is after {state.batches} batches of a stream of unknown length, of which "
+                    f"gradient_accumulation_steps={accumulation} makes no whole steps"
+                )
+            dataloader.load_state_dict(saved)
         except StateError as error:
             error.add_note(
                 f"{self._checkpoint} is resumed from. With TrainingArguments(ignore_data_skip=True) the epoch begins "
                 f"anew, so that samples of it are repeated."
             )
             raise
+        if not sized:
+            self._resumed = _Resumed(state.epoch, state.batches, batches - state.batches, accumulation)
+            return values
+        left = dataloader._control.batches_left(dataloader, rank)
+        epoch, left = state.epoch, batches - state.batches if left is None else left
+        if left <= 0:
+            dataloader._control.skip_rest()
+            epoch, left = epoch + 1, batches
+        self._resumed = _Resumed(epoch, batches - left, left, accumulation)
+        done = (epoch + 1) * steps_per_epoch - self._resumed.steps_left  # in the present numbers
+        if step == done:
+            return values
+        # Other ranks, batches or accumulation than before: steps are counted anew from here.
+        if args.max_steps > 0:
+            epochs = math.ceil((done + args.max_steps - step) / steps_per_epoch)
+        else:
+            last_step = step + max(math.ceil(args.num_train_epochs * steps_per_epoch) - done, 0)
+        warnings.warn(
+            f"{self._checkpoint} was saved with other numbers of ranks, samples in a batch or batches in a step. Of "
+            f"epoch {epoch}, {left} of {batches} batches are left for each rank. Training ends after step "
+            f"{last_step}, by which the learning rate is scheduled.",
+            UserWarning,
+            stacklevel=2,
+        )
+        return epochs, steps_per_epoch, *others, batches, last_step
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        epochs_trained, to_skip = super()._init_training_state(*args, **kwargs)
-        return (epochs_trained, to_skip) if self._resumed is None else (self._resumed.epoch, 0)
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        trained = super()._init_training_state(*args, **kwargs)
+        return trained if self._resumed is None else (self._resumed.epoch, self._resumed.counted)
 
     def _run_epoch(self, **arguments: Any) -> None:
-        loader = arguments["train_dataloader"]
-        if not isinstance(loader, DataLoader):
-            super()._run_epoch(**arguments)
-            return
         resumed, self._resumed = self._resumed, None
-        arguments["epoch"] += self._epochs_ahead
-        arguments["steps_trained_in_current_epoch"] = 0  # nothing is skipped, since the loader was restored
-        self._batches = EpochBatches(loader, arguments["epoch"], restored=resumed is not None)
-        arguments["train_dataloader"] = self._batches
-        progress = None
+        loader = arguments["train_dataloader"]
         if resumed is not None:
-            arguments["steps_in_epoch"] = resumed.left
-            arguments["num_update_steps_per_epoch"] = resumed.steps(self.args.gradient_accumulation_steps)
-            progress = _Progress(resumed, self._batches)
-            self.callback_handler.callbacks.insert(0, progress)  # others then see the right number of epochs
-        try:
-            super()._run_epoch(**arguments)
-            self._batches.finish()
-        finally:
-            if progress is not None:
-                self.callback_handler.callbacks.remove(progress)
-            self._epochs_ahead += self._batches.skipped and not has_length(loader)
-            self._batches.close()
+            arguments["steps_in_epoch"] = resumed.counted + resumed.left
+            arguments["num_update_steps_per_epoch"] = resumed.steps_counted + resumed.steps_left
+            loader.set_epoch(resumed.epoch)  # which streams of Hugging Face need, also before a restored epoch
+            if resumed.counted:  # which accelerate.skip_first_batches drops
+                rest = _Rest(loader, resumed.counted)
+                arguments["train_dataloader"] = torch.utils.data.DataLoader(
+                    rest, batch_size=None, collate_fn=_same, generator=torch.Generator()
+                )
+        super()._run_epoch(**arguments)
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if self._batches is not None and self._batches.batches is not None:
-            save_state(self._batches.batches.state_dict(), output_dir, self.args.process_index, self.args.world_size)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As `transformers.Trainer`'s; into a checkpoint, also the loader's state."""
+        super().save_model(output_dir, _internal_call)
+        loader = self.callback_handler.train_dataloader
+        in_checkpoint = _internal_call and self.is_in_train and not self.args.save_only_model
+        if in_checkpoint and output_dir is not None and isinstance(loader, DataLoader):
+            save_state(loader.state_dict(), output_dir, _NAME, self.args.process_index)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As `transformers.Trainer`'s, with each sample once, over all ranks."""
         if not isinstance(dataloader, DataLoader):
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        rank, ranks = self.args.process_index, self.args.world_size
-        made = self._made.get(dataloader)
-        if ranks > 1 and made is None:
-            warnings.warn(
-                f"{dataloader!r} was not made by this Trainer: if the samples cannot be divided equally, those that "
-                f"were added are in the metrics too. Leave get_eval_dataloader and get_test_dataloader as they are.",
-                UserWarning,
-                stacklevel=2,
-            )
-        if ranks > 1 and dataloader._control.spec.options["on_error"] != "raise":
+        if self.args.world_size > 1 and dataloader._control.spec.options["on_error"] != "raise":
             raise ValueError("on_error= must be 'raise' in evaluation by several ranks: results are gathered by batch")
-        if made is None:
-            made = Evaluated((dataloader.batch_size or self.args.eval_batch_size) * ranks, None, divided=False)
-        batches = GatheredBatches(dataloader, made.batch_size, made.samples, rank, ranks, divided=made.divided)
+        loader = divided(self.accelerator, dataloader)  # one of the user's is prepared here
         try:
-            return super().evaluation_loop(batches, *args, **kwargs)
+            return super().evaluation_loop(loader, *args, **kwargs)
         finally:
             if not self.args.dataloader_persistent_workers:
-                dataloader.close()
+                loader.close()
 
 
-class _Progress(TrainerCallback):  # type: ignore[misc]
-    """Corrects the number of epochs that have passed, which the Trainer counts from where it resumed."""
+@dataclass(frozen=True, slots=True)
+class _Resumed:
+    """An epoch that is continued.
 
-    def __init__(self, resumed: ResumedEpoch, batches: EpochBatches) -> None:
-        self._resumed = resumed
-        self._batches = batches
+    Attributes:
+        epoch: its number.
+        trained: number of its batches that were trained on.
+        left: of those that are left; of a stream of unknown length, no less.
+        accumulation: of those in a step.
+    """
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        of_rest = state.epoch - self._resumed.epoch
-        state.epoch = self._resumed.progress(of_rest, next_epoch=self._batches.skipped)
+    epoch: int
+    trained: int
+    left: int
+    accumulation: int
+
+    @property
+    def steps_counted(self) -> int:
+        """The number of whole steps before, as if all had been of so many batches."""
+        return self.trained // self.accumulation
+
+    @property
+    def counted(self) -> int:
+        """The number of batches in them: the step that comes next begins with its first batch."""
+        return self.steps_counted * self.accumulation
+
+    @property
+    def steps_left(self) -> int:
+        """The number of steps that are left."""
+        return -(-self.left // self.accumulation)
+
+
+class _Rest(IterableDataset[Any]):
+    """The rest of a loader's epoch, after nothing in place of each batch before, which is to be dropped."""
+
+    def __init__(self, loader: DataLoader[Any], before: int) -> None:
+        self._loader = loader
+        self._before = before
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from itertools.repeat(None, self._before)
+        yield from self._loader
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+def _check_divided(loader: DataLoader[Any], ranks: int) -> None:
+    """Raise `ValueError` for a loader of which every rank would read all."""
+    whole = isinstance(loader.sampler, SequentialSampler | RandomSampler)
+    plain = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
+    if ranks > 1 and whole and plain and not loader._control.spec.kind.is_iterable:
+        raise ValueError(  # of a stream, the loader warns at `iter()`
+            f"each of {ranks} ranks would train on all of {dataset_repr(loader.dataset)}: give the loader that "
+            f"get_train_dataloader returns sampler=headrace.ElasticSampler(dataset, seed=...) in place of shuffle="
+        )

@@ -318,6 +318,10 @@ REFUSED = {
 def refused(folder):
     """Training arguments that cannot be honoured."""
     errors = {name: error_of(trainer_of, folder, **options) for name, options in REFUSED.items()}
+    method = transformers.Trainer._run_epoch
+    del transformers.Trainer._run_epoch  # as a version without it
+    errors["_run_epoch"] = error_of(trainer_of, folder)
+    transformers.Trainer._run_epoch = method
     errors["batch_size"] = error_of(train, folder, of_trainer={"loader_options": {"batch_size": 3}})
     return errors
 

@@ -413,8 +413,7 @@ def _check_rank(sampler: DistributedSampler[Any], rank: RankInfo) -> None:
     if given != (rank.rank, rank.world_size):
         raise ValueError(
             f"{type(sampler).__name__} was given rank {given[0]} of {given[1]}, and this is rank {rank.rank} of "
-            f"{rank.world_size}: samples would be read twice, or not at all. Make it after the Accelerator, without "
-            f"these arguments; or leave it out, since prepare() divides the dataset"
+            f"{rank.world_size}: leave it out, since prepare() divides the dataset"
         )
 
 
@@ -423,7 +422,6 @@ def _check_stream(loader: DataLoader[Any], ranks: int) -> None:
     of_library = isinstance(stream, IterableDatasetShard) or getattr(stream, "_distributed", None) is not None
     if not of_library and not splits_by_rank(stream):  # `_distributed`: of Hugging Face's streams
         raise ValueError(
-            f"each of {ranks} ranks would read all of {dataset_repr(loader.dataset)}: split the stream by its "
-            f".split(), or let it read the part of its rank, which headrace.get_rank_info() returns in __aiter__ or "
-            f"__iter__, and declare this by an attribute: splits_by_rank = True"
+            f"each of {ranks} ranks would read all of {dataset_repr(loader.dataset)}: use its .split(), or let it read "
+            f"its rank's part, by headrace.get_rank_info(), and declare this by an attribute: splits_by_rank = True"
         )

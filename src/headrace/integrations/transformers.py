@@ -6,9 +6,8 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -86,7 +85,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "dispatch_batches=True and even_batches=False in accelerator_config cannot be used with headrace's "
                 "loaders: each rank reads its own batches, and all have equal numbers of them"
             )
-        if (size := max(self.get_tp_size(), self.get_cp_size(), self.get_sp_size())) > 1:
+        if (size := max(getattr(self, f"get_{kind}_size", int)() for kind in ("tp", "cp", "sp"))) > 1:
             raise ValueError(f"tensor, context or sequence parallelism of {size} ranks, which need the same batches")
 
     def _get_dataloader(
@@ -213,17 +212,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 f"anew, so that samples of it are repeated."
             )
             raise
-        if not sized:
-            self._resumed = _Resumed(state.epoch, state.batches, batches - state.batches, accumulation)
-            return values
-        left = dataloader._control.batches_left(dataloader, rank)
+        left = dataloader._control.batches_left(dataloader, rank) if sized else None
         epoch, left = state.epoch, batches - state.batches if left is None else left
-        if left <= 0:
+        if sized and left <= 0:
             dataloader._control.skip_rest()
             epoch, left = epoch + 1, batches
-        self._resumed = _Resumed(epoch, batches - left, left, accumulation)
-        done = (epoch + 1) * steps_per_epoch - self._resumed.steps_left  # in the present numbers
-        if step == done:
+        steps_before, steps_left = (batches - left) // accumulation, -(-left // accumulation)
+        before = steps_before * accumulation
+        self._resumed = _Resumed(epoch, before, before + left, steps_before + steps_left)
+        done = (epoch + 1) * steps_per_epoch - steps_left  # in the present numbers
+        if step == done or not sized:
             return values
         # Other ranks, batches or accumulation than before: steps are counted anew from here.
         if args.max_steps > 0:
@@ -241,17 +239,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         trained = super()._init_training_state(*args, **kwargs)
-        return trained if self._resumed is None else (self._resumed.epoch, self._resumed.counted)
+        return trained if self._resumed is None else (self._resumed.epoch, self._resumed.before)
 
     def _run_epoch(self, **arguments: Any) -> None:
         resumed, self._resumed = self._resumed, None
         loader = arguments["train_dataloader"]
         if resumed is not None:
-            arguments["steps_in_epoch"] = resumed.counted + resumed.left
-            arguments["num_update_steps_per_epoch"] = resumed.steps_counted + resumed.steps_left
+            arguments.update(steps_in_epoch=resumed.batches, num_update_steps_per_epoch=resumed.steps)
             loader.set_epoch(resumed.epoch)  # which streams of Hugging Face need, also before a restored epoch
-            if resumed.counted:  # which accelerate.skip_first_batches drops
-                rest = _Rest(loader, resumed.counted)
+            if resumed.before:  # which accelerate.skip_first_batches drops
+                rest = _Rest(loader, resumed.before)
                 arguments["train_dataloader"] = torch.utils.data.DataLoader(
                     rest, batch_size=None, collate_fn=_same, generator=torch.Generator()
                 )
@@ -279,36 +276,20 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 loader.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Resumed:
-    """An epoch that is continued.
+class _Resumed(NamedTuple):
+    """An epoch that is continued, counted so that the step which comes next begins with its first batch.
 
     Attributes:
         epoch: its number.
-        trained: number of its batches that were trained on.
-        left: of those that are left; of a stream of unknown length, no less.
-        accumulation: of those in a step.
+        before: number of batches before, of whole steps.
+        batches: number of its batches; of a stream of unknown length, no less.
+        steps: number of its steps.
     """
 
     epoch: int
-    trained: int
-    left: int
-    accumulation: int
-
-    @property
-    def steps_counted(self) -> int:
-        """The number of whole steps before, as if all had been of so many batches."""
-        return self.trained // self.accumulation
-
-    @property
-    def counted(self) -> int:
-        """The number of batches in them: the step that comes next begins with its first batch."""
-        return self.steps_counted * self.accumulation
-
-    @property
-    def steps_left(self) -> int:
-        """The number of steps that are left."""
-        return -(-self.left // self.accumulation)
+    before: int
+    batches: int
+    steps: int
 
 
 class _Rest(IterableDataset[Any]):

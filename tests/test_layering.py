@@ -104,7 +104,7 @@ def test_no_module_imports_itself_by_way_of_others():
         ("headrace._core.engine.engine", "from headrace._core.links import thread"),
         ("headrace._core.engine.engine", "def f():\n    import headrace.loader"),
         ("headrace._core.streams.kinds", "from headrace.datasets.combine import mix"),
-        ("headrace._core.torchcompat.error_text", "from headrace._core.failure import Failure"),
+        ("headrace._core.torchcompat.private", "from headrace._core.failure import Failure"),
         ("headrace.errors", "import headrace"),
     ],
 )

@@ -550,7 +550,7 @@ def test_attributes_of_an_error_are_kept(same):
     assert (ours.errno, ours.filename) == (2, "/no/such/file.jpg")
     assert "No such file or directory" in str(ours)
     if same.setting.name == READING:
-        assert str(torchs).splitlines()[0] in str(ours)
+        assert str(torchs).splitlines()[0] in notes_of(ours)
 
     torchs, ours = failing_with(raising(lambda: Locked("bad")))
     assert type(torchs) is type(ours) is Locked

@@ -104,7 +104,7 @@ class FetchLoad(NamedTuple):
 class StageTimes(NamedTuple):
     """When a batch passed each stage of the engine, in seconds of `time.perf_counter`; 0.0 where it is unknown.
 
-    That clock is the same in all processes of a machine on Linux, macOS and Windows.
+    That clock is the same in all processes of a machine on Linux and macOS.
 
     Attributes:
         admitted: the engine received the plan.

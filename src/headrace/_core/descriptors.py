@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -22,19 +23,12 @@ def shortage(purpose: str, number: int = errno.EMFILE) -> OSError:
     """
     if number == errno.ENFILE:
         return OSError(number, f"no file descriptor of this machine is left to {purpose}; see fs.file-max")
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return OSError(
         number,
-        f"no file descriptor is left to {purpose}: the limit is {_limit()} open files. "
+        f"no file descriptor is left to {purpose}: the limit is {limit} open files. "
         f"Raise it (`ulimit -n 4096`, or resource.setrlimit), or use fewer workers",
     )
-
-
-def _limit() -> str:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return "unknown"
-    return str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 @contextlib.contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from headrace._core.text import LIST_ITEMS, add_note, has_note, short_repr, shorten_list
-from headrace._core.torchcompat.error_text import set_torch_error_text, torch_error_text
-from headrace.errors import ControlFlowError, RemoteError, WorkerDiedError
+from headrace._core.torchcompat.private import KeyErrorMessage
+from headrace.errors import ControlFlowError, HeadraceError, RemoteError, WorkerDiedError
 
 KEY_LIMIT = 500  # characters of a key in an error; an URL of an object has fewer
 
@@ -123,8 +125,9 @@ class Failure:
             return self.error
         notes = [note]
         if self.traceback is not None and as_torch and self.worker is not None:
-            words = torch_error_text(self.error, self.worker, self.traceback)
-            if not set_torch_error_text(self.error, words):
+            name = self.type_name.rpartition(".")[2]
+            words = f"Caught {name} in DataLoader worker process {self.worker}.\nOriginal {self.traceback}"
+            if not _set_message(self.error, words):
                 notes.insert(0, words.rstrip())
         elif self.traceback is not None:
             process = "the loader's" if self.worker is None else "a worker"
@@ -135,6 +138,30 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{type(self.error).__name__}: {self.message} ({self.where})"
+
+
+def _set_message(error: BaseException, words: str) -> bool:
+    """Make `words` the message of `error`, as torch's loader does; the other attributes stay.
+
+    False where a class composes its message of several arguments or in its `__str__`: then the error is as it was.
+    """
+    if isinstance(error, HeadraceError) and not isinstance(error, RemoteError):
+        return False  # their own messages have the location and the remedy
+    before = error.args
+    try:
+        if isinstance(error, ImportError):
+            error.msg = words
+        elif len(before) > 1 and isinstance(type(error).__init__, types.FunctionType):
+            return False
+        # `str` of a KeyError is the `repr` of its argument, which would be one line of backslashes.
+        error.args = (KeyErrorMessage(words) if isinstance(error, KeyError) else words,)
+        if str(error) == words:
+            return True
+    except Exception:  # user code: `__setattr__`, `__str__`
+        pass
+    with contextlib.suppress(Exception):
+        error.args = before
+    return False
 
 
 def describe_samples(indices: Sequence[object], sample_key: Callable[[object], str | None]) -> str:

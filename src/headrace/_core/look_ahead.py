@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 
 from headrace.options import LoaderOptions, number_of_engines
 
@@ -28,10 +29,6 @@ def most_fetches(options: LoaderOptions) -> int:
 
 def most_concurrency() -> int:
     """How many fetches "auto" may come to: each can hold a connection, and half of the descriptors are for the rest."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return MOST_CONCURRENCY // 2
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
         return MOST_CONCURRENCY

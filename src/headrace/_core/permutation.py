@@ -7,6 +7,7 @@ import itertools
 import math
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import overload
 
 import numpy as np
@@ -24,6 +25,7 @@ _FIFTEEN, _WORD = np.uint32(15), np.uint64(32)
 _KEY_INPUT = struct.Struct("<QQ")
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class Permutation:
     """A pseudorandom permutation of ``range(n)`` that follows from a seed and an epoch.
 
@@ -54,49 +56,36 @@ class Permutation:
         (9, 6, [9, 6])
     """
 
-    __slots__ = ("_columns", "_keys", "_rows", "epoch", "n", "seed")
-
     n: int
     seed: int
     epoch: int
-    _rows: int
-    _columns: int
-    _keys: NDArray[np.uint32]
+    _rows: int = field(init=False, compare=False)
+    _columns: int = field(init=False, compare=False)
+    _keys: NDArray[np.uint32] = field(init=False, compare=False)
 
-    def __init__(self, n: int, seed: int, epoch: int) -> None:
+    def __post_init__(self) -> None:
+        n = self.n
         if not 0 <= n <= LARGEST:
             raise ValueError(f"n={n} must be between 0 and 2**60")
-        for name, number in (("seed", seed), ("epoch", epoch)):
+        for name, number in (("seed", self.seed), ("epoch", self.epoch)):
             if not 0 <= number < 2**64:
                 raise ValueError(f"{name}={number} must be between 0 and 2**64 - 1")
-        digest = hashlib.blake2b(_KEY_INPUT.pack(seed, epoch), digest_size=64, person=b"headrace order").digest()
+        key = _KEY_INPUT.pack(self.seed, self.epoch)
+        digest = hashlib.blake2b(key, digest_size=64, person=b"headrace order").digest()
         # Each two rounds divide the bias by the side of the rectangle: for few values more rounds are needed.
         rounds = 8 if n >= 1 << 16 else 16
-        rows = _rows(n)
-        columns = -(-n // rows)
-        values = (n, seed, epoch, rows, columns, np.frombuffer(digest, dtype="<u4")[:rounds].astype(np.uint32))
-        for name, value in zip(("n", "seed", "epoch", "_rows", "_columns", "_keys"), values, strict=True):
-            object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Permutation cannot be changed: {name}")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"a Permutation cannot be changed: {name}")
+        # About √n rows, of which the rectangle has the fewest values beyond `n`.
+        root = math.isqrt(max(n, 1) - 1) + 1
+        rows = min(range(root, root + min(root // 16, 64) + 1), key=lambda rows: -n % rows)
+        object.__setattr__(self, "_rows", rows)
+        object.__setattr__(self, "_columns", -(-n // rows))
+        object.__setattr__(self, "_keys", np.frombuffer(digest, dtype="<u4")[:rounds].astype(np.uint32))
 
     def __reduce__(self) -> tuple[type[Permutation], tuple[int, int, int]]:
         return Permutation, (self.n, self.seed, self.epoch)
 
     def __repr__(self) -> str:
         return f"Permutation({self.n}, seed={self.seed}, epoch={self.epoch})"
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Permutation):
-            return NotImplemented
-        return (self.n, self.seed, self.epoch) == (other.n, other.seed, other.epoch)
-
-    def __hash__(self) -> int:
-        return hash((self.n, self.seed, self.epoch))
 
     def __len__(self) -> int:
         return self.n
@@ -194,12 +183,6 @@ class Permutation:
         np.multiply(halves[0], columns, out=wide, dtype=np.uint64)
         np.add(wide, halves[1], out=wide)
         return wide
-
-
-def _rows(n: int) -> int:
-    """The number of rows, about √n, of which the rectangle has the fewest values beyond `n`."""
-    root = math.isqrt(max(n, 1) - 1) + 1
-    return min(range(root, root + min(root // 16, 64) + 1), key=lambda rows: -n % rows)
 
 
 def _array(positions: range) -> NDArray[np.uint64]:

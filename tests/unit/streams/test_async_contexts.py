@@ -5,12 +5,10 @@ import contextlib
 import json
 import threading
 
-import aiohttp
 import pytest
 from torch.utils import data
 
 import headrace as hr
-from headrace._core.streams.blocking import background_loop
 
 PLACEMENTS = pytest.mark.parametrize(
     "options", [{}, {"num_workers": 1, "placement": "process"}, {"num_workers": 1, "placement": "thread"}],
@@ -358,32 +356,6 @@ def test_many_loaders_and_threads_at_once(diary):
     events = [event for event, _ in diary.read()]
     assert events[::2] == ["enter"] * len(events[::2])
     assert events[1::2] == ["exit"] * len(events[1::2])
-
-
-def test_error_of_a_client_of_another_loop_has_advice():
-    class Lazy(hr.AsyncDataset):
-        def __init__(self):
-            self.session = None
-
-        def __len__(self):
-            return 1
-
-        async def aget(self, index):
-            if self.session is None:
-                self.session = aiohttp.ClientSession()
-            async with self.session.get("http://127.0.0.1:9"):  # no server is there
-                return index
-
-        async def close(self):
-            await self.session.close()
-
-    dataset = Lazy()
-    with pytest.raises(OSError, match="Cannot connect"):
-        dataset[0]
-    with hr.DataLoader(dataset) as loader, pytest.raises(RuntimeError, match="inside a task") as caught:
-        list(loader)
-    assert "headrace.per_loop" in "".join(caught.value.__notes__)
-    background_loop().run(dataset.close())
 
 
 def test_code_that_ignores_cancellation_warns_and_the_dataset_is_exited(diary):

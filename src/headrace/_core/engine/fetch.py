@@ -18,7 +18,6 @@ from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch_pool import FetcherPool, FetchRecorder, Spawn
 from headrace._core.engine.hedging import HedgedRequests
-from headrace._core.eventloop.per_loop import advise
 from headrace._core.failure import Failure, Stage
 from headrace._core.store.request_stats import RequestStats
 
@@ -166,7 +165,6 @@ class SampleFetch(FetchStage):
         return self._pool.load()
 
     def on_error(self, error: BaseException, batch: PartialBatch, wanted: Any) -> Failure:
-        advise(error)
         index = wanted if self._hedged is None else wanted[1]
         return Failure.caught(error, stage=Stage.FETCH, batch=batch.plan.number, index=index)
 
@@ -237,7 +235,6 @@ class BatchFetch(FetchStage):
         return FetchLoad(self._in_flight, self._most, queued, unused=unused)
 
     def on_error(self, error: BaseException, plan: BatchPlan, _indices: object) -> _Failed:
-        advise(error)
         return _Failed((Failure.caught(error, stage=Stage.FETCH, batch=plan.number),))
 
     def _submit(self) -> None:

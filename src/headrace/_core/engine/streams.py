@@ -12,7 +12,6 @@ from headrace._core.engine.fetch import Deliver, FetchStage
 from headrace._core.engine.fetch_pool import Spawn
 from headrace._core.engine.stream_batch import Progress, StreamBatch
 from headrace._core.error_policy import Tolerance
-from headrace._core.eventloop.per_loop import advise
 from headrace._core.pool.supervisor import PINNED_AHEAD
 from headrace._core.ranks.distributed import ShardOptions, current_lane
 from headrace._core.seeding import batch_seed
@@ -138,7 +137,6 @@ class StreamFetch(FetchStage):
         except BaseException as error:  # user code
             if self._stopping:
                 raise asyncio.CancelledError from None
-            advise(error)
             batch.fail(error)
 
     async def _close(self, stream: ResumableIterator[Any] | None) -> None:

@@ -32,7 +32,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     """A new uvloop loop, or asyncio's own if uvloop is absent or ``HEADRACE_EVENT_LOOP=asyncio``."""
     check_free(_DESCRIPTORS)  # a half-constructed loop would print an error to standard error
     if os.environ.get(EVENT_LOOP_VARIABLE) != "asyncio":
-        with contextlib.suppress(ImportError):  # absent, as on Windows
+        with contextlib.suppress(ImportError):  # absent
             import uvloop
 
             loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
@@ -43,7 +43,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 def import_event_loop() -> None:
     """Import what `new_event_loop` uses, for processes that are forked from this one."""
     if os.environ.get(EVENT_LOOP_VARIABLE) != "asyncio":
-        with contextlib.suppress(ImportError):  # absent, as on Windows: asyncio's own loop is used
+        with contextlib.suppress(ImportError):  # absent: asyncio's own loop is used
             import uvloop  # noqa: F401
 
 

@@ -18,7 +18,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar, overload
 
 from headrace._core.failure import as_exception
-from headrace._core.text import add_note, has_note
 
 T = TypeVar("T")
 
@@ -134,26 +133,6 @@ async def close_resources(deadline: float) -> None:
         await owners[-1].close(max(0.0, until - loop.time()))
         if loop.time() >= until:
             break
-
-
-_OF_ANOTHER_LOOP = (  # asyncio, uvloop, aiohttp, asyncpg
-    "Event loop is closed",
-    "attached to a different loop",
-    "is bound to a different event loop",
-    "Timeout context manager should be used inside a task",
-)
-_ADVICE = (
-    "headrace: this is a connection of another event loop, or of one that has ended. A dataset is read on several: "
-    "open connections in `async def __aenter__` of the dataset, or by headrace.per_loop. See docs/connections.md."
-)
-
-
-def advise(error: BaseException) -> None:
-    """Add advice to an error of user code that used a connection on another loop than its own."""
-    if not isinstance(error, RuntimeError) or has_note(error, _ADVICE):
-        return
-    if any(words in str(error) for words in _OF_ANOTHER_LOOP):
-        add_note(error, _ADVICE)
 
 
 class PerLoop(Generic[T]):

@@ -31,9 +31,6 @@ def wait_readable(*sources: Readable, timeout: float | None) -> bool:
 
 def wait_writable(destination: socket.socket) -> None:
     """Block until a socket takes bytes, or its other end is closed."""
-    if not hasattr(select, "poll"):  # Windows
-        select.select([], [destination], [])
-        return
     poller = select.poll()
     poller.register(destination, select.POLLOUT)
     poller.poll()
@@ -135,8 +132,6 @@ def _signals() -> Iterator[list[socket.socket]]:
 
 
 def _poll(sources: list[Readable], timeout: float | None) -> bool:
-    if not hasattr(select, "poll"):  # Windows
-        return bool(select.select(sources, [], [], timeout)[0])
     poller = select.poll()
     for source in sources:
         poller.register(source, select.POLLIN)

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import Dataset
 
 from headrace._core.eventloop.loop_thread import LoopThread
-from headrace._core.eventloop.per_loop import Owner, advise
+from headrace._core.eventloop.per_loop import Owner
 from headrace._core.ranks.rankinfo import reader_divides, reading_divided
 from headrace._core.streams.composition import Functions, apply_functions
 from headrace._core.streams.kinds import capabilities, child_datasets, walk_datasets
@@ -57,11 +57,7 @@ def read_blocking(dataset: Any, read: Callable[[], Awaitable[T]]) -> T:
 
     async def reading() -> T:
         async with entered(dataset):
-            try:
-                return await read()
-            except RuntimeError as error:
-                advise(error)
-                raise
+            return await read()
 
     return background_loop().run(reading())
 

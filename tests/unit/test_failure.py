@@ -1,0 +1,114 @@
+"""Torch's words for an error from a worker: put where they take nothing away, and torch's own where torch has them."""
+
+import json
+
+import pytest
+from torch._utils import ExceptionWrapper
+
+from headrace._core.failure import Failure
+from headrace._core.transport.pickling import format_error
+from headrace.errors import NotPicklableError, RemoteError
+
+
+class Composed(Exception):
+    def __init__(self, path):
+        super().__init__(f"corrupt: {path}")
+        self.path = path
+
+
+class Several(Exception):
+    def __init__(self, path, code):
+        super().__init__(path, code)
+
+
+class OwnText(Exception):
+    def __init__(self, status):
+        super().__init__(status)
+        self.status = status
+
+    def __str__(self):
+        return f"status {self.status}"
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise LookupError("no words")
+
+
+def caught(action):
+    with pytest.raises(Exception) as excinfo:
+        action()
+    return excinfo.value
+
+
+def raised(error):
+    def fail():
+        raise error
+
+    return caught(fail)
+
+
+def failure(error, worker=0):
+    return Failure(error, "fetch", batch=1, index=5, worker=worker, traceback=format_error(error))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("bad"), ValueError(), ValueError("bad", 3), KeyError("k"), KeyError(("a", 1)), Composed("a.jpg"),
+     ImportError("no", name="m"), OSError("just text"), AssertionError({"a": 1})],
+    ids=repr,
+)  # fmt: skip
+def test_message_is_worded_as_by_torch(error):
+    error = raised(error)
+    wrapped = ExceptionWrapper((type(error), error, error.__traceback__), where="in DataLoader worker process 0")
+    before = dict(vars(error))
+    failure(error).exception(as_torch=True)
+    if not isinstance(error, Composed):  # torch has its constructor compose the message once more
+        assert str(error) == str(caught(wrapped.reraise))
+    assert str(error).startswith(f"Caught {type(error).__name__} in DataLoader worker process 0.\nOriginal Traceback (")
+    assert {name: value for name, value in vars(error).items() if name != "__notes__"} == before
+
+
+def test_fields_beside_the_message_stay():
+    error = failure(caught(lambda: json.loads("{"))).exception(as_torch=True)
+    assert (error.pos, error.doc) == (1, "{")
+    error = failure(caught(lambda: __import__("no_such_module_at_all"))).exception(as_torch=True)
+    assert error.name == "no_such_module_at_all"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Several("a.jpg", 7), OwnText(404), Speechless(), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad byte"),
+     ExceptionGroup("two", [ValueError("one")]), NotPicklableError(what="it", reason="so", remedy="do"),
+     FileNotFoundError(2, "none", "a.jpg")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_error_with_a_text_of_its_own_has_torchs_words_as_a_note(error):
+    before = error.args, dict(vars(error))
+    words, where = failure(raised(error)).exception(as_torch=True).__notes__
+    assert words.startswith(f"Caught {type(error).__name__} in DataLoader worker process 0.\nOriginal ")
+    assert where == "headrace: stage fetch, batch 1, index 5, worker 0"
+    assert (error.args, {name: value for name, value in vars(error).items() if name != "__notes__"}) == before
+
+
+def test_remote_error_is_recorded_by_its_original_class_name():
+    error = failure(RemoteError(type_name="m.Odd", message="odd")).exception(as_torch=True)
+    assert str(error).startswith("Caught Odd in DataLoader worker process 0.\nOriginal ")
+
+
+def test_failure_of_a_torch_dataset_is_worded_as_by_torch_once():
+    record = failure(raised(ValueError("bad")))
+    assert str(record).startswith("ValueError: bad")
+    error = record.exception(as_torch=True)
+    text = str(error)
+    assert text.startswith("Caught ValueError in DataLoader worker process 0.\n")
+    assert error.__notes__ == ["headrace: stage fetch, batch 1, index 5, worker 0"]
+    assert str(record.exception(as_torch=True)) == text
+    assert len(error.__notes__) == 1
+
+
+@pytest.mark.parametrize(("worker", "process"), [(0, "a worker"), (None, "the loader's")])
+def test_other_failures_keep_their_message_and_note_the_traceback(worker, process):
+    error = failure(raised(ValueError("bad")), worker).exception()
+    assert str(error) == "bad"
+    assert error.__notes__[0].startswith(f"in {process} process:\nTraceback (most recent call last):\n")

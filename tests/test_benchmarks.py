@@ -3,7 +3,6 @@
 Speed is not tested. `make bench-quick` runs the quick mode of every benchmark.
 """
 
-import argparse
 import importlib
 import json
 import os
@@ -144,30 +143,6 @@ def test_figure_is_met_within_its_bounds_and_shown_with_its_range(module):
         figure("ms", [], at_most=1)
 
 
-def test_units_are_rates_or_costs(module):
-    rounds = module("harness").Rounds
-    assert rounds("samples/s, first epoch", {}).higher_is_better
-    assert not rounds("ms, first loader", {}).higher_is_better
-    with pytest.raises(ValueError, match="begins neither"):
-        _ = rounds("things", {}).higher_is_better
-
-
-def test_quick_option_sets_defaults_that_other_options_override(module, monkeypatch):
-    harness = module("harness")
-    monkeypatch.delenv(harness.QUICK, raising=False)
-
-    def parsed(*words):
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--rounds", type=int, default=5)
-        monkeypatch.setattr(sys, "argv", ["benchmark", *words])
-        return harness.parse_arguments(parser, rounds=1).rounds, harness.is_quick()
-
-    assert parsed() == (5, False)
-    assert parsed("--quick", "--rounds", "3") == (3, True)
-    assert parsed("--quick") == (1, True)
-    monkeypatch.delenv(harness.QUICK)
-
-
 def results(path, figures, *, failed=(), **other):
     """Write a file of results; `figures` are (words, values, higher is better, met) of one claim."""
     rows = [
@@ -243,35 +218,10 @@ def test_comparison_reports_figures_whose_ranges_are_apart(tmp_path, compared, n
     assert (reached, found in printed) == (status, True), printed
 
 
-def test_comparison_reports_claims_of_one_repetition_that_are_missed_now(tmp_path, compared):
-    a = results(tmp_path / "a", [RATE, ("s", [50.0], False, True)])
-    b = results(tmp_path / "b", [RATE, ("s", [70.0], False, False)])
-    status, printed = compared(a, b)
-    assert status == 0
-    assert "too few repetitions for a range: 1\n  a: reading: s: 50 → 70" in printed
-
-
 def test_comparison_fails_for_a_benchmark_that_fails_now(tmp_path, compared):
     status, printed = compared(results(tmp_path / "a", [RATE]), results(tmp_path / "b", [RATE], failed=True))
     assert status == 1
     assert "FAILS NOW: 1\n  b.py: hung" in printed
-
-
-def test_comparison_names_what_makes_it_doubtful(tmp_path, compared):
-    machine = {"cpu": "z", "cores": 2, "memory_bytes": 1, "kernel": "y", "python": "3", "versions": {"torch": "3"}}
-    busy = {"a.py": {"status": "ran", "reason": "", "arguments": ["--long"], "load_before": [4.0, 4.0, 4.0]}}
-    b = results(tmp_path / "b", [RATE], machine=machine, benchmarks=busy, changed=True, complete=False)
-    _, printed = compared(results(tmp_path / "a", [RATE]), b)
-    assert "doubtful: 6" in printed
-    for caution in (
-        "cpu x and z",
-        "torch 2 and 3",
-        "not in commit abc",
-        "B ended before",
-        "other arguments: '' and '--long'",
-        "busy before 1 benchmarks: a.py",
-    ):
-        assert caution in printed
 
 
 @pytest.mark.parametrize(
@@ -286,10 +236,3 @@ def test_files_that_cannot_be_compared_are_refused(tmp_path, compared, other, re
     status, printed = compared(results(tmp_path / "a", [RATE]), results(tmp_path / "b", [RATE], **other))
     assert status == 2
     assert reason in printed
-
-
-def test_two_figures_with_one_name_are_refused(tmp_path, compared):
-    a = results(tmp_path / "a", [RATE, RATE])
-    status, printed = compared(a, a)
-    assert status == 2
-    assert "two figures have one name" in printed

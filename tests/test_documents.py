@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import os
 import re
 import shutil
@@ -263,6 +264,13 @@ def test_links_point_to_existing_files_and_headings(document):
         if not target.exists() or (anchor and anchor not in headings_of(target.read_text(encoding="utf-8"))):
             broken.append(link)
     assert broken == []
+
+
+def test_document_on_scale_has_the_tables_that_the_program_computes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    sizing = importlib.import_module("sizing")
+    tables = [sizing.cost_table(), *sizing.host_tables()]
+    assert [table for table in tables if f"\n\n{table}\n\n" not in text_of("docs/scale.md")] == []
 
 
 def test_tests_named_in_documents_exist():

@@ -1,18 +1,12 @@
 """The objects of the demo, and what workers make of them."""
 
-import random
 from collections import Counter
 
 import torch
 from sklearn.datasets import load_digits
 
-from demo.digits import HELD_OUT, TRAIN, decode, decode_and_augment, digit_objects, label_of
+from demo.digits import HELD_OUT, TRAIN, decode, digit_objects, label_of
 from headrace.datasets.objects import ObjectSample
-
-
-def a_sample() -> ObjectSample:
-    key, data = next(iter(digit_objects().items()))
-    return ObjectSample(key, memoryview(data), label_of(key))
 
 
 def test_every_digit_is_an_object_and_a_fifth_of_each_label_is_held_out():
@@ -33,29 +27,3 @@ def test_an_object_is_the_digit_that_its_key_names():
         assert picture.dtype == torch.float32
         levels = torch.from_numpy(digits.images[number])
         assert torch.allclose(picture[0].double() * 16, levels, atol=0.05)
-
-
-def test_the_same_objects_are_held_out_every_time():
-    assert digit_objects() == digit_objects()
-
-
-def test_augmentation_follows_the_seed_of_the_batch():
-    sample = a_sample()
-    random.seed(1)
-    first, label = decode_and_augment(sample)
-    second, _ = decode_and_augment(sample)
-    random.seed(1)
-    again, _ = decode_and_augment(sample)
-    assert label == sample.label
-    assert torch.equal(first, again)
-    assert not torch.equal(first, second)
-
-
-def test_an_augmented_digit_is_still_close_to_the_digit():
-    sample = a_sample()
-    plain, _ = decode(sample)
-    random.seed(0)
-    for _ in range(20):
-        moved, _ = decode_and_augment(sample)
-        assert moved.shape == plain.shape
-        assert (moved - plain).abs().mean() < 0.25

@@ -26,8 +26,8 @@ LARGE = bytes(range(256)) * 4 * 20_000  # 20 MB are more than one part
 
 @pytest.fixture(scope="module")
 def servers():
-    odd = {"odd/empty": b"", "odd/large": LARGE}
-    with ObjectServer({**contents(), **odd}) as server:
+    others = {"odd/empty": b"", "odd/large": LARGE, **{f"many/{i:04}": b"x" for i in range(2500)}}
+    with ObjectServer({**contents(), **others}) as server:
         yield server
 
 
@@ -74,11 +74,22 @@ def test_two_503s_are_retried(network, server):
     assert len(requests(server)) == 3
 
 
-@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 520])
-def test_transient_statuses_are_retried(local, server, status):
-    server.misbehave(Fault("status", key="train/0007", times=1, status=status))
+TRANSIENT = {
+    **{
+        status: Fault("status", key="train/0007", times=1, status=status)
+        for status in (408, 425, 429, 500, 502, 504, 520)
+    },
+    "an error page with status 200": Fault("page", key="train/0007", times=2, body="<html>Please wait</html>"),
+    **{f"truncated at {at}": Fault("cut", key="train/0007", times=1, at=at) for at in (0, 1, SIZE - 1)},
+    "another range": Fault("misplaced", key="train/0007", times=1),
+}
+
+
+@pytest.mark.parametrize("fault", TRANSIENT, ids=str)
+def test_transient_faults_are_retried(local, server, fault):
+    server.misbehave(TRANSIENT[fault])
     local(Ledger.assert_all_delivered)
-    assert len(requests(server)) == 2
+    assert len(requests(server)) == 1 + TRANSIENT[fault].times
 
 
 @pytest.mark.parametrize(
@@ -151,30 +162,18 @@ def test_no_request_is_made_before_retry_after(local, server):
     assert question.key == "train/0003"
 
 
-def test_retry_after_beyond_the_deadline_is_reported_at_once(local, server):
+def test_retry_after_beyond_the_deadline_is_reported_at_once_and_delays_no_other_sample(local, server):
     server.misbehave(
         Fault("status", key="train/0003", status=503, headers={"Retry-After": "3600"}),
         Fault("status", method="HEAD", status=503, headers={"Retry-After": "3600"}),
     )
 
     def program(ledger) -> None:
-        error = ledger.failure(hr.ObjectDataset(ledger.store(""), keys=["train/0003"]), index=0)
+        error = ledger.failure(ledger.objects(), index=3, concurrency=1)
         assert (error.status, error.attempts) == (503, 1), error
 
     local(program)
-    assert len(server.seen()) == 1
-
-
-def test_retry_after_beyond_the_deadline_does_not_delay_other_samples(local, server):
-    server.misbehave(
-        Fault("status", key="train/0003", status=503, headers={"Retry-After": "3600"}),
-        Fault("status", method="HEAD", status=503, headers={"Retry-After": "3600"}),
-    )
-
-    def program(ledger) -> None:
-        assert ledger.failure(ledger.objects(), index=3, concurrency=1).status == 503
-
-    local(program)
+    assert len(requests(server, "train/0003")) == 1
 
 
 # Bodies
@@ -190,11 +189,6 @@ def test_error_page_with_status_200_is_never_a_sample(network, server):
     network(program)
 
 
-def test_transient_error_page_with_status_200_is_retried(local, server):
-    server.misbehave(Fault("page", key="train/0007", times=2, body="<html>Please wait</html>"))
-    local(Ledger.assert_all_delivered)
-
-
 @pytest.mark.parametrize("kind", ["cut", "reset"])
 @pytest.mark.parametrize("etag", [True, False], ids=["with an entity tag", "without"])
 def test_truncated_body_is_retried(network, server, kind, etag):
@@ -205,12 +199,6 @@ def test_truncated_body_is_retried(network, server, kind, etag):
 
     network(program)
     assert len(requests(server)) == 3
-
-
-@pytest.mark.parametrize("at", [0, 1, SIZE - 1])
-def test_body_truncated_at_any_offset_is_retried(local, server, at):
-    server.misbehave(Fault("cut", times=1, per_key=True, at=at))
-    local(Ledger.assert_all_delivered)
 
 
 def test_body_that_is_always_truncated_is_reported(local, server):
@@ -264,8 +252,6 @@ def test_objects_are_read_whole_from_a_store_that_ignores_ranges(network, server
 
 
 def test_wrong_range_is_never_a_sample(local, server):
-    server.misbehave(Fault("misplaced", times=1, per_key=True))
-    local(Ledger.assert_all_delivered)
     server.misbehave(Fault("misplaced", key="train/0007"))
 
     def program(ledger) -> None:
@@ -391,25 +377,14 @@ def test_slow_body_that_progresses_does_not_time_out(network, server):
     assert len(requests(server)) == 1
 
 
-def test_refused_port_is_reported_after_max_attempts(local, server):
+def test_refused_port_and_host_without_an_address_are_reported_after_three_attempts(local):
     def program(ledger) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            nowhere = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        dataset = hr.ObjectDataset(
-            hr.Store("s3://b", options={**ledger.options, "endpoint": nowhere}, retry=QUICK), keys=["0000"]
-        )
-        error = ledger.failure(dataset, index=0)
-        assert type(error) is hr.errors.StoreUnreachableError, error
-        assert error.attempts == 3, error
-
-    local(program)
-
-
-def test_host_without_an_address_is_reported(local, server):
-    def program(ledger) -> None:
-        dataset = hr.ObjectDataset(hr.Store("http://no-such-host.invalid/d", retry=QUICK), keys=["0000"])
-        error = ledger.failure(dataset, index=0)
-        assert type(error) is hr.errors.StoreUnreachableError, error
+            port = listening.getsockname()[1]
+        for nowhere in (f"http://127.0.0.1:{port}/d", "http://no-such-host.invalid/d"):
+            error = ledger.failure(hr.ObjectDataset(hr.Store(nowhere, retry=QUICK), keys=["0000"]), index=0)
+            assert type(error) is hr.errors.StoreUnreachableError, error
+            assert error.attempts == 3, error
 
     local(program)
 
@@ -534,34 +509,20 @@ def test_large_object_overwritten_while_it_is_read_is_never_a_mixture(local, ser
 # Listings
 
 
-@pytest.fixture
-def many(server):
-    for i in range(2500):
-        server.put(f"many/{i:04}", b"x")
-    yield
-    for i in range(2500):
-        server.delete(f"many/{i:04}")
+def list_many(ledger):
+    assert list(hr.ObjectDataset(ledger.store("many")).keys) == [f"{i:04}" for i in range(2500)]
 
 
-def test_listing_that_fails_half_way_continues_after_its_last_page(local, server, many):
+def test_listing_that_fails_half_way_continues_after_its_last_page(local, server):
     server.misbehave(Fault("status", method="LIST", skip=1, times=2))
 
-    def program(ledger) -> None:
-        dataset = hr.ObjectDataset(ledger.store("many"))
-        assert list(dataset.keys) == [f"{i:04}" for i in range(2500)]
-
-    local(program)
+    local(list_many)
     assert len(server.seen("LIST")) == 5, "three pages and two failures"
 
 
-def test_repeated_page_of_a_listing_gives_no_sample_twice(local, server, many):
+def test_repeated_page_of_a_listing_gives_no_sample_twice(local, server):
     server.misbehave(Fault("repeat", method="LIST"))
-
-    def program(ledger) -> None:
-        dataset = hr.ObjectDataset(ledger.store("many"))
-        assert list(dataset.keys) == [f"{i:04}" for i in range(2500)]
-
-    local(program)
+    local(list_many)
 
 
 # Load
@@ -656,7 +617,7 @@ class Controlled(hr.AsyncDataset):
         number = self.attempts[index]
         if index == 200:
             try:
-                return await self.attempt(number)
+                return await self.attempt(self, number)
             except asyncio.CancelledError:
                 self.cancelled.append(number)
                 raise
@@ -664,104 +625,69 @@ class Controlled(hr.AsyncDataset):
         return index
 
 
-def hedged(dataset):
-    """One epoch, which must deliver every sample once; returns the counts of its requests."""
-    with hr.DataLoader(dataset, batch_size=16, hedge="auto", placement="thread", concurrency=8) as loader:
-        delivered, errors = drain(loader)
-        assert not errors, errors
-        assert delivered == once_each(range(256)), delivered
-        return loader.stats().requests
+async def first_never_ends(dataset, number):
+    if number == 1:
+        await asyncio.Event().wait()
+    return 200
 
 
-def test_fetch_that_never_ends_is_hedged_and_cancelled(case):
+async def both_answer(dataset, number):
+    if number == 1:
+        dataset.both = asyncio.get_running_loop().create_future()
+    else:
+        dataset.both.set_result(200)
+    return await dataset.both  # the two are woken in the same turn of the loop
+
+
+async def first_ignores_cancellation(dataset, number):
+    with contextlib.suppress(asyncio.CancelledError):
+        if number == 1:
+            await asyncio.Event().wait()
+        return 200
+    return 999
+
+
+async def second_fails(dataset, number):
+    if number > 1:
+        dataset.second.set()
+        raise ValueError("the second")
+    dataset.second = asyncio.Event()
+    await dataset.second.wait()
+    return 200
+
+
+@pytest.mark.parametrize("attempt", [first_never_ends, both_answer, first_ignores_cancellation, second_fails])
+def test_hedged_sample_is_delivered_once_whatever_its_attempts_do(case, attempt):
     def program() -> None:
-        async def attempt(number):
-            if number == 1:
-                await asyncio.Event().wait()
-            return 200
-
         dataset = Controlled(attempt)
-        counts = hedged(dataset)
-        assert counts.hedges_won >= 1, (counts, dataset.cancelled)
-        assert dataset.cancelled == [1], (counts, dataset.cancelled)
-        assert counts.hedges <= 0.05 * 256
+        with hr.DataLoader(dataset, batch_size=16, hedge="auto", placement="thread", concurrency=8) as loader:
+            assert drain(loader) == (once_each(range(256)), [])
+            counts = loader.stats().requests
+        assert dataset.attempts[200] >= 2
+        assert 1 <= counts.hedges <= 0.05 * 256
+        if attempt is first_never_ends:
+            assert counts.hedges_won >= 1, (counts, dataset.cancelled)
+            assert dataset.cancelled == [1], (counts, dataset.cancelled)
 
     case(program)
 
 
-def test_sample_is_delivered_once_when_both_attempts_answer(case):
-    def program() -> None:
-        both = None
-
-        async def attempt(number):
-            nonlocal both
-            if number == 1:
-                both = asyncio.get_running_loop().create_future()
-            else:
-                both.set_result(200)
-            return await both  # the two are woken in the same turn of the loop
-
-        dataset = Controlled(attempt)
-        hedged(dataset)
-        assert dataset.attempts[200] == 2
-
-    case(program)
-
-
-def test_attempt_that_ignores_cancellation_gives_no_second_sample(case):
-    def program() -> None:
-        async def attempt(number):
-            if number > 1:
-                return 200
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                return 999
-
-        hedged(Controlled(attempt))
-
-    case(program)
-
-
-def test_first_attempt_answers_after_the_second_fails(case):
-    def program() -> None:
-        second = None
-
-        async def attempt(number):
-            nonlocal second
-            if number == 1:
-                second = asyncio.Event()
-                await second.wait()
-                return 200
-            second.set()
-            raise ValueError("no")
-
-        counts = hedged(Controlled(attempt))
-        assert counts.hedges >= 1
-
-    case(program)
+async def first_fails(dataset, number):
+    if number > 1:
+        dataset.second.set()
+        await asyncio.Event().wait()
+    dataset.second = asyncio.Event()
+    await dataset.second.wait()
+    raise ValueError("the first")
 
 
 def test_error_of_the_first_attempt_is_reported_once(case):
     def program() -> None:
-        second = None
-
-        async def attempt(number):
-            nonlocal second
-            if number == 1:
-                second = asyncio.Event()
-                await second.wait()
-                raise ValueError("the first")
-            second.set()
-            await asyncio.Event().wait()
-
-        dataset = Controlled(attempt)
+        dataset = Controlled(first_fails)
         with hr.DataLoader(dataset, batch_size=16, hedge="auto", on_error="skip", concurrency=8) as loader:
             delivered, errors = drain(loader)
             (failure,) = loader.stats().skipped
-        assert failure.index == 200
-        assert failure.message == "the first"
-        assert not errors
+        assert (failure.index, failure.message, errors) == (200, "the first", [])
         assert delivered + collections.Counter([200]) == once_each(range(256))
         assert set(dataset.cancelled) == set(range(2, dataset.attempts[200] + 1)), "an attempt was not cancelled"
 

@@ -8,6 +8,7 @@ import collections
 import gzip
 import io
 import tarfile
+import urllib.parse
 
 import numpy as np
 import obstore
@@ -88,47 +89,48 @@ def number_of(sample):
     return int(sample["txt"])
 
 
-def check(case, server, *, whole, kind, member, offset, chunk=1 << 20, **options):
+@pytest.fixture(scope="module")
+def damaged():
+    """A server with the three shards under the name of each damage, the one in the middle damaged."""
+    objects = {f"{name}/{key}": data for name in DAMAGE for key, data in OBJECTS.items()}
+    for name, (spoil, *_) in DAMAGE.items():
+        objects[f"{name}/1.tar"] = spoil(OBJECTS["1.tar"])
+    with ObjectServer(objects) as server:
+        yield server
+
+
+def check(urls, whole, kind, member, offset, **options):
     """Two epochs over three shards, of which the one in the middle is damaged."""
-    urls = [f"{server.http_url}/{name}" for name in OBJECTS]
+    dataset = hr.TarDataset(urls, shards_in_parallel=2, chunk_bytes=1000)
+    with hr.DataLoader(dataset, transform=number_of, **options) as loader:
+        delivered, errors = drain(loader)
+        delivered_again, errors_again = drain(loader)
+        skipped = loader.stats().skipped
+    assert delivered == once_each(range(20 + whole), range(40, 60)), delivered
+    assert delivered_again == delivered
+    assert len(errors + errors_again) + len(skipped) == 2, (errors, skipped)
+    for record in skipped:
+        assert record.error == kind, record
+        for part in (f"shard {urls[1]}", member or "", str(offset or "")):
+            assert part in record.message, record
+    for error in errors + errors_again:
+        assert type(error).__name__ == kind, repr(error)
+        assert isinstance(error, hr.errors.ShardError)
+        assert (error.shard, error.member, error.offset) == (urls[1], member, offset), text_of(error)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_tar_is_one_error_and_never_a_short_epoch(case, damaged, damage):
+    urls = [f"{damaged.http_url}/{urllib.parse.quote(damage)}/{name}" for name in OBJECTS]
 
     def program() -> None:
-        dataset = hr.TarDataset(urls, shards_in_parallel=2, chunk_bytes=chunk)
-        with hr.DataLoader(dataset, transform=number_of, **options) as loader:
-            delivered, errors = drain(loader)
-            delivered_again, errors_again = drain(loader)
-            skipped = loader.stats().skipped
-        assert delivered == once_each(range(20 + whole), range(40, 60)), delivered
-        assert delivered_again == delivered
-        assert len(errors + errors_again) + len(skipped) == 2, (errors, skipped)
-        for record in skipped:
-            assert record.error == kind, record
-            for part in (f"shard {urls[1]}", member or "", str(offset or "")):
-                assert part in record.message, record
-        for error in errors + errors_again:
-            assert type(error).__name__ == kind, repr(error)
-            assert isinstance(error, hr.errors.ShardError)
-            assert (error.shard, error.member, error.offset) == (urls[1], member, offset), text_of(error)
+        # A raised error costs its batch; with batches of one it costs one sample.
+        check(urls, *DAMAGE[damage][1:], on_error="raise", batch_size=1)
+        check(urls, *DAMAGE[damage][1:], on_error="skip", batch_size=4)
+        if damage == "cut at a sample's border":
+            check(urls, *DAMAGE[damage][1:], on_error="skip", batch_size=4, num_workers=1, placement="process")
 
     case(program, within=CLOSING)
-
-
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_tar_is_one_error_and_never_a_short_epoch(case, damage, on_error):
-    spoil, whole, kind, member, offset = DAMAGE[damage]
-    with ObjectServer({**OBJECTS, "1.tar": spoil(OBJECTS["1.tar"])}) as server:
-        # A raised error costs its batch; with batches of one it costs one sample.
-        size = 1 if on_error == "raise" else 4
-        expected = {"whole": whole, "kind": kind, "member": member, "offset": offset}
-        check(case, server, **expected, chunk=1000, on_error=on_error, batch_size=size)
-
-
-def test_truncated_tar_is_one_error_with_placement_process(case):
-    spoil, whole, kind, member, offset = DAMAGE["cut at a sample's border"]
-    with ObjectServer({**OBJECTS, "1.tar": spoil(OBJECTS["1.tar"])}) as server:
-        expected = {"whole": whole, "kind": kind, "member": member, "offset": offset}
-        check(case, server, **expected, on_error="skip", batch_size=4, num_workers=1, placement="process")
 
 
 def test_flipped_bit_in_compressed_data_is_an_error(case):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,16 +48,18 @@ class Request(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def answering(answer: Callable[[Request], object]) -> Iterator[str]:
+def answering(answer: Callable[[Request], object], tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """The URL of a server that answers each request by `answer`, in a thread for each connection."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Request) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         server.daemon_threads = True
         server.answer = answer  # type: ignore[attr-defined]
         server.handle_error = lambda request, address: None  # type: ignore[method-assign]  # a client that has gone
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
+            yield f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
             thread.join()

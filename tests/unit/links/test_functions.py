@@ -247,6 +247,8 @@ def test_multiprocessing_value_is_shared_with_workers(context, options):
             counter.value += 1
         return sample
 
+    if context == "fork":
+        options = {**options, "multiprocessing_context": "fork"}
     with hr.DataLoader(Numbers(), transform=count, num_workers=2, **options) as loader:
         for epochs in (1, 2):
             assert once(loader) == [0, 1, 2, 3]
@@ -323,9 +325,10 @@ def test_worker_init_fn_shares_with_workers():
         assert once(loader) == [0, 1, 2, 3]
 
 
-def test_lock_of_the_fork_context_is_refused_with_placement_process():
+@in_processes
+def test_lock_of_the_fork_context_is_an_error_that_names_the_remedy(options):
     lock = multiprocessing.get_context("fork").Lock()
-    loader = hr.DataLoader(Numbers(), num_workers=1, placement="process", transform=lambda s: lock and s)
+    loader = hr.DataLoader(Numbers(), transform=lambda s: lock and s, **options)
     with loader, pytest.raises(hr.errors.NotPicklableError, match=r"get_context\('spawn'\)"):
         iter(loader)
 

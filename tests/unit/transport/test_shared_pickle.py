@@ -1,7 +1,6 @@
 """A pickle in shared memory: loaded by several processes, its large buffers copied once."""
 
 import gc
-import multiprocessing
 import os
 import threading
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from headrace._core.transport.channel import BlockingChannel, Connection
-from headrace._core.transport.shared_pickle import LARGE, ForkOnlyError, SharedPickle, fingerprint
+from headrace._core.transport.shared_pickle import LARGE, SharedPickle, fingerprint
 
 MEGABYTE = 1 << 20
 
@@ -125,11 +124,6 @@ def test_descriptors_are_closed_with_the_last_reference():
     assert loaded[0].nbytes == 8 * MEGABYTE
     del loaded
     assert open_descriptors() == before
-
-
-def test_lock_of_the_fork_context_is_named_in_the_error():
-    with pytest.raises(ForkOnlyError, match="get_context"):
-        SharedPickle.dumps(Holder(lock=multiprocessing.get_context("fork").Lock()))
 
 
 def test_fingerprints_of_different_contents_differ():

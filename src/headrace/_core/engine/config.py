@@ -184,7 +184,8 @@ def name_unpicklable(config: EngineConfig, error: Exception) -> NoReturn:
         if (reason := why_not_picklable(part)) is not None:
             remedy = (
                 "Worker processes need a copy of it, and it holds something that cannot leave this process (a lock, a "
-                "socket, an open file): make that inside the function, at its first call, or use num_workers=0."
+                "socket, an open file): make that inside the function, at its first call, or use num_workers=0. Take "
+                "primitives of multiprocessing from get_context('spawn'), or use multiprocessing_context='fork'."
             )
             raise NotPicklableError(what=what, reason=reason, remedy=remedy) from error
     if (reason := why_not_picklable(config.dataset)) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import threading
 import warnings
 
@@ -16,7 +15,7 @@ from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import DatasetKind, propagate_epoch
 from headrace._core.streams.resumable import warn_of_rereading
 from headrace._core.text import users_stacklevel
-from headrace._core.transport.shared_pickle import ForkOnlyError, SharedPickle
+from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import DeadlockError, MissingExtraError, NotPicklableError
 
 _BEGINNING = SessionStart()
@@ -166,11 +165,6 @@ class PlacementSelector:
             return config, None
         try:
             self._work = SharedPickle.dumps(config.work(), self._work)
-        except ForkOnlyError as error:
-            if self._placement == "process":
-                name_unpicklable(config, error)
-            self._warn(f"in a thread of this process, and any worker processes are forked from it: {error}")
-            return config._replace(context=multiprocessing.get_context("fork")), None
         except Exception as error:
             name_unpicklable(config, error)
         return config, self._work

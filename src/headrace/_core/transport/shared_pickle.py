@@ -25,7 +25,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import context, resource_tracker
 from multiprocessing.reduction import ForkingPickler
-from multiprocessing.synchronize import SemLock
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from torch.multiprocessing import get_sharing_strategy
 from headrace._core.descriptors import Descriptor
 from headrace._core.streams.blocking import reduce_unentered
 from headrace._core.torchcompat.private import open_shared_file, share_by_file, untyped
-from headrace._core.transport.pickling import ByValue, dump_with, load_message
+from headrace._core.transport.pickling import Pickler, dump_parts, load_message
 from headrace._core.transport.preload import modules_named_in
 from headrace._core.transport.slabs import address_of, aligned
 
@@ -89,7 +88,6 @@ class SharedPickle:
                 holds, unchanged, are not copied again. Contents are compared, 6 GB a second.
 
         Raises:
-            ForkOnlyError: `obj` holds an object that only forks of this process can use.
             OSError: there is no memory, or no descriptor, for the large buffers.
             Exception: `obj` cannot be pickled.
         """
@@ -204,25 +202,14 @@ _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
-class ForkOnlyError(TypeError):
-    """An object holds a semaphore without a name, which only forks of this process can use."""
-
-
-class SharingPickler(ByValue):
+class SharingPickler(Pickler):
     """A pickler with the reducers of `multiprocessing` and of `torch.multiprocessing`."""
 
     def reducer_override(self, obj: object) -> object:
-        if isinstance(obj, SemLock) and getattr(obj, "_is_fork_ctx", False):
-            raise ForkOnlyError(
-                "it holds a lock of multiprocessing's 'fork' context, which only processes forked from this one share; "
-                "one of multiprocessing.get_context('spawn') can be sent to others"
-            )
         if (reduced := reduce_unentered(obj, 5)) is not NotImplemented:
             return reduced
         if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
             if not _in_shared_memory(obj):
-                if type(obj) is torch.nn.Parameter and not obj.__dict__:
-                    return torch.nn.Parameter, (obj.data, obj.requires_grad)
                 return super().reducer_override(obj)
             if isinstance(obj, torch.UntypedStorage) and get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
                 # Torch's own reducer counts on each pickle being loaded once; here several processes load it, or none.
@@ -251,11 +238,10 @@ def dump_shared(obj: object, buffer_callback: Callable[[PickleBuffer], object], 
     """The pickle of `obj`, its buffers given to `buffer_callback`, its descriptors appended to `descriptors`.
 
     Raises:
-        ForkOnlyError: `obj` holds an object that only forks of this process can use.
         Exception: `obj` cannot be pickled.
     """
     with _spawning(_Spawning()):
-        return dump_with(SharingPickler, obj, buffer_callback, descriptors)
+        return dump_parts(obj, buffer_callback, descriptors, pickler=SharingPickler)
 
 
 def why_not_picklable(obj: object) -> str | None:

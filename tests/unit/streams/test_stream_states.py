@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headrace as hr
-from headrace._core.engine.stepping import SessionCompute
+from headrace._core.engine.stepping import session_compute
 from headrace._core.seeding import isolated_generators
 from headrace._core.streams.operators import EqualLength
 from headrace._core.streams.order import StreamSeeds, seeds_of, session_epoch
@@ -225,7 +225,7 @@ class FakeExecutor:
 def loader(epoch=0, delays=0):
     """What a loader's session sets while it reads a stream."""
     with contextlib.ExitStack() as stack:
-        for variable, value in ((compute, SessionCompute(FakeExecutor(delays), 5, 6)), (session_epoch, epoch)):
+        for variable, value in ((compute, session_compute(FakeExecutor(delays), 5, 6)), (session_epoch, epoch)):
             stack.callback(variable.reset, variable.set(value))
         yield
 

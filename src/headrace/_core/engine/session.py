@@ -14,7 +14,7 @@ from headrace._core.engine.executors import Executor, Work
 from headrace._core.engine.fetch import Deliver, FetchStage
 from headrace._core.engine.fetch_pool import FetchRecorder, Spawn
 from headrace._core.engine.memory import SampleSizes
-from headrace._core.engine.stepping import AppliesSteps, SessionCompute
+from headrace._core.engine.stepping import AppliesSteps, session_compute
 from headrace._core.eventloop.watchdog import LoopWatch
 from headrace._core.failure import describe_samples
 from headrace._core.messages import Answer, Consumed, Request, SessionEnd, Status, StatusRequest, TraceRequest
@@ -22,7 +22,7 @@ from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import batch_seed
 from headrace._core.store.request_stats import BodyReader, RequestStats, session_stats
 from headrace._core.streams.order import session_epoch
-from headrace._core.streams.steps import compute
+from headrace._core.streams.steps import Compute, compute
 
 
 class Reorder:
@@ -186,10 +186,10 @@ class Session:
                     self._stage.admit(self._plans.popleft())
                 await self._admitted.wait()
 
-    def _compute(self) -> SessionCompute | None:
+    def _compute(self) -> Compute | None:
         if self._steps is None:
             return None
-        return SessionCompute(self._steps, self._seed, batch_seed(self._common_seed, session_epoch.get() or 0, 0))
+        return session_compute(self._steps, self._seed, batch_seed(self._common_seed, session_epoch.get() or 0, 0))
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if not self._cancelled:  # user code may outlast that, and the task group is closed

@@ -17,7 +17,7 @@ from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.ranks.distributed import undivided
 from headrace._core.seeding import TransformGenerators, batch_seed, seed_everything
 from headrace._core.streams.order import spawn_key
-from headrace._core.streams.steps import Raised, RunSteps, Step, apply_steps
+from headrace._core.streams.steps import Compute, Raised, RunSteps, Step, apply_steps
 from headrace._core.text import add_note
 from headrace._core.transport.pickling import format_error, picklable_error
 from headrace._core.transport.shared_pickle import SharedPickle, why_not_picklable
@@ -145,8 +145,8 @@ class StepsOnConsumersThread:
         return await answer
 
 
-class SessionCompute:
-    """Application of one session's steps; see `headrace._core.streams.steps.Compute`.
+def session_compute(executor: AppliesSteps, seed: int, common_seed: int) -> Compute:
+    """Application of one session's steps. Each pass of a stream has a seed of its own, by `spawn_key`.
 
     Args:
         executor: applies them.
@@ -155,20 +155,12 @@ class SessionCompute:
             outcomes would give samples to two ranks, or to none.
     """
 
-    def __init__(self, executor: AppliesSteps, seed: int, common_seed: int) -> None:
-        self._executor = executor
-        self._seed = seed
-        self._common_seed = common_seed
+    def prepare(steps: tuple[Step, ...]) -> RunSteps:
+        functions = Functions(steps)
+        own = batch_seed(common_seed if undivided.get() else seed, 1, spawn_key() or 0)
+        return lambda samples, position: executor.apply(StepsRequest(functions, samples, own, position))
 
-    @property
-    def parallel(self) -> int:
-        return self._executor.parallel
-
-    def prepare(self, steps: tuple[Step, ...]) -> RunSteps:
-        """A function that applies these steps. Each pass of a stream has a seed of its own, by `spawn_key`."""
-        base = self._common_seed if undivided.get() else self._seed
-        functions, seed = Functions(steps), batch_seed(base, 1, spawn_key() or 0)
-        return lambda samples, position: self._executor.apply(StepsRequest(functions, samples, seed, position))
+    return prepare, executor.parallel
 
 
 class StepsInWorker:

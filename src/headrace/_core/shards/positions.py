@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from headrace._core.shards.discovery import Shard
@@ -103,56 +103,6 @@ Part = int | PartPosition
 def position_in(part: Part) -> PartPosition:
     """Where the reading of a part starts."""
     return PartPosition(part) if isinstance(part, int) else part
-
-
-class PartQueue:
-    """The parts that a reader has not opened yet.
-
-    Args:
-        parts: its parts, in order.
-        count: number of all parts of the stream.
-        shard_of: returns the object that a part is in.
-    """
-
-    def __init__(self, parts: Sequence[Part], count: int, shard_of: Callable[[int], Shard]) -> None:
-        self._parts = parts
-        self._count = count
-        self._shard_of = shard_of
-        self._opened = 0
-
-    def pop(self) -> tuple[PartPosition, Shard] | None:
-        """The part to open next: where to start in it, and its object in the version of that; None after the last.
-
-        Raises:
-            StateError: the object has another version now.
-        """
-        if self._opened >= len(self._parts):
-            return None
-        self._opened += 1
-        return self._of_version(position_in(self._parts[self._opened - 1]))
-
-    def clear(self) -> None:
-        """Forget the rest."""
-        self._parts = ()
-
-    def to_state(self, open: list[State], prefetched: int = 0) -> State:
-        """The state of a reader with these positions in open parts, that has opened further ones to prefetch them."""
-        return {"opened": self._opened - prefetched, "open": open}
-
-    def restore(self, state: State) -> list[tuple[PartPosition, Shard]]:
-        """Continue after the parts opened in a state; returns the positions in those that were open, and their objects.
-
-        Raises:
-            StateError: the state is damaged, or an object has another version now.
-        """
-        opened, positions = opened_parts(state, self._count)
-        if opened > len(self._parts):
-            raise StateError(f"the state is damaged: {opened} parts were opened, and there are {len(self._parts)}")
-        self._opened = opened
-        return [self._of_version(position) for position in positions]
-
-    def _of_version(self, position: PartPosition) -> tuple[PartPosition, Shard]:
-        return position, position.version_of(self._shard_of(position.part))
 
 
 def opened_parts(state: State, count: int | None = None) -> tuple[int, list[PartPosition]]:

@@ -13,7 +13,7 @@ from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
 from headrace._core.shards.compression import codec_for
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.positions import Part, PartPosition, PartQueue
+from headrace._core.shards.positions import Part, PartPosition, opened_parts, position_in
 from headrace._core.store.head import Head, InitialRead
 from headrace._core.streams.resumable import ResumableIterator, State, expect_int
 from headrace.errors import StateError
@@ -58,6 +58,68 @@ class BlockReader(ABC):
     @abstractmethod
     async def _next_block(self) -> Block:
         """Produce the next block; an exception becomes its `error`."""
+
+
+class PartReader(ResumableIterator[Any]):
+    """Reads parts, which are opened in order; its position is that of each open part, and the number of those opened.
+
+    Args:
+        parts: those to read, in order.
+        count: number of all parts of the stream.
+        shard_of: returns the object that a part is in.
+    """
+
+    def __init__(self, parts: Sequence[Part], count: int, shard_of: Callable[[int], Shard]) -> None:
+        self._parts = parts
+        self._count = count
+        self._shard_of = shard_of
+        self._opened = 0
+        self._pending: deque[PartPosition] = deque()  # opened and not read yet, as those that were restored
+        self._closed: State | None = None  # the state in which it was closed
+
+    def _next_part(self) -> PartPosition | None:
+        """The first of the pending parts, after opening one if there is none; None after the last.
+
+        Raises:
+            StateError: the object has another version than that of the position.
+        """
+        if not self._pending and self._opened < len(self._parts):
+            self._opened += 1
+            position = position_in(self._parts[self._opened - 1])
+            position.version_of(self._shard_of(position.part))
+            self._pending.append(position)
+        return self._pending[0] if self._pending else None
+
+    @abstractmethod
+    def _positions(self) -> tuple[list[State], int]:
+        """The positions in open parts, and the number of parts that were opened after these to prefetch them."""
+
+    @abstractmethod
+    def _release(self) -> list[BlockReader]:
+        """Forget all readers; returns them."""
+
+    def state_dict(self) -> State:
+        if self._closed is not None:
+            return self._closed
+        open, prefetched = self._positions()
+        return {"opened": self._opened - prefetched, "open": open}
+
+    def load_state_dict(self, state: State) -> None:
+        opened, positions = opened_parts(state, self._count)
+        if opened > len(self._parts):
+            raise StateError(f"the state is damaged: {opened} parts were opened, and there are {len(self._parts)}")
+        for position in positions:
+            position.version_of(self._shard_of(position.part))
+        self._opened = opened
+        self._pending.extend(positions)
+
+    async def aclose(self) -> None:
+        """Stop reading; no request is in flight when this returns."""
+        self._closed = self.state_dict()
+        self._parts = ()
+        self._pending.clear()
+        for reader in self._release():
+            await reader.aclose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +375,7 @@ class ShardReader(BlockReader):
         return next(self._pieces, None)
 
 
-class InterleavedShards(ResumableIterator[Any]):
+class InterleavedShards(PartReader):
     """The samples of several shards, one of each in turn: the same order in every run, whichever responds faster.
 
     The error of a shard is raised at its turn, after the samples before it; the other shards continue.
@@ -339,20 +401,19 @@ class InterleavedShards(ResumableIterator[Any]):
         ahead: ReadAhead,
         on_block: Callable[[ShardReader], None] | None = None,
     ) -> None:
-        self._queue = PartQueue(parts, len(shards), shards.__getitem__)
+        super().__init__(parts, len(shards), shards.__getitem__)
         self._decoder = decoder
         self._ahead = ahead
         self._on_block = on_block
-        self._restored: list[tuple[PartPosition, Shard]] = []  # until reading starts
         self._open: deque[ShardReader] = deque()
         self._standby: deque[ShardReader] = deque()  # successors of those that will end
         self._started = False
-        self._closed: State | None = None  # the state in which it was closed
 
     async def __anext__(self) -> Any:
         if not self._started:
             self._started = True
-            self._start()
+            while len(self._open) < self._ahead.shards_in_parallel and (first := self._open_next()) is not None:
+                self._open.append(first)
         readers = self._open
         while readers:
             reader = readers[0]
@@ -377,38 +438,20 @@ class InterleavedShards(ResumableIterator[Any]):
                     self._on_block(reader)
         raise StopAsyncIteration
 
-    def state_dict(self) -> State:
-        if self._closed is not None:
-            return self._closed
-        if not self._started:
-            return self._queue.to_state([position.to_state() for position, _ in self._restored])
-        return self._queue.to_state([reader.state_dict() for reader in self._open], prefetched=len(self._standby))
+    def _positions(self) -> tuple[list[State], int]:
+        open = [reader.state_dict() for reader in self._open]
+        return [*open, *(position.to_state() for position in self._pending)], len(self._standby)
 
-    def load_state_dict(self, state: State) -> None:
-        self._restored = self._queue.restore(state)
-
-    async def aclose(self) -> None:
-        """Stop reading; no request is in flight when this returns."""
-        self._closed = self.state_dict()
-        self._started = True
-        self._queue.clear()
-        self._restored = []
-        readers = [*self._open, *self._standby]
+    def _release(self) -> list[BlockReader]:
+        readers: list[BlockReader] = [*self._open, *self._standby]
         self._open.clear()
         self._standby.clear()
-        for reader in readers:
-            await reader.aclose()
-
-    def _start(self) -> None:
-        for position, shard in self._restored:
-            self._open.append(ShardReader(shard, self._decoder(shard), self._ahead, position))
-        self._restored = []
-        while len(self._open) < self._ahead.shards_in_parallel and (reader := self._open_next()) is not None:
-            self._open.append(reader)
+        return readers
 
     def _open_next(self, *, standby: bool = False) -> ShardReader | None:
-        opened = self._queue.pop()
-        if opened is None:
+        position = self._next_part()
+        if position is None:
             return None
-        position, shard = opened
+        self._pending.popleft()
+        shard = position.version_of(self._shard_of(position.part))
         return ShardReader(shard, self._decoder(shard), self._ahead, position, standby=standby)

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from headrace._core.failure import as_exception
 from headrace._core.shards.parquet_file import Pieces, RowGroup
-from headrace._core.shards.positions import Part, PartPosition, PartQueue
-from headrace._core.shards.reading import Block, BlockReader
-from headrace._core.streams.resumable import ResumableIterator, State
+from headrace._core.shards.positions import Part, PartPosition
+from headrace._core.shards.reading import Block, BlockReader, PartReader
+from headrace._core.streams.resumable import State
 
 # Rows that become Python objects at once. This holds the interpreter lock, so it is done for a few milliseconds at a
 # time.
@@ -141,7 +141,7 @@ def _tables(batch: Any, rows: int) -> list[object]:
         return [pyarrow.Table.from_batches([part]) for part in stream.read_all().to_batches()]
 
 
-class RowGroupStream(ResumableIterator[object]):
+class RowGroupStream(PartReader):
     """The samples of row groups in order, the next groups prefetched. The error of one is raised at its turn.
 
     Its position is the number of samples that were given out of the current row group; that is read again.
@@ -165,17 +165,15 @@ class RowGroupStream(ResumableIterator[object]):
         prefetch_row_groups: int,
         prefetch_bytes: int,
     ) -> None:
+        super().__init__(parts, len(groups), lambda part: groups[part].shard)
         self._groups = groups
-        self._queue = PartQueue(parts, len(groups), lambda part: groups[part].shard)
         self._rows, self._as_rows = rows, as_rows
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
-        self._pending: deque[PartPosition] = deque()  # restored, or opened by the queue and too large to prefetch yet
         self._readers: deque[tuple[_RowGroupReader, PartPosition]] = deque()
         self._bytes = 0
         self._block = Block(deque())  # of the first group
         self._samples = self._block.samples
         self._given = 0  # samples of the first group in the blocks up to this one
-        self._closed: State | None = None  # the state in which it was closed
 
     async def __anext__(self) -> object:
         while not self._samples:
@@ -190,27 +188,19 @@ class RowGroupStream(ResumableIterator[object]):
             self._given += len(self._samples)
         return self._samples.popleft()
 
-    def state_dict(self) -> State:
-        if self._closed is not None:
-            return self._closed
+    def _positions(self) -> tuple[list[State], int]:
         if not self._readers:
-            return self._queue.to_state([position.to_state() for position in self._pending])
+            return [position.to_state() for position in self._pending], 0
         reader, position = self._readers[0]
         current = position.to_state(self._given - len(self._samples), reader.group.footer.head)
-        return self._queue.to_state([current], prefetched=len(self._readers) - 1 + len(self._pending))
+        return [current], len(self._readers) - 1 + len(self._pending)
 
-    def load_state_dict(self, state: State) -> None:
-        self._pending.extend(position for position, _ in self._queue.restore(state))
-
-    async def aclose(self) -> None:
-        """Stop reading; no request is in flight when this returns."""
-        self._closed = self.state_dict()
-        self._queue.clear()
-        self._pending.clear()
+    def _release(self) -> list[BlockReader]:
+        readers: list[BlockReader] = [reader for reader, _ in self._readers]
+        self._readers.clear()
         self._block = Block(deque())
         self._samples = self._block.samples
-        while self._readers:
-            await self._readers.popleft()[0].aclose()
+        return readers
 
     def _end_group(self) -> None:
         """Leave the first group; raises its error."""
@@ -224,11 +214,9 @@ class RowGroupStream(ResumableIterator[object]):
     def _fill(self) -> None:
         """Read further groups ahead of the first one, which counts until its bytes are there."""
         while len(self._readers) - (bool(self._readers) and self._readers[0][0].fetched) < self._prefetch_row_groups:
-            if not self._pending:
-                if (opened := self._queue.pop()) is None:
-                    return
-                self._pending.append(opened[0])
-            position = self._pending[0]
+            position = self._next_part()
+            if position is None:
+                return
             group = self._groups[position.part]
             if self._readers and self._bytes + group.stored_bytes > self._prefetch_bytes:
                 return

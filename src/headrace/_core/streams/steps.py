@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
@@ -41,17 +41,11 @@ RunSteps = Callable[[Sequence[Any], int], Awaitable[list[Any]]]
 """Applies steps to samples, of which the first is at a position of the stream; as `apply_steps`."""
 
 
-class Compute(Protocol):
-    """Applies steps for a loader's session, off its event loop; `parallel` requests keep it busy."""
-
-    @property
-    def parallel(self) -> int: ...
-
-    def prepare(self, steps: tuple[Step, ...]) -> RunSteps: ...
-
+Compute = tuple[Callable[[tuple[Step, ...]], RunSteps], int]
+"""Makes a function that applies steps off the session's event loop, and the number of requests that keep it busy."""
 
 compute: ContextVar[Compute | None] = ContextVar("headrace_compute", default=None)
-"""The `Compute` of the session that reads; None without a loader."""
+"""That of the session that reads; None without a loader."""
 
 
 def apply_steps(
@@ -121,9 +115,9 @@ class Steps(ReplayOperation[Any]):
         super().__init__(source)
         self._steps = steps
         self._read = 0  # samples and errors
-        current = compute.get()
-        self._run = None if current is None else current.prepare(steps)
-        self._limit = 0 if current is None else current.parallel + 1  # chunks in flight
+        prepare, parallel = compute.get() or (None, 0)
+        self._run = None if prepare is None else prepare(steps)
+        self._limit = parallel + 1  # chunks in flight
         self._sent = 0  # of those read
         self._held = 0  # samples read whose outcomes are not received
         self._buffer: deque[object] = deque()  # samples that are not sent yet

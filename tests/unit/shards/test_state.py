@@ -177,6 +177,22 @@ def test_restore_reads_at_most_a_chunk_again():
         asyncio.run(run())
 
 
+def test_closing_a_stream_leaves_no_request_and_keeps_its_state():
+    objects = {f"{number}.tar": tar_bytes(number, 40) for number in range(6)}
+
+    async def run():
+        iterator = aiter(hr.TarDataset("*.tar", store=in_memory(objects), chunk_bytes=CHUNK, shards_in_parallel=2))
+        await outcomes(iterator, 70)  # near the end of the first two: the next ones are opened ahead
+        state = iterator.state_dict()
+        assert len(asyncio.all_tasks()) > 1
+        await iterator.aclose()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert iterator.state_dict() == state
+        assert await outcomes(iterator) == []
+
+    asyncio.run(run())
+
+
 # States that do not fit
 
 

@@ -306,33 +306,6 @@ def test_attributes_set_by_aenter_are_not_pickled(diary):
     assert dataset[1] == 1
 
 
-def test_per_loop_resource_is_opened_for_each_engine_and_closed_with_it(diary):
-    def close(connection):
-        connection.closed = True
-        diary.note("exit", "source")
-
-    def make():
-        diary.note("enter", "source")
-        return Connection()
-
-    class Rows(hr.AsyncDataset):
-        def __init__(self):
-            self.connection = hr.per_loop(make, close)
-
-        def __len__(self):
-            return 8
-
-        async def aget(self, index):
-            return await (await self.connection()).fetch(index)
-
-    dataset = Rows()
-    for options in ({}, {"num_workers": 1, "placement": "process"}):
-        before = len(diary.read())
-        with hr.DataLoader(dataset, batch_size=4, **options) as loader:
-            assert samples_of(loader) == samples_of(loader) == list(range(8))
-        assert diary.read()[before:] == ONCE
-
-
 def test_many_loaders_and_threads_at_once(diary):
     dataset = Rows(diary, length=32)
     dataset[0]

@@ -29,11 +29,6 @@ class Squares(AsyncDataset):
         return f"{index}²"
 
 
-class SquaresAtOnce(Squares):
-    async def agets(self, indices):
-        return [-index for index in indices]
-
-
 class Count(AsyncIterableDataset):
     def __init__(self, stop):
         self.stop = stop
@@ -45,10 +40,6 @@ class Count(AsyncIterableDataset):
 
 
 # Blocking reads
-
-
-def test_indexing_runs_aget():
-    assert [Squares()[i] for i in range(3)] == [0, 1, 4]
 
 
 def test_indexing_raises_what_aget_raises():
@@ -67,10 +58,6 @@ def test_batch_is_fetched_concurrently():
     assert AllOrNone().__getitems__([3, 1, 2, 0]) == [3, 1, 2, 0]
 
 
-def test_batch_is_fetched_by_agets_if_defined():
-    assert SquaresAtOnce().__getitems__([1, 2]) == [-1, -2]
-
-
 def test_indexing_on_the_background_loop_raises_instead_of_deadlocking():
     class Nested(AsyncDataset):
         async def aget(self, index):
@@ -83,18 +70,6 @@ def test_indexing_on_the_background_loop_raises_instead_of_deadlocking():
 def test_plain_iterators_of_a_stream_are_independent():
     stream = Count(3)
     assert list(zip(stream, stream, strict=True)) == [(0, 0), (1, 1), (2, 2)]
-
-
-def test_plain_for_raises_what_aiter_raises():
-    class Broken(AsyncIterableDataset):
-        async def __aiter__(self):
-            yield 1
-            raise KeyError("no second")
-
-    stream = iter(Broken())
-    assert next(stream) == 1
-    with pytest.raises(KeyError, match="no second"):
-        next(stream)
 
 
 def test_undefined_method_error_names_the_method():
@@ -140,3 +115,11 @@ def test_torchs_loader_runs_an_async_stream_in_a_forked_worker():
 
 def test_mapped_sample_keeps_its_key():
     assert sample_key(Squares().map(str), 3) == "3²"
+
+
+def test_failing_sample_key_is_no_key():
+    class Confused(Squares):
+        def sample_key(self, index):
+            raise ZeroDivisionError
+
+    assert sample_key(Confused(), 0) is None

@@ -264,11 +264,6 @@ def test_repeated_part_of_a_mix_is_reshuffled(around):
     assert not set(rounds(mix, 8)) & set(orders)
 
 
-def test_first_round_of_a_mix_is_the_order_of_the_part():
-    part = short(8)
-    assert rounds(mixed(part), 8)[0] == tuple(part)
-
-
 def test_shards_of_a_repeated_part_of_a_mix_are_reshuffled(tmp_path):
     for shard in range(8):
         tmp_path.joinpath(f"{shard}.txt").write_text(f"{shard}\n")

@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import headrace as hr
 from headrace._core.streams.kinds import capabilities
-from headrace._core.streams.map_style import positions
 from headrace.testing import DatasetContract
 from object_server import Fault, ObjectServer
 
@@ -54,25 +53,6 @@ def test_shuffled_epoch_within_the_look_ahead_takes_few_requests(server, placeme
     assert gets <= 12
 
 
-@pytest.mark.parametrize(
-    "select",
-    [
-        lambda dataset: Subset(dataset, list(range(1000))),
-        lambda dataset: Subset(Subset(dataset, list(range(1000))), list(range(1000))),
-        lambda dataset: dataset.take(1000),
-        lambda dataset: dataset.take(5000).take(1000),
-        lambda dataset: dataset.map(lambda window: window),
-    ],
-    ids=["subset", "subset of a subset", "take", "take of take", "map"],
-)
-def test_selections_keep_joined_reads(server, select):
-    dataset = select(windows(server))
-    with hr.DataLoader(dataset, batch_size=10, sampler=ORDER, num_workers=1, prefetch_factor=100) as loader:
-        batches, gets = gets_of(server, lambda: loader)
-    assert torch.equal(torch.cat(batches), expected(ORDER))
-    assert gets <= 12
-
-
 def plus_one(window):
     return window + 1
 
@@ -91,21 +71,6 @@ def test_torch_concatenation_keeps_joined_reads(server, mapped):
     if mapped:
         wanted += torch.tensor([[500 <= index < 1000] for index in order])
     assert torch.equal(torch.cat(batches), wanted)
-    assert gets <= 14
-
-
-@pytest.mark.parametrize("select", [lambda both: both, lambda both: both.take(1002)], ids=["concat", "take of concat"])
-def test_concat_keeps_joined_reads(server, select):
-    parts = [
-        hr.TokenDataset(f"{server.url}/{i}.bin", seq_len=40, store=hr.Store(server.url, options=server.store_options))
-        for i in (0, 1)
-    ]
-    both = select(hr.concat([*parts, parts[0].take(3)]))
-    assert torch.equal(both[-1], expected([len(both) - 1001])[0])
-    order = [*ORDER, 1000, 1001]
-    with hr.DataLoader(both, batch_size=10, sampler=order, num_workers=1, prefetch_factor=101) as loader:
-        batches, gets = gets_of(server, lambda: loader)
-    assert torch.equal(torch.cat(batches), expected([*ORDER, 0, 1]))
     assert gets <= 14
 
 
@@ -193,15 +158,3 @@ class TestFirstWindows(DatasetContract):
 
     def make_dataset(self):
         return windows(self.server).take(7)
-
-
-def test_positions_follow_list_indexing():
-    assert positions([0, -1, 9, -10], 10).tolist() == [0, 9, 9, 0]
-    assert positions([], 10).tolist() == []
-    assert positions(torch.tensor([3, -3]), 10).tolist() == [3, 7]
-    for wrong in ([10], [-11], [0, 99]):
-        with pytest.raises(IndexError, match=f"index {wrong[-1]} is out of range for 10 samples"):
-            positions(wrong, 10)
-    for wrong in ([1.5], ["a"], [None], [True]):
-        with pytest.raises(TypeError, match="whole numbers"):
-            positions(wrong, 10)

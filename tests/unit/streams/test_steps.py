@@ -366,12 +366,6 @@ def test_tokens_made_in_workers_are_packed_and_then_mapped(options):
     assert {len(row) for row in rows} == {6}
 
 
-def test_failed_sample_bypasses_the_function_of_pipe():
-    with hr.DataLoader(Count(9, bad=(2, 3)).pipe(in_pairs), batch_size=None, on_error="skip") as loader:
-        assert [tuple(pair) for pair in loader] == [(0, 1), (4, 5), (6, 7)]
-        assert loader.stats().skipped_samples == 2
-
-
 def test_function_that_fails_is_called_again_for_the_samples_that_follow():
     async def fragile(samples):
         async for sample in samples:
@@ -449,18 +443,6 @@ def test_wrong_arguments_of_pipe_are_errors():
 
 
 # Repeating
-
-
-@pytest.mark.parametrize("times", [0, 1, 3])
-def test_stream_is_repeated(times):
-    with hr.DataLoader(Count(4).repeat(times), batch_size=3) as loader:
-        assert flat(loader) == list(range(4)) * times
-
-
-def test_endless_repeat_continues_and_an_empty_stream_ends():
-    with hr.DataLoader(Count(3).repeat(), batch_size=1) as loader:
-        assert flat(itertools.islice(loader, 10)) == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
-    assert list(Count(0).repeat()) == []
 
 
 def test_repeated_shuffled_stream_has_another_order_each_time_and_in_each_epoch():

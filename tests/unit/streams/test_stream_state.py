@@ -79,33 +79,6 @@ class StatefulDataset(Count):
         self.position = state["position"]
 
 
-class StatefulIterators(Count):
-    def __aiter__(self):
-        return _StatefulIterator(self)
-
-
-class _StatefulIterator(_CountIterator):
-    def state_dict(self):
-        return {"next": self.next}
-
-    def load_state_dict(self, state):
-        self.next = state["next"]
-
-
-@pytest.mark.parametrize("make", [StatefulDataset, StatefulIterators], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("position", range(6))
-def test_stateful_stream_continues_without_reading_again(make, position):
-    async def run():
-        first = start_stream(make(5))
-        before = await outcomes(first, position)
-        state = first.state_dict()
-        second = start_stream(make(5))
-        second.load_state_dict(state)
-        assert before + await outcomes(second) == [0, 1, 2, 3, 4]
-
-    asyncio.run(run())
-
-
 @pytest.mark.parametrize("position", range(1, 6))
 def test_stream_without_state_is_read_again_from_its_start_with_a_warning(position):
     async def run():
@@ -131,18 +104,6 @@ def test_state_at_the_start_needs_no_warning(recwarn):
 
     asyncio.run(run())
     assert not recwarn.list
-
-
-def test_stream_that_has_become_shorter_raises_with_both_numbers():
-    async def run():
-        first = start_stream(Count(5))
-        await outcomes(first, 4)
-        second = start_stream(Count(2))
-        second.load_state_dict(first.state_dict())
-        with pytest.raises(StateError, match="ended after 2 samples, but 4 had been read"):
-            await anext(second)
-
-    asyncio.run(run())
 
 
 def test_state_is_a_copy():

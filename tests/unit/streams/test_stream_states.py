@@ -65,6 +65,21 @@ class Stateless(Count):
             yield number
 
 
+class OwnState(Count):
+    """The dataset itself has a state, and its generators continue after the last sample that it gave."""
+
+    async def __aiter__(self):
+        while self.start < self.stop:
+            self.start += 1
+            yield self.start - 1
+
+    def state_dict(self):
+        return {"start": self.start}
+
+    def load_state_dict(self, state):
+        self.start = state["start"]
+
+
 class Inside(hr.AsyncIterableDataset):
     """A user's generator that reads streams of ours, one after the other."""
 
@@ -145,6 +160,7 @@ COMPOSITIONS = {
     "user": lambda: Count(7),
     "user, errors": lambda: Count(7, bad=[0, 3, 6]),
     "user, without state": lambda: Stateless(6),
+    "user, state of the dataset": lambda: OwnState(6),
     "take": lambda: Count(9).take(5),
     "take, errors": lambda: Count(9, bad=[1, 4, 5]).take(5),
     "take, more than there are": lambda: Count(3).take(5),

@@ -14,7 +14,6 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
 from torch.utils.data import Dataset
@@ -23,7 +22,7 @@ from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.eventloop.per_loop import Owner
 from headrace._core.ranks.rankinfo import reader_divides, reading_divided
 from headrace._core.streams.composition import Functions, apply_functions
-from headrace._core.streams.kinds import capabilities, child_datasets, walk_datasets
+from headrace._core.streams.kinds import capabilities, children, walk_datasets
 from headrace._core.streams.resumable import ResumableIterator, State, expect_state, start_stream, warn_of_rereading
 from headrace._core.text import add_note
 
@@ -123,7 +122,7 @@ def _is_dataset(part: object, nested: list[object]) -> bool:
     if isinstance(part, Dataset) or capabilities(part).aget:
         return True
     ours = (holder for holder in nested if type(holder).__module__.partition(".")[0] in ("headrace", "torch"))
-    return any(part is held for holder in ours for value in vars(holder).values() for held in child_datasets(value))
+    return any(part is held for holder in ours for held in children(holder))
 
 
 class _Entry:
@@ -133,7 +132,7 @@ class _Entry:
         self.users = 0  # engines and blocking reads
         self.exiting = False
         self.dataset = dataset
-        self.owner: Owner[object] = Owner(_DatasetContext(dataset), f"dataset {type(dataset).__name__}", self._end)
+        self.owner: Owner[object] = Owner(_context_of(dataset), f"dataset {type(dataset).__name__}", self._end)
 
     def _end(self) -> None:
         if _entries.get(id(self.dataset)) is self:
@@ -237,22 +236,18 @@ async def entered(dataset: object) -> AsyncIterator[None]:
         datasets.release()
 
 
-class _DatasetContext(AbstractAsyncContextManager[None]):
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    async def __aenter__(self) -> None:
-        before = dict(getattr(self._dataset, "__dict__", {}))
-        try:
-            await self._dataset.__aenter__()
-        except BaseException as error:
-            add_note(error, f"headrace: raised by __aenter__ of dataset {type(self._dataset).__name__}")
-            raise
-        finally:
-            _record_opened(self._dataset, before)
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._dataset.__aexit__(None, None, None)
+@contextlib.asynccontextmanager
+async def _context_of(dataset: Any) -> AsyncIterator[None]:
+    before = dict(getattr(dataset, "__dict__", {}))
+    try:
+        await dataset.__aenter__()
+    except BaseException as error:
+        add_note(error, f"headrace: raised by __aenter__ of dataset {type(dataset).__name__}")
+        raise
+    finally:
+        _record_opened(dataset, before)
+    yield
+    await dataset.__aexit__(None, None, None)
 
 
 class _WeakIdentityDict:

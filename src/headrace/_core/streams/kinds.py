@@ -156,6 +156,12 @@ def child_datasets(value: Any) -> Iterator[Any]:
             return
 
 
+def children(dataset: Any) -> Iterator[Any]:
+    """The datasets and samplers in all attributes of a dataset."""
+    for value in list(getattr(dataset, "__dict__", {}).values()):
+        yield from child_datasets(value)
+
+
 def _is_dataset(value: Any) -> bool:
     if isinstance(value, type):
         return False
@@ -186,9 +192,8 @@ def _walk(dataset: Any, visited: set[int]) -> Iterator[Any]:
     if id(dataset) in visited:
         return
     visited.add(id(dataset))
-    for value in list(getattr(dataset, "__dict__", {}).values()):
-        for part in child_datasets(value):
-            yield from _walk(part, visited)
+    for part in children(dataset):
+        yield from _walk(part, visited)
     yield dataset
 
 
@@ -219,10 +224,9 @@ def _epoch_followers(part: Any, visited: set[int]) -> Iterator[Any]:
     if capabilities(part).set_epoch:
         yield part
         return
-    for value in list(getattr(part, "__dict__", {}).values()):
-        for child in child_datasets(value):
-            if not (isinstance(part, Sampler) and isinstance(child, Dataset)):  # the sampler's data source
-                yield from _epoch_followers(child, visited)
+    for child in children(part):
+        if not (isinstance(part, Sampler) and isinstance(child, Dataset)):  # the sampler's data source
+            yield from _epoch_followers(child, visited)
 
 
 def splits_by_rank(stream: Any) -> bool:
@@ -242,12 +246,11 @@ def why_not_by_lanes(stream: object) -> str | None:
         return None if reason is None else f"{dataset_repr(stream)}: {reason}"
     if not getattr(stream, "same_by_lanes", False):
         return f"{dataset_repr(stream)} is not a stream of shards"
-    parts = (part for value in vars(stream).values() for part in child_datasets(value))
-    return next(filter(None, map(why_not_by_lanes, parts)), None)
+    return next(filter(None, map(why_not_by_lanes, children(stream))), None)
 
 
 def most_lanes(stream: object) -> int:
     """The number of lanes of a stream that is read by lanes, such that each has a shard of every part of the stream."""
     if hasattr(stream, "most_lanes"):
         return int(stream.most_lanes())
-    return min(most_lanes(part) for value in vars(stream).values() for part in child_datasets(value))
+    return min(map(most_lanes, children(stream)))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.seeding import batch_seed
-from headrace._core.streams.kinds import child_datasets, propagate_epoch
+from headrace._core.streams.kinds import children, propagate_epoch
 
 session_epoch: ContextVar[int | None] = ContextVar("headrace_epoch", default=None)
 """The epoch of the loader that the running code reads for."""
@@ -62,9 +62,8 @@ class FollowsEpoch:
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, of the streams inside, too; loaders call this."""
         self._epoch = epoch
-        for value in vars(self).values():
-            for part in child_datasets(value):
-                propagate_epoch(part, epoch)
+        for part in children(self):
+            propagate_epoch(part, epoch)
 
     def _current_epoch(self) -> int:
         counted = counted_epoch.get()

@@ -169,7 +169,7 @@ def test_sample_that_ends_every_engine_is_named(case: Any, folder: str) -> None:
 def test_lane_goes_on_in_the_replacement_or_in_another_engine(case: Any, folder: str, deaths: int) -> None:
     def program(folder: str, deaths: int) -> None:
         paths = [f"{folder}/died {death}" for death in range(deaths)]
-        message = "it is started again|is not started again in this epoch. Its lanes are read on"
+        message = "it is started again|is not started again in this epoch. Its batches are made again"
         with deadly(folder, 0, *paths) as loader, pytest.warns(RuntimeWarning, match=message):
             samples = samples_of(loader)
         assert sorted(samples) == [*range(90), *range(94, 254)]

@@ -46,7 +46,7 @@ Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The engine runs, where that may take long."""
+    """One of several engines has begun its session."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """Workers that are threads give the batches that processes give, at once, and leave nothing behind."""
 
-import asyncio
 import threading
 
 import pytest
@@ -41,14 +40,6 @@ def test_auto_puts_threads_into_a_process_of_their_own():
         assert len(list(loader)) == 6
         assert loader.stats().placement.startswith("process")
         assert assembling() == []
-
-
-def test_the_consumer_may_be_async():
-    async def collect():
-        async with hr.DataLoader(Numbers(), batch_size=6, num_workers=2, executor="thread") as loader:
-            return [batch.tolist() async for batch in loader]
-
-    assert [x for batch in asyncio.run(collect()) for x in batch] == list(range(24))
 
 
 async def test_error_outside_of_user_code_is_raised_and_the_thread_goes_on():

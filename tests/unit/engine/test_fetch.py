@@ -79,9 +79,6 @@ def test_the_pipe_does_not_drain_at_the_end_of_a_batch(on_loop):
     on_loop(scenario)
 
 
-# agets
-
-
 def test_whole_batches_are_fetched_as_many_at_once_as_cover_the_concurrency(on_loop):
     async def scenario():
         store = Store()
@@ -150,36 +147,6 @@ def test_agets_must_answer_for_every_index(on_loop, count, make):
         ((failure,),) = stage.batches
         assert isinstance(failure.error, ValueError)
         assert f"{count} samples for 2" in str(failure.error)
-
-    on_loop(scenario)
-
-
-# Streams
-
-
-# Where the dataset lives in the workers
-
-
-def test_a_window_that_shrinks_lets_the_others_finish_and_grows_again(on_loop):
-    async def scenario():
-        store = Store()
-        async with fetching(store.aget, 8) as stage:
-            await stage.admit(*plans(16, 4))
-            stage.source._pool.resize(3)
-            store.let_go(*range(8))
-            await anyio.wait_all_tasks_blocked()
-            assert store.in_flight == 3
-            stage.source._pool.resize(6)
-            await anyio.wait_all_tasks_blocked()
-            assert store.in_flight == 6
-            store.let_go(*range(64))
-            await anyio.wait_all_tasks_blocked()
-            await stage.admit(*(plan(number, range(number * 4, number * 4 + 4)) for number in range(16, 20)))
-            assert store.in_flight == 6, "as many as may be, from rest too"
-            store.let_go(*range(80))
-            await anyio.wait_all_tasks_blocked()
-        assert sorted(store.asked) == list(range(80)), "each sample once"
-        assert len(stage.batches) == 20
 
     on_loop(scenario)
 

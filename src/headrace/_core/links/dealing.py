@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace._core.batches import BatchPlan, HostBatch
@@ -13,33 +13,26 @@ LOSSES = 2  # engines that have ended with a batch, after which an engine makes 
 DEATHS_ALONE = 2  # engines that have ended while they made nothing but that batch, which is then the reason
 
 
-class _Suspects:
-    """Batches that engines have ended with.
+class _Losses:
+    """How many engines have ended with each batch that has not arrived.
 
     A batch that several engines have ended with may be the reason, or have been beside it. An engine then makes it
     alone, so that the reason is known.
     """
 
     def __init__(self) -> None:
-        self._alone: dict[int, int] = {}  # the suspect that an engine makes, and nothing else
         self._losses: collections.Counter[int] = collections.Counter()
-        self._deaths_alone: collections.Counter[int] = collections.Counter()
 
     def reason(self) -> int | None:
         """The number of a batch that ends the engines; None if there is none."""
-        return next((number for number, deaths in self._deaths_alone.items() if deaths >= DEATHS_ALONE), None)
+        return next((number for number, losses in self._losses.items() if losses >= LOSSES + DEATHS_ALONE), None)
 
-    def _acquit(self, number: int) -> None:
-        self._losses.pop(number, None)
-        self._deaths_alone.pop(number, None)
-
-    def _note_deaths_alone(self, engines: Collection[int]) -> None:
-        for engine in engines:
-            if (alone := self._alone.pop(engine, None)) is not None:
-                self._deaths_alone[alone] += 1
+    def _alone(self, plans: Iterable[BatchPlan]) -> list[BatchPlan]:
+        """Those of some plans that an engine makes, or has to make, alone."""
+        return [plan for plan in plans if self._losses[plan.number] >= LOSSES] if self._losses else []
 
 
-class Dealer(_Suspects):
+class Dealer(_Losses):
     """Deals plans to the engine that has the fewest, and takes back those of an engine that has ended.
 
     Args:
@@ -57,20 +50,16 @@ class Dealer(_Suspects):
         [0, 2]
     """
 
-    succession = "The other engines make its batches"
-    """What happens to the plans of an engine that has ended."""
-
     def __init__(self, engines: int, *, chunked: bool = False) -> None:
         super().__init__()
         self._held: list[dict[int, BatchPlan]] = [{} for _ in range(engines)]
         self._chunked = chunked
         self._waiting: deque[BatchPlan] = deque()  # ascending
-        self._suspects: deque[BatchPlan] = deque()  # each for an engine of its own
 
     @property
     def waits(self) -> bool:
         """Whether plans wait for an engine."""
-        return bool(self._waiting or self._suspects)
+        return bool(self._waiting)
 
     def deal(self, plans: Sequence[BatchPlan], *, among: Collection[int]) -> dict[int, list[BatchPlan]]:
         """Choose an engine for plans, and for those that wait.
@@ -92,26 +81,28 @@ class Dealer(_Suspects):
             self._held[engine][plan.number] = plan
             dealt.setdefault(engine, []).append(plan)
 
+        suspects = self._alone(self._waiting)
         for engine in among:
-            if self._suspects and not self._held[engine]:
-                plan = self._suspects.popleft()
-                self._alone[engine] = plan.number
-                give(engine, plan)
-        free = [engine for engine in among if engine not in self._alone]
-        if self._suspects and free:
+            if suspects and not self._held[engine]:
+                self._waiting.remove(suspects[0])
+                give(engine, suspects.pop(0))
+        free = [engine for engine in among if not self._alone(self._held[engine].values())]
+        if suspects and free:
             free.remove(min(free, key=load))  # this one gets the next suspect, when it has nothing else
-        size = -(-len(self._waiting) // len(free)) if free and self._chunked else 1
-        while free and self._waiting:
+        others = deque(plan for plan in self._waiting if plan not in suspects) if suspects else self._waiting
+        size = -(-len(others) // len(free)) if free and self._chunked else 1
+        while free and others:
             engine = min(free, key=load)
-            for _ in range(min(size, len(self._waiting))):
-                give(engine, self._waiting.popleft())
+            for _ in range(min(size, len(others))):
+                give(engine, others.popleft())
+        if suspects:
+            self._waiting = deque(sorted((*suspects, *others)))
         return dealt
 
     def receive(self, engine: int, host: HostBatch) -> Sequence[HostBatch]:
         """Count a batch that an engine has made; returns those that can be delivered."""
         del self._held[engine][host.plan.number]
-        self._alone.pop(engine, None)
-        self._acquit(host.plan.number)
+        self._losses.pop(host.plan.number, None)
         return (host,)
 
     def engine_of(self, number: int) -> int | None:
@@ -123,16 +114,11 @@ class Dealer(_Suspects):
         lost = sorted(plan for engine in engines for plan in self._held[engine].values())
         for engine in engines:
             self._held[engine].clear()
-        self._note_deaths_alone(engines)
         self._losses.update(plan.number for plan in lost)
-        self._suspects.extend(plan for plan in lost if self._losses[plan.number] >= LOSSES)
-        self._waiting.extendleft(plan for plan in reversed(lost) if self._losses[plan.number] < LOSSES)
+        self._waiting.extendleft(reversed(lost))
 
     def confine(self, engines: Collection[int]) -> None:
         """Do nothing: no plan waits for one engine only."""
-
-    def abandon(self, engine: int) -> None:
-        """Do nothing: each plan goes to an engine that runs, whichever it was."""
 
 
 @dataclass(slots=True)
@@ -156,12 +142,11 @@ class _Lane:
     moved: bool = False
 
 
-class LaneDealer(_Suspects):
+class LaneDealer(_Losses):
     """Deals the plans of a stream to the engines that read their lanes.
 
     A lane stays with its engine. The process that replaces an engine, or if there is none another engine, reads the
-    lane on from the state after the last batch that arrived. Of an engine that has ended twice with the next batch of a
-    lane, the one that follows makes this batch and nothing else.
+    lane on from the state after the last batch that arrived.
 
     Args:
         engines: their number.
@@ -173,9 +158,6 @@ class LaneDealer(_Suspects):
         >>> {engine: [plan.lane for plan in plans] for engine, plans in dealt.items()}
         {0: [0, 2], 1: [1]}
     """
-
-    succession = "Its lanes are read on after the last batch that arrived"
-    """What happens to the plans of an engine that has ended."""
 
     def __init__(self, engines: int) -> None:
         super().__init__()
@@ -203,11 +185,7 @@ class LaneDealer(_Suspects):
                 engine = (plan.lane or 0) % self._count
                 self._lanes[plan.lane] = _Lane(engine if engine in self._engines else self._least())
             self._lanes[plan.lane].waiting.append(plan)
-        dealt: dict[int, list[BatchPlan]] = {}
-        for engine in among:
-            if engine not in self._alone and (given := sorted(self._plans_for(engine))):
-                dealt[engine] = given
-        return dealt
+        return {engine: given for engine in among if (given := sorted(self._plans_for(engine)))}
 
     def _least(self) -> int:
         of_engine = collections.Counter(lane.engine for lane in self._lanes.values())
@@ -215,14 +193,15 @@ class LaneDealer(_Suspects):
 
     def _plans_for(self, engine: int) -> Iterator[BatchPlan]:
         lanes = [lane for lane in self._lanes.values() if lane.engine == engine]
-        suspects = [lane for lane in lanes if lane.waiting and self._losses[lane.waiting[0].number] >= LOSSES]
+        if self._alone(lane.sent[0] for lane in lanes if lane.sent):
+            return
+        suspects = self._alone(lane.waiting[0] for lane in lanes if lane.waiting)
         if not suspects:
             for lane in lanes:
                 while lane.waiting:
                     yield self._send(lane)
         elif not any(lane.sent for lane in lanes):
-            self._alone[engine] = suspects[0].waiting[0].number
-            yield self._send(suspects[0])
+            yield self._send(self._lanes[suspects[0].lane])
 
     def _send(self, lane: _Lane) -> BatchPlan:
         plan = lane.waiting.popleft()
@@ -234,11 +213,9 @@ class LaneDealer(_Suspects):
         """Note a batch that an engine has made; returns those of its lane that have none missing before them."""
         lane = self._lanes[host.plan.lane]
         lane.arrived[host.plan.number] = host
-        if self._alone.get(engine) == host.plan.number:
-            del self._alone[engine]
         ready = []
         while lane.sent and (next_one := lane.arrived.pop(lane.sent[0].number, None)) is not None:
-            self._acquit(lane.sent.popleft().number)
+            self._losses.pop(lane.sent.popleft().number, None)
             if next_one.stream_state is not None:
                 lane.state = next_one.stream_state
             ready.append(next_one)
@@ -251,7 +228,6 @@ class LaneDealer(_Suspects):
 
     def take_back(self, engines: Collection[int]) -> None:
         """Let the plans of engines that have ended wait for those that replace them."""
-        self._note_deaths_alone(engines)
         for lane in self._lanes.values():
             if lane.engine in engines:
                 lane.moved = True
@@ -263,12 +239,8 @@ class LaneDealer(_Suspects):
 
     def confine(self, engines: Collection[int]) -> None:
         """Give the lanes of all other engines to these."""
-        self._engines = set(engines)
-        for lane in self._lanes.values():
-            if lane.engine not in self._engines:
-                lane.engine = self._least()
-
-    def abandon(self, engine: int) -> None:
-        """Give the lanes of an engine that has ended, and is not started again, to the others."""
-        if self._engines - {engine}:
-            self.confine(self._engines - {engine})
+        if self._engines != set(engines):
+            self._engines = set(engines)
+            for lane in self._lanes.values():
+                if lane.engine not in self._engines:
+                    lane.engine = self._least()

@@ -52,22 +52,13 @@ class ProcessPlacement(Placement):
             name_unpicklable(config, error)
         self._config = config
         self._modules = (*self._pickled.modules, *work.modules)
-        self._engines: list[SidecarProcess] = []
+        self._count = engines
+        self._engines: dict[int, SidecarProcess] = {}  # those that have been started
         self._replaced: list[SidecarProcess] = []  # those that died, until the links to them are closed
-        try:
-            for number in range(engines):
-                self._engines.append(self._start(number, engines))
-        except BaseException:  # Ctrl-C too: nothing owns the processes yet
-            self._end()
-            raise
-
-    def _start(self, number: int, engines: int) -> SidecarProcess:
-        task = SidecarTask(self._pickled, self._config.rank, number, engines)
-        return SidecarProcess(task, self._modules)
 
     @property
     def alive(self) -> bool:
-        return self._pid == os.getpid() and not all(engine.ended for engine in self._engines)
+        return self._pid == os.getpid() and not all(engine.ended for engine in self._engines.values())
 
     def connect(
         self,
@@ -79,10 +70,12 @@ class ProcessPlacement(Placement):
         start: SessionStart,
         engine: int = 0,
     ) -> ProcessLink:
-        """A link to one engine's part of a session; an engine that has died is replaced."""
-        if self._engines[engine].ended and len(self._engines) > 1:
-            self._replaced.append(self._engines[engine])
-            self._engines[engine] = self._start(engine, len(self._engines))
+        """A link to one engine's part of a session; an engine is started first, and again if it has died."""
+        if engine in self._engines and self._engines[engine].ended and self._count > 1:
+            self._replaced.append(self._engines.pop(engine))
+        if engine not in self._engines:
+            task = SidecarTask(self._pickled, self._config.rank, engine, self._count)
+            self._engines[engine] = SidecarProcess(task, self._modules)
         for dead in [each for each in self._replaced if each.idle]:
             self._replaced.remove(dead)
             dead.close()
@@ -98,10 +91,12 @@ class ProcessPlacement(Placement):
         def connect(engine: int) -> ProcessLink:
             return self.connect(config, work, epoch, set_epoch=set_epoch, start=start, engine=engine)
 
-        return session_of(config, connect, len(self._engines), first=start.batch)
+        # The first batch needs a core: the processes of other engines are started when its engine has begun.
+        later = [engine for engine in range(1, self._count) if engine not in self._engines]
+        return session_of(config, connect, self._count, first=start.batch, later=later)
 
     def _end(self) -> None:
-        engines = [*self._engines, *self._replaced]
+        engines = [*self._engines.values(), *self._replaced]
         for engine in engines:
             engine.close()
         for engine in engines:

@@ -12,7 +12,7 @@ import selectors
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,6 +86,7 @@ class Session:
         first: the number of the first batch.
         in_order: whether the batches of several engines are put in the order of their plans.
         quorum: of engines that have to run before plans are dealt; None where they start at once.
+        later: engines to which links are opened when another has begun.
         work: what runs on the consumer's thread.
         is_current: whether the caller is on the engine's own thread.
         owns: closed after the session.
@@ -106,6 +107,7 @@ class Session:
         first: int = 0,
         in_order: bool = False,
         quorum: Quorum | None = None,
+        later: Sequence[int] = (),
         work: ConsumersWork | None = None,
         is_current: Callable[[], bool] = lambda: False,
         owns: Closable | None = None,
@@ -129,7 +131,9 @@ class Session:
         self._deadline: float | None = None  # for that many
         self._links: dict[int, Link] = {}
         self._only: Link | None = None  # the link to a single engine that is not replaced
-        self._running: set[int] = set()  # of these, the engines that run, or will within a moment
+        self._running = set(range(engines)) if quorum is None else set[int]()  # or will run within a moment
+        self._later = later
+        self._unsent: dict[int, list[BatchPlan]] = {}  # plans of these
         self._lost: dict[int, str] = {}  # engines that have ended, and how
         self._how_ended: dict[int, str] = {}  # the last process of each engine that has ended
         self._starts = dict.fromkeys(range(engines), 1)  # of each engine since its last batch
@@ -145,7 +149,8 @@ class Session:
         self._guard = CloseGuard(lambda: None, self._close_links)
         try:
             for number in range(engines):
-                self._add(number)
+                if number not in later:
+                    self._add(number)
             self._only = self._links[0] if dealer is None else None
         except BaseException:  # Ctrl-C too: nothing owns the links yet
             self.close()
@@ -276,6 +281,16 @@ class Session:
             self._running.add(number)
         for message in self._standing.values():
             link.send(message)
+        if plans := self._unsent.pop(number, None):
+            link.send(plans)
+
+    def _add_later(self) -> None:
+        later, self._later = self._later, ()
+        try:
+            for number in later:
+                self._add(number)
+        except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
+            self._end(error)
 
     def _remove(self, number: int) -> None:
         link = self._links.pop(number)
@@ -322,6 +337,8 @@ class Session:
                     self._look_after(number)
                 else:
                     self._take_in(number, self._links[number].receive())
+            if self._later and self._messages > before and not self.ended:
+                self._add_later()
             if self._quorum is not None:
                 for number in self._links:
                     self._look_after(number)  # also if nothing arrives any more
@@ -408,10 +425,13 @@ class Session:
 
     def _deal(self, plans: list[BatchPlan], *, among: Collection[int]) -> None:
         assert self._dealer is not None
-        if self._quorum is not None and among:
-            self._dealer.confine(among)  # one that starts may take minutes
+        if among:
+            self._dealer.confine(self._running)  # one that starts may take minutes, or could not be replaced
         for number, dealt in self._dealer.deal(plans, among=among).items():
-            self._links[number].send(dealt)
+            if number in self._links:
+                self._links[number].send(dealt)
+            else:
+                self._unsent.setdefault(number, []).extend(dealt)
 
     def _replace_lost(self) -> None:
         """Replace engines that have ended, and give their batches to the others."""
@@ -430,14 +450,14 @@ class Session:
                 self._end(error)
                 return
             others = self._taking_plans()
-            results = {number: self._restart(dealer, number) for number in lost}
+            results = {number: self._restart(number) for number in lost}
             if not self._links:  # none could be started
                 self._end(EngineDiedError(why="; ".join(f"engine {number}: {why}" for number, why in results.items())))
                 return
             self._deal([], among=others)
             for number, result in results.items():  # last, since a warning may be an error
                 warnings.warn(
-                    f"engine {number} of {self._engines} {lost[number]}: {result}. {dealer.succession}.",
+                    f"engine {number} of {self._engines} {lost[number]}: {result}. Its batches are made again.",
                     RuntimeWarning,
                     stacklevel=users_stacklevel(),
                 )
@@ -454,22 +474,26 @@ class Session:
             return EngineDiedError(why=f"all of its {self._engines} processes have ended: {ends}")
         return None
 
-    def _restart(self, dealer: Dealer | LaneDealer, number: int) -> str:
+    def _restart(self, number: int) -> str:
         """Start an engine in place of one that has ended; returns the result, in words."""
         if self._starts[number] == STARTS_WITHOUT_BATCH:
-            dealer.abandon(number)
             return f"it has ended {STARTS_WITHOUT_BATCH} times without a batch, and is not started again in this epoch"
         self._starts[number] += 1
         try:
             self._add(number)
         except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
-            dealer.abandon(number)
             return f"it could not be started again ({error})"
         return "it is started again" if self._quorum is None else "another is asked for"
 
 
 def session_of(
-    config: EngineConfig, connect: Callable[[int], Link], engines: int, *, first: int, quorum: Quorum | None = None
+    config: EngineConfig,
+    connect: Callable[[int], Link],
+    engines: int,
+    *,
+    first: int,
+    quorum: Quorum | None = None,
+    later: Sequence[int] = (),
 ) -> Session:
     """The session of a loader: a stream's plans are dealt by lanes, which take turns, others by batches."""
     if engines == 1 and quorum is None:
@@ -477,7 +501,7 @@ def session_of(
     stream = config.kind.is_iterable
     dealer = LaneDealer(engines) if stream else Dealer(engines, chunked=capabilities(config.dataset).ranges)
     in_order = stream or config.in_order
-    return Session(connect, engines=engines, dealer=dealer, first=first, in_order=in_order, quorum=quorum)
+    return Session(connect, engines=engines, dealer=dealer, first=first, in_order=in_order, quorum=quorum, later=later)
 
 
 _GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")  # of `StageTimes`: sums since an engine's start

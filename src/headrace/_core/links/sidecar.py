@@ -24,7 +24,7 @@ from headrace._core.eventloop.loop_thread import end_tasks, new_event_loop
 from headrace._core.eventloop.per_loop import close_resources
 from headrace._core.failure import Stage
 from headrace._core.links.placement import CLOSE_DEADLINE
-from headrace._core.messages import Answer, Request, SessionEnd
+from headrace._core.messages import Answer, Request, SessionEnd, Started
 from headrace._core.pool.launch import adopt_control
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
 from headrace._core.streams.kinds import propagate_epoch
@@ -177,6 +177,8 @@ class _Sidecar:
         propagate_epoch(config.dataset, begin.epoch, only_wanted=not begin.set_epoch)
         session = engine.session(server.send, self._functions(config, begin.work), begin.start, begin.seed)
         engine.start(session, begin.epoch, set_epoch=begin.set_epoch, start=begin.start)
+        if self._task.engines > 1:
+            server.send(Started())
         return session
 
     def _functions(self, config: EngineConfig, received: SharedPickle) -> Work:

@@ -1,0 +1,250 @@
+"""States of datasets: continued, or an error, in every placement, and never another order."""
+
+import os
+import signal
+
+import pytest
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+import headrace as hr
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
+WORKERS = pytest.mark.parametrize("workers", [0, 1, 2])
+
+
+class Unpicklable:
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        raise TypeError("a lock")
+
+
+class Counter:
+    def __init__(self, owner, part):
+        self.fault, self.part, self.next = owner.fault, part, 0
+
+    def __next__(self):
+        if self.next >= len(self.part):
+            raise StopIteration
+        self.next += 1
+        return self.part[self.next - 1]
+
+    async def __anext__(self):
+        try:
+            return next(self)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+
+class StatefulCounter(Counter):
+    """With a fault, if its dataset has one."""
+
+    def state_dict(self):
+        if self.fault == "save" and self.next > 2:
+            raise KeyError("cursor")
+        return {"next": Unpicklable() if self.fault == "pickle" else self.next}
+
+    def load_state_dict(self, state):
+        if self.fault == "load":
+            raise KeyError("cursor")
+        self.next = state["next"]
+
+
+class Count(hr.AsyncIterableDataset):
+    def __init__(self, length=5, fault=None, iterator=StatefulCounter):
+        self.length, self.fault, self.iterator = length, fault, iterator
+
+    def __aiter__(self):
+        return self.iterator(self, range(self.length))
+
+
+class TorchCount(IterableDataset):
+    """Each worker reads its part; a fault is that of worker 0."""
+
+    def __init__(self, length=5, fault=None, iterator=StatefulCounter):
+        self.length, self.fault, self.iterator = length, fault, iterator
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        self.fault = None if first else self.fault
+        return self.iterator(self, range(first, self.length, step))
+
+
+PLACES = {
+    "thread": (Count, {}),
+    "process": (Count, {"placement": "process"}),
+    "torch": (TorchCount, {}),
+    "torch, a worker": (TorchCount, {"num_workers": 1}),
+}
+EVERYWHERE = pytest.mark.parametrize(("make", "options"), PLACES.values(), ids=PLACES)
+
+
+def new(dataset, **options):
+    return hr.DataLoader(dataset, 2, **{"collate_fn": list, **options})
+
+
+def outcomes(batches):
+    """The batches and errors of an epoch."""
+    found = []
+    while len(found) < 20:
+        try:
+            found.append(next(batches))
+        except StopIteration:
+            break
+        except Exception as error:
+            found.append(error)
+    return found
+
+
+def check_continues(make):
+    """An epoch that is interrupted after any batch gives the others when it is continued."""
+    with make() as loader:
+        whole = outcomes(iter(loader))
+        assert len(whole) > 2
+    for count in range(1, len(whole)):
+        with make() as first, make() as second:
+            batches = iter(first)
+            given = [next(batches) for _ in range(count)]
+            second.load_state_dict(first.state_dict())
+            assert given + outcomes(iter(second)) == whole
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@EVERYWHERE
+def test_state_dict_that_raises_is_the_error_of_its_batch(make, options, on_error):
+    with new(make(fault="save"), on_error=on_error, **options) as loader:
+        first, *others = outcomes(iter(loader))
+    assert first == [0, 1]
+    assert others
+    assert {type(error) for error in others} == {KeyError}
+    assert "state_dict" in "".join(others[0].__notes__)
+
+
+@EVERYWHERE
+def test_state_that_cannot_be_pickled_is_an_error_where_it_leaves_its_process(make, options):
+    with new(make(fault="pickle"), **options) as loader:
+        found = outcomes(iter(loader))
+    if options:
+        assert {type(error) for error in found} == {hr.errors.NotPicklableError}
+        assert "the state of the dataset" in str(found[0])
+    else:
+        assert found == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize(
+    ("make", "options"), [*PLACES.values(), (TorchCount, {"num_workers": 2})], ids=[*PLACES, "torch, two workers"]
+)
+def test_nothing_is_given_out_after_a_state_that_could_not_be_restored(make, options, on_error):
+    with new(make(12), **options) as first:
+        running = iter(first)
+        next(running), next(running)
+        state = first.state_dict()
+    with new(make(12, fault="load"), on_error=on_error, **options) as second:
+        second.load_state_dict(state)
+        running = iter(second)
+        with pytest.raises(KeyError, match="cursor"):
+            next(running)
+        assert list(running) == []
+        assert second.state_dict() == state
+
+
+@EVERYWHERE
+def test_stream_that_has_become_shorter_ends_the_epoch_with_both_numbers(make, options):
+    with new(make(7, iterator=Counter), **options) as loader:
+        batches = iter(loader)
+        next(batches), next(batches)
+        state = loader.state_dict()
+    with new(make(3, iterator=Counter), **options) as loader:
+        loader.load_state_dict(state)
+        first, *others = outcomes(iter(loader))
+    assert type(first) is hr.StateError
+    assert "ended after 3 samples, but 4 had been read" in str(first)
+    assert others == []
+
+
+class Reads(Dataset):
+    """Its samples have the number of reads in its process before them."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return index, self.reads
+
+
+class StatefulReads(Reads):
+    def state_dict(self):
+        return {"reads": self.reads}
+
+    def load_state_dict(self, state):
+        self.reads = state["reads"]
+
+
+class Many(StatefulReads):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("dataset", [StatefulReads, Many])
+@WORKERS
+def test_map_style_dataset_with_a_state_continues_from_it(workers, dataset):
+    with new(dataset(), num_workers=workers) as loader:
+        whole = list(loader)
+    for count in range(1, len(whole)):
+        with new(dataset(), num_workers=workers) as first, new(dataset(), num_workers=workers) as second:
+            batches = iter(first)
+            given = [next(batches) for _ in range(count)]
+            second.load_state_dict(first.state_dict())
+            assert given + list(second) == whole
+
+
+class Dies(StatefulReads):
+    def __getitem__(self, index):
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_worker_that_dies_with_the_state_of_its_dataset_is_not_replaced():
+    with new(Dies(), num_workers=1) as loader:
+        first, *others = outcomes(iter(loader))
+    assert first == [(0, 1), (1, 2)]
+    assert {type(error) for error in others} == {hr.errors.WorkerDiedError}
+
+
+@WORKERS
+def test_map_style_dataset_that_is_no_longer_stateful_is_an_error(workers):
+    with new(StatefulReads(), num_workers=workers) as loader:
+        batches = iter(loader)
+        next(batches), next(batches)
+        state = loader.state_dict()
+    with new(Reads(), num_workers=workers) as loader, pytest.raises(hr.StateError, match="num_workers was"):
+        loader.load_state_dict(state)
+
+
+@WORKERS
+def test_data_pipe_that_shuffles_continues_in_the_same_order(workers):
+    check_continues(lambda: new(IterableWrapper(range(9)).shuffle().sharding_filter(), num_workers=workers, seed=3))
+
+
+def without_the_last(samples):
+    if max(samples) > 6:
+        raise ValueError(samples)
+    return list(samples)
+
+
+@pytest.mark.filterwarnings("ignore:.*skip:RuntimeWarning")
+@pytest.mark.parametrize("iterator", [Counter, StatefulCounter])
+@pytest.mark.parametrize(("make", "workers"), [(Count, 0), (Count, 1), (Count, 2), (TorchCount, 0)])
+def test_stream_read_again_for_lost_batches_continues_in_that_pass(make, iterator, workers):
+    """Batches that are lost are replaced by the first ones of another pass."""
+    options = {"num_workers": workers, "collate_fn": without_the_last, "on_error": "skip", "seed": 3}
+    check_continues(lambda: new(make(9, iterator=iterator), **options))

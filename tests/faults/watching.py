@@ -52,7 +52,8 @@ def sidecar(loader: hr.DataLoader) -> int:
 
 def engines_of(loader: hr.DataLoader) -> list[int]:
     """The ids of the processes of a loader's engines."""
-    engines = loader._control._sessions._placements._current._engines
+    started = loader._control._sessions._placements._current._engines
+    engines = [started[number] for number in sorted(started)]
     wait_until(lambda: all(engine.ended or engine.pid is not None for engine in engines))
     return [engine.pid for engine in engines]
 

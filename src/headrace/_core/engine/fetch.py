@@ -44,10 +44,6 @@ class FetchStage(ABC):
         """The indices of a plan whose samples have not arrived, if known; otherwise all of them."""
         return plan.indices
 
-    def estimate_sample_bytes(self, plan: BatchPlan) -> float | None:
-        """The mean size of a plan's samples in memory, if known before they arrive."""
-        return None
-
     def fetched_at_once(self, plan: BatchPlan) -> int | None:
         """The number of samples that are fetched at once, in batches like this one, if it is known."""
         return None

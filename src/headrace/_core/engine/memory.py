@@ -12,7 +12,7 @@ from headrace._core.engine.fetch import Deliver, FetchStage
 from headrace._core.engine.fetch_pool import FetchRecorder
 from headrace._core.failure import Failure
 
-# Bytes of a sample before one has arrived, where the stage cannot estimate it: much for an image, little for a volume.
+# Bytes of a sample before one has arrived: much for an image, little for a volume.
 # A budget of 1 GiB begins with 1,024 samples, a budget of 8 MiB with 8.
 FIRST_GUESS = 1 << 20
 MEASURED_SAMPLES = 8  # of a batch; their mean stands for all
@@ -152,7 +152,7 @@ class BoundedFetch(FetchStage):
         while self._waiting:
             plan = self._waiting[0]
             samples = len(plan.indices)
-            size = self._sizes.larger or self._stage.estimate_sample_bytes(plan) or FIRST_GUESS
+            size = self._sizes.larger or FIRST_GUESS
             self._for_memory = (self._held + samples) * size > self._budget
             waits = self._for_memory or self._waits_for_sizes(plan)
             if self._held and waits and not self._is_next(plan):

@@ -25,7 +25,6 @@ from headrace._core.store.request_stats import RequestStats
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-BYTES_PER_BYTE = 4  # of a sample, for each of its range: tokens of two bytes become int64; compressed ones stay so
 Batch = TypeVar("Batch")
 _EMPTY = memoryview(b"")
 CACHE_SLICE = 256  # samples that are looked up, or taken from a response, before other tasks get a turn
@@ -188,14 +187,6 @@ class RangeFetch(FetchStage):
             return
         self._waiting.append(RangedBatch(plan))
         self._plan_soon()
-
-    def estimate_sample_bytes(self, plan: BatchPlan) -> float | None:
-        """By the mean of the ranges."""
-        try:
-            ranges = self._dataset.ranges(plan.indices)
-            return BYTES_PER_BYTE * float(np.mean(ranges.stops - ranges.starts))
-        except Exception:  # user code; `admit` handles the same error
-            return None
 
     def stop(self) -> None:
         super().stop()

@@ -7,18 +7,19 @@ indices, so that it is the same from whichever engine it comes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import anyio
 
-from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, StageTimes
+from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, StageTimes
+from headrace._core.engine.assemble import CONSUMER_CATCH, SeededAssembler
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.session import Reorder
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
@@ -34,7 +35,9 @@ from headrace._core.messages import (
     StatusRequest,
     check_not_forked,
 )
-from headrace._core.streams.kinds import capabilities
+from headrace._core.ranks.rankinfo import provided_rank
+from headrace._core.seeding import isolated_generators
+from headrace._core.streams.kinds import capabilities, sample_key
 from headrace._core.streams.resumable import State
 from headrace._core.text import users_stacklevel
 from headrace.errors import EngineDiedError, EngineStartError, LoaderClosedError
@@ -58,22 +61,43 @@ class Quorum:
     shortage: Callable[[], str]
 
 
-class ConsumersWork(Protocol):
-    """User functions that run on the consumer's thread."""
+class WorkOnConsumersThread:
+    """User functions on the consumer's thread, for async datasets with `num_workers=0`, as in torch.
 
-    skips: bool
-    """Whether a batch may lose all its samples there."""
+    A helper thread would draw from the same random generators as the training loop, in an order that depends on timing.
+    Here each batch is transformed and collated with generators seeded from its own seed, and each sample of a stream
+    that is filtered with its own; afterwards their states are restored.
+    """
 
-    def finish(self, host: HostBatch) -> HostBatch:
-        """The batch as it is delivered; called again for the same batch after Ctrl-C."""
+    def __init__(self, config: EngineConfig) -> None:
+        self._sample_key = functools.partial(sample_key, config.dataset)
+        self._assemble = SeededAssembler(replace(config.assembler, catch=CONSUMER_CATCH))
+        self._rank = config.rank
+        self.skips = config.assembler.tolerance.skips
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call a function that the engine waits for."""
+        with isolated_generators(), provided_rank(self._rank):
+            function()
 
-
-class Closable(Protocol):
-    def close(self) -> None:
-        """End it; idempotent."""
+    def finish(self, host: HostBatch) -> HostBatch:
+        """The batch of what was fetched; called again for the same batch after Ctrl-C."""
+        if not isinstance(host.data, RawBatch):
+            return host
+        with isolated_generators(), provided_rank(self._rank):
+            made = self._assemble(host.data)
+        work = made.times
+        return host._replace(
+            data=made.data,
+            size=made.size,
+            failures=(*host.failures, *made.located(self._sample_key).failures),
+            empty=made.empty,
+            times=host.times._replace(
+                work_began=work.work_began,
+                work_ended=work.work_ended,
+                work_cpu=work.work_cpu,
+                worked_by=work.worked_by,
+            ),
+        )
 
 
 class Session:
@@ -89,7 +113,7 @@ class Session:
         later: engines to which links are opened when another has begun.
         work: what runs on the consumer's thread.
         is_current: whether the caller is on the engine's own thread.
-        owns: closed after the session.
+        on_close: called once, after the session is closed.
         inline_state: returns the state of a dataset that is read in the caller's thread, a batch when it is taken.
         mail: the messages of a single engine in this process, which puts them there; `connect` has no descriptors
             then that `send` uses.
@@ -108,9 +132,9 @@ class Session:
         in_order: bool = False,
         quorum: Quorum | None = None,
         later: Sequence[int] = (),
-        work: ConsumersWork | None = None,
+        work: WorkOnConsumersThread | None = None,
         is_current: Callable[[], bool] = lambda: False,
-        owns: Closable | None = None,
+        on_close: Callable[[], None] | None = None,
         inline_state: Callable[[], State | None] | None = None,
         mail: deque[Answer] | None = None,
     ) -> None:
@@ -126,7 +150,7 @@ class Session:
         self._quorum = quorum
         self._work = work
         self._is_current = is_current
-        self._owns = owns
+        self._on_close = on_close
         self._least = 0 if quorum is None else quorum.least  # engines without which no plan is dealt
         self._deadline: float | None = None  # for that many
         self._links: dict[int, Link] = {}
@@ -255,9 +279,9 @@ class Session:
             for link in list(self._links.values()):
                 link.leave()
             self._guard.close()
-        owned, self._owns = self._owns, None
-        if owned is not None:
-            owned.close()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
 
     def _end(self, error: BaseException | None) -> None:
         if not self.ended:

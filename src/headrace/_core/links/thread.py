@@ -8,25 +8,19 @@ import socket
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Generic, TypeVar
 
-from headrace._core.batches import HostBatch, RawBatch, SessionStart
-from headrace._core.engine.assemble import CONSUMER_CATCH, SeededAssembler
+from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.engine import Engine
 from headrace._core.engine.session import Session as EngineSession
 from headrace._core.engine.stepping import StepsOnConsumersThread
 from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
-from headrace._core.links.session import Closable, Session
+from headrace._core.links.session import Session, WorkOnConsumersThread
 from headrace._core.messages import Answer, Request, SessionEnd
 from headrace._core.pool.supervisor import WORK_DEADLINE
-from headrace._core.ranks.rankinfo import provided_rank
-from headrace._core.seeding import isolated_generators
 from headrace._core.streams.blocking import background_loop, context_managers
-from headrace._core.streams.kinds import sample_key
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
 
@@ -108,7 +102,7 @@ class ThreadPlacement(Placement):
         super().__init__()
         self._engine = Engine(config, work if config.context is None else None)
         self._shares_loop = config.kind.is_async and bool(context_managers(config.dataset))
-        self._owner: Closable | None = self if for_one_session else None
+        self._for_one_session = for_one_session
         try:
             self._loop = background_loop() if self._shares_loop else LoopThread("headrace-engine")
         except BaseException:  # no thread could be started, or Ctrl-C: the engine has workers
@@ -140,7 +134,7 @@ class ThreadPlacement(Placement):
             lambda _: link,
             work=WorkOnConsumersThread(config) if config.deferred or steps is not None else None,
             is_current=lambda: self._loop.is_current,
-            owns=self._owner,
+            on_close=self.close if self._for_one_session else None,
             mail=mailbox.messages,
         )
 
@@ -226,42 +220,3 @@ class ThreadLink:
         died = EngineDiedError(why=repr(error))
         died.__cause__ = error
         self._mailbox.put(SessionEnd(died))
-
-
-class WorkOnConsumersThread:
-    """User functions on the consumer's thread, for async datasets with `num_workers=0`, as in torch.
-
-    A helper thread would draw from the same random generators as the training loop, in an order that depends on timing.
-    Here each batch is transformed and collated with generators seeded from its own seed, and each sample of a stream
-    that is filtered with its own; afterwards their states are restored.
-    """
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._sample_key = functools.partial(sample_key, config.dataset)
-        self._assemble = SeededAssembler(replace(config.assembler, catch=CONSUMER_CATCH))
-        self._rank = config.rank
-        self.skips = config.assembler.tolerance.skips
-
-    def call(self, function: Callable[[], None]) -> None:
-        with isolated_generators(), provided_rank(self._rank):
-            function()
-
-    def finish(self, host: HostBatch) -> HostBatch:
-        """The batch of what was fetched."""
-        if not isinstance(host.data, RawBatch):
-            return host
-        with isolated_generators(), provided_rank(self._rank):
-            made = self._assemble(host.data)
-        work = made.times
-        return host._replace(
-            data=made.data,
-            size=made.size,
-            failures=(*host.failures, *made.located(self._sample_key).failures),
-            empty=made.empty,
-            times=host.times._replace(
-                work_began=work.work_began,
-                work_ended=work.work_ended,
-                work_cpu=work.work_cpu,
-                worked_by=work.worked_by,
-            ),
-        )

@@ -116,22 +116,6 @@ def test_consumption_after_the_last_plan_makes_room(on_loop):
     on_loop(scenario)
 
 
-def test_a_budget_less_than_a_sample_lets_one_batch_after_the_other_through(on_loop):
-    async def scenario():
-        store = Store()
-        async with Stage(store, budget=1) as stage:
-            await stage.admit(10)
-            for number in range(10):
-                assert len(store.asked) == 2 * number + 2, "one batch at a time"
-                await stage.come(2 * number, 2 * number + 1)
-                assert len(store.asked) == 2 * number + 2, "the batch is in memory until it is taken"
-                stage.source.on_consumed(number)
-                await anyio.wait_all_tasks_blocked()
-            assert [raw.plan.number for raw in stage.delivered] == list(range(10))
-
-    on_loop(scenario)
-
-
 @pytest.mark.parametrize("size", [2, 0], ids=["a batch", "a batch without samples"])
 def test_before_a_batch_is_assembled_no_more_is_fetched_than_at_once(on_loop, size):
     async def scenario():

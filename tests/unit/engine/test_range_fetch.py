@@ -82,16 +82,6 @@ async def test_no_more_requests_are_in_flight_than_allowed():
         assert fetch.batches == [[*range(0, 100, 10)]]
 
 
-async def test_members_of_a_request_that_failed_are_fetched_by_themselves_and_say_who_they_are():
-    dataset = Bytes()
-    dataset.gone = {3}
-    async with stage(dataset) as fetch:
-        await fetch.admit(plan(0, (0,)), plan(1, (31, 40)), plan(2, (39, 41)))
-        assert [batch[1] for batch in fetch.batches[1:]] == [40, 41]
-        assert described(fetch.batches[1][0]) == (31, "object 3 is gone, said for index 31")
-        assert described(fetch.batches[2][0]) == (39, "object 3 is gone, said for index 39")
-
-
 async def test_samples_without_bytes_need_no_request():
     class Empty(Bytes):
         def ranges(self, indices):

@@ -125,16 +125,6 @@ def test_array_written_in_place_is_applied_at_next_epoch(options):
 
 
 @in_processes
-def test_function_before_batching_is_loaded_again_only_when_it_changed(options):
-    counted = Counted(10)
-    with hr.DataLoader(Stream().map(counted).filter(bool), **{**options, "num_workers": 1}) as loader:
-        for _ in range(3):
-            assert once(loader) == AS_IT_WAS
-        in_sidecar = options["placement"] == "process"
-        assert counted.loads.value == 1 + in_sidecar
-
-
-@in_processes
 def test_worker_init_fn_is_called_again_with_changed_functions(options):
     state = types.SimpleNamespace(of_trainer=10)
 
@@ -317,12 +307,6 @@ def test_dataset_shares_with_the_loaders_process():
         assert dataset.fetched.value == 4
         dataset.offset.fill_(20)
         assert once(loader) == CHANGED
-
-
-def test_worker_init_fn_shares_with_workers():
-    ready = multiprocessing.get_context("spawn").Barrier(2)
-    with hr.DataLoader(Numbers(), num_workers=2, worker_init_fn=lambda worker: ready.wait(30)) as loader:
-        assert once(loader) == [0, 1, 2, 3]
 
 
 @in_processes

@@ -72,17 +72,8 @@ def test_an_end_wakes_and_follows_the_batches_before_it(link, session):
     assert session.wait(None)
 
 
-def test_closing_drops_what_was_not_taken_and_putting_is_harmless(link, session):
-    link.put(host(0))
-    session.close()
-    link.put(host(1))
-    session.close()
-    assert session.ended
-    assert session.take() is None
-
-
 WAITS_WHILE_IT_IS_CLOSED = """
-import asyncio, sys, anyio, trio, uvloop
+import sys, anyio, uvloop
 sys.path.insert(0, "tests/unit/links")
 from headrace._core.links.session import Session
 from test_session import Link
@@ -96,18 +87,12 @@ async def scenario():
             await anyio.wait_all_tasks_blocked()
             session.close()
 
-if sys.argv[1] == "trio":
-    trio.run(scenario)
-else:
-    loop = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}[sys.argv[1]]
-    with asyncio.Runner(loop_factory=loop) as runner:
-        runner.run(scenario())
+uvloop.run(scenario())
 """
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop", "trio"])
-def test_closing_wakes_a_task_that_waits(loop):
+def test_closing_wakes_a_task_that_waits_on_uvloop():
     # In a process of its own: a loop that is left with a closed descriptor may end its process.
-    command = [sys.executable, "-c", WAITS_WHILE_IT_IS_CLOSED, loop]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+    command = [sys.executable, "-c", WAITS_WHILE_IT_IS_CLOSED]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -43,7 +43,7 @@ def test_what_is_no_string_is_refused():
 def test_other_processes_map_it_and_a_mapped_one_behaves_as_the_tuple_too():
     strings = tuple(f"train/class{i:09}.jpg" for i in range(20_000))
     shared = SharedPickle.dumps(StringArray(strings))
-    assert len(shared.buffers) == 2
+    assert len(shared.extents) == 2
     assert len(shared.pickled) < 500
     mapped = shared.loads()
     assert mapped == strings

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from abc import ABC, abstractmethod
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Protocol
@@ -31,27 +32,35 @@ from headrace._core.transport.channel import Connection
 from headrace._core.transport.preload import Preload
 
 
-class WorkerProcess(Protocol):
-    """A worker process. The pool owns the handle, and calls `release` when the process has ended."""
+class WorkerProcess(ABC):
+    """A worker process. The pool owns the handle, and calls `release` when the process has ended.
 
-    sentinel: int
-    """A descriptor that becomes readable when the process has started or ended."""
+    Args:
+        sentinel: a descriptor that becomes readable when the process has started or ended.
+        pid: its process id; None until it has started.
 
-    pid: int | None
-    """Its process id; None until it has started."""
+    Attributes:
+        exit_code: its exit status, or a signal's number, negative; None while it runs, or if that is unknown.
+        refusal: why it could not be started; None if it was, or if that is not yet known.
+    """
 
-    exit_code: int | None
-    """Its exit status, or a signal's number, negative; None while it runs, or if that is unknown."""
+    def __init__(self, sentinel: int, pid: int | None) -> None:
+        self.sentinel = sentinel
+        self.pid = pid
+        self.exit_code: int | None = None
+        self.refusal: OSError | None = None
 
-    refusal: OSError | None
-    """Why it could not be started; None if it was, or if that is not yet known."""
-
+    @abstractmethod
     def ended(self) -> bool:
         """Whether the process has ended; does not block."""
 
     def signal(self, number: int) -> None:
         """Send it a signal, if it runs."""
+        if not self.ended() and self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended since the check
+                os.kill(self.pid, number)
 
+    @abstractmethod
     def release(self) -> None:
         """Close the descriptors of this handle."""
 
@@ -105,36 +114,26 @@ class ContextLauncher:
     def _process(
         self, connection: Connection, task: WorkerTask | bytes | None, worker: int, workers: int
     ) -> BaseProcess:
+        functions = None if self._context.get_start_method() == "fork" else cloudpickle.dumps(setups())
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
             target=serve,
-            args=(connection, task, worker, workers, self._setups()),
+            args=(connection, task, worker, workers, functions),
             name=f"headrace-worker-{worker}",
             daemon=True,
         )
         process.start()
         return process
 
-    def _setups(self) -> bytes | None:
-        return None if self._context.get_start_method() == "fork" else cloudpickle.dumps(setups())
 
-
-class _ContextProcess:
+class _ContextProcess(WorkerProcess):
     def __init__(self, process: BaseProcess) -> None:
+        super().__init__(process.sentinel, process.pid)
         self._process = process
-        self.sentinel = process.sentinel
-        self.pid = process.pid
-        self.exit_code: int | None = None
-        self.refusal: OSError | None = None
 
     def ended(self) -> bool:
         if self.exit_code is None:
             self.exit_code = self._process.exitcode
         return self.exit_code is not None
-
-    def signal(self, number: int) -> None:
-        if not self.ended() and self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended since the check
-                os.kill(self.pid, number)
 
     def release(self) -> None:
         if not self.ended():
@@ -187,15 +186,12 @@ def _forked(request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]) ->
     return _ZygoteProcess(status_read), ours
 
 
-class _ZygoteProcess:
+class _ZygoteProcess(WorkerProcess):
     """A child of the zygote, which writes the pid, and later the exit status, to the status pipe."""
 
     def __init__(self, status: int) -> None:
+        super().__init__(status, None)
         os.set_blocking(status, False)
-        self.sentinel = status
-        self.pid: int | None = None
-        self.exit_code: int | None = None
-        self.refusal: OSError | None = None
         self._ended = False
 
     def ended(self) -> bool:
@@ -221,11 +217,6 @@ class _ZygoteProcess:
                 (self.exit_code,) = EXIT_STATUS.unpack(record)
                 self._ended = True
         return self._ended
-
-    def signal(self, number: int) -> None:
-        if not self.ended() and self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended since the check
-                os.kill(self.pid, number)
 
     def release(self) -> None:
         if self.sentinel >= 0:

@@ -51,18 +51,14 @@ def main(control_descriptor: int) -> None:
     # SIGINT goes to the whole terminal group; the consumer decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import_event_loop()  # in each engine it takes a third of the CPU time of its start (benchmarks/engines.py)
-    _import_for_forks()
+    import numpy.random  # noqa: F401  # most engines and workers use these, and programs without them do not wait for them
+    import obstore  # noqa: F401
+
     # Collections in forks do not search what was imported, and so do not copy its pages. They were off meanwhile. In an
     # engine with a thousand fetches in flight such a search took 8 µs of CPU time for each sample.
     gc.freeze()
     gc.enable()
     _serve(socket.socket(fileno=control_descriptor))
-
-
-def _import_for_forks() -> None:
-    """Import what most engines and workers use, and programs without them do not wait for."""
-    import numpy.random  # noqa: F401
-    import obstore  # noqa: F401
 
 
 def _flush_output() -> None:

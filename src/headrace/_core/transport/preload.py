@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import re
 import sys
 import sysconfig
 import threading
-import types
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -58,12 +56,12 @@ class Preload(NamedTuple):
     """
 
     modules: tuple[str, ...]
-    sources: frozenset[tuple[str, int, int]] = frozenset()
+    sources: frozenset[tuple[str, int, int]]
 
     @classmethod
     def of(cls, modules: tuple[str, ...]) -> Preload:
         """These modules, and the sources as they are now."""
-        return cls(modules, _sources() if modules else frozenset())
+        return cls(modules, _sources())
 
     def serves(self, other: Preload) -> bool:
         """Whether a process with these modules has all of `other`, from unchanged sources."""
@@ -71,28 +69,16 @@ class Preload(NamedTuple):
 
 
 def _sources() -> frozenset[tuple[str, int, int]]:
-    files = filter(None, map(_file_of, list(sys.modules.values())))
-    return frozenset(filter(None, (_state_of(file) for file in files if not file.startswith(_installed()))))
-
-
-def _file_of(module: types.ModuleType) -> str | None:
-    file = getattr(getattr(module, "__spec__", None), "origin", None)
-    return file if isinstance(file, str) and os.path.isabs(file) else None
-
-
-def _state_of(file: str) -> tuple[str, int, int] | None:
-    try:
-        status = os.stat(file)
-    except OSError:  # in an archive, for example
-        return None
-    return file, status.st_mtime_ns, status.st_size
-
-
-@functools.cache
-def _installed() -> tuple[str, ...]:
-    """Folders of installed modules, which do not change while a program runs."""
     paths = sysconfig.get_paths()
-    return tuple({os.path.join(paths[name], "") for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    installed = tuple(os.path.join(paths[name], "") for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    found = set()
+    for module in list(sys.modules.values()):
+        file = getattr(getattr(module, "__spec__", None), "origin", None)
+        if isinstance(file, str) and os.path.isabs(file) and not file.startswith(installed):
+            with contextlib.suppress(OSError):  # in an archive, for example
+                status = os.stat(file)
+                found.add((file, status.st_mtime_ns, status.st_size))
+    return frozenset(found)
 
 
 def has_threads() -> bool:
@@ -106,16 +92,8 @@ def has_threads() -> bool:
         if (pid := os.fork()) == 0:
             os._exit(0)
     os.waitpid(pid, 0)
-    if not os.path.isdir(_TASKS):
-        return threading.active_count() > 1
-    return len([task for task in os.listdir(_TASKS) if _name_of(task) != "jemalloc_bg_thd"]) > 1
-
-
-_TASKS = "/proc/self/task"
-
-
-def _name_of(task: str) -> str | None:
-    try:
-        return Path(_TASKS, task, "comm").read_text().strip()
-    except OSError:  # it has ended
-        return None
+    names = []
+    for file in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended
+            names.append(file.read_text().strip())
+    return max(threading.active_count(), len(names) - names.count("jemalloc_bg_thd")) > 1

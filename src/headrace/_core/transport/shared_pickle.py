@@ -20,13 +20,12 @@ import mmap
 import os
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import context, resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from pickle import PickleBuffer
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.multiprocessing import get_sharing_strategy
@@ -42,26 +41,18 @@ LARGE = 64 * 1024  # bytes; smaller buffers stay in the pickle, and are copied w
 _numbers = itertools.count(1)
 
 
-class _Region(NamedTuple):
-    """A part of a shared memory."""
-
-    memory: Descriptor
-    offset: int
-    size: int
-
-
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SharedPickle:
     """A pickled object that several processes can load; in each the large buffers are views of the same memory.
 
     Attributes:
         number: unique among those made in one process.
-        pickled: the pickle without large buffers, or its region if it is large itself.
-        buffers: where the large buffers lie.
+        pickled: the pickle without large buffers; empty if it is large itself, and the last of them.
+        memory: holds the large buffers; None if there are none.
+        extents: offset and size of each in `memory`, in bytes.
         descriptors: further descriptors that the pickle refers to: shared tensors, pipes.
-        tracker: see `tracker`.
+        tracker: of the resource tracker, which unlinks named shared memory at exit; None if there is none yet.
         modules: modules that the pickle names and that should be imported beforehand, see `preload`.
-        addresses: of the large buffers, in the process that pickled them; there only.
 
     Example:
         >>> import numpy as np
@@ -71,12 +62,12 @@ class SharedPickle:
     """
 
     number: int
-    pickled: bytes | _Region
-    buffers: tuple[_Region, ...]
+    pickled: bytes
+    memory: Descriptor | None
+    extents: tuple[tuple[int, int], ...]
     descriptors: tuple[Descriptor, ...]
     tracker: Descriptor | None
     modules: tuple[str, ...]
-    addresses: tuple[int, ...] = field(default=())
 
     @classmethod
     def dumps(cls, obj: object, previous: SharedPickle | None = None) -> SharedPickle:
@@ -84,105 +75,78 @@ class SharedPickle:
 
         Args:
             obj: anything that can be pickled by value.
-            previous: the result of an earlier call. It is returned if the pickle is still the same; buffers that it
-                holds, unchanged, are not copied again. Contents are compared, 6 GB a second.
+            previous: the result of an earlier call, returned if nothing has changed. 6 GB are compared in a second.
 
         Raises:
             OSError: there is no memory, or no descriptor, for the large buffers.
             Exception: `obj` cannot be pickled.
         """
-        found: list[memoryview] = []
+        large: list[memoryview] = []
         descriptors: list[Descriptor] = []
 
         def keep_large(buffer: PickleBuffer) -> bool:
             view = buffer.raw()
             if view.nbytes >= LARGE:
-                found.append(view)
+                large.append(view)
             return view.nbytes < LARGE
 
-        pickled = dump_shared(obj, keep_large, descriptors)
-        addresses = tuple(map(address_of, found))
-        earlier = _Earlier(previous)
-        regions = [earlier.find(address, view) for address, view in zip(addresses, found, strict=True)]
-        if previous is not None and None not in regions and earlier.has(pickled) and previous._refers_to(descriptors):
+        whole = pickled = dump_shared(obj, keep_large, descriptors)
+        if len(whole) >= LARGE:
+            large.append(memoryview(whole))
+            pickled = b""
+        if previous is not None and previous._is(pickled, large, descriptors):
             return previous
-        new = [view for view, region in zip(found, regions, strict=True) if region is None]
-        if len(pickled) >= LARGE:
-            new.append(memoryview(pickled))
-        placed = _in_new_memory(new)
-        place = pickled if len(pickled) < LARGE else placed.pop()
-        fresh = iter(placed)
-        buffers = tuple(next(fresh) if region is None else region for region in regions)
-        return cls(next(_numbers), place, buffers, tuple(descriptors), tracker(), modules_named_in(pickled), addresses)
+        memory, extents = _in_new_memory(large)
+        number = getattr(resource_tracker._resource_tracker, "_fd", None)
+        tracker = None if number is None else Descriptor.duplicate(number)
+        modules = modules_named_in(whole)
+        return cls(next(_numbers), pickled, memory, extents, tuple(descriptors), tracker, modules)
 
     def loads(self) -> Any:
         """The unpickled object; errors of unpickling are raised."""
-        if self.tracker is not None:
-            adopt_tracker(self.tracker)
-        memories = _Mapped(mmap.MAP_PRIVATE)
-        pickled = self.pickled if isinstance(self.pickled, bytes) else memories.view(self.pickled)
-        return load_message(pickled, [memories.view(region) for region in self.buffers], self.descriptors)
+        mine = resource_tracker._resource_tracker
+        # A tracker of this process's own would unlink shared memory of the other's when this process ends.
+        if self.tracker is not None and getattr(mine, "_fd", None) is None:
+            mine._fd = os.dup(self.tracker.number)  # type: ignore[attr-defined]
+        buffers = self._mapped()
+        pickled = self.pickled or buffers.pop()
+        return load_message(pickled, buffers, self.descriptors)
 
-    def _refers_to(self, descriptors: Sequence[Descriptor]) -> bool:
-        pairs = zip(self.descriptors, descriptors, strict=False)
-        return len(self.descriptors) == len(descriptors) and all(mine.same_file_as(other) for mine, other in pairs)
+    def _mapped(self) -> list[memoryview]:
+        if self.memory is None:
+            return []
+        mapped = memoryview(mmap.mmap(self.memory.number, 0, flags=mmap.MAP_PRIVATE))
+        return [mapped[offset : offset + size] for offset, size in self.extents]
 
-    def __reduce__(self) -> tuple[object, ...]:
-        pickled, buffers = self.pickled, self.buffers
-        return SharedPickle, (self.number, pickled, buffers, self.descriptors, self.tracker, self.modules)
-
-
-class _Mapped:
-    """Shared memories, each mapped at its first use, with `flags` of `mmap.mmap`."""
-
-    def __init__(self, flags: int) -> None:
-        self._flags = flags
-        self._maps: dict[Descriptor, mmap.mmap] = {}
-
-    def view(self, region: _Region) -> memoryview:
-        mapped = self._maps.get(region.memory)
-        if mapped is None:
-            mapped = self._maps[region.memory] = mmap.mmap(region.memory.number, 0, flags=self._flags)
-        return memoryview(mapped)[region.offset : region.offset + region.size]
+    def _is(self, pickled: bytes, large: Sequence[memoryview], descriptors: Sequence[Descriptor]) -> bool:
+        """Whether the pickle is the same."""
+        if (
+            pickled != self.pickled
+            or [view.nbytes for view in large] != [size for _, size in self.extents]
+            or len(descriptors) != len(self.descriptors)
+            or not all(map(Descriptor.same_file_as, descriptors, self.descriptors))
+        ):
+            return False
+        pairs = zip(self._mapped(), large, strict=True)
+        return all(_memcmp(address_of(mine), address_of(view), view.nbytes) == 0 for mine, view in pairs)
 
 
-class _Earlier:
-    """Finds unchanged buffers in an earlier pickle."""
-
-    def __init__(self, pickled: SharedPickle | None) -> None:
-        self._pickled = pickled
-        self._memories = _Mapped(mmap.MAP_PRIVATE)
-        known = () if pickled is None else zip(pickled.addresses, pickled.buffers, strict=True)
-        self._known = {(address, region.size): region for address, region in known}
-
-    def find(self, address: int, view: memoryview) -> _Region | None:
-        region = self._known.get((address, view.nbytes))
-        return region if region is not None and self._holds(region, view) else None
-
-    def has(self, pickled: bytes) -> bool:
-        assert self._pickled is not None
-        earlier = self._pickled.pickled
-        if isinstance(earlier, bytes):
-            return earlier == pickled
-        return earlier.size == len(pickled) and self._holds(earlier, memoryview(pickled))
-
-    def _holds(self, region: _Region, view: memoryview) -> bool:
-        return _memcmp(address_of(self._memories.view(region)), address_of(view), region.size) == 0  # type: ignore[no-any-return]
-
-
-def _in_new_memory(views: Sequence[memoryview]) -> list[_Region]:
-    """Copy buffers into new shared memory, and seal it against writing."""
+def _in_new_memory(views: Sequence[memoryview]) -> tuple[Descriptor | None, tuple[tuple[int, int], ...]]:
+    """Copy buffers into new shared memory, and seal it against writing; also returns where each lies."""
     if not views:
-        return []
+        return None, ()
     memory = _shared_memory()
-    regions, end = [], 0
+    extents, end = [], 0
     for view in views:
-        regions.append(_Region(memory, end, view.nbytes))
-        _write_all(memory.number, view, end)
+        extents.append((end, view.nbytes))
+        rest, offset = view, end
+        while rest:
+            written = os.pwrite(memory.number, rest, offset)
+            rest, offset = rest[written:], offset + written
         end += aligned(view.nbytes)
     if hasattr(os, "memfd_create"):
         fcntl.fcntl(memory.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
-    return regions
+    return memory, tuple(extents)
 
 
 def _shared_memory() -> Descriptor:
@@ -190,12 +154,6 @@ def _shared_memory() -> Descriptor:
         return Descriptor(os.memfd_create("headrace-functions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     with tempfile.TemporaryFile() as file:  # macOS
         return Descriptor.duplicate(file.fileno())
-
-
-def _write_all(number: int, view: memoryview, offset: int) -> None:
-    while view:
-        written = os.pwrite(number, view, offset)
-        view, offset = view[written:], offset + written
 
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -240,8 +198,12 @@ def dump_shared(obj: object, buffer_callback: Callable[[PickleBuffer], object], 
     Raises:
         Exception: `obj` cannot be pickled.
     """
-    with _spawning(_Spawning()):
+    before = context.get_spawning_popen()
+    context.set_spawning_popen(_Spawning())  # type: ignore[arg-type]
+    try:
         return dump_parts(obj, buffer_callback, descriptors, pickler=SharingPickler)
+    finally:
+        context.set_spawning_popen(before)
 
 
 def why_not_picklable(obj: object) -> str | None:
@@ -283,29 +245,3 @@ class _DuplicatedDescriptor:
 
     def detach(self) -> int:
         return os.dup(self._descriptor.number)
-
-
-@contextmanager
-def _spawning(popen: _Spawning) -> Iterator[None]:
-    before = context.get_spawning_popen()
-    context.set_spawning_popen(popen)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        context.set_spawning_popen(before)
-
-
-def tracker() -> Descriptor | None:
-    """The descriptor of the resource tracker, which unlinks named shared memory at exit; None if there is none yet."""
-    number = getattr(resource_tracker._resource_tracker, "_fd", None)
-    return None if number is None else Descriptor.duplicate(number)
-
-
-def adopt_tracker(descriptor: Descriptor) -> None:
-    """Use another process's tracker, as a child of `multiprocessing` does.
-
-    A tracker of this process's own would unlink shared memory of the other's when this process ends.
-    """
-    mine = resource_tracker._resource_tracker
-    if getattr(mine, "_fd", None) is None:
-        mine._fd = os.dup(descriptor.number)  # type: ignore[attr-defined]

@@ -7,22 +7,20 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Generic, Protocol, TextIO, TypeVar
 
 from headrace._core.ranks.rankinfo import own_rank
 from headrace.errors import UnknownRankError
-from headrace.telemetry.counters import Counters, counters_of
+from headrace.telemetry.counters import counters_of
 from headrace.telemetry.formatting import rate, share
 from headrace.telemetry.report import make_report
 
 __all__ = ["Batches", "progress"]
 
 T_co = TypeVar("T_co", covariant=True)
-LIMIT_BATCHES = 256  # of which the limit is computed, in 5 ms
-LIMIT_SHARE = 500  # times what that takes, until it is computed again
-WINDOW = 20  # refreshes over which rate and waiting share are taken
+REPORTED = 256  # batches of which rate, waiting share and limit are computed, in 5 ms
+REPORT_SHARE = 500  # times what that takes, until they are computed again
 
 
 class Batches(Protocol[T_co]):
@@ -118,8 +116,7 @@ class _Line:
             monitor_interval = 0  # without tqdm's thread, which would outlive the iteration
 
         Bar.set_lock(threading.RLock())  # tqdm's own is of multiprocessing
-        self._loader = loader
-        self._counters: Counters = loader._control.counters
+        self._loader, self._control = loader, loader._control
         try:
             total = len(loader)
         except (TypeError, NotImplementedError):  # a stream
@@ -127,53 +124,49 @@ class _Line:
         shown = True
         with contextlib.suppress(UnknownRankError):  # which the loader raises, unless it has data_parallel=
             shown = own_rank().rank == 0
-        stream = file or sys.stderr
-        self._interval = interval or (0.5 if "ipykernel" in sys.modules or stream.isatty() else 30.0)
-        head = f"{name} epoch {loader._control.next_epoch - 1}".lstrip()
+        terminal = "ipykernel" in sys.modules or (file or sys.stderr).isatty()
         self._bar = Bar(
-            total=total, desc=head, unit="batch", file=file, mininterval=0, dynamic_ncols=True, disable=not shown
+            total=total,
+            desc=f"{name} epoch {self._control.next_epoch - 1}".lstrip(),
+            unit="batch",
+            file=file,
+            mininterval=interval or (0.5 if terminal else 30.0),
+            dynamic_ncols=True,
+            disable=not shown,
         )
-        self._marks = deque([self._mark()], WINDOW)
-        self._position: int | None = None
-        self._due = time.perf_counter() + self._interval
-        self._limit, self._limit_due = "", 0.0
-
-    def _mark(self) -> tuple[float, int, float]:
-        """The sums now: time, samples, seconds of waiting."""
-        stats = self._counters.snapshot()
-        return time.perf_counter(), stats.samples, stats.wait_seconds
+        self._begun = False
+        self._due = 0.0
 
     def on_batch(self) -> None:
-        """Draw the bar, if that is due."""
-        if time.perf_counter() >= self._due or self._position is None:
-            self._show()
-
-    def _show(self) -> None:
-        (record,) = self._counters.log.records(1) or (None,)
-        if record is None or self._bar.disable:
-            self._due = float("inf")
+        """Count a batch, and draw the bar if that is due."""
+        if self._bar.disable:
             return
-        position = record.number + 1
-        if self._position is None:  # the first batch, which a resumed epoch begins with in the middle
-            self._position = self._bar.n = self._bar.initial = self._bar.last_print_n = position - 1
-        before, after = self._marks[0], self._mark()
-        self._marks.append(after)
-        now, samples, waited = (new - old for new, old in zip(after, before, strict=True))
-        if after[0] >= self._limit_due:
-            report = make_report(self._counters.log.records(LIMIT_BATCHES), self._loader._control.setup(self._loader))
-            change = ", ".join(f"{name}={value!r}" for name, value in report.change.items())
-            self._limit = f", limit: {report.limit}" + (f", try {change}" if change else "")
-            self._limit_due = after[0] + max(1.0, LIMIT_SHARE * (time.perf_counter() - after[0]))
-        said = f"{rate(samples / max(now, 1e-9))} samples/s, waiting {share(min(1.0, waited / max(now, 1e-9)))}"
-        self._bar.set_postfix_str(said + self._limit, refresh=False)
+        if time.perf_counter() >= self._due:
+            self._bar.n = max(self._bar.n, self._describe() - 1)
+            if not self._begun:  # a resumed epoch begins in the middle
+                self._bar.initial = self._bar.last_print_n = self._bar.n
+                self._begun = True
         with contextlib.suppress(OSError, ValueError):  # the file was closed: training goes on
-            self._bar.update(max(0, position - self._bar.n))
-        self._due = time.perf_counter() + self._interval
+            self._bar.update()
+
+    def _describe(self) -> int:
+        """Compute what stands after the bar; returns the position after the last batch, failed ones included."""
+        began = time.perf_counter()
+        records = self._control.counters.log.records(REPORTED)
+        report = make_report(records, self._control.setup(self._loader))
+        said = f"{rate(report.samples / max(report.seconds, 1e-9))} samples/s, waiting {share(report.wait_share)}"
+        change = ", ".join(f"{name}={value!r}" for name, value in report.change.items())
+        limit = f", limit: {report.limit}" + (f", try {change}" if change else "")
+        self._bar.set_postfix_str(said + limit, refresh=False)
+        now = time.perf_counter()
+        self._due = now + max(1.0, REPORT_SHARE * (now - began))
+        position: int = records[-1].number + 1
+        return position
 
     def close(self) -> None:
         """Draw the bar for the last time; any number of times."""
         if not self._bar.disable:
-            self._limit_due = 0.0
-            self._show()
             with contextlib.suppress(OSError, ValueError):
+                if self._begun:
+                    self._bar.n = max(self._bar.n, self._describe())
                 self._bar.close()

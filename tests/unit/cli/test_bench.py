@@ -152,13 +152,6 @@ def test_plot_that_cannot_be_written_is_reported_before_the_measurement(server, 
     assert "headrace[plot]" in err
 
 
-@pytest.mark.parametrize("argument", ["--seconds=1", "--objects=0"])
-def test_invalid_arguments_end_with_status_2(argument, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "s3://bucket", argument])
-    assert ended.value.code == 2
-
-
 def test_ctrl_c_prints_the_results_so_far(server):
     terminal, inner = pty.openpty()
     command = [sys.executable, "-m", "headrace", "bench", *arguments_for(server)]

@@ -1,7 +1,6 @@
 """A loop in its own thread: calls, death, closing, forks."""
 
 import asyncio
-import contextvars
 import gc
 import os
 import signal
@@ -38,16 +37,6 @@ def test_run_on_its_own_thread_is_refused(loop):
     with pytest.raises(DeadlockError, match="itself"):
         loop.run(outer())
     assert not loop.is_current
-
-
-def test_context_variables_of_the_caller_are_not_inherited(loop):
-    variable = contextvars.ContextVar("variable", default="unset")
-    variable.set("the caller's")
-
-    async def read():
-        return variable.get()
-
-    assert loop.run(read()) == "unset"
 
 
 def test_close_cancels_tasks_and_ends_the_thread():
@@ -105,16 +94,6 @@ def test_unreferenced_task_is_not_collected():
     assert not ended.is_set()
     assert loop.close(1.0) is None
     assert ended.is_set()
-
-
-def test_close_from_its_own_thread_does_not_wait():
-    loop = LoopThread("headrace-test")
-
-    async def close():
-        return loop.close(1.0)
-
-    assert loop.run(close()) is None
-    assert loop.close(1.0) is None
 
 
 def test_close_reports_user_code_that_blocks():

@@ -82,20 +82,6 @@ def test_resources_close_in_reverse_order_of_opening_when_asyncio_run_ends(log):
     assert log.order == [("open", "inner"), ("close", "on inner"), ("close", "inner")]
 
 
-async def test_close_resources_closes_in_reverse_order(log):
-    for name in "abc":
-        await log.resource(name)()
-    gc.collect()
-    await asyncio.sleep(0)
-    resources = [log.resource(name) for name in "xyz"]
-    for resource in resources:
-        await resource()
-    log.events.clear()
-    await close_resources(1.0)
-    assert log.order == [("close", "z"), ("close", "y"), ("close", "x")]
-    assert await resources[0]() == "x", "it is opened again"
-
-
 async def test_resource_opened_while_another_failed_is_closed(log):
     failed = asyncio.Event()
 
@@ -233,21 +219,6 @@ class Closable:
 
     async def aclose(self):
         self.closed = True
-
-
-async def test_without_close_aclose_is_called():
-    resource = per_loop(Closable)
-    made = await resource()
-    await close_resources(1.0)
-    assert made.closed
-
-
-async def test_close_takes_precedence_over_exiting_a_context_manager(log):
-    closed = []
-    resource = per_loop(contextlib.AsyncExitStack, close=closed.append)
-    made = await resource()
-    await close_resources(1.0)
-    assert closed == [made]
 
 
 async def test_copy_opens_its_own():

@@ -1,7 +1,6 @@
 """`hr.headspace`: steps on batches of the loader, and on batches that are kept."""
 
 import asyncio
-import threading
 
 import pytest
 import torch
@@ -53,19 +52,6 @@ def test_loader_is_left_as_it_was():
         assert loader.report() == report
         assert [batch["number"].tolist() for batch in batches] == first[1:]
         assert loader.stats().epochs == 2
-
-
-def test_generator_of_the_loader_is_left_as_it_was():
-    generator = torch.Generator().manual_seed(5)
-    before = generator.get_state()
-    hr.headspace(hr.DataLoader(Numbers(), 4, shuffle=True, generator=generator), lambda batch: None, 2)
-    assert torch.equal(generator.get_state(), before)
-
-
-def test_nothing_of_the_loader_s_copy_runs_on():
-    threads = set(threading.enumerate())
-    hr.headspace(hr.DataLoader(Numbers(), 4), lambda batch: None, 2)
-    assert not [thread for thread in set(threading.enumerate()) - threads if "watchdog" not in thread.name]
 
 
 def test_step_may_take_its_batch_apart_and_is_given_whole_ones():

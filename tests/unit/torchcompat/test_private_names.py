@@ -105,16 +105,6 @@ def test_numpy_is_seeded_as_in_torchs_workers():
     assert drawn == np.random.RandomState(private.numpy_seed(base, 0)).rand()
 
 
-def test_deterministic_algorithms_are_set_without_the_public_function():
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        private.set_deterministic_algorithms(True, warn_only=True)
-        assert torch.are_deterministic_algorithms_enabled()
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        private.set_deterministic_algorithms(before[0], warn_only=before[1])
-
-
 def test_storage_is_shared_by_a_file_and_opened_again():
     tensor = torch.arange(8)
     arguments = private.share_by_file(tensor.untyped_storage())

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import trustme
+from botocore.exceptions import ProfileNotFound
 
 import headrace as hr
 from headrace._core.retry_policy import RetryPolicy
@@ -205,7 +206,7 @@ def test_credential_provider_is_an_option(recorder):
 def test_missing_profile_is_an_error_with_its_name(monkeypatch, tmp_path):
     write_profiles(tmp_path)
     monkeypatch.setenv("AWS_PROFILE", "missing")
-    with pytest.raises(ValueError, match="missing") as refused:
+    with pytest.raises(ProfileNotFound, match="missing") as refused:
         ObjectDataset("s3://photos", keys=["a"])[0]
     assert "canary" not in str(refused.value)
 
@@ -385,7 +386,6 @@ def test_empty_url_is_refused():
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("s3:/bucket/a.tar", "two slashes"),
         ("minio://bucket/a.tar", "minio://"),
     ],
 )

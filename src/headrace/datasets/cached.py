@@ -1,4 +1,4 @@
-"""Datasets over stores with their bytes cached on a local disk, so that later epochs make no request."""
+"""Datasets whose samples are bytes of a store, and the same with these bytes cached on a local disk."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from headrace._core.shards.discovery import Shard
 from headrace._core.store.disk_cache import DiskCache
 from headrace._core.store.ranges import Ranges, read_ranges
 from headrace._core.streams.kinds import Capabilities, ReadRange, Views, capabilities, propagate_epoch, sample_key
 from headrace._core.streams.map_style import AsyncDataset, RangedDataset
 from headrace.errors import ShardError
 
-__all__ = ["Cacheable", "CachedDataset", "CachedRanges", "Extent"]
+__all__ = ["ByteRange", "Cacheable", "CachedDataset", "CachedRanges", "Extent", "RangedShards"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -195,25 +196,22 @@ class CachedDataset(AsyncDataset[T_co]):
 class CachedRanges(CachedDataset[T_co]):
     """A `RangedDataset` whose bytes are cached on disk; missing ranges are read by joined requests."""
 
-    dataset: Any  # a RangedDataset
+    dataset: RangedShards[T_co]
 
     def _capabilities(self) -> Capabilities:
         return Capabilities(aget=True, agets=True, ranges=True, cached_reads=True, set_epoch=True, sample_key=True)
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The dataset's byte ranges."""
-        ranges: Ranges = self.dataset.ranges(indices)
-        return ranges
+        return self.dataset.ranges(indices)
 
     async def read_range(self, number: int, start: int, stop: int, *, index: object = None) -> memoryview:
         """Read from the dataset's store, not from the cache."""
-        data: memoryview = await self.dataset.read_range(number, start, stop, index=index)
-        return data
+        return await self.dataset.read_range(number, start, stop, index=index)
 
     def sample_of(self, index: int, data: memoryview) -> T_co:
         """Make the sample at `index` of its bytes."""
-        sample: T_co = self.dataset.sample_of(index, data)
-        return sample
+        return self.dataset.sample_of(index, data)
 
     def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> object:
         """Make the samples of a batch of their bytes."""
@@ -253,3 +251,52 @@ class CachedRanges(CachedDataset[T_co]):
             with contextlib.suppress(Exception):  # as above
                 return self.sample_of(index, view)
         return await self.aget(index)
+
+
+class ByteRange(NamedTuple):
+    """The bytes of a sample.
+
+    Attributes:
+        shard: number of the shard.
+        start: first byte.
+        stop: one past the last byte.
+    """
+
+    shard: int
+    start: int
+    stop: int
+
+
+class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
+    """Map-style dataset whose samples are byte ranges of shards: define `ranges` and `sample_of`.
+
+    Args:
+        shards: the shards, with size and version.
+        counts: number of samples in each shard.
+    """
+
+    def __init__(self, shards: Sequence[Shard], counts: Sequence[int]) -> None:
+        self._shards = tuple(shards)
+        self._ends = np.cumsum(counts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def range(self, index: int) -> ByteRange:
+        """The bytes of the sample at `index`; raises `IndexError` if there is none."""
+        return ByteRange(*(int(column[0]) for column in self.ranges([index])))
+
+    def extent(self, index: int) -> Extent:
+        """The bytes of the sample at `index`, for a cache; raises `IndexError` if there is none."""
+        number, start, stop = self.range(index)
+        shard = self._shards[number]
+        version = None if shard.head is None else shard.head.version
+        return Extent(shard.store.store_id, shard.key, version, start, stop - start)
+
+    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+        """Read bytes of the shard with that number.
+
+        Raises:
+            StoreError: the request failed, or the shard has changed since the dataset was made.
+        """
+        return await self._shards[number].read(start, stop, index=index)

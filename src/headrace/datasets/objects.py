@@ -7,8 +7,6 @@ import os
 from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple, Self, SupportsIndex
 
-import anyio.to_thread
-
 from headrace._core.store.catalog import UNKNOWN, Catalog, Labels, StringArray, align_labels
 from headrace._core.store.head import check_form
 from headrace._core.store.listing import list_objects
@@ -63,7 +61,8 @@ class ObjectDataset(Cacheable[ObjectSample]):
     Empty objects that stand for a folder, as S3's console makes them, are left out: an empty object `a` is taken for
     one if there are others whose keys begin with `a/`.
 
-    Making one waits for the listing; in an async program use ``await ObjectDataset.open(...)`` in its place.
+    Making one waits for the listing; in an async program make it in a thread, as ``await
+    asyncio.to_thread(ObjectDataset, ...)``.
 
     Args:
         store: where the objects are: a URL (``s3://bucket/prefix``, ``gs://``, ``az://``, ``http(s)://``,
@@ -106,44 +105,20 @@ class ObjectDataset(Cacheable[ObjectSample]):
         checksums: Labels = None,
         listing_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        file = self._configure(store, keys, suffix, listing_file)
+        if isinstance(keys, str):
+            raise TypeError("keys= must be a sequence of keys, not one str")
+        if keys is not None and (suffix is not None or listing_file is not None):
+            raise ValueError("suffix= and listing_file= are about a listing, and with keys= nothing is listed")
+        if keys is not None and len(keys) == 0:
+            raise ValueError("keys= is empty: a dataset needs at least one key")
+        self._client = as_store(store)._client
+        file = None if listing_file is None else ListingFile(listing_file, self._client.url, suffix)
         catalog = Catalog(StringArray(keys)) if keys is not None else file.read() if file is not None else None
         if catalog is None:
             catalog = background_loop().run(list_objects(self._client, suffix))
             if file is not None:
                 file.write(catalog)
         self._hold(catalog, labels, checksums)
-
-    @classmethod
-    async def open(
-        cls,
-        store: StoreLike,
-        *,
-        keys: Sequence[str] | None = None,
-        suffix: str | tuple[str, ...] | None = None,
-        labels: Labels = None,
-        checksums: Labels = None,
-        listing_file: str | os.PathLike[str] | None = None,
-    ) -> Self:
-        """Make a dataset without blocking the caller's loop, be it asyncio, uvloop or trio.
-
-        Cancelling it ends the listing. Arguments and errors are those of the class.
-        """
-        dataset = cls.__new__(cls)
-        file = dataset._configure(store, keys, suffix, listing_file)
-        catalog = None if keys is None else Catalog(StringArray(keys))
-        if file is not None:
-            catalog = await anyio.to_thread.run_sync(file.read, abandon_on_cancel=True)
-        if catalog is None:
-            listing = background_loop().start(list_objects(dataset._client, suffix))
-            try:
-                catalog = await anyio.to_thread.run_sync(listing.result, abandon_on_cancel=True)
-            finally:
-                listing.cancel()
-            if file is not None:
-                await anyio.to_thread.run_sync(file.write, catalog)
-        dataset._hold(catalog, labels, checksums)
-        return dataset
 
     @classmethod
     def from_table(
@@ -191,23 +166,6 @@ class ObjectDataset(Cacheable[ObjectSample]):
         catalog = read_table(table, opened, key=key, label=label, size=size, etag=etag, checksum=checksum)
         dataset._hold(catalog, None, None)
         return dataset
-
-    def _configure(
-        self,
-        store: StoreLike,
-        keys: Sequence[str] | None,
-        suffix: str | tuple[str, ...] | None,
-        listing_file: str | os.PathLike[str] | None,
-    ) -> ListingFile | None:
-        """Check the arguments, and hold the store."""
-        if isinstance(keys, str):
-            raise TypeError("keys= must be a sequence of keys, not one str")
-        if keys is not None and (suffix is not None or listing_file is not None):
-            raise ValueError("suffix= and listing_file= are about a listing, and with keys= nothing is listed")
-        if keys is not None and len(keys) == 0:
-            raise ValueError("keys= is empty: a dataset needs at least one key")
-        self._client = as_store(store)._client
-        return None if listing_file is None else ListingFile(listing_file, self._client.url, suffix)
 
     def _hold(self, catalog: Catalog, labels: Labels, checksums: Labels) -> None:
         self._keys, self._sizes, self._etags = catalog.keys, catalog.sizes, catalog.etags

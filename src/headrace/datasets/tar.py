@@ -18,7 +18,7 @@ from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import positions
-from headrace.datasets.ranged_shards import RangedShards
+from headrace.datasets.cached import RangedShards
 from headrace.errors import ShardError
 
 __all__ = ["IndexedTarDataset", "TarDataset"]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Literal
 
-import anyio.to_thread
 import numpy as np
 import torch
 
@@ -19,7 +17,7 @@ from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import positions
-from headrace.datasets.ranged_shards import RangedShards
+from headrace.datasets.cached import RangedShards
 from headrace.errors import ShardError
 
 __all__ = ["TokenDataset"]
@@ -51,8 +49,8 @@ class TokenDataset(RangedShards[torch.Tensor]):
     many shards hardly any are: then draw from a few shards at a time (`headrace.BlockShuffleSampler`), with a
     look-ahead (`prefetch_factor`) of thousands of windows.
 
-    The constructor requests the size of each shard, and the header of ``.npy`` shards; in an async program use ``await
-    TokenDataset.open(...)``.
+    The constructor requests the size of each shard, and the header of ``.npy`` shards; in an async program call it in a
+    thread, as ``await asyncio.to_thread(TokenDataset, ...)``.
 
     Args:
         shards: URLs or paths, as for `TarDataset`: one-dimensional ``.npy``, or raw little-endian integers, ``.bin``,
@@ -106,12 +104,6 @@ class TokenDataset(RangedShards[torch.Tensor]):
         self._dtypes = tuple(file.dtype for file in files)
         self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], dtype=np.int64)
         self._dtype = self._dtypes[0] if len(set(self._dtypes)) == 1 else None
-
-    @classmethod
-    async def open(cls, shards: Shards, **options: Any) -> Self:
-        """Construct without blocking the caller's loop; arguments and errors are those of the class."""
-        make = functools.partial(cls, shards, **options)
-        return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} windows of {self._seq_len})"

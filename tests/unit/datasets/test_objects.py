@@ -12,7 +12,6 @@ import cloudpickle
 import numpy as np
 import obstore
 import pytest
-import trio
 from obstore.store import LocalStore, MemoryStore
 from torch.utils.data import DataLoader
 
@@ -114,36 +113,6 @@ def test_labels_that_do_not_fit_are_refused(server):
 
 
 # In async programs, and in other processes
-
-
-async def test_open_lists_without_blocking_the_callers_loop(server):
-    server.latency = 0.1
-    opening = asyncio.ensure_future(ObjectDataset.open(Store(server.url + "/train", options=server.store_options)))
-    turns = 0
-    while not opening.done():
-        turns += 1
-        await asyncio.sleep(0)
-    assert turns > 10
-    assert tuple((await opening).keys) == KEYS
-
-
-def test_open_works_under_trio(server):
-    async def main():
-        return await ObjectDataset.open(Store(server.url + "/train", options=server.store_options))
-
-    assert len(trio.run(main)) == 5
-
-
-async def test_cancelling_open_ends_the_listing(silent):
-    listening, endpoint = silent
-    opening = asyncio.ensure_future(ObjectDataset.open(Store("s3://b", options=to_nowhere(endpoint))))
-    connection, _ = await asyncio.to_thread(listening.accept)
-    opening.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await opening
-    with connection:  # the request's bytes, then the end: the client hung up
-        while await asyncio.to_thread(connection.recv, 4096):
-            pass
 
 
 @pytest.mark.counts

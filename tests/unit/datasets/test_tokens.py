@@ -180,13 +180,6 @@ def test_changed_shard_raises_a_plain_error(server):
         dataset.__getitems__([0, 1, 100])
 
 
-async def test_open_does_not_block_the_loop(server):
-    dataset = await hr.TokenDataset.open(
-        f"{server.url}/a", seq_len=10, store=hr.Store(server.url, options=server.store_options)
-    )
-    assert (await dataset.aget(0)).shape == (10,)
-
-
 @pytest.mark.counts
 async def test_neighbouring_windows_are_one_request_per_shard_in_requested_order(server):
     dataset = opened(server, "a", seq_len=10)

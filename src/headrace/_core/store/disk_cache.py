@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import math
 import os
 import re
@@ -50,7 +49,6 @@ PER_CACHE = 16  # segments of a full cache: the oldest is evicted whole
 SLACK = 8  # this part of `max_bytes` is left for what other processes append between two scans
 REFRESH_SHARE = 20  # looking for entries of other processes takes at most this part of the time
 WRITE_PAUSE = 30.0  # seconds without an attempt to write after the disk was found full or read-only
-TRANSIENT_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ESTALE})
 _MOST_VECTORS = 1024  # Linux's IOV_MAX
 
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO must not block
@@ -253,8 +251,6 @@ class DiskCache:
         try:
             self.counts().cache_evicted += await run_blocking(self._append, names, views)
         except OSError as error:
-            if error.errno in TRANSIENT_ERRNOS:
-                return
             self._paused_until = time.monotonic() + WRITE_PAUSE
             if not self._warned:
                 self._warned = True

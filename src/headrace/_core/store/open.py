@@ -60,7 +60,7 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
         timeout: seconds without a byte after which a request has failed, however long it takes in all.
 
     Raises:
-        ValueError: the URL or the options are not ones that obstore understands, or there is no such profile.
+        ValueError: the URL or the options are not ones that obstore understands.
         MissingExtraError: credentials are those of an AWS profile, and boto3 is not installed.
         ObjectNotFoundError: the directory of a ``file://`` URL does not exist.
     """
@@ -113,15 +113,11 @@ def _profile_provider(profile: str) -> object:
     """Obstore's credential provider for an AWS profile, which boto3 reads (``~/.aws``, SSO, roles)."""
     try:
         import boto3.session
-        import botocore.exceptions
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
         what = f"reading the AWS profile {profile!r} (AWS_PROFILE, or the option profile=)"
         raise MissingExtraError(what=what, package=error.name or "boto3", extra="aws") from None
-    try:
-        return Boto3CredentialProvider(boto3.session.Session(profile_name=profile))
-    except (botocore.exceptions.BotoCoreError, ValueError) as error:
-        raise ValueError(f"the AWS profile {profile!r} cannot be used: {error}") from None
+    return Boto3CredentialProvider(boto3.session.Session(profile_name=profile))
 
 
 def store_id(url: str, options: Mapping[str, object], store: ObjectStore | None) -> str | None:

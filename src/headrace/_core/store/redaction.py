@@ -15,7 +15,6 @@ _SECRET_NAME = re.compile(
     r"key|token|secret|passw|credential|sas|signature|auth|cookie|header|client_id|service_account",
     re.IGNORECASE,
 )
-_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/(?!/)")  # of two letters or more: C:/data is a path
 _TOO_COMMON = frozenset({"true", "false", "none", "null"})
 _MASK = "***"
 
@@ -24,7 +23,7 @@ def url_of(place: str | os.PathLike[str]) -> str:
     """A URL unchanged; a local path as an absolute ``file://`` URL.
 
     Raises:
-        ValueError: it is empty, or a URL that lacks a slash.
+        ValueError: it is empty.
 
     Example:
         >>> url_of("s3://bucket/train"), url_of("/data/my photos")
@@ -38,11 +37,9 @@ def url_of(place: str | os.PathLike[str]) -> str:
 
 
 def check_path(path: str) -> None:
-    """Raise `ValueError` for a path that is empty, or was meant to be a URL, such as ``s3:/bucket``."""
+    """Raise `ValueError` for an empty path, which would be the current directory."""
     if not path:
         raise ValueError("the URL, or path, is empty")
-    if _ONE_SLASH.match(path):
-        raise ValueError(f"{path.partition('?')[0]!r} is neither a URL, which has two slashes, nor a path")
 
 
 def path_of(url: str) -> str | None:

@@ -44,7 +44,7 @@ def test_jitter_is_full_and_bounded(attempt, drawn):
 def test_the_deadline_ends_it_and_progress_extends_it():
     clock = Clock()
     tries = Tries(RetryPolicy(max_attempts=100, deadline=10.0, initial_backoff=0.0), clock=clock)
-    part = tries.sibling()
+    part = tries.sibling("reading a part")
     clock.now += 9.0
     assert failed(tries, Cause.CUT) is not None
     part.progress()

@@ -34,22 +34,39 @@ _dice = random.Random()
 
 
 class Tries:
-    """The attempts at one read, and its deadline."""
+    """The attempts at one request, what it is about, and its deadline.
+
+    Attributes:
+        policy: how it is retried.
+        doing: the operation, for errors, e.g. ``"reading the footer of 'a.parquet'"``.
+        key: the object it is about, for errors.
+        index: the sample it is about, for errors.
+        attempts: the number of attempts that have failed.
+        renewed: whether the credentials were renewed for this request.
+    """
 
     def __init__(
-        self, policy: RetryPolicy, began: float | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        policy: RetryPolicy,
+        doing: str = "",
+        key: str | None = None,
+        index: object = None,
+        began: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.policy = policy
+        self.doing = doing
+        self.key = key
+        self.index = index
         self.attempts = 0
         self.renewed = False
-        """Whether the credentials were renewed for this read."""
         self._clock = clock
         self._began = clock() if began is None else began
         self._progressed = [self._began]
 
-    def sibling(self) -> Tries:
+    def sibling(self, doing: str) -> Tries:
         """The attempts at another part of the same object: another count, the same deadline."""
-        other = Tries(self.policy, self._began, self._clock)
+        other = Tries(self.policy, doing, self.key, self.index, self._began, self._clock)
         other._progressed = self._progressed
         return other
 

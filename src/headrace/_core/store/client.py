@@ -177,18 +177,14 @@ class StoreClient:
         """The counters of the running loader, or of this store outside of one."""
         return session_stats.get(self._own_stats)
 
-    def tries(self, began: float | None = None) -> Tries:
-        """A count of attempts, by the loader's retry policy or else this store's."""
-        return Tries(self.stats.retry or self._retry, began)
+    def tries(self, doing: str, key: str | None = None, index: object = None, began: float | None = None) -> Tries:
+        """A count of attempts, by the loader's retry policy or else this store's; for the arguments see `Tries`."""
+        return Tries(self.stats.retry or self._retry, doing, key, index, began)
 
     async def attempt(
         self,
         request: Callable[[ObjectStore], Awaitable[T | RequestFailure]],
-        *,
-        doing: str,
-        key: str | None = None,
-        index: object = None,
-        tries: Tries | None = None,
+        tries: Tries,
         failure: RequestFailure | None = None,
         error: BaseException | None = None,
     ) -> T:
@@ -196,9 +192,6 @@ class StoreClient:
 
         Args:
             request: makes it; may be called several times. Returns the result, or a `RequestFailure`.
-            doing: the operation, for errors, e.g. ``"reading the footer of 'a.parquet'"``.
-            key: the object it is about, for errors.
-            index: the sample it is about, for errors.
             tries: the attempts that were made.
             failure: the failure of a first attempt that the caller has made.
             error: the exception of that attempt, if there was one.
@@ -206,13 +199,12 @@ class StoreClient:
         Raises:
             StoreError: the store refused or failed, on every attempt; a class of its own for many causes.
         """
-        tries = tries or self.tries()
         stats = self.stats
         if failure is None:
             await self._gate.wait_open(tries)
         while True:
             if failure is not None:
-                await self.retry_or_raise(failure, error, tries, doing, key, index)
+                await self.retry_or_raise(failure, error, tries)
             stats.requests += 1
             error = None
             try:
@@ -226,15 +218,7 @@ class StoreClient:
                     return answer
                 failure = answer
 
-    async def retry_or_raise(
-        self,
-        failure: RequestFailure,
-        error: BaseException | None,
-        tries: Tries,
-        doing: str,
-        key: str | None = None,
-        index: object = None,
-    ) -> None:
+    async def retry_or_raise(self, failure: RequestFailure, error: BaseException | None, tries: Tries) -> None:
         """Wait until a failed request may be made again, or raise its error; arguments are those of `attempt`."""
         tries.attempts += 1
         stats = self.stats
@@ -255,24 +239,15 @@ class StoreClient:
             if seconds := await ask_retry_after(error):
                 self._gate.hold_back(seconds)
         if not again or not await self._gate.may_try_again(failure, tries):
-            raise self._error(failure, error, doing, key, index, tries)
+            raise self._error(failure, error, tries)
         stats.retries += 1
 
-    def _error(
-        self,
-        failure: RequestFailure,
-        error: BaseException | None,
-        doing: str,
-        key: str | None,
-        index: object,
-        tries: Tries,
-    ) -> StoreError:
+    def _error(self, failure: RequestFailure, error: BaseException | None, tries: Tries) -> StoreError:
         """The exception for the last failure of a request."""
-        secrets, url = secrets_in(self._options), redact_url(self.url)
-        failure = replace(failure, detail=redact_text(failure.detail, secrets))
+        secrets, url, key, index = secrets_in(self._options), redact_url(self.url), tries.key, tries.index
         kind, message = explain(
-            failure,
-            doing if index is None else f"{doing} (index {index})",
+            replace(failure, detail=redact_text(failure.detail, secrets)),
+            tries.doing if index is None else f"{tries.doing} (index {index})",
             None if error is None else describe_error(error, secrets),
             url,
             connection_hint(self.url, self._options) if self.backend is None else "",
@@ -324,12 +299,13 @@ class StoreClient:
             return self._read_parts(wanted)
         return self._read(wanted, None)
 
-    async def _read(self, wanted: _Range, tries: Tries | None) -> memoryview:
+    async def _read(self, wanted: _Range, whole: Tries | None) -> memoryview:
+        """Read a range by one request; `whole` has the deadline of the object of which it is a part."""
         store = self._store
         if store is None or forked_from is not None:
             store = self.store
         if self._gate.not_before:
-            await self._gate.wait_open(tries or self.tries())
+            await self._gate.wait_open(whole or self.tries(""))
         stats = session_stats.get(self._own_stats)
         stats.requests += 1
         began = time.monotonic()
@@ -349,21 +325,17 @@ class StoreClient:
         else:
             if not isinstance(answer, RequestFailure):
                 self._gate.successes += 1
-                if tries is not None:
-                    tries.progress()
+                if whole is not None:
+                    whole.progress()
                 return answer[0]
             failure = answer
         ignored = failure.cause is Cause.RANGE_IGNORED
-        complete = start == 0 and stop == size
-        data, _ = await self.attempt(
-            partial(self._get, wanted, False, ignored, False),
-            doing=f"reading object {key!r}" if complete else f"reading bytes {start} to {stop} of {key!r}",
-            key=key,
-            index=index,
-            tries=tries or self.tries(began),
-            failure=None if ignored else failure,
-            error=error,
+        doing = (
+            f"reading object {key!r}" if (start, stop) == (0, size) else f"reading bytes {start} to {stop} of {key!r}"
         )
+        tries = self.tries(doing, key, index, began) if whole is None else whole.sibling(doing)
+        again = partial(self._get, wanted, False, ignored, False)
+        data, _ = await self.attempt(again, tries, None if ignored else failure, error)
         return data
 
     async def _get(
@@ -442,7 +414,7 @@ class StoreClient:
     async def _read_parts(self, wanted: _Range, first: memoryview | None = None) -> memoryview:
         """Read a long range in parallel parts: one connection rarely saturates a network. `first` is its start."""
         key, start, stop, index, size, etag, modified, checksum = wanted
-        tries = self.tries()
+        tries = self.tries(f"reading object {key!r}", key, index)
         if first is None and (size is None or (etag or modified) is None):  # what all parts must share is asked for
             found = await self.head(key, index=index)
             size, etag, modified = size or found.size, etag or found.etag, modified or found.modified
@@ -455,14 +427,14 @@ class StoreClient:
             for offset in offsets:
                 end = min(offset + PART, stop)
                 part = _Range(key, offset, end, index, size, etag, modified, None)
-                view[offset - start : end - start] = await self._read(part, tries.sibling())
+                view[offset - start : end - start] = await self._read(part, tries)
 
         await run_all(fill() for _ in range(AT_ONCE))
         data = view.toreadonly()
         if checksum is None or matches(data, checksum):
             return data
         # It came complete, by many requests. As many again would most likely give the same damaged bytes.
-        raise self._error(RequestFailure(Cause.DAMAGED), None, f"reading object {key!r}", key, index, tries)
+        raise self._error(RequestFailure(Cause.DAMAGED), None, tries)
 
     async def read_all(
         self, key: str, *, index: object = None, etag: str | None = None, checksum: str | None = None
@@ -505,7 +477,7 @@ class StoreClient:
 
     async def _read_initial(self, wanted: _Range, doing: str) -> InitialRead:
         request = partial(self._get, wanted, self.stats.begin_timing(), False, True)
-        data, meta = await self.attempt(request, doing=doing, key=wanted.key, index=wanted.sample)
+        data, meta = await self.attempt(request, self.tries(doing, wanted.key, wanted.sample))
         return InitialRead(data, Head.of(wanted.key, meta))
 
     async def pages(
@@ -519,11 +491,11 @@ class StoreClient:
             StoreUnreachableError: no page came within the time-out, on every attempt.
             StoreError: the store refused or failed.
         """
-        tries = self.tries()
+        tries = self.tries("listing")
         last = after
         while True:
             self.stats.requests += 1
-            offset = last if self.traits.list_resumes else None
+            offset = last if self.traits.bucket else None
             pages = obstore.list(self.store, prefix, offset=offset, chunk_size=PAGE)
             error: BaseException | None = None
             while True:
@@ -544,17 +516,17 @@ class StoreClient:
                 if page:
                     last = page[-1]["path"]
                     yield page
-            await self.retry_or_raise(failure, error, tries, "listing")
+            await self.retry_or_raise(failure, error, tries)
 
     async def head(self, key: str, *, index: object = None) -> Head:
         """Request an object's size and version; `index` is the sample's, for errors; raises `StoreError`."""
-        doing = f"requesting the metadata of {key!r}"
-        meta = await self.attempt(lambda store: obstore.head_async(store, key), doing=doing, key=key, index=index)
+        tries = self.tries(f"requesting the metadata of {key!r}", key, index)
+        meta = await self.attempt(lambda store: obstore.head_async(store, key), tries)
         return Head.of(key, meta)
 
     async def put(self, key: str, data: bytes) -> None:
         """Store an object; raises `StoreError`."""
-        await self.attempt(lambda store: obstore.put_async(store, key, data), doing=f"writing {key!r}", key=key)
+        await self.attempt(lambda store: obstore.put_async(store, key, data), self.tries(f"writing {key!r}", key))
 
 
 def failure_of(error: BaseException) -> tuple[RequestFailure, BaseException]:

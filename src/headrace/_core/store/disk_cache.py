@@ -161,7 +161,7 @@ class DiskCache:
         self._segments: list[_Segment | None] = []
         self._numbers: dict[str, int] = {}
         self._table = _Table(np.empty(0, RECORD), bytearray())
-        self._recent: dict[bytes, tuple[_Entry, bytes]] = {}
+        self._recent: dict[bytes, _Entry] = {}
         self._writer: _Writer | None = None
         self._usage: int | None = None  # bytes of all files, at the last scan and by this process since
         self._until_scan = 0
@@ -266,7 +266,7 @@ class DiskCache:
         # The newest first. A merge replaces the table before it empties `_recent`, so that no entry is missed.
         recent = self._recent.get(name)
         if recent is not None:
-            return recent[0] if recent[0].states[0] != _DEAD else None
+            return recent if recent.states[0] != _DEAD else None
         if not name:
             return None
         low, high = _HALVES.unpack(name)
@@ -310,14 +310,17 @@ class DiskCache:
         records["segment"] = number
         return records
 
-    def _register(self, segment: _Segment) -> int:
-        self._numbers[segment.stem] = number = len(self._segments)
+    def _register(self, segment: _Segment) -> None:
+        self._numbers[segment.stem] = len(self._segments)
         self._segments.append(segment)
-        return number
 
     def _merge(self, records: Records) -> None:
         """Sort entries of other processes, and the recent ones, into the table."""
-        recent = [packed for entry, packed in self._recent.values() if entry.states[0] != _DEAD]
+        recent = [
+            _RECORD.pack(name, each.start, each.length, each.crc, self._numbers[each.segment.stem])
+            for name, each in self._recent.items()
+            if each.states[0] != _DEAD and each.segment.stem in self._numbers
+        ]
         alive = np.array([segment is not None for segment in self._segments], dtype=bool)
         old = alive[self._table.records["segment"]] & (np.frombuffer(self._table.states, np.uint8) != _DEAD)
         parts = [self._table.records[old], records, np.frombuffer(b"".join(recent), RECORD)]
@@ -343,9 +346,9 @@ class DiskCache:
             if writer is None or full or writer.is_unlinked():
                 secure_folder(self._folder)
                 writer = self._writer = _Writer(self._folder)
-                writer.number = self._register(writer.segment)
+                self._register(writer.segment)
             try:
-                packed = writer.append(new)
+                entries = writer.append(new)
             except BaseException:  # a new segment is begun the next time: this one's index may be torn
                 self._writer = None
                 writer.abandon()
@@ -353,9 +356,7 @@ class DiskCache:
             if self._usage is not None:
                 self._usage += nbytes
                 self._until_scan -= nbytes
-            for name, record in zip(new, packed, strict=True):
-                _, start, length, crc, _ = _RECORD.unpack(record)
-                self._recent[name] = _Entry(name, writer.segment, start, length, crc, bytearray(1), 0), record
+            self._recent.update(zip(new, entries, strict=True))
             if len(self._recent) > RECENT:
                 self._merge(np.empty(0, RECORD))
             return evicted
@@ -388,7 +389,7 @@ class DiskCache:
         for stem in stems & self._numbers.keys():
             self._segments[self._numbers.pop(stem)] = None
         if stems:
-            self._recent = {name: each for name, each in self._recent.items() if each[0].segment.stem not in stems}
+            self._recent = {name: each for name, each in self._recent.items() if each.segment.stem not in stems}
 
     def _files(self) -> list[tuple[str, int]]:
         """The stem and the size of each file of the cache."""
@@ -403,7 +404,7 @@ class DiskCache:
 
 
 def _read_group(entries: Sequence[_Entry]) -> list[memoryview | None]:
-    return [_read_entry(entry) for entry in entries]
+    return [*map(_read_entry, entries)]
 
 
 def _read_entry(entry: _Entry) -> memoryview | None:
@@ -430,17 +431,12 @@ class _Writer:
     Nothing is flushed to disk: what a power failure takes is detected by its checksum, and fetched again.
 
     Attributes:
-        stem: the name of its files.
         segment: it as readers know it.
-        number: of that.
         end: bytes of the data.
     """
 
-    number: int
-
     def __init__(self, folder: str) -> None:
-        self.stem = f"{time.time_ns():016x}-{os.getpid():x}-{os.urandom(4).hex()}"
-        self._path = os.path.join(folder, self.stem)
+        self._path = os.path.join(folder, f"{time.time_ns():016x}-{os.getpid():x}-{os.urandom(4).hex()}")
         self.end = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS
         self._data = os.open(f"{self._path}.data", flags, 0o600)
@@ -459,17 +455,19 @@ class _Writer:
         """Whether it was evicted, or the folder deleted."""
         return os.fstat(self._data).st_nlink == 0
 
-    def append(self, entries: Mapping[bytes, memoryview]) -> list[bytes]:
-        """Write entries, and then their records, which are returned; raises `OSError`."""
-        start, records = self.end, []
-        for name, view in entries.items():
-            records.append(_RECORD.pack(name, start, len(view), _checksum(name, start, view), self.number))
+    def append(self, new: Mapping[bytes, memoryview]) -> list[_Entry]:
+        """Write entries, and then their records; raises `OSError`."""
+        start, entries = self.end, []
+        for name, view in new.items():
+            crc = _checksum(name, start, view)
+            entries.append(_Entry(name, self.segment, start, len(view), crc, bytearray(1), 0))
             start += len(view)
-        _write_all(self._data, list(entries.values()))
-        _write_all(self._index, [memoryview(b"".join(records))])
+        records = b"".join(_RECORD.pack(each.name, each.start, each.length, each.crc, 0) for each in entries)
+        _write_all(self._data, list(new.values()))
+        _write_all(self._index, [memoryview(records)])
         self.end = start
-        self.segment.consumed += RECORD.itemsize * len(records)
-        return records
+        self.segment.consumed += len(records)
+        return entries
 
     def abandon(self) -> None:
         """Give the room of what was half written back to the disk."""

@@ -99,7 +99,20 @@ _CLASSES = (
     ((NotSupportedError,), Cause.RANGE_IGNORED),
     ((TimeoutError,), Cause.TIMED_OUT),
 )
-_PERMANENT_STATUS = frozenset({501, 505})
+_STATUSES = {
+    401: Cause.REFUSED,
+    403: Cause.REFUSED,
+    404: Cause.NOT_FOUND,
+    408: Cause.TIMED_OUT,
+    410: Cause.NOT_FOUND,
+    412: Cause.CHANGED,
+    416: Cause.CHANGED,
+    425: Cause.SERVER,
+    429: Cause.THROTTLED,
+    501: Cause.OTHER,
+    503: Cause.THROTTLED,
+    505: Cause.OTHER,
+}
 _CREDENTIALS = "Check the credentials in the store's options or the environment"
 # The class of the error, and the remedy; by default a `StoreError` without.
 _REPORTS: dict[Cause, tuple[type[StoreError], str]] = {
@@ -160,7 +173,7 @@ def classify_error(error: BaseException) -> RequestFailure:
             expired = cause is Cause.REFUSED and _EXPIRED.search(text)
             return RequestFailure(Cause.EXPIRED if expired else cause, status)
     if status is not None:
-        return RequestFailure(cause_of_status(status, text), status)
+        return RequestFailure(_status_cause(status, text), status)
     if "non-partial response" in text:
         return RequestFailure(Cause.RANGE_IGNORED)
     if "Requested " in text and ", got " in text:
@@ -175,23 +188,10 @@ def classify_error(error: BaseException) -> RequestFailure:
     return RequestFailure(Cause.OTHER)
 
 
-def cause_of_status(status: int, text: str = "") -> Cause:
-    """Classify an HTTP status, and the body of the answer."""
+def _status_cause(status: int, text: str) -> Cause:
     if status in (400, 401, 403) and _EXPIRED.search(text):
         return Cause.EXPIRED
-    if status in (429, 503):
-        return Cause.THROTTLED
-    if status == 408:
-        return Cause.TIMED_OUT
-    if status == 425 or (status >= 500 and status not in _PERMANENT_STATUS):
-        return Cause.SERVER
-    if status in (404, 410):
-        return Cause.NOT_FOUND
-    if status in (412, 416):
-        return Cause.CHANGED
-    if status in (401, 403):
-        return Cause.REFUSED
-    return Cause.OTHER
+    return _STATUSES.get(status, Cause.SERVER if status >= 500 else Cause.OTHER)
 
 
 def _transport_cause(text: str, dump: str) -> Cause:
@@ -246,7 +246,7 @@ def explain(
             "No credentials were given, and this machine has no service that gives them. Set them in the environment "
             "or in the store's options, or options={'skip_signature': True} for a public bucket"
         )
-        if traits_of(url).aws_profiles:
+        if traits_of(url).prefix == "aws_":
             remedy += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
     elif cause in (Cause.UNREACHABLE, Cause.UNRESOLVED):
         remedy += hint

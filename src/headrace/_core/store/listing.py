@@ -77,7 +77,7 @@ async def _list(client: StoreClient, prefix: str, take: Callable[[Sequence[Objec
     except StoreUnreachableError:
         raise
     except StoreError as error:
-        if client.traits.may_list:
+        if not client.traits.web_server:
             raise
         url = redact_url(client.url)
         message = (

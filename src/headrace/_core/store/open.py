@@ -65,7 +65,7 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
         ObjectNotFoundError: the directory of a ``file://`` URL does not exist.
     """
     traits = traits_of(url)
-    own = (ALLOW_REDIRECTS, PROFILE) if traits.aws_profiles else (ALLOW_REDIRECTS,)
+    own = (ALLOW_REDIRECTS, PROFILE) if traits.prefix == "aws_" else (ALLOW_REDIRECTS,)
     chosen = {name: value for name, value in options.items() if name not in own}
     if traits.remote:
         chosen = merged_options(url, chosen)
@@ -79,7 +79,7 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
         }
         chosen["retry_config"] = {"max_retries": 0, **nested_options(chosen, "retry_config")}
         profile = option(url, options, PROFILE)  # or AWS_PROFILE
-        if traits.aws_profiles and profile and (PROFILE in options or not settles_credentials(url, options)):
+        if traits.prefix == "aws_" and profile and (PROFILE in options or not settles_credentials(url, options)):
             chosen["credential_provider"] = _profile_provider(str(profile))
     try:
         # obstore would append another slash to one at the end of an HTTP URL.
@@ -103,7 +103,7 @@ def _kept_to_one_host(url: str, options: Mapping[str, object]) -> dict[str, obje
     is in use, redirects are followed.
     """
     host = urlsplit(endpoint_of(url, options) or "").hostname
-    single = traits_of(url).single_host or option(url, options, PROFILE) or settles_credentials(url, options)
+    single = traits_of(url).web_server or option(url, options, PROFILE) or settles_credentials(url, options)
     if host is None or not single or options.get(ALLOW_REDIRECTS) or proxy_for(url, options):
         return {}
     return {"proxy_url": f"http://{BLACKHOLE_PROXY}", "proxy_excludes": host}

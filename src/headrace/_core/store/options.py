@@ -52,18 +52,16 @@ class StoreTraits:
         schemes: the schemes of their URLs.
         backend: obstore's class for them, by which a ready store is recognised.
         remote: whether they are reached over HTTP, with time-outs, proxies and other options of an HTTP client.
-        bucket: whether the root is a bucket, so that one store serves all its keys. Else each directory is a store.
+        bucket: whether the root is a bucket, so that one store serves all its keys, and a listing can begin after any.
+            Else each directory is a store.
         quoted: whether URLs have their keys percent-encoded.
         prefix: what environment variables, and long names of options, begin with; empty for none.
         endpoint_options: names of options that give the endpoint. The first group with a value is used.
         credential_options: names of options any of which settles the credentials; without one, the client asks services
             of the machine for them, at other hosts than the store's.
-        single_host: whether all requests go to the host of the URL.
-        aws_profiles: whether credentials may come from AWS profiles.
+        web_server: whether it is one, which gets all requests itself, and rarely can list.
         suffix_ranges: whether the last bytes of an object can be requested without knowing its size.
-        list_resumes: whether a listing can begin after a key.
-        list_in_order: whether it then costs one page, and keys come sorted.
-        may_list: whether all servers can list.
+        list_in_order: whether keys come sorted, and a listing that begins after a key costs no page before it.
         shared: whether other processes find the same objects.
     """
 
@@ -75,12 +73,9 @@ class StoreTraits:
     prefix: str = ""
     endpoint_options: tuple[tuple[str, ...], ...] = ()
     credential_options: tuple[str, ...] = ()
-    single_host: bool = False
-    aws_profiles: bool = False
+    web_server: bool = False
     suffix_ranges: bool = True
-    list_resumes: bool = False
     list_in_order: bool = False
-    may_list: bool = True
     shared: bool = True
 
 
@@ -91,8 +86,6 @@ TRAITS = (
         prefix="aws_",
         endpoint_options=(("endpoint_url_s3",), ("endpoint", "endpoint_url")),
         credential_options=("access_key_id", "skip_signature", "credential_provider"),
-        aws_profiles=True,
-        list_resumes=True,
         list_in_order=True,
     ),
     StoreTraits(
@@ -100,7 +93,6 @@ TRAITS = (
         backend=GCSStore,
         prefix="google_",
         endpoint_options=(("base_url",),),
-        list_resumes=True,
         list_in_order=True,
     ),
     StoreTraits(
@@ -109,16 +101,8 @@ TRAITS = (
         prefix="azure_",
         endpoint_options=(("endpoint", "storage_endpoint"),),
         suffix_ranges=False,
-        list_resumes=True,  # by listing from the first page on, whatever key is asked for
     ),
-    StoreTraits(
-        schemes=("http", "https"),
-        backend=HTTPStore,
-        bucket=False,
-        quoted=True,
-        single_host=True,
-        may_list=False,  # WebDAV only
-    ),
+    StoreTraits(schemes=("http", "https"), backend=HTTPStore, bucket=False, quoted=True, web_server=True),
     StoreTraits(schemes=("file",), backend=LocalStore, remote=False, bucket=False, quoted=True),
     StoreTraits(schemes=("memory",), backend=MemoryStore, remote=False, bucket=False, shared=False),
 )
@@ -130,7 +114,7 @@ def traits_of(url: str, backend: ObjectStore | None = None) -> StoreTraits:
     """The traits of a store, by its backend if it is open, else by its URL.
 
     Example:
-        >>> traits_of("s3://bucket/train").list_in_order, traits_of("https://host").may_list
+        >>> traits_of("s3://bucket/train").list_in_order, traits_of("https://host").bucket
         (True, False)
     """
     if backend is not None:
@@ -200,7 +184,7 @@ def endpoint_of(url: str, options: Mapping[str, object]) -> str | None:
         'http://10.0.0.7:4443'
     """
     traits = traits_of(url)
-    if traits.single_host:
+    if traits.web_server:
         return url
     found = (option(url, options, *names) for names in traits.endpoint_options)
     return next((str(value) for value in found if value), None)

@@ -6,8 +6,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 # scheme://authority, path, and from the first ? or # on; all up to white space or what quotes a URL within a text.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)([^\s/?#\"'<>`]*)([^\s?#\"'<>`]*)([?#][^\s\"'<>`]*)?")
@@ -40,16 +38,6 @@ def check_path(path: str) -> None:
     """Raise `ValueError` for an empty path, which would be the current directory."""
     if not path:
         raise ValueError("the URL, or path, is empty")
-
-
-def path_of(url: str) -> str | None:
-    """The path of a ``file://`` URL; None for any other.
-
-    Example:
-        >>> path_of("file:///data/my%20photos")
-        '/data/my photos'
-    """
-    return url2pathname(urlsplit(url).path) if url.startswith("file://") else None
 
 
 def redact_url(url: str) -> str:

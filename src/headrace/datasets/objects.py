@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, Self, SupportsIndex
 
 from headrace._core.store.catalog import UNKNOWN, Catalog, Labels, StringArray, align_labels
 from headrace._core.store.head import check_form
-from headrace._core.store.listing import list_objects
+from headrace._core.store.listing import ListingFile, list_objects, read_table
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import StoreLike, as_store
-from headrace._core.store.tables import ListingFile, read_table
 from headrace._core.streams.blocking import background_loop
 from headrace._core.text import sample_repr
 from headrace._core.transport.pickling import out_of_band

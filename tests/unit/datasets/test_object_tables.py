@@ -9,8 +9,8 @@ import pyarrow
 import pytest
 
 from headrace._core.store.catalog import Catalog
+from headrace._core.store.listing import ListingFile
 from headrace._core.store.store import Store
-from headrace._core.store.tables import ListingFile
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import ChecksumError, EmptyListingError, ObjectChangedError
 

@@ -214,13 +214,6 @@ def test_an_object_that_shrank_is_an_error_and_not_a_short_sample(server, datase
         blind[0]
 
 
-def test_a_store_that_went_is_unreachable(server):
-    dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options, retry=2))
-    server.close()
-    with pytest.raises(StoreUnreachableError, match=r"'a.jpg' \(index 0\)"):
-        dataset[0]
-
-
 def test_a_store_that_never_answers_is_unreachable_within_the_time_out(silent):
     _, endpoint = silent
     with pytest.raises(StoreUnreachableError, match=r"within 0\.2 s.*s3://b"):

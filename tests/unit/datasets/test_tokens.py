@@ -173,13 +173,6 @@ def test_too_few_tokens_for_a_window_are_an_error(server):
         opened(server, "a", seq_len=1, dtype="int64")
 
 
-def test_changed_shard_raises_a_plain_error(server):
-    dataset = opened(server, "a", seq_len=10)
-    server.put("a/0.bin", OBJECTS["a/0.bin"][::-1])
-    with pytest.raises(StoreError, match="was overwritten"):
-        dataset.__getitems__([0, 1, 100])
-
-
 @pytest.mark.counts
 async def test_neighbouring_windows_are_one_request_per_shard_in_requested_order(server):
     dataset = opened(server, "a", seq_len=10)

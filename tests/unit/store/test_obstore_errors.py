@@ -101,11 +101,6 @@ def test_faults_of_servers(server, kind, cause):
     check(error_of(store), cause)
 
 
-def test_redirect_to_another_host(server):
-    error = error_of(opened(server, Fault("redirect", body="http://127.0.0.2:1/a")))
-    check(error, Cause.REDIRECTED)
-
-
 def test_missing_objects_of_other_stores(tmp_path):
     check(error_of(LocalStore(tmp_path)), Cause.NOT_FOUND)
     check(error_of(MemoryStore()), Cause.NOT_FOUND)

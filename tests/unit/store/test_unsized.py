@@ -66,14 +66,6 @@ def test_an_empty_object_comes_empty(server, tmp_path):
     assert bytes(ObjectDataset(Store("memory://", backend=store), keys=["empty"])[0].data) == b""
 
 
-@pytest.mark.parametrize("key", ["small", "large", "empty"])
-def test_a_store_that_ignores_ranges_is_read_all_the_same(server, key):
-    server.misbehave(Fault("whole"))
-    dataset = ObjectDataset(Store(server.url, options=server.store_options, retry=QUICK), keys=[key, "full"])
-    assert bytes(dataset[0].data) == {"small": b"small", "large": BODY, "empty": b""}[key]
-    assert bytes(dataset[1].data) == BODY[:LARGE]
-
-
 def test_an_empty_object_that_comes_without_a_range_says_nothing_of_others(server):
     server.misbehave(Fault("whole", key="empty"))
     dataset = ObjectDataset(Store(server.url, options=server.store_options, retry=QUICK), keys=["empty", "large"])
@@ -93,16 +85,6 @@ def test_what_is_overwritten_between_two_parts_is_an_error_and_never_a_mixture(s
     server.misbehave(Fault("overwrite", key="large", skip=2, times=1, body="another"))
     with pytest.raises(ObjectChangedError, match="while it was read"):
         read(server, "large")
-
-
-def test_of_a_version_that_was_given_no_other_comes(server):
-    table = {"key": ["large"], "etag": [hashlib.md5(BODY).hexdigest()]}
-    store = Store(server.url, options=server.store_options, retry=QUICK)
-    dataset = ObjectDataset.from_table(store, table, etag="etag")
-    assert bytes(dataset[0].data) == BODY
-    server.misbehave(Fault("overwrite", key="large", skip=2, times=1, body="another"))
-    with pytest.raises(ObjectChangedError, match="'large'"):
-        dataset[0]
 
 
 def test_a_checksum_is_of_the_whole(server):

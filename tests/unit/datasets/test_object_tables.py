@@ -117,11 +117,11 @@ def test_table_that_makes_no_sense_is_refused_before_any_request(table, columns,
 
 
 @pytest.mark.counts
-async def test_listing_is_kept_in_a_file(server, store, tmp_path):
+def test_listing_is_kept_in_a_file(server, store, tmp_path):
     path = tmp_path / "listing.parquet"
     first = ObjectDataset(store, listing_file=path)
     server.put("train/later.jpg", b"later")
-    second, third = ObjectDataset(store, listing_file=path), await ObjectDataset.open(store, listing_file=str(path))
+    second, third = ObjectDataset(store, listing_file=path), ObjectDataset(store, listing_file=str(path))
     assert server.requests()["LIST"] == 1
     for dataset in (second, third):
         assert [dataset.extent(index) for index in range(5)] == [first.extent(index) for index in range(5)]

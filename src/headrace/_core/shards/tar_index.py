@@ -18,13 +18,14 @@ from headrace._core.eventloop.per_loop import end_all
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import PartPosition
-from headrace._core.shards.reading import ChunkReader, Decoder, ReadAhead, ShardReader
+from headrace._core.shards.reading import Decoder, ReadAhead, ShardReader
 from headrace._core.shards.tar_format import TarParser
 from headrace._core.shards.tar_samples import SampleGrouper, SampleMembers
 from headrace.errors import ObjectNotFoundError, StoreError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from typing_extensions import Buffer
 
 SUFFIX = ".index.npz"
 VERSION = 2
@@ -98,7 +99,7 @@ class TarIndex:
         return stream.getvalue()
 
     @classmethod
-    def load(cls, shard: Shard, data: bytes) -> TarIndex | None:
+    def load(cls, shard: Shard, data: Buffer) -> TarIndex | None:
         """Read the output of `dump`; None if it is corrupt, of another format or of another version of the shard."""
         assert shard.head is not None
         limit = shard.head.size
@@ -183,19 +184,14 @@ async def load_indices(shards: Sequence[Shard], *, uniform: bool, save: bool) ->
 
 async def _load(shard: Shard) -> TarIndex | None:
     """The index stored beside a shard; None if there is none of its version."""
-    chunks = ChunkReader(Shard(shard.store, shard.key + SUFFIX), AHEAD)
-    parts: list[memoryview] = []
     try:
-        while (part := await chunks.read()) is not None:
-            parts.append(part)
+        data = await shard.store.read_all(shard.key + SUFFIX)
     except StoreError as error:
         # S3 refuses what does not exist, to those who may not list the bucket.
         if isinstance(error, ObjectNotFoundError) or error.status == 403:
             return None
         raise
-    finally:
-        await chunks.aclose()
-    return TarIndex.load(shard, b"".join(parts))
+    return TarIndex.load(shard, data)
 
 
 async def _build(shard: Shard, uniform: bool) -> TarIndex:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from headrace._core.ranks.distributed import Remainder, ShardOptions
 from headrace._core.seeding import batch_seed
-from headrace._core.streams.operation import NOTHING, Mark, ReplayOperation, snapshot
+from headrace._core.streams.operation import NOTHING, Mark, ReplayOperation, read_again, snapshot
 from headrace._core.streams.order import Order, child_seeds, spawn_key
 from headrace._core.streams.resumable import (
     ResumableIterator,
@@ -72,27 +72,13 @@ class Split(ReplayOperation[T]):
     async def _rest(self) -> T:
         last, index = self._group, self._index
         if last and index >= len(last) and self._remainder == "repeat":
-            first = last if self._first is None else self._first or await self._read_first()
+            first = last if self._first is None else self._first
+            first = first or await read_again(self._started(), self._world_size) or last
             last = [*last, *(first[number % len(first)] for number in range(index + 1 - len(last)))]
         self._group = []
         if not last or self._remainder == "drop" or (self._remainder == "keep" and index >= len(last)):
             raise StopAsyncIteration
         return last[min(index, len(last) - 1)]
-
-    async def _read_first(self) -> list[T]:
-        first: list[T] = []
-        inner = self._started()
-        try:
-            while len(first) < self._world_size:
-                try:
-                    first.append(await anext(inner))
-                except StopAsyncIteration:
-                    break
-                except Exception:  # it was raised when it was read for the first time
-                    continue
-        finally:
-            await close_iterator(inner)
-        return first or self._group
 
     def _is_exact(self) -> bool:
         return not self._group

@@ -7,6 +7,7 @@ underscore. Saving, restoring and checking are written here, once.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterable, Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -148,6 +149,24 @@ def _restored_value(state: State, name: str, kind: object, present: Any) -> obje
     (kind,) = cast("list[object]", kind)
     values = expect_list(state, name, length=len(present) or None)
     return [_restored_value({name: value}, name, kind, None) for value in values]
+
+
+async def read_again(iterator: ResumableIterator[T], first: int | None) -> list[T]:
+    """The first samples of an iterator, or the last one for None; its errors were raised when it was read before."""
+    kept: deque[T] = deque(maxlen=first or 1)
+    read = 0
+    try:
+        while read != first:
+            try:
+                kept.append(await anext(iterator))
+                read += 1
+            except StopAsyncIteration:
+                break
+            except Exception:
+                continue
+    finally:
+        await close_iterator(iterator)
+    return list(kept)
 
 
 def snapshot(take: Callable[[], State]) -> Callable[[], State]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from headrace._core.ranks.distributed import Remainder
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.seeding import batch_seed
-from headrace._core.streams.operation import NOTHING, InContext, StreamOperation
+from headrace._core.streams.operation import NOTHING, InContext, StreamOperation, read_again
 from headrace._core.streams.order import Draws, Order, child_seeds, current_repetition, spawn_key
 from headrace._core.streams.resumable import (
     ResumableIterator,
@@ -103,23 +103,12 @@ class EqualLength(StreamOperation[T]):
         return sample
 
     async def _read_last(self) -> T:
-        last: T = NOTHING
         iterator = self._start()
-        try:
-            if self._before is not None:
-                iterator.load_state_dict(self._before)
-            while True:
-                try:
-                    last = await anext(iterator)
-                except StopAsyncIteration:
-                    break
-                except Exception:  # it was raised when it was read for the first time
-                    continue
-        finally:
-            await close_iterator(iterator)
-        if last is NOTHING:
-            raise StateError("the last sample, which is to be repeated, could not be read again")
-        return last
+        if self._before is not None:
+            iterator.load_state_dict(self._before)
+        for last in await read_again(iterator, None):
+            return last
+        raise StateError("the last sample, which is to be repeated, could not be read again")
 
     def state_dict(self) -> State:
         state = super().state_dict()

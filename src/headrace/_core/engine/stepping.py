@@ -16,6 +16,7 @@ from headrace._core.messages import Call
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.ranks.distributed import undivided
 from headrace._core.seeding import TransformGenerators, batch_seed, seed_everything
+from headrace._core.streams.operation import NOTHING
 from headrace._core.streams.order import spawn_key
 from headrace._core.streams.steps import Compute, Raised, RunSteps, Step, apply_steps
 from headrace._core.text import add_note
@@ -68,7 +69,7 @@ class StepsRequest(NamedTuple):
     position: int
 
     def run(self, *, seeds: bool, catch: Catch = BaseException) -> list[object]:
-        """The outcomes, in this process; as `apply_steps`.
+        """The samples that are kept and the errors, in order, in this process.
 
         Args:
             seeds: whether random generators are seeded for each sample.
@@ -111,7 +112,7 @@ class AppliesSteps(Protocol):
         """The number of requests that keep it busy."""
 
     async def apply(self, request: StepsRequest) -> list[object]:
-        """Apply steps to samples that are not yet in a batch; as `apply_steps`."""
+        """Apply steps to samples that are not yet in a batch; returns those kept, and errors, in order."""
 
 
 class StepsOnConsumersThread:
@@ -202,17 +203,18 @@ def _apply(
 ) -> list[object]:
     """Apply steps, with the random generators, unless None, and those of the process seeded for each sample."""
     current = CurrentSample(request.seed)
-
-    def prepare(place: int) -> None:
-        position = request.position + place
-        current.position, current.calls = position, 0
-        if generators is not None:
-            of_sample = batch_seed(request.seed, 0, position)
-            seed_everything(of_sample)
-            generators.seed(of_sample)
-
+    outcomes: list[object] = []
     token = current_sample.set(current)
     try:
-        return apply_steps(steps, request.samples, prepare, catch)
+        for position, sample in enumerate(request.samples, request.position):
+            current.position, current.calls = position, 0
+            if generators is not None:
+                of_sample = batch_seed(request.seed, 0, position)
+                seed_everything(of_sample)
+                generators.seed(of_sample)
+            outcome = apply_steps(steps, sample, catch)
+            if outcome is not NOTHING:
+                outcomes.append(outcome)
+        return outcomes
     finally:
         current_sample.reset(token)

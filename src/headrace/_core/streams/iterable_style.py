@@ -298,15 +298,13 @@ class SplitStream(OperatedStream[T_co]):
         return Split(start, shard, self._remainder)
 
 
-class _MultiStream(FollowsEpoch, AsyncIterableDataset[object]):
-    def __init__(self, datasets: Sequence[object]) -> None:
-        self.sources: Sequence[object] = tuple(datasets)
-
-
-class ConcatenatedStreams(ConcatComposition, _MultiStream):
+class ConcatenatedStreams(ConcatComposition, AsyncIterableDataset[object]):
     """Streams one after the other; made by `headrace.concat`, and of torch's `ChainDataset`."""
 
     same_by_lanes = True
+
+    def __init__(self, datasets: Sequence[object]) -> None:
+        self.sources = tuple(datasets)
 
     def __repr__(self) -> str:
         return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
@@ -315,11 +313,11 @@ class ConcatenatedStreams(ConcatComposition, _MultiStream):
         return Concat(self.sources, numbered=self.numbered)
 
 
-class MixedStreams(_MultiStream):
+class MixedStreams(FollowsEpoch, AsyncIterableDataset[object]):
     """Samples drawn from several streams by weight; made by `headrace.mix`."""
 
     def __init__(self, datasets: Sequence[object], weights: Sequence[float], seed: int, stop: Stop) -> None:
-        super().__init__(datasets)
+        self.sources = tuple(datasets)
         self._weights = tuple(weights)
         self._seed = seed
         self._stop = stop

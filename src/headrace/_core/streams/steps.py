@@ -38,7 +38,7 @@ class Raised(NamedTuple):
 
 
 RunSteps = Callable[[Sequence[Any], int], Awaitable[list[Any]]]
-"""Applies steps to samples, of which the first is at a position of the stream; as `apply_steps`."""
+"""Applies steps to samples, of which the first is at a position of the stream; returns those kept, and errors."""
 
 
 Compute = tuple[Callable[[tuple[Step, ...]], RunSteps], int]
@@ -49,33 +49,14 @@ compute: ContextVar[Compute | None] = ContextVar("headrace_compute", default=Non
 
 
 def apply_steps(
-    steps: Sequence[Step],
-    samples: Sequence[Any],
-    prepare: Callable[[int], object] | None,
-    catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
-) -> list[Any]:
-    """The samples that are kept, in their order; `Raised` where a function raised one of `catch`.
-
-    `prepare` is called before each sample with its position among these.
-
-    Example:
-        >>> apply_steps([Step(abs, is_filter=False), Step(lambda x: x > 1, is_filter=True)], [-1, -2, 3], None)
-        [2, 3]
-    """
-    outcomes: list[Any] = []
-    for position, sample in enumerate(samples):
-        if prepare is not None:
-            prepare(position)
-        outcome = apply_to(steps, sample, catch)
-        if outcome is not NOTHING:
-            outcomes.append(outcome)
-    return outcomes
-
-
-def apply_to(
     steps: Sequence[Step], sample: Any, catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException
 ) -> Any:
-    """As `apply_steps`, of one sample; `NOTHING` if it is not kept."""
+    """The sample after all steps; `NOTHING` if it is not kept, `Raised` if a function raised one of `catch`.
+
+    Example:
+        >>> apply_steps([Step(abs, is_filter=False), Step(lambda x: x > 1, is_filter=True)], -2)
+        2
+    """
     step = steps[0]
     try:
         for step in steps:
@@ -133,7 +114,7 @@ class Steps(ReplayOperation[Any]):
 
     def _put(self, sample: object) -> object:
         self._read += 1
-        outcome = apply_to(self._steps, sample)
+        outcome = apply_steps(self._steps, sample)
         if type(outcome) is Raised:
             raise outcome.error
         return outcome

@@ -170,7 +170,7 @@ class FetchTimes(NamedTuple):
 
 
 class SessionStart(NamedTuple):
-    """Where a session begins within its epoch.
+    """The epoch of a session, and where it begins within that.
 
     Attributes:
         batch: the number of its first batch.
@@ -181,6 +181,8 @@ class SessionStart(NamedTuple):
         delivered: samples that were delivered out of order, as ranges of their positions in the stream, ascending; they
             are read and dropped.
         lanes: the number of parts of a stream that is read by lanes; 1 for any other dataset.
+        epoch: the epoch's number.
+        set_epoch: whether to call `set_epoch` of a copy of the dataset even if it does not want it.
     """
 
     batch: int = 0
@@ -189,6 +191,8 @@ class SessionStart(NamedTuple):
     next_worker: int = 0
     delivered: tuple[range, ...] = ()
     lanes: int = 1
+    epoch: int = 0
+    set_epoch: bool = False
 
     def state_of(self, worker: int | None) -> dict[str, object] | None:
         """The state of the stream that a worker reads; None if that begins with the epoch."""

@@ -52,7 +52,7 @@ def test_function_of_a_script_is_sent_by_value():
 @pytest.mark.parametrize(
     "message",
     [
-        SessionRequest(1, 2, True, 3, SessionStart(batch=4), 5),
+        SessionRequest(1, 3, SessionStart(batch=4, epoch=2), 5),
         SessionEnd(None, "was killed by SIGKILL"),
     ],
 )

@@ -116,6 +116,7 @@ class SessionOpener:
         set_epoch, self.epoch_set = self._spec.kind.is_async or self.epoch_set, False
         only_wanted = not (self._spec.kind.is_async or (set_epoch and start.batch))
         self._placements.set_epoch(self._spec.source, epoch, only_wanted=only_wanted)
+        start = start._replace(epoch=epoch, set_epoch=set_epoch)
         options = self._spec.options
         transforms = self._spec.maps if options["transform"] is None else (*self._spec.maps, options["transform"])
         collate_fn = loader.collate_fn.collate if isinstance(loader.collate_fn, PortableCollate) else loader.collate_fn
@@ -129,7 +130,6 @@ class SessionOpener:
                 iterable=iterable,
                 assembler=assembler,
                 drop_last=loader.drop_last,
-                epoch=epoch,
                 rank=rank,
                 start=start,
                 seeds=options["seed"] is not None,
@@ -163,7 +163,7 @@ class SessionOpener:
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = loader.persistent_workers
         with explained("start the loader"):
-            session = self._placements.open(config, epoch, set_epoch=set_epoch, persistent=persistent, start=start)
+            session = self._placements.open(config, start, persistent=persistent)
         self._counters.placement = self._placements.where + self._lanes.describe()
         return session
 

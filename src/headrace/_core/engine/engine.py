@@ -106,14 +106,12 @@ class Engine:
             return False
         return self._executor.usable
 
-    def start(
-        self, session: Session, epoch: int, *, set_epoch: bool, start: SessionStart, pipe_seed: int | None = None
-    ) -> None:
-        """Run a session as a task of the running loop; `set_epoch` and `pipe_seed` as in `StartEpoch`."""
-        prepare = functools.partial(self._prepare, epoch, set_epoch, pipe_seed, start)
+    def start(self, session: Session, start: SessionStart, pipe_seed: int | None = None) -> None:
+        """Run a session as a task of the running loop; `pipe_seed` as in `StartEpoch`."""
+        prepare = functools.partial(self._prepare, start, pipe_seed)
         task = asyncio.get_running_loop().create_task(session.run(prepare))
         self._running[session] = task
-        self._epochs[session] = epoch
+        self._epochs[session] = start.epoch
         if self._config.kind.is_async:  # otherwise no user code runs on the loop
             self.watch.begin()
         task.add_done_callback(lambda _: self._forget(session))
@@ -123,9 +121,9 @@ class Engine:
         if self._config.kind.is_async:
             self.watch.end()
 
-    async def _prepare(self, epoch: int, set_epoch: bool, pipe_seed: int | None, start: SessionStart) -> None:
+    async def _prepare(self, start: SessionStart, pipe_seed: int | None) -> None:
         # In the context of the session's task, which its fetchers' contexts are copied from.
-        session_epoch.set(epoch)
+        session_epoch.set(start.epoch)
         provide_rank(self._config.rank)
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._executor.open())
@@ -136,7 +134,7 @@ class Engine:
             running = frozenset(self._epochs.values())
             states = {worker: PickledPayload.dumps(state) for worker, state in start.streams.items()}
             self._executor.broadcast(
-                lambda worker: StartEpoch(epoch, running, set_epoch, pipe_seed, states.get(worker))
+                lambda worker: StartEpoch(start.epoch, running, start.set_epoch, pipe_seed, states.get(worker))
             )
 
     async def close(self, deadline: float) -> str | None:

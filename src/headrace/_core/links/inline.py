@@ -1,4 +1,4 @@
-"""No engine: torch's own datasets with `num_workers=0` are read in the consumer's thread, as in torch."""
+"""Work on the consumer's thread with `num_workers=0`, as in torch: it reads torch's datasets, and assembles async ones."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
-from headrace._core.batches import BatchPlan, HostBatch, SessionStart
-from headrace._core.engine.assemble import Assembler
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
+from headrace._core.engine.assemble import CONSUMER_CATCH, Assembler, SeededAssembler
+from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.torch_readers import BatchReader, CannotStart
 from headrace._core.messages import Answer, Request
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
@@ -20,7 +21,6 @@ from headrace._core.streams.resumable import State, warn_of_rereading
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_BEGINNING = SessionStart()
 
 
 class InlineLink:
@@ -31,9 +31,8 @@ class InlineLink:
         iterable: which of the two; a stream is started here.
         assembler: the CPU work.
         drop_last: whether a stream's last batch is dropped if it is not full.
-        epoch: the epoch.
         rank: the result of `get_rank_info` in the dataset and in the CPU work.
-        start: where it begins within its epoch.
+        start: the epoch, and where it begins within that.
         seeds: whether random generators are seeded for each batch; the program's own are restored after it.
     """
 
@@ -46,14 +45,13 @@ class InlineLink:
         iterable: bool,
         assembler: Assembler,
         drop_last: bool,
-        epoch: int,
         rank: RankInfo,
-        start: SessionStart = _BEGINNING,
+        start: SessionStart,
         seeds: bool = False,
     ) -> None:
         # Ctrl-C is raised here, and is not an error of the dataset.
         inline = replace(assembler, catch=Exception)
-        self._epoch = epoch
+        self._epoch = start.epoch
         self._rank = rank
         self._isolates = seeds
         make = functools.partial(
@@ -119,3 +117,42 @@ class InlineLink:
                 return work(*args, **kwargs)
         finally:
             session_epoch.reset(token)
+
+
+class WorkOnConsumersThread:
+    """User functions on the consumer's thread, for async datasets with `num_workers=0`, as in torch.
+
+    A helper thread would draw from the same random generators as the training loop, in an order that depends on timing.
+    Here each batch is transformed and collated with generators seeded from its own seed, and each sample of a stream
+    that is filtered with its own; afterwards their states are restored.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._sample_key = functools.partial(sample_key, config.dataset)
+        self._assemble = SeededAssembler(replace(config.assembler, catch=CONSUMER_CATCH))
+        self._rank = config.rank
+        self.skips = config.assembler.tolerance.skips
+
+    def call(self, function: Callable[[], None]) -> None:
+        with isolated_generators(), provided_rank(self._rank):
+            function()
+
+    def finish(self, host: HostBatch) -> HostBatch:
+        """The batch of what was fetched; called again for the same batch after Ctrl-C."""
+        if not isinstance(host.data, RawBatch):
+            return host
+        with isolated_generators(), provided_rank(self._rank):
+            made = self._assemble(host.data)
+        work = made.times
+        return host._replace(
+            data=made.data,
+            size=made.size,
+            failures=(*host.failures, *made.located(self._sample_key).failures),
+            empty=made.empty,
+            times=host.times._replace(
+                work_began=work.work_began,
+                work_ended=work.work_ended,
+                work_cpu=work.work_cpu,
+                worked_by=work.worked_by,
+            ),
+        )

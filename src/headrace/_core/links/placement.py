@@ -47,19 +47,15 @@ class Placement(ABC):
         """Whether none of its sessions is open."""
         return all(session.ended for session in self.sessions)
 
-    def open(
-        self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
-    ) -> Session:
+    def open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
         """Start a session."""
         _living.add(self)
-        session = self._open(config, work, epoch, set_epoch=set_epoch, start=start)
+        session = self._open(config, work, start)
         self.sessions.add(session)
         return session
 
     @abstractmethod
-    def _open(
-        self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
-    ) -> Session: ...
+    def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session: ...
 
     def close(self) -> None:
         """End all sessions and engines; idempotent, and without effect in a fork, which has neither."""

@@ -7,6 +7,7 @@ blocking consumer waits for a socket, an async one for its descriptor.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -60,16 +61,7 @@ class ProcessPlacement(Placement):
     def alive(self) -> bool:
         return self._pid == os.getpid() and not all(engine.ended for engine in self._engines.values())
 
-    def connect(
-        self,
-        config: EngineConfig,
-        work: SharedPickle,
-        epoch: int,
-        *,
-        set_epoch: bool,
-        start: SessionStart,
-        engine: int = 0,
-    ) -> ProcessLink:
+    def connect(self, config: EngineConfig, work: SharedPickle, start: SessionStart, engine: int = 0) -> ProcessLink:
         """A link to one engine's part of a session; an engine is started first, and again if it has died."""
         if engine in self._engines and self._engines[engine].ended and self._count > 1:
             self._replaced.append(self._engines.pop(engine))
@@ -80,17 +72,12 @@ class ProcessPlacement(Placement):
             self._replaced.remove(dead)
             dead.close()
             dead.join()
-        opening = StartSession(epoch, set_epoch, work, config.steps_seed(epoch), start)
+        opening = StartSession(work, config.steps_seed(start.epoch), start)
         return self._engines[engine].connect(opening)
 
-    def _open(
-        self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
-    ) -> Session:
+    def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
         assert work is not None
-
-        def connect(engine: int) -> ProcessLink:
-            return self.connect(config, work, epoch, set_epoch=set_epoch, start=start, engine=engine)
-
+        connect = functools.partial(self.connect, config, work, start)
         # The first batch needs a core: the processes of other engines are started when its engine has begun.
         later = [engine for engine in range(1, self._count) if engine not in self._engines]
         return session_of(config, connect, self._count, first=start.batch, later=later)

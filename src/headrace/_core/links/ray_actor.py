@@ -75,9 +75,7 @@ class EngineActor:
             if self._placement is not None:
                 self._placement.close()
             self._placement = ProcessPlacement(config, functions)
-        return self._placement.connect(
-            config, functions, request.epoch, set_epoch=request.set_epoch, start=request.start
-        )
+        return self._placement.connect(config, functions, request.start)
 
     def _served(self, number: int) -> _Served | None:
         """A session, also before it is open; None after its end."""

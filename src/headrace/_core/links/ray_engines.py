@@ -96,14 +96,12 @@ class RayEngines(Placement):
     def alive(self) -> bool:
         return self._pid == os.getpid() and self._connection == connection()
 
-    def _open(
-        self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
-    ) -> Session:
+    def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
         functions = _packed(config, config.work())
         if self._work is None or not _same(self._work[1], functions):
             self._work = next(self._works), functions, ray.put(functions)
         number, _, reference = self._work
-        request = SessionRequest(next(self._numbers), epoch, set_epoch, config.base_seed, start, number)
+        request = SessionRequest(next(self._numbers), config.base_seed, start, number)
 
         def connect(engine: int) -> RayLink:
             links = self._links[engine]

@@ -41,16 +41,12 @@ class SessionRequest:
 
     Attributes:
         number: the session's, in the loader.
-        epoch: the epoch's number.
-        set_epoch: whether to call the dataset's `set_epoch`.
         base_seed: of the epoch, as in `EngineConfig`.
-        start: where it begins within the epoch.
+        start: the epoch, and where it begins within that.
         work: the number of the functions that assemble its batches.
     """
 
     number: int
-    epoch: int
-    set_epoch: bool
     base_seed: int
     start: SessionStart
     work: int

@@ -18,8 +18,6 @@ from headrace._core.text import users_stacklevel
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import DeadlockError, MissingExtraError, NotPicklableError
 
-_BEGINNING = SessionStart()
-
 
 def check_engines(
     engines: int, placement: str | RayPlacement, kind: DatasetKind, num_workers: int, *, divided: bool
@@ -58,24 +56,13 @@ class PlacementSelector:
         self.where = "not started"
         """The engine's placement and its reason, for `stats()`."""
 
-    def open(
-        self,
-        config: EngineConfig,
-        epoch: int,
-        *,
-        set_epoch: bool,
-        persistent: bool,
-        start: SessionStart = _BEGINNING,
-    ) -> Session:
+    def open(self, config: EngineConfig, start: SessionStart, *, persistent: bool) -> Session:
         """Start a session, in the current engine if it does what `config` asks for.
 
         Args:
             config: what to run.
-            epoch: the session's number.
-            set_epoch: whether to call `set_epoch` of a copy of the dataset in another process even if it does not want
-                it.
+            start: the epoch, and where it begins within that.
             persistent: whether workers that have a copy of this process are kept for the next epoch.
-            start: where it begins within its epoch.
 
         Raises:
             DeadlockError: called on the engine's own thread.
@@ -89,7 +76,7 @@ class PlacementSelector:
             self.where = f"thread: {of_dataset}, for one epoch"
             placement = ThreadPlacement(config, for_one_session=True)
             try:
-                return placement.open(config, None, epoch, set_epoch=set_epoch, start=start)
+                return placement.open(config, None, start)
             except BaseException:  # Ctrl-C too: nothing owns the placement yet
                 placement.close()
                 raise
@@ -106,7 +93,7 @@ class PlacementSelector:
             self._seen = Snapshot(config.dataset) if self._current.has_copy else None
         if self._current.is_current:  # in aget: its session would start another, recursively
             raise DeadlockError(what="iter() of a loader")
-        return self._current.open(config, work, epoch, set_epoch=set_epoch, start=start)
+        return self._current.open(config, work, start)
 
     def _serves(self, current: Placement, config: EngineConfig, work: SharedPickle | None) -> bool:
         """Whether the engines are alive, of this process, and do what `config` asks for, of the current dataset."""

@@ -7,23 +7,22 @@ indices, so that it is the same from whichever engine it comes.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import selectors
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import anyio
 
-from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, StageTimes
-from headrace._core.engine.assemble import CONSUMER_CATCH, SeededAssembler
+from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, StageTimes
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.session import Reorder
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.links.dealing import DEATHS_ALONE, Dealer, LaneDealer
+from headrace._core.links.inline import WorkOnConsumersThread
 from headrace._core.messages import (
     Answer,
     Call,
@@ -35,9 +34,7 @@ from headrace._core.messages import (
     StatusRequest,
     check_not_forked,
 )
-from headrace._core.ranks.rankinfo import provided_rank
-from headrace._core.seeding import isolated_generators
-from headrace._core.streams.kinds import capabilities, sample_key
+from headrace._core.streams.kinds import capabilities
 from headrace._core.streams.resumable import State
 from headrace._core.text import users_stacklevel
 from headrace.errors import EngineDiedError, EngineStartError, LoaderClosedError
@@ -59,45 +56,6 @@ class Quorum:
     least: int
     seconds: float
     shortage: Callable[[], str]
-
-
-class WorkOnConsumersThread:
-    """User functions on the consumer's thread, for async datasets with `num_workers=0`, as in torch.
-
-    A helper thread would draw from the same random generators as the training loop, in an order that depends on timing.
-    Here each batch is transformed and collated with generators seeded from its own seed, and each sample of a stream
-    that is filtered with its own; afterwards their states are restored.
-    """
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._sample_key = functools.partial(sample_key, config.dataset)
-        self._assemble = SeededAssembler(replace(config.assembler, catch=CONSUMER_CATCH))
-        self._rank = config.rank
-        self.skips = config.assembler.tolerance.skips
-
-    def call(self, function: Callable[[], None]) -> None:
-        with isolated_generators(), provided_rank(self._rank):
-            function()
-
-    def finish(self, host: HostBatch) -> HostBatch:
-        """The batch of what was fetched; called again for the same batch after Ctrl-C."""
-        if not isinstance(host.data, RawBatch):
-            return host
-        with isolated_generators(), provided_rank(self._rank):
-            made = self._assemble(host.data)
-        work = made.times
-        return host._replace(
-            data=made.data,
-            size=made.size,
-            failures=(*host.failures, *made.located(self._sample_key).failures),
-            empty=made.empty,
-            times=host.times._replace(
-                work_began=work.work_began,
-                work_ended=work.work_ended,
-                work_cpu=work.work_cpu,
-                worked_by=work.worked_by,
-            ),
-        )
 
 
 class Session:

@@ -44,15 +44,11 @@ class StartSession:
     """The first message of a session's connection.
 
     Attributes:
-        epoch: the session's number.
-        set_epoch: whether to call the dataset's `set_epoch`.
         work: the functions that assemble its batches.
         seed: of the functions of a stream that are applied before batching.
-        start: where it begins within its epoch.
+        start: the epoch, and where it begins within that.
     """
 
-    epoch: int
-    set_epoch: bool
     work: SharedPickle
     seed: int
     start: SessionStart
@@ -174,9 +170,9 @@ class _Sidecar:
             with explained("start the workers"):
                 self._engines.append(Engine(config, begin.work, owns_process=True))
         engine = self._engines[-1]
-        propagate_epoch(config.dataset, begin.epoch, only_wanted=not begin.set_epoch)
+        propagate_epoch(config.dataset, begin.start.epoch, only_wanted=not begin.start.set_epoch)
         session = engine.session(server.send, self._functions(config, begin.work), begin.start, begin.seed)
-        engine.start(session, begin.epoch, set_epoch=begin.set_epoch, start=begin.start)
+        engine.start(session, begin.start)
         if self._task.engines > 1:
             server.send(Started())
         return session

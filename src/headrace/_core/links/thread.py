@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import socket
 import threading
 import warnings
@@ -16,8 +15,9 @@ from headrace._core.engine.engine import Engine
 from headrace._core.engine.session import Session as EngineSession
 from headrace._core.engine.stepping import StepsOnConsumersThread
 from headrace._core.eventloop.loop_thread import LoopThread
+from headrace._core.links.inline import WorkOnConsumersThread
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
-from headrace._core.links.session import Session, WorkOnConsumersThread
+from headrace._core.links.session import Session
 from headrace._core.messages import Answer, Request, SessionEnd
 from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.streams.blocking import background_loop, context_managers
@@ -119,17 +119,14 @@ class ThreadPlacement(Placement):
     def is_current(self) -> bool:  # type: ignore[override]
         return self._loop.is_current
 
-    def _open(
-        self, config: EngineConfig, work: SharedPickle | None, epoch: int, *, set_epoch: bool, start: SessionStart
-    ) -> Session:
+    def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
         mailbox: Mailbox[Answer] = Mailbox()
         shipped = work if config.context is None else None
         steps = StepsOnConsumersThread(mailbox.put) if config.steps_on_consumers_thread else None
         functions = shipped if config.has_processes else config.assembler
-        session = self._engine.session(mailbox.put, functions, start, config.steps_seed(epoch), steps)
+        session = self._engine.session(mailbox.put, functions, start, config.steps_seed(start.epoch), steps)
         link = ThreadLink(session, mailbox, self._loop)
-        run = functools.partial(self._engine.start, set_epoch=set_epoch, pipe_seed=config.pipe_seed, start=start)
-        self._loop.call_soon(run, session, epoch)
+        self._loop.call_soon(self._engine.start, session, start, config.pipe_seed)
         return Session(
             lambda _: link,
             work=WorkOnConsumersThread(config) if config.deferred or steps is not None else None,

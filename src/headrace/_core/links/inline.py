@@ -1,4 +1,4 @@
-"""Work on the consumer's thread with `num_workers=0`, as in torch: it reads torch's datasets, and assembles async ones."""
+"""The consumer's thread with `num_workers=0`, as in torch: it reads torch's datasets, and assembles async ones."""
 
 from __future__ import annotations
 

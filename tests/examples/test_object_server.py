@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import urllib.parse
-from xml.etree import ElementTree
 
 import obstore
 import pytest
@@ -52,31 +51,6 @@ def test_object_or_a_range_of_it_is_sent_with_its_headers(server, asked, status,
     answered, headers, content = ask(server, "GET", "/bucket/many/007.bin", {"Range": asked} if asked else {})
     assert (answered, headers["Content-Range"]) == (status, content_range)
     assert body is None or (content, headers["ETag"]) == (body, f'"{hashlib.md5(b"body 7").hexdigest()}"')
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status", "code"),
-    [
-        ("GET", "/bucket/none", 404, "NoSuchKey"),
-        ("GET", "/other/none", 404, "NoSuchBucket"),
-        ("GET", "/bucket?uploads", 501, "NotImplemented"),
-        ("PUT", "/bucket", 501, "NotImplemented"),
-    ],
-)
-def test_refusal_has_s3s_code(server, method, path, status, code):
-    answered, _, body = ask(server, method, path)
-    assert (answered, ElementTree.fromstring(body).findtext("Code")) == (status, code)
-
-
-def test_listing_with_delimiter_has_a_thousand_keys_and_prefixes_per_page():
-    objects = {f"{i:04}/{j}": b"" for i in range(1500) for j in range(2)} | {
-        f"{i:04}.txt": b"" for i in range(0, 999, 9)
-    }
-    with ObjectServer(objects) as server:
-        level = obstore.list_with_delimiter(from_url(server.url, **server.store_options))
-        assert level["common_prefixes"] == [f"{i:04}" for i in range(1500)]
-        assert [entry["path"] for entry in level["objects"]] == [f"{i:04}.txt" for i in range(0, 999, 9)]
-        assert server.requests()["LIST"] == 2
 
 
 def test_obstore_lists_reads_writes_and_deletes():

@@ -27,6 +27,7 @@ from tests.answers import answering
 from tests.faults.peers import Peer, results, started_together
 from tests.faults.programs import caches
 from tests.faults.shortage import AS_ROOT, mounted
+from tests.servers import Servers
 
 QUICK = hr.RetryPolicy(max_attempts=2, initial_backoff=0.01)
 SIZE = 6_000
@@ -45,9 +46,15 @@ def folder(tmp_path):
     return tmp_path / "cache"
 
 
+@pytest.fixture(scope="module")
+def servers():
+    with Servers(contents(8)) as servers:
+        yield servers
+
+
 @pytest.fixture
-def server():
-    with ObjectServer(contents(8)) as server:
+def server(servers, request):
+    with servers.one(request) as server:
         yield server
 
 
@@ -133,25 +140,17 @@ def test_tar_member_with_a_wrong_checksum_is_never_cached(folder):
         tar = hr.TarDataset.index(f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options))
         cached = tar.cache(folder)
         server.misbehave(Fault("flip", key="0.tar", at=100))
-        with pytest.raises(hr.errors.ShardError, match="checksum"):
-            asyncio.run(cached.aget(1))
+        for dataset in (tar, cached):  # both read it a second time
+            before = server.requests()["GET"]
+            with pytest.raises(hr.errors.ShardError, match="checksum"):
+                asyncio.run(dataset.aget(1))
+            assert server.requests()["GET"] == before + 2
         assert entries_in(folder) == 0
         server.misbehave()
         before = server.requests()["GET"]
         for _ in range(2):
             assert [sample["bin"] for sample in map(cached.__getitem__, range(3))] == [body_of(n) for n in range(3)]
         assert server.requests()["GET"] == before + 3
-
-
-def test_tar_member_with_permanent_damage_is_read_twice_with_and_without_a_cache(folder):
-    with ObjectServer({"0.tar": tar_of(3)}) as server:
-        tar = hr.TarDataset.index(f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options))
-        server.misbehave(Fault("flip", key="0.tar", at=100))
-        for dataset in (tar, tar.cache(folder)):
-            before = server.requests()["GET"]
-            with pytest.raises(hr.errors.ShardError, match="checksum"):
-                asyncio.run(dataset.aget(1))
-            assert server.requests()["GET"] == before + 2
 
 
 # SIGKILL
@@ -330,6 +329,7 @@ def readers(server, folder, *, count, objects, epochs=1, **cache_options):
     return started_together(caches.read_objects, count, store, str(folder), expected, epochs, cache_options)
 
 
+@pytest.mark.counts
 def test_each_process_reads_what_others_have_fetched(server, folder):
     with readers(server, folder, count=4, objects=8) as peers:
         first = [*map(sum, zip(*results(peers), strict=True))]
@@ -356,18 +356,6 @@ def test_stopped_process_delays_no_other(server, folder):
         assert get(cache)
         assert not get(cache)
         peer.kill()
-
-
-def test_fetch_error_is_raised_for_each_and_nothing_is_cached(server, folder):
-    server.latency = 0.05
-    cached = objects(server).cache(folder)
-    server.delete("train/002")
-
-    async def read():
-        return await asyncio.gather(*(cached.aget(2) for _ in range(3)), return_exceptions=True)
-
-    assert [type(error) for error in asyncio.run(read())] == [hr.errors.ObjectNotFoundError] * 3
-    assert entries_in(folder) == 0
 
 
 def test_eviction_of_entries_that_others_read_loses_no_sample(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import os
 from typing import Any
@@ -70,51 +71,39 @@ def epoch(loader):
     return delivered, errors
 
 
+def until_one_is_whole(placement, num_workers, shortage, numbers):
+    """Epochs in a shortage of each number, every one followed by one without; ends with the first that is whole."""
+    for number in numbers:
+        with watch(within=5):
+            with new_loader(placement, num_workers) as loader, shortage(number) as opens:
+                whole = epoch(loader) == (6, [])
+            with new_loader(placement, num_workers) as loader:
+                assert epoch(loader) == (6, [])
+        if whole and not (opens and opens.reached):
+            return number
+    raise AssertionError("no epoch was whole")
+
+
 @ASYNC_SETTINGS
 def test_each_failing_open_is_at_most_one_error(case: Any, placement: str, num_workers: int) -> None:
-    def program() -> None:
-        for number in range(100):
-            with watch(within=5):
-                with new_loader(placement, num_workers) as loader, NthOpenFails(number) as opens:
-                    epoch(loader)
-                with new_loader(placement, num_workers) as loader:
-                    assert epoch(loader) == (6, [])
-            if not opens.reached:
-                break
-        assert number > 5
-
-    case(program)
+    case(lambda: _more_than(5, until_one_is_whole(placement, num_workers, NthOpenFails, range(100))))
 
 
 @SETTINGS
 def test_any_number_of_free_descriptors_is_enough_or_reported(case: Any, placement: str, num_workers: int) -> None:
-    def program() -> None:
-        for number in range(60):
-            with watch(within=5):
-                with new_loader(placement, num_workers) as loader, free_descriptors(number):
-                    result = epoch(loader)
-                with new_loader(placement, num_workers) as loader:
-                    assert epoch(loader) == (6, [])
-            if result == (6, []):
-                break
-        assert number > 5
+    case(lambda: _more_than(5, until_one_is_whole(placement, num_workers, free_descriptors, range(60))))
 
-    case(program)
+
+def _more_than(least, number):
+    assert number > least, number
 
 
 @pytest.mark.parametrize(("placement", "num_workers"), [("thread", 2), ("process", 0), ("process", 2)], ids=str)
 def test_shortage_in_the_zygote_is_reported_and_ends_nothing(case: Any, placement: str, num_workers: int) -> None:
     def program() -> None:
         zygote = launch._zygote.process.pid
-        for number in range(1, 60):
-            with watch(within=5):
-                with new_loader(placement, num_workers) as loader, free_descriptors(number, zygote):
-                    result = epoch(loader)
-                with new_loader(placement, num_workers) as loader:
-                    assert epoch(loader) == (6, [])
-            if result == (6, []):
-                break
-        assert number > 2
+        few = functools.partial(free_descriptors, pid=zygote)
+        _more_than(2, until_one_is_whole(placement, num_workers, few, range(1, 60)))
         assert launch._zygote.process.pid == zygote
         assert launch._zygote.process.poll() is None
 

@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-import trio
-import uvloop
 
 import headrace as hr
 from tests.faults.watching import (
@@ -30,8 +28,8 @@ from tests.faults.watching import (
     first_call,
     kill,
     once_each,
+    run_on,
     text_of,
-    watch,
 )
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
@@ -88,52 +86,7 @@ def test_batches_are_the_same_bytes_for_any_number_of_engines(case: Any) -> None
 def test_async_for_on_any_loop(case: Any, loop: str) -> None:
     def program() -> None:
         with hr.DataLoader(Slow(), 4, engines=2) as loader:
-            run = {"asyncio": asyncio.run, "uvloop": uvloop.run}.get(loop)
-            batches = trio.run(collected, loader) if run is None else run(collected(loader))
-        assert batches == list(range(64))
-
-    case(program)
-
-
-def test_every_way_to_leave_an_epoch_leaves_nothing(case: Any) -> None:
-    def program() -> None:
-        def new():
-            return hr.DataLoader(Slow(), batch_size=4, engines=2, num_workers=2)
-
-        def break_out():
-            for _ in new():
-                break
-
-        async def break_out_async():
-            async for _ in new():
-                break
-
-        def never_next():
-            iter(new())
-
-        def fail():
-            try:
-                next(iter(new()))
-                raise KeyError("training step")
-            except KeyError as error:
-                held = [error]
-                held.append(held)
-
-        def close_in_another_thread():
-            loader = new()
-            iterator = iter(loader)
-            next(iterator)
-            thread = threading.Thread(target=loader.close)
-            thread.start()
-            with contextlib.suppress(hr.errors.LoaderClosedError):  # or all batches have arrived before
-                samples_of(iterator)
-            thread.join()
-
-        list(new())
-        leave = [break_out, lambda: asyncio.run(break_out_async()), never_next, fail, close_in_another_thread]
-        for each in leave:
-            with watch(within=5.0):
-                each()
+            assert run_on(loop, lambda: collected(loader)) == list(range(64))
 
     case(program)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import headrace as hr
-from tests.faults.watching import PROGRAM_ENDS, Slow, watch
+from tests.faults.watching import PROGRAM_ENDS, Slow, watch, workers
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
@@ -42,7 +42,7 @@ WAYS = pytest.mark.parametrize("end", PROGRAM_ENDS)
 
 
 def _events(done: Any) -> list[str]:
-    events: list[str] = done.stdout.split()
+    events: list[str] = [word for word in done.stdout.split() if not word.isdigit()]
     assert events.index("open") < events.index("close")
     assert events.index("enter") < events.index("exit")
     return sorted(events)
@@ -50,19 +50,31 @@ def _events(done: Any) -> list[str]:
 
 @WAYS
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_interpreter_exit_in_mid_epoch_exits_the_dataset(
+def test_interpreter_exit_in_mid_epoch_exits_the_dataset_and_ends_all_processes(
     script: Callable[..., Any], num_workers: int, end: str
 ) -> None:
     def program() -> None:
         import __main__
 
-        loader = hr.DataLoader(Connected(), batch_size=4, num_workers=num_workers)
-        __main__.iterator = iter(loader)
+        __main__.loader = hr.DataLoader(Connected(), batch_size=4, num_workers=num_workers)
+        __main__.iterator = iter(__main__.loader)
+        __main__.stream = aiter(__main__.loader)
         next(__main__.iterator)
+        print(os.getpid(), *workers(), flush=True)
         PROGRAM_ENDS[end]()
 
     done = script(program, status=1 if end == "error" else 0, quiet=end != "error")
     assert _events(done) == ALL_EVENTS
+    assert "Exception ignored" not in done.stderr
+    assert not [pid for pid in filter(str.isdigit, done.stdout.split()) if _is_alive(int(pid))]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @WAYS

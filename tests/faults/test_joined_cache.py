@@ -3,40 +3,22 @@
 The server counts what was fetched, byte by byte.
 """
 
-import io
 import os
-import pathlib
 import pickle
-import tarfile
-import warnings
 
 import numpy as np
 import pytest
 import torch
 
 import headrace as hr
-from headrace._core.store.disk_cache import HEADER, RECORD
-from headrace.datasets.cached import CachedRanges
 from object_server import Fault, ObjectServer
 from tests.faults.peers import results, started_together
 from tests.faults.programs import caches
-from tests.faults.shortage import mounted
+from tests.faults.test_cache import QUICK, SIZE, body_of, entries_in, tar_of
 
 WINDOW = 50  # tokens, of two bytes
 COUNT = 400
-SIZE = 6_000  # bytes of a tar's member
 TOKENS = np.arange(WINDOW * COUNT, dtype=np.uint16)
-QUICK = hr.RetryPolicy(max_attempts=2, initial_backoff=0.01)
-
-
-def tar_of(count):
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for number in range(count):
-            info = tarfile.TarInfo(f"{number:03}.bin")
-            info.size = SIZE
-            archive.addfile(info, io.BytesIO(number.to_bytes(4, "little") * (SIZE // 4)))
-    return stream.getvalue()
 
 
 @pytest.fixture
@@ -77,12 +59,6 @@ def rows_of(numbers):
 
 def counted(counts, *names):
     return {name: getattr(counts, f"cache_{name}") for name in names}
-
-
-def entries_in(folder):
-    """How many entries the indices have."""
-    sizes = [path.stat().st_size for path in pathlib.Path(folder).glob("*.index")]
-    return sum((size - len(HEADER)) // RECORD.itemsize for size in sizes)
 
 
 def spans(server):
@@ -163,18 +139,6 @@ def test_subsets_and_concatenations_with_a_cached_part_join_reads(server, folder
     assert counted(counts, "hits", "misses") == {"hits": 50, "misses": 50}
 
 
-def test_dataset_that_overrides_read_bytes_is_not_joined(server, folder):
-    class Reversed(hr.TokenDataset):
-        async def read_bytes(self, index):
-            return memoryview(bytes(await super().read_bytes(index))[::-1])
-
-    shard = f"{server.url}/0.bin"
-    cached = Reversed(shard, seq_len=WINDOW, store=hr.Store(server.url, options=server.store_options)).cache(folder)
-    assert not isinstance(cached, CachedRanges)
-    rows, _ = epoch(cached)
-    assert rows == [TOKENS.byteswap()[n * WINDOW : n * WINDOW + WINDOW][::-1].tolist() for n in range(COUNT)]
-
-
 def test_processes_that_read_the_same_windows_have_them_all(server, folder):
     store = hr.Store(server.url, options=server.store_options)
     for _ in range(2):
@@ -193,7 +157,7 @@ def test_damaged_member_is_read_again_without_its_neighbours(server, folder):
     server.misbehave(Fault("flip", key="0.tar", at=10 * (SIZE + 656) + 1000, times=1))
     with loader_of(cached, batch_size=64, collate_fn=list) as loader:
         samples = next(iter(loader))
-    assert [sample["bin"][:4] for sample in samples] == [number.to_bytes(4, "little") for number in range(64)]
+    assert [sample["bin"][:4] for sample in samples] == [body_of(number)[:4] for number in range(64)]
     assert len(server.seen()) == 2
     server.misbehave()
     with loader_of(pickle.loads(pickle.dumps(cached)), batch_size=64, collate_fn=list) as loader:
@@ -230,15 +194,3 @@ def test_damaged_entries_are_fetched_together_with_missing_ones(server, folder):
     assert rows == rows_of(range(60))
     assert counted(counts, "hits", "misses", "damaged") == {"hits": 45, "misses": 15, "damaged": 15}
     assert counts.requests <= 4
-
-
-def test_full_disk_loses_no_sample_and_warns_once(server, tmp_path):
-    with mounted(tmp_path / "small", "size=32k") as small:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            rows, _ = epoch(windows(server).cache(small / "cache"))
-            assert rows == rows_of(range(COUNT))
-        assert len([each for each in caught if "disk cache" in str(each.message)]) == 1
-        rows, counts = epoch(windows(server).cache(small / "cache"))
-        assert rows == rows_of(range(COUNT))
-        assert counts.cache_hits > 10

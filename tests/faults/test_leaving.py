@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 import headrace as hr
-from tests.faults.watching import PROGRAM_ENDS, Slow, negate, watch, workers
+from tests.faults.watching import Slow, negate, watch
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
 LOOPS = pytest.mark.parametrize("engine_loop", ["uvloop", "asyncio"])
-WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
 
 def test_watch_reports_leaked_descriptors_threads_and_processes(script: Callable[..., Any]) -> None:
@@ -39,27 +38,6 @@ def test_watch_reports_leaked_descriptors_threads_and_processes(script: Callable
 
     done = script(program)
     assert done.stdout.splitlines() == ["seen: a descriptor", "seen: a thread", "seen: a process"]
-
-
-@pytest.mark.parametrize("end", PROGRAM_ENDS)
-@WORKERS
-def test_interpreter_exit_in_mid_epoch_ends_all_processes(
-    script: Callable[..., Any], num_workers: int, end: str
-) -> None:
-    def program() -> None:
-        import __main__
-
-        __main__.loader = hr.DataLoader(Slow(), batch_size=4, num_workers=num_workers)
-        __main__.iterator = iter(__main__.loader)
-        __main__.stream = aiter(__main__.loader)
-        next(__main__.iterator)
-        print(os.getpid(), *workers(), flush=True)
-        PROGRAM_ENDS[end]()
-
-    done = script(program, status=1 if end == "error" else 0, quiet=end != "error")
-    assert "Exception ignored" not in done.stderr
-    for pid in map(int, done.stdout.split()):
-        assert not _is_alive(pid)
 
 
 def test_break_from_epoch_of_torch_dataset_leaves_nothing(script: Callable[..., Any]) -> None:
@@ -84,31 +62,6 @@ def test_break_from_epoch_of_torch_dataset_leaves_nothing(script: Callable[..., 
     script(program)
 
 
-def test_many_interrupted_epochs_leave_nothing(script: Callable[..., Any]) -> None:
-    def program() -> None:
-        kept = hr.DataLoader(Slow(), batch_size=4)
-        working = hr.DataLoader(Slow(), batch_size=4, num_workers=2, transform=negate)
-
-        def start_take_three_and_break(loader):
-            for number, batch in enumerate(loader, start=1):
-                if number == 3:
-                    break
-            assert sorted(map(abs, batch.tolist())) == [8, 9, 10, 11]
-
-        def once():
-            start_take_three_and_break(kept)
-            start_take_three_and_break(working)
-            with hr.DataLoader(Slow(), batch_size=4) as fresh:
-                start_take_three_and_break(fresh)
-
-        once()
-        with watch():
-            for _ in range(50):
-                once()
-
-    script(program)
-
-
 def test_loader_used_after_fork_starts_anew_and_parent_continues(script: Callable[..., Any]) -> None:
     def program() -> None:
         loader = hr.DataLoader(Slow(8), batch_size=4)
@@ -129,14 +82,6 @@ def test_loader_used_after_fork_starts_anew_and_parent_continues(script: Callabl
         loader.close()
 
     script(program)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize(("placement", "num_workers"), [("thread", 0), ("thread", 2), ("process", 2)])

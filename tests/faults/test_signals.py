@@ -16,7 +16,7 @@ import uvloop
 import headrace as hr
 from headrace._core.eventloop.waiting import wait_readable
 from headrace._core.pool import launch
-from tests.faults.watching import Numbers, wait_for_exit
+from tests.faults.watching import Numbers, sidecar, wait_for_exit
 from tests.forks import Forks
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
@@ -25,12 +25,6 @@ pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 class NeverAnswers(Numbers):
     async def aget(self, index):
         await asyncio.Event().wait()
-
-
-def busy(sample):
-    os.write(1, b"%d\n" % os.getpid())  # one call for the line: several processes write
-    while True:
-        pass
 
 
 def test_ctrl_c_interrupts_next(forks: Forks) -> None:
@@ -72,20 +66,36 @@ def assert_interrupted(forks: Forks, program: Callable[[], object]) -> None:
     assert "Traceback" not in err
 
 
-def test_workers_and_zygote_end_when_the_trainer_is_killed(forks: Forks) -> None:
+@pytest.mark.parametrize("consumer", ["waiting", "training"])
+@pytest.mark.parametrize("placement", ["thread", "process"])
+def test_workers_and_zygote_end_when_the_trainer_is_killed(forks: Forks, placement: str, consumer: str) -> None:
     def program() -> None:
-        iterator = iter(hr.DataLoader(Numbers(8), batch_size=4, num_workers=2, transform=busy))
-        print(launch._zygote.process.pid, flush=True)
-        next(iterator)
+        def busy(index):
+            if index < 8:
+                return index
+            os.write(1, b"%d\n" % os.getpid())  # one call for the line: several processes write
+            while True:
+                pass
 
-    with forks.start(program) as process:
-        pids = [int(process.stdout.readline()) for _ in range(3)]  # the zygote's, and each worker's as it starts work
+        loader = hr.DataLoader(Numbers(64), batch_size=4, num_workers=2, transform=busy, placement=placement)
+        iterator = iter(loader)
+        next(iterator)
+        engine = sidecar(loader) if placement == "process" else launch._zygote.process.pid
+        os.write(1, b"%d\n%d\n" % (launch._zygote.process.pid, engine))
+        if consumer == "waiting":
+            list(iterator)
+        signal.pause()
+
+    with forks.start(program) as trainer:
+        pids = {int(trainer.stdout.readline()) for _ in range(4)}  # zygote, sidecar and two workers
+        assert len(pids) == (4 if placement == "process" else 3)
         descriptors = [os.pidfd_open(pid) for pid in pids]
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
-        assert process.wait() == -signal.SIGKILL
-    for descriptor in descriptors:
-        wait_for_exit(descriptor)
+        trainer.send_signal(signal.SIGKILL)
+        _, stderr = trainer.communicate(timeout=30)  # standard output closes when the last process has ended
+        for descriptor in descriptors:
+            wait_for_exit(descriptor)
+        assert trainer.wait() == -signal.SIGKILL
+        assert "Traceback" not in stderr, stderr
 
 
 class TorchNumbers(torch.utils.data.Dataset):

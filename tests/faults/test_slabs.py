@@ -94,18 +94,6 @@ def test_shortage_of_shared_memory_in_the_fetching_process_falls_back_to_sockets
 
 
 @PLACEMENTS
-def test_consumer_that_keeps_every_batch_gets_all_of_them(case: Any, placement: str) -> None:
-    def program() -> None:
-        with hr.DataLoader(Numbers(800), 4, num_workers=2, transform=row, placement=placement) as loader:
-            batches = list(loader)
-        assert len(batches) == 200
-        for number, batch in enumerate(batches):
-            check(number, batch)
-
-    case(program)
-
-
-@PLACEMENTS
 def test_batches_of_changing_sizes_are_whole(case: Any, placement: str) -> None:
     def program() -> None:
         sizes = [1, 100, 10_000, 100_000, 1_000_000, 4_000_000, 5, 4_000_001, 0, 200_000, 3]

@@ -47,43 +47,6 @@ CONTROL_FLOW = {
 }
 
 
-@PLACEMENTS
-def test_error_names_stage_batch_and_index_and_costs_only_its_batch(case: Any, placement: str) -> None:
-    def program() -> None:
-        class Fails(Numbers):
-            async def aget(self, index):
-                if index == 5 and where == "aget":
-                    raise LookupError("no such sample")
-                return index
-
-        def transform(index):
-            if index == 5 and where == "transform":
-                raise LookupError("no such sample")
-            return index
-
-        def collate(samples):
-            if 5 in samples and where == "collate":
-                raise LookupError("no such sample")
-            return torch.tensor(samples)
-
-        stages = {
-            "aget": "stage fetch, batch 1, index 5",
-            "transform": "stage transform, batch 1, index 5, worker",
-            "collate": "stage collate, batch 1, indices [4, 5, 6, 7], worker",
-        }
-        for where, location in stages.items():
-            with hr.DataLoader(
-                Fails(), 4, num_workers=2, transform=transform, collate_fn=collate, placement=placement
-            ) as loader:
-                delivered, (error,) = drain(loader)
-            assert type(error) is LookupError, error
-            assert "no such sample" in text_of(error), text_of(error)
-            assert location in text_of(error), text_of(error)
-            assert delivered == once_each(range(4), range(8, 32)), (where, delivered)
-
-    case(program)
-
-
 @pytest.mark.parametrize("death", DEATHS)
 @PLACEMENTS
 def test_batch_is_retried_after_its_worker_dies_once(case: Any, placement: str, death: str, tmp_path: Path) -> None:

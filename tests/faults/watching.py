@@ -19,6 +19,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import trio
+import uvloop
+
 import headrace as hr
 from headrace._core.eventloop import waiting
 from headrace._core.pool import launch
@@ -205,6 +208,13 @@ def drain(loader: hr.DataLoader) -> tuple[collections.Counter[Any], list[Excepti
         else:
             delivered.update(batch.tolist())
     return delivered, errors
+
+
+def run_on(loop: str, function: Callable[[], Any]) -> Any:
+    """Run an async function on an event loop, by its name."""
+    if loop == "trio":
+        return trio.run(function)
+    return {"asyncio": asyncio.run, "uvloop": uvloop.run}[loop](function())
 
 
 def once_each(*ranges: Any) -> collections.Counter[Any]:

@@ -30,6 +30,16 @@ class Numbers(Map):
         return 10 * super().__getitem__(index)[1]
 
 
+class Indices(data.Dataset):
+    """Twelve samples that are their index."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return index
+
+
 class Noisy(Map):
     """What augmentation does: every generator is drawn from."""
 

@@ -96,7 +96,7 @@ class Raised:
 
     Attributes:
         kind: its class.
-        message: what it says, without what torch puts around a worker's error.
+        message: the message, without what torch puts around a worker's error.
     """
 
     kind: type[BaseException]
@@ -104,19 +104,21 @@ class Raised:
 
     @classmethod
     def by(cls, error: BaseException) -> Raised:
-        raised = cls(type(error), said(error))
+        raised = cls(type(error), own_message(error))
         # torch's errors hold the iterator they come from, in a cycle. One that is left to the garbage collector waits
         # five seconds for each of its workers, or is collected in a process that was forked meanwhile, and waits there.
         traceback.clear_frames(error.__traceback__)
         return raised
 
 
-def said(error: BaseException) -> str:
+def own_message(error: BaseException) -> str:
     """The message of an error in its worker, without the sentence and traceback that torch adds."""
     text = str(error)
-    if not text.startswith("Caught "):
+    wrapped = re.match(r"Caught (\w+) in ", text)
+    if not wrapped:
         return text
-    return text.rstrip("\n").rpartition(f"\n{type(error).__name__}: ")[2]
+    printed = [*re.finditer(rf"\n(?:[\w.<>]+\.)?{wrapped[1]}(?:: |\n\Z)", text)]
+    return text[printed[-1].end() :].removesuffix("\n")
 
 
 def raised_by(action: Callable[[], Any]) -> Raised:
@@ -124,6 +126,19 @@ def raised_by(action: Callable[[], Any]) -> Raised:
     with pytest.raises(BaseException) as caught:
         action()
     return Raised.by(caught.value)
+
+
+def drained(iterator: Any, most: int = 60) -> list[Any]:
+    """Everything an iterator gives, an error as `Raised` in the place of its batch; torch's workers can raise on."""
+    came: list[Any] = []
+    while len(came) < most:
+        try:
+            came.append(next(iterator))
+        except StopIteration:
+            break
+        except Exception as error:
+            came.append(Raised(type(error), own_message(error)))
+    return came
 
 
 @dataclass

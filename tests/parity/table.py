@@ -6,6 +6,7 @@ import contextlib
 import io
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -44,71 +45,48 @@ This page is made from the tests in `tests/parity` by `make parity-table`. What 
 class Collected:
     """A pytest plugin that collects the parity tests and runs none."""
 
-    def __init__(self) -> None:
-        self.items: list[pytest.Item] = []
-
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.items = [item for item in session.items if item.get_closest_marker("parity")]
-
-
-Line = dict[str, str]  # from setting to what its cell says
-
-
-def lines_of(items: list[pytest.Item]) -> dict[str, dict[str, Line]]:
-    """For each section its behaviours, for each behaviour the settings, each with `PROVEN` or a reason."""
-    rows: dict[str, dict[str, Line]] = defaultdict(lambda: defaultdict(dict))
-    for item in items:
-        marker = item.get_closest_marker("parity")
-        assert marker is not None
-        row = item.path.stem.removeprefix("test_").replace("_", " ")
-        if row not in ROWS:
-            raise ValueError(f"{item.path.name} is not named after a row of the table")
-        line = rows[row][marker.kwargs["behaviour"]]
-        for setting, reason in marker.kwargs["not_for"].items():
-            if line.setdefault(setting, reason) != reason:
-                raise ValueError(f"{item.nodeid}: two answers for {setting!r}: {reason!r} and {line[setting]!r}")
-        setting = item.callspec.params["setting"].name  # type: ignore[attr-defined]
-        if line.setdefault(setting, PROVEN) != PROVEN:
-            raise ValueError(f"{item.nodeid} runs where another test says: {line[setting]!r}")
-    return rows
 
 
 def rendered(items: list[pytest.Item]) -> str:
     """The whole document.
 
     Raises:
-        ValueError: a cell is empty, or is filled in two ways.
+        ValueError: a setting of a behaviour has neither a test nor a reason, or two answers.
     """
-    from tests.parity.harness import NAMES
+    from tests.parity.harness import NAMES  # after pytest has rewritten its assertions
 
-    rows = lines_of(items)
+    rows: dict[str, dict[str, dict[str, str]]] = {row: {} for row in ROWS}  # row, behaviour, setting
+    for item in items:
+        marker = item.get_closest_marker("parity")
+        assert marker is not None
+        row = rows[item.path.stem.removeprefix("test_").replace("_", " ")]
+        line = row.setdefault(marker.kwargs["behaviour"], {})
+        setting = item.callspec.params["setting"].name  # type: ignore[attr-defined]
+        for name, answer in [*marker.kwargs["not_for"].items(), (setting, PROVEN)]:
+            if line.setdefault(name, answer) != answer:
+                raise ValueError(f"{item.nodeid}: two answers for {name!r}: {answer!r} and {line[name]!r}")
     parts = [HEAD.format(settings="\n".join(f"- {name}" for name in NAMES))]
-    for row in ROWS:
-        if row not in rows:
-            continue
-        parts.append(f"## {row.capitalize()}\n")
-        for behaviour, line in rows[row].items():
-            empty = [name for name in NAMES if name not in line]
-            if empty:
-                raise ValueError(f"{row}: {behaviour}: no test and no reason for {empty}")
+    for title, behaviours in rows.items():
+        parts.append(f"## {title.capitalize()}\n")
+        for behaviour, line in behaviours.items():
+            if empty := set(NAMES) - line.keys():
+                raise ValueError(f"{title}: {behaviour}: no test and no reason for {empty}")
             reasons: dict[str, list[str]] = defaultdict(list)
             for name in NAMES:
                 if line[name] != PROVEN:
                     reasons[line[name]].append(name)
-            exceptions = "; ".join(f"{_together(names)}: {reason}" for reason, names in reasons.items())
+            exceptions = "; ".join(f"{_together(names, NAMES)}: {reason}" for reason, names in reasons.items())
             parts.append(f"- {behaviour}" + (f" (*{exceptions}*)" if exceptions else ""))
         parts.append("")
     return "\n".join(parts)
 
 
-def _together(names: list[str]) -> str:
+def _together(names: list[str], every: Sequence[str]) -> str:
     """`names`, or the kind of dataset alone if they are all settings of it."""
-    from tests.parity.harness import NAMES
-
-    for kind in {name.split(",")[0] for name in names}:
-        if names == [name for name in NAMES if name.startswith(kind)]:
-            return kind
-    return " and ".join(names)
+    kind = names[0].split(",")[0]
+    return kind if names == [name for name in every if name.startswith(kind)] else " and ".join(names)
 
 
 def made_anew() -> str:

@@ -47,8 +47,10 @@ DTYPES = [
 
 @parity("tensors, of every dtype and shape, also empty and of no dimension")
 def test_tensors_are_stacked(same):
-    batches_of(same, lambda i: [torch.full((2, 3), i).to(dtype) for dtype in DTYPES])
-    batches_of(same, lambda i: (torch.tensor(i), torch.empty(0), torch.empty(2, 0), torch.arange(6).view(2, 3).T + i))
+    def shapes(i):
+        return torch.tensor(i), torch.empty(0), torch.empty(2, 0), torch.arange(6).view(2, 3).T + i
+
+    batches_of(same, lambda i: [*(torch.full((2, 3), i).to(dtype) for dtype in DTYPES), *shapes(i)])
 
 
 @parity("tensors of different dtypes are promoted")
@@ -66,34 +68,27 @@ def test_tensors_with_gradients_collate_as_in_torch(same):
 @parity("NumPy arrays and numbers")
 def test_arrays_become_tensors(same):
     kinds = [np.uint8, np.int16, np.int64, np.bool_, np.float16, np.float32, np.float64, np.complex64]
-    batches_of(same, lambda i: [np.full((2, 3), i).astype(kind) for kind in kinds])
-    batches_of(same, lambda i: [kind(i) for kind in kinds])
-    batches_of(same, lambda i: (np.array(i), np.empty((0, 2)), np.arange(6).reshape(2, 3).T + i))
+    shapes = [lambda i: np.array(i), lambda i: np.empty((0, 2)), lambda i: np.arange(6).reshape(2, 3).T + i]
+    arrays = [lambda i, kind=kind: np.full((2, 3), i).astype(kind) for kind in kinds]
+    batches_of(same, lambda i: [make(i) for make in [*arrays, *kinds, *shapes]])
 
 
 @parity("numbers, truth values, strings and bytes")
 def test_scalars_become_tensors(same):
     batches_of(same, lambda i: [i, float(i), i % 2 == 0, f"n{i}", bytes([i])])
     batches_of(same, lambda i: i)
-    batches_of(same, lambda i: f"n{i}")
 
 
 @parity("mappings: dicts and other classes, which are kept")
 def test_mappings_are_collated_by_key(same):
-    batches_of(same, lambda i: {"a": i, "b": torch.tensor([i]), "c": {"d": f"n{i}"}})
-    batches_of(same, lambda i: OrderedDict(b=i, a=2 * i))
-    batches_of(same, lambda i: defaultdict(list, a=i))
-    batches_of(same, lambda i: UserDict(a=i))
-    batches_of(same, lambda i: {1: i, ("a", 2): i})
+    batches_of(same, lambda i: {"a": i, "b": torch.tensor([i]), "c": {"d": f"n{i}"}, 1: i, ("a", 2): i})
+    batches_of(same, lambda i: [OrderedDict(b=i, a=2 * i), defaultdict(list, a=i), UserDict(a=i)])
 
 
 @parity("named tuples are kept; tuples and lists become lists of batches")
 def test_sequences_are_collated_by_position(same):
     batches_of(same, lambda i: Point(torch.tensor([i]), f"label {i}"))
-    batches_of(same, lambda i: (i, float(i)))
-    batches_of(same, lambda i: [i, (i, [i, "x"])])
-    batches_of(same, lambda i: UserList([i, i + 1]))
-    batches_of(same, lambda i: range(i, i + 2))
+    batches_of(same, lambda i: [i, (i, float(i)), (i, [i, "x"]), UserList([i, i + 1]), range(i, i + 2)])
 
 
 @parity("all of these within each other")

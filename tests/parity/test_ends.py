@@ -11,20 +11,12 @@ from torch.utils import data
 
 import headrace as hr
 from tests.forks import Forks
-from tests.parity.drained import drained
-from tests.parity.harness import NAMES, Raised, parity
+from tests.parity.datasets import Indices
+from tests.parity.harness import NAMES, Raised, drained, parity
 
 LENGTH = 12
 INLINE, READING, THREAD, WORKERS = NAMES
 KINDS = pytest.mark.parametrize("stream", [False, True], ids=["map", "stream"])
-
-
-class Indices(data.Dataset):
-    def __len__(self):
-        return LENGTH
-
-    def __getitem__(self, index):
-        return index
 
 
 class Stream(data.IterableDataset):

@@ -9,8 +9,7 @@ import torch
 from torch.utils import data
 
 import headrace as hr
-from tests.parity.drained import drained, errors_of, notes_of, own_message
-from tests.parity.harness import NAMES, Raised, end_torchs_workers, parity
+from tests.parity.harness import NAMES, Raised, drained, end_torchs_workers, own_message, parity
 
 LENGTH, BAD = 10, 5
 INLINE, READING, THREAD, WORKERS = NAMES
@@ -204,8 +203,20 @@ def bad():
 
 
 def one_error(loader):
-    (error,) = errors_of(iter(loader))
-    return error
+    """The only error of an epoch, as it was raised, without this process's part of the traceback."""
+    iterator, errors = iter(loader), []
+    while True:
+        try:
+            next(iterator)
+        except StopIteration:
+            (error,) = errors
+            return error
+        except Exception as error:
+            errors.append(error.with_traceback(None))
+
+
+def notes_of(error):
+    return "\n".join(getattr(error, "__notes__", ()))
 
 
 def first_error(loader):

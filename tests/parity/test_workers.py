@@ -14,8 +14,8 @@ from torch.utils import data
 
 import headrace as hr
 from tests.parity import processes
-from tests.parity.drained import drained
-from tests.parity.harness import NAMES, parity, raised_by
+from tests.parity.datasets import Indices
+from tests.parity.harness import NAMES, drained, parity, raised_by
 
 cloudpickle.register_pickle_by_value(processes)
 
@@ -26,14 +26,6 @@ NO_WORKERS = {INLINE: "no workers", THREAD: "no workers"}
 NOT_READ_THERE = "the dataset is not in the workers"
 ONE_READER = "the stream has one reader"
 BY_BATCH = "each batch has its own seed, whatever worker it goes to"
-
-
-class Indices(data.Dataset):
-    def __len__(self):
-        return LENGTH
-
-    def __getitem__(self, index):
-        return index
 
 
 def as_it_is(samples):

@@ -1,19 +1,25 @@
-"""A program on several ranks that meet at a TCP store, as those of torchrun do."""
+"""A program on several ranks, in forks of one interpreter."""
 
 import contextlib
 import json
 
 from tests.rendezvous import Rendezvous
 
-TIMEOUT = 120  # seconds; a rank that waits for another for ever
+TIMEOUT = 80  # seconds; a rank that waits for another for ever
 
 
-def outputs(forks, program, ranks, **environment):
-    """What each rank prints, a JSON value."""
-    meeting = Rendezvous(ranks)
-    common = {**meeting.variables, **environment}
+def outputs_of(forks, program, environments):
+    """What each rank prints, a JSON value; each rank has an environment."""
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(forks.start_file(program, RANK=str(rank), **common)) for rank in range(ranks)]
+        processes = [stack.enter_context(forks.start_file(program, **each)) for each in environments]
         printed = [process.communicate(TIMEOUT) for process in processes]
     assert all(text for text, _ in printed), printed
     return [json.loads(text) for text, _ in printed]
+
+
+def outputs(forks, program, ranks, **environment):
+    """The same of ranks that meet at a TCP store, as those of torchrun do."""
+    meeting = Rendezvous(ranks)
+    return outputs_of(
+        forks, program, [{"RANK": str(rank), **meeting.variables, **environment} for rank in range(ranks)]
+    )

@@ -51,8 +51,7 @@ def steps(model, loader, sampler):
 
 
 def main():
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", f"file://{os.environ['FOLDER']}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     warnings.simplefilter("ignore")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
     said = {}

@@ -1,7 +1,5 @@
 """Two real processes, started like each launcher starts them: every sample is read by exactly one rank."""
 
-import contextlib
-import json
 from pathlib import Path
 
 import pyarrow
@@ -10,6 +8,7 @@ import pytest
 
 from tests.forks import Forks
 from tests.ranks import reader
+from tests.ranks.jobs import outputs_of
 
 LAUNCHERS = {
     "gloo": lambda rank: {"GLOO": f"{rank},2"},
@@ -17,8 +16,8 @@ LAUNCHERS = {
     "srun": lambda rank: {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2"},
     "Lightning": lambda rank: {"NODE_RANK": "0", "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
 }
+WHOLE = {"gloo", "torchrun"}  # with these all scenarios are read; the others have only to be recognised
 PROGRAM = Path(reader.__file__)
-TIMEOUT = 80  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +33,10 @@ def read(request, forks, tmp_path_factory):
     for shard in range(4):
         folder.joinpath(f"{shard}.txt").write_text("".join(f"{shard * 10 + line}\n" for line in range(10)))
     pyarrow.parquet.write_table(pyarrow.table({"x": range(40)}), folder / "rows.parquet", row_group_size=10)
-    with contextlib.ExitStack() as stack:
-        environments = [{**LAUNCHERS[request.param](rank), "FOLDER": str(folder)} for rank in range(2)]
-        ranks = [stack.enter_context(forks.start_file(PROGRAM, **environment)) for environment in environments]
-        outputs = [rank.communicate(TIMEOUT) for rank in ranks]
-        assert all(printed for printed, _ in outputs), outputs
-        yield [json.loads(printed) for printed, _ in outputs]
+    environments = [{**LAUNCHERS[request.param](rank), "FOLDER": str(folder)} for rank in range(2)]
+    if request.param in WHOLE:
+        environments = [{**each, "WHOLE": "1"} for each in environments]
+    return outputs_of(forks, PROGRAM, environments)
 
 
 PLACES = [f"{placement}, {workers} workers" for placement, workers in reader.PLACES]
@@ -47,6 +44,7 @@ STREAMS = ["lines by samples", "lines by shards", "parquet", "split", "asks itse
 ORDERED = {"asks itself"}  # not shuffled
 
 
+@pytest.mark.parametrize("read", sorted(WHOLE), indirect=True)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("stream", STREAMS)
 def test_ranks_share_all_samples_evenly_in_each_epoch(read, stream, place):
@@ -59,6 +57,7 @@ def test_ranks_share_all_samples_evenly_in_each_epoch(read, stream, place):
         assert ours[0] != ours[1]
 
 
+@pytest.mark.parametrize("read", sorted(WHOLE), indirect=True)
 @pytest.mark.parametrize("place", PLACES)
 def test_ranks_and_epochs_draw_different_random_numbers(read, place):
     drawn = [[number for _, number in epoch] for rank in read for epoch in rank[f"random, {place}"]]

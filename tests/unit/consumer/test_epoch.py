@@ -403,18 +403,6 @@ def test_cause_of_a_control_flow_error_is_the_original(num_workers):
         assert isinstance(error.__cause__, GeneratorExit)
 
 
-def test_unpicklable_error_of_a_worker_is_raised_as_text():
-    class Refuses(Exception):
-        def __reduce__(self):
-            raise LookupError("not me")
-
-    with failing("transform", Fails(1, lambda: Refuses("left right")), num_workers=1) as loader:
-        error, *rest = drain(iter(loader))
-        assert isinstance(error, hr.errors.RemoteError)
-        assert "Refuses: left right" in str(error)
-        assert len(rest) == 3
-
-
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", ["async", "torch"])
@@ -589,26 +577,6 @@ def test_sample_key_that_fails_hides_no_error():
         error, good = drain(iter(loader))
         assert isinstance(error, Mine)
         assert good.tolist() == [1]
-
-
-def test_sample_that_cannot_go_to_a_worker_is_an_error_of_its_batch():
-    with hr.DataLoader(Locks(3), num_workers=1, collate_fn=list) as loader:
-        first, error, last = drain(iter(loader))
-        assert (first, last) == ([0], [2])
-        assert isinstance(error, hr.errors.NotPicklableError)
-        assert "fetched sample" in str(error)
-
-
-class Locks(Numbers):
-    async def aget(self, index):
-        return threading.Lock() if index == 1 else index
-
-
-def test_batch_that_cannot_leave_its_worker_is_an_error_of_collate():
-    with hr.DataLoader(Numbers(2), num_workers=1, collate_fn=lambda samples: threading.Lock()) as loader:
-        for error in drain(iter(loader)):
-            assert isinstance(error, hr.errors.NotPicklableError)
-            assert "collate_fn" in str(error)
 
 
 def test_next_from_inside_aget_is_refused():

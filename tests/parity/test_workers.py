@@ -189,8 +189,7 @@ def test_worker_init_fn_may_reseed(same):
     same(lambda DataLoader: list(DataLoader(Noisy(), batch_size=2, worker_init_fn=reseed)))
 
 
-@pytest.mark.parametrize("by", ["name", "object"])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(("method", "by"), [("fork", "name"), ("spawn", "object"), ("forkserver", "name")])
 @parity("`multiprocessing_context` starts the workers, by name and as an object", not_for=NO_WORKERS | {WORKERS: ""})
 def test_multiprocessing_context_starts_the_workers(same, method, by):
     def program(DataLoader):

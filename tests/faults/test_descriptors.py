@@ -22,6 +22,8 @@ ASYNC = [*itertools.product(["thread", "process"], [0, 2])]
 ASYNC_SETTINGS = pytest.mark.parametrize(("placement", "num_workers"), ASYNC, ids=str)
 SETTINGS = pytest.mark.parametrize(("placement", "num_workers"), [*ASYNC, ("torch dataset", 2)], ids=str)
 
+FEW = (*range(8), *range(8, 62, 3))  # free descriptors
+
 
 class Large(Numbers):
     """Samples large enough for shared memory."""
@@ -71,7 +73,7 @@ def epoch(loader):
     return delivered, errors
 
 
-def until_one_is_whole(placement, num_workers, shortage, numbers):
+def until_one_is_whole(placement, num_workers, shortage, numbers, more_than=5):
     """Epochs in a shortage of each number, every one followed by one without; ends with the first that is whole."""
     for number in numbers:
         with watch(within=5):
@@ -80,22 +82,19 @@ def until_one_is_whole(placement, num_workers, shortage, numbers):
             with new_loader(placement, num_workers) as loader:
                 assert epoch(loader) == (6, [])
         if whole and not (opens and opens.reached):
-            return number
+            assert number > more_than
+            return
     raise AssertionError("no epoch was whole")
 
 
 @ASYNC_SETTINGS
 def test_each_failing_open_is_at_most_one_error(case: Any, placement: str, num_workers: int) -> None:
-    case(lambda: _more_than(5, until_one_is_whole(placement, num_workers, NthOpenFails, range(100))))
+    case(lambda: until_one_is_whole(placement, num_workers, NthOpenFails, range(100)))
 
 
 @SETTINGS
 def test_any_number_of_free_descriptors_is_enough_or_reported(case: Any, placement: str, num_workers: int) -> None:
-    case(lambda: _more_than(5, until_one_is_whole(placement, num_workers, free_descriptors, range(60))))
-
-
-def _more_than(least, number):
-    assert number > least, number
+    case(lambda: until_one_is_whole(placement, num_workers, free_descriptors, FEW))
 
 
 @pytest.mark.parametrize(("placement", "num_workers"), [("thread", 2), ("process", 0), ("process", 2)], ids=str)
@@ -103,7 +102,7 @@ def test_shortage_in_the_zygote_is_reported_and_ends_nothing(case: Any, placemen
     def program() -> None:
         zygote = launch._zygote.process.pid
         few = functools.partial(free_descriptors, pid=zygote)
-        _more_than(2, until_one_is_whole(placement, num_workers, few, range(1, 60)))
+        until_one_is_whole(placement, num_workers, few, FEW[1:], more_than=2)
         assert launch._zygote.process.pid == zygote
         assert launch._zygote.process.poll() is None
 

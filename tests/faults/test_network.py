@@ -52,7 +52,7 @@ def network(case, server, placement):
 
 @pytest.fixture
 def local(case, server):
-    """The same in a thread only, where the placement makes no difference to the fault."""
+    """The same in a thread only: most faults end in the store's client, which is the same in each placement."""
     return lambda program: case(with_ledger(program, server, "thread"), within=5.0)
 
 
@@ -179,25 +179,25 @@ def test_retry_after_beyond_the_deadline_is_reported_at_once_and_delays_no_other
 # Bodies
 
 
-def test_error_page_with_status_200_is_never_a_sample(network, server):
+def test_error_page_with_status_200_is_never_a_sample(local, server):
     server.misbehave(Fault("page", key="train/0007", body="<html>Please log in</html>"))
 
     def program(ledger) -> None:
         error = ledger.failure(ledger.objects())
         assert isinstance(error, hr.errors.ObjectChangedError), error
 
-    network(program)
+    local(program)
 
 
 @pytest.mark.parametrize("kind", ["cut", "reset"])
 @pytest.mark.parametrize("etag", [True, False], ids=["with an entity tag", "without"])
-def test_truncated_body_is_retried(network, server, kind, etag):
+def test_truncated_body_is_retried(local, server, kind, etag):
     server.misbehave(Fault(kind, times=2, per_key=True, at=700, etag=etag))
 
     def program(ledger) -> None:
         ledger.assert_all_delivered(ledger.objects(if_match=etag))
 
-    network(program)
+    local(program)
     assert len(requests(server)) == 3
 
 
@@ -212,12 +212,12 @@ def test_body_that_is_always_truncated_is_reported(local, server):
     local(program)
 
 
-def test_connection_reset_before_the_response_is_retried(network, server):
+def test_connection_reset_before_the_response_is_retried(local, server):
     server.misbehave(Fault("refuse", times=2, per_key=True))
-    network(Ledger.assert_all_delivered)
+    local(Ledger.assert_all_delivered)
 
 
-def test_flipped_bit_is_found_by_a_given_checksum(network, server):
+def test_flipped_bit_is_found_by_a_given_checksum(local, server):
     server.misbehave(Fault("flip", times=1, per_key=True, at=3))
 
     def program(ledger) -> None:
@@ -226,7 +226,7 @@ def test_flipped_bit_is_found_by_a_given_checksum(network, server):
 
         ledger.assert_all_delivered(ledger.objects(checksums=sums))
 
-    network(program)
+    local(program)
 
 
 def test_permanent_checksum_mismatch_is_reported(local, server):
@@ -294,14 +294,14 @@ def test_object_overwritten_between_attempts_is_never_a_mixture_of_both(local, r
     local(program)
 
 
-def test_changed_object_is_found_in_a_store_that_ignores_if_match(network, server):
+def test_changed_object_is_found_in_a_store_that_ignores_if_match(local, server):
     server.misbehave(Fault("retag", key="train/0007"))
 
     def program(ledger) -> None:
         error = ledger.failure(ledger.objects())
         assert type(error) is hr.errors.ObjectChangedError, error
 
-    network(program)
+    local(program)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_changed_object_is_found_in_a_store_that_ignores_if_match(network, serve
     ],
     ids=["deleted", "another of its length", "a longer one", "a shorter one", "an empty one"],
 )
-def test_object_changed_in_mid_epoch_is_an_error_with_its_key(network, server, change, kind):
+def test_object_changed_in_mid_epoch_is_an_error_with_its_key(local, server, change, kind):
     def program(ledger) -> None:
         def request(method, body=None):
             connection = http.client.HTTPConnection(ledger.options["endpoint"].removeprefix("http://"))
@@ -335,7 +335,7 @@ def test_object_changed_in_mid_epoch_is_an_error_with_its_key(network, server, c
         assert (failure.index, failure.key, failure.error) == (23, "0023", kind), failure
 
     try:
-        network(program)
+        local(program)
     finally:
         server.put("train/0023", body_of(23))
 
@@ -366,14 +366,14 @@ def test_object_without_any_response_is_reported_within_the_deadline(local, serv
     assert len(requests(server)) == 2
 
 
-def test_slow_body_that_progresses_does_not_time_out(network, server):
+def test_slow_body_that_progresses_does_not_time_out(local, server):
     # Ten pieces, 0.15 s apart: in all longer than the time-out.
     server.misbehave(Fault("trickle", key="train/0007", seconds=0.15))
 
     def program(ledger) -> None:
         ledger.assert_all_delivered(ledger.objects(timeout=1.2))
 
-    network(program)
+    local(program)
     assert len(requests(server)) == 1
 
 

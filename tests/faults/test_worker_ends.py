@@ -1,56 +1,40 @@
 """Workers end as torch's do: they finish the sample that they read, and what they have printed is written."""
 
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
 from torch.utils.data import Dataset
 
 import headrace as hr
+from tests.faults.watching import Numbers
 
-PRINTING = """
-import sys
-import headrace as hr
-from torch.utils.data import Dataset
 
-class Samples(Dataset):
+class Printing(Dataset[int]):
     def __len__(self):
         return 4
+
     def __getitem__(self, index):
-        print("sample", index)
-        return index
+        return show(index)
 
-class AsyncSamples(hr.AsyncDataset):
-    def __len__(self):
-        return 4
-    async def aget(self, index):
-        return index
 
 def show(index):
     print("sample", index)
     return index
 
-if __name__ == "__main__":
-    if sys.argv[1] == "torch dataset":
-        loader = hr.DataLoader(Samples(), 2, num_workers=1)
-    else:
-        loader = hr.DataLoader(AsyncSamples(), 2, num_workers=1, transform=show, placement=sys.argv[1])
-    with loader:
-        for _ in loader:
-            pass
-"""
-
 
 @pytest.mark.parametrize("kind", ["torch dataset", "thread", "process"])
-def test_output_of_workers_is_written_where_it_is_buffered(kind, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(PRINTING)
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = [sys.executable, str(program), kind]
-    printed = subprocess.run(command, env=buffered, capture_output=True, text=True, check=True).stdout
-    assert sorted(printed.splitlines()) == [f"sample {index}" for index in range(4)]
+def test_output_of_workers_is_written_where_it_is_buffered(script, kind):
+    def program():
+        os.environ.pop("PYTHONUNBUFFERED", None)
+        if kind == "torch dataset":
+            loader = hr.DataLoader(Printing(), 2, num_workers=1)
+        else:
+            loader = hr.DataLoader(Numbers(4), 2, num_workers=1, transform=show, placement=kind)
+        with loader:
+            assert len(list(loader)) == 2
+
+    assert sorted(script(program).stdout.splitlines()) == [f"sample {index}" for index in range(4)]
 
 
 class Writing(Dataset[int]):

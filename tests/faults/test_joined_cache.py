@@ -71,9 +71,7 @@ def spans(server):
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_first_epoch_makes_no_more_requests_than_without_a_cache_and_the_second_none(
-    server, folder, placement, engine_loop
-):
+def test_first_epoch_makes_no_more_requests_than_without_a_cache_and_the_second_none(server, folder, placement):
     expected = rows_of(range(COUNT))
     _, plain = epoch(windows(server), placement=placement)
     cached = windows(server).cache(folder)

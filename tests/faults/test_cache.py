@@ -27,7 +27,6 @@ from tests.answers import answering
 from tests.faults.peers import Peer, results, started_together
 from tests.faults.programs import caches
 from tests.faults.shortage import AS_ROOT, mounted
-from tests.servers import Servers
 
 QUICK = hr.RetryPolicy(max_attempts=2, initial_backoff=0.01)
 SIZE = 6_000
@@ -46,15 +45,9 @@ def folder(tmp_path):
     return tmp_path / "cache"
 
 
-@pytest.fixture(scope="module")
-def servers():
-    with Servers(contents(8)) as servers:
-        yield servers
-
-
 @pytest.fixture
-def server(servers, request):
-    with servers.one(request) as server:
+def server():
+    with ObjectServer(contents(8)) as server:
         yield server
 
 
@@ -329,7 +322,6 @@ def readers(server, folder, *, count, objects, epochs=1, **cache_options):
     return started_together(caches.read_objects, count, store, str(folder), expected, epochs, cache_options)
 
 
-@pytest.mark.counts
 def test_each_process_reads_what_others_have_fetched(server, folder):
     with readers(server, folder, count=4, objects=8) as peers:
         first = [*map(sum, zip(*results(peers), strict=True))]

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 import headrace as hr
+from headrace._core.pool import settings
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are forked")
 log = logging.getLogger("tests.worker")
@@ -37,6 +38,11 @@ def records():
     yield kept
     root.removeHandler(handler)
     root.setLevel(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_setups(monkeypatch):
+    monkeypatch.setattr(settings, "_setups", [])  # what a test registers ends with it
 
 
 def run(transform, **options):
@@ -163,21 +169,12 @@ def test_worker_setup_runs_first_in_every_process(records, tmp_path):
     def setup():
         logging.getLogger("tests.setup").info("%s", multiprocessing.current_process().name)
 
-    try:
-        run(logs)
-    finally:
-        hr_settings()._setups.remove(setup)
+    run(logs)
     assert said(records, "tests.setup") == ["headrace-loader", "headrace-worker-0", "headrace-worker-1"]
     first = {}
     for record in records:
         first.setdefault(record.process, record.name)
     assert set(first.values()) == {"tests.setup"}
-
-
-def hr_settings():
-    from headrace._core.pool import settings
-
-    return settings
 
 
 @pytest.mark.parametrize("dataset", [Numbers(), [0, 1, 2, 3]], ids=["async", "torch"])
@@ -190,12 +187,9 @@ def test_worker_setup_runs_in_workers_of_every_start_method(dataset, context, tm
         with open(ran, "a") as file:
             file.write(f"{os.getpid()}\n")
 
-    try:
-        options = {"num_workers": 2, "multiprocessing_context": context, "placement": "thread"}
-        with hr.DataLoader(dataset, batch_size=2, **options) as loader:
-            assert len(list(loader)) == 2
-    finally:
-        hr_settings()._setups.remove(setup)
+    options = {"num_workers": 2, "multiprocessing_context": context, "placement": "thread"}
+    with hr.DataLoader(dataset, batch_size=2, **options) as loader:
+        assert len(list(loader)) == 2
     pids = ran.read_text().split()
     assert len(pids) == len(set(pids)) == 2
     assert str(os.getpid()) not in pids
@@ -206,11 +200,8 @@ def test_error_of_worker_setup_is_raised(records):
     def setup():
         raise LookupError("no such thing")
 
-    try:
-        with pytest.raises(LookupError, match="no such thing"):
-            run(logs)
-    finally:
-        hr_settings()._setups.remove(setup)
+    with pytest.raises(LookupError, match="no such thing"):
+        run(logs)
 
 
 def test_worker_setup_takes_functions_only():

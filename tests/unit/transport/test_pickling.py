@@ -50,32 +50,56 @@ def test_tensor_of_any_dtype_and_shape(dtype, shape):
         torch.arange(12).reshape(3, 4).T,
         torch.arange(12)[::3],
         torch.arange(12).reshape(3, 4)[1:, 2:],
-        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.arange(24).reshape(2, 3, 4)[1:].permute(2, 0, 1),
+        torch.randn(3, 4, dtype=torch.complex64).T.conj(),
         torch.randn(3, dtype=torch.complex64).conj().imag,
         torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
     ],
-    ids=["transposed", "strided", "slice", "conjugated", "negated", "channels-last"],
+    ids=["transposed", "strided", "slice", "permuted slice", "conjugated", "negated", "channels-last"],
 )
-def test_tensor_that_is_not_contiguous(tensor):
+def test_dense_layout_is_kept_and_any_other_becomes_contiguous(tensor):
     came = there_and_back(tensor)
     assert torch.equal(came, tensor)
+    assert came.stride() == torch.empty_like(tensor).stride()
     came[...] = 0  # and it can be written to, each element by itself
 
 
 @pytest.mark.parametrize(
-    "tensor",
+    "expanded",
     [
-        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
-        torch.arange(12).reshape(3, 4).T,
-        torch.arange(24).reshape(2, 3, 4)[1:].permute(2, 0, 1),
-        torch.randn(3, 4, dtype=torch.complex64).T.conj(),
+        torch.arange(3.0).reshape(1, 3, 1).expand(50, 3, 20),
+        torch.zeros(()).expand(4_000_000_000),
+        torch.arange(6.0).reshape(2, 3).T.unsqueeze(0).expand(10, 3, 2),
+        torch.tensor([True]).expand(5).unsqueeze(1).expand(5, 7),
+        torch.arange(3.0).requires_grad_().expand(4, 3).detach().requires_grad_(),
     ],
-    ids=["channels-last", "transposed", "permuted slice", "conjugated"],
+    ids=lambda tensor: str(tuple(tensor.shape)),
 )
-def test_dense_layout_is_kept(tensor):
-    came = there_and_back(tensor)
-    assert torch.equal(came, tensor)
-    assert came.stride() == tensor.stride()
+def test_expanded_tensor_arrives_expanded(expanded):
+    came = there_and_back(expanded)
+    assert (came.shape, came.dtype, came.requires_grad) == (expanded.shape, expanded.dtype, expanded.requires_grad)
+    if expanded.numel() < 1e6:
+        assert torch.equal(came, expanded)
+    if not expanded.requires_grad:
+        assert came.untyped_storage().nbytes() <= expanded.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.frombuffer(bytes(range(24)), dtype=np.uint8),
+        np.frombuffer(bytes(range(24)), dtype=">u2").reshape(3, 4)[:, ::2],
+        np.frombuffer(b"", dtype=np.float32),
+        np.broadcast_to(np.arange(3), (4, 3)),
+        np.frombuffer(bytes(16), dtype="M8[ns]"),
+    ],
+    ids=lambda array: f"{array.dtype}{array.shape}",
+)
+def test_read_only_array_arrives_writable(array):
+    came = there_and_back(array)
+    assert came.flags.writeable
+    assert (came.dtype, came.shape, came.tolist()) == (array.dtype, array.shape, array.tolist())
+    came[...] = came[::-1].copy()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +135,6 @@ def test_other_tensors_use_torchs_own_pickling(tensor):
         np.arange(3, dtype=">i4"),
         np.array([1 + 2j]),
         np.float32(3),
-        np.broadcast_to(np.arange(3), (4, 3)),
     ],
     ids=lambda array: f"{array.dtype}{array.shape}",
 )

@@ -261,10 +261,9 @@ def _reduce_tensor(tensor: torch.Tensor) -> object:
         # Channels last, transposed: dense bytes in another order, which is kept. Any other layout becomes contiguous.
         if dense.stride() == torch.empty_like(dense, device="meta").stride():
             strides = dense.stride()
-            dense = dense.as_strided((dense.numel(),), (1,))
         else:
             dense = dense.contiguous()
-    flat: Any = dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else b""
+    flat: Any = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy() if dense.numel() else b""
     return _restore_tensor, (
         pickle.PickleBuffer(flat),
         tensor.dtype,

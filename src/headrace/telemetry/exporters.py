@@ -56,7 +56,7 @@ class Metric(NamedTuple):
     kind: Literal["counter", "gauge"]
     unit: str  # in UCUM: "s", "By", or what is counted, in braces
     help: str
-    read: Callable[[LoaderStats, Totals], float]
+    read: Callable[[LoaderStats, Totals], float | dict[str, float]]  # a dict: by the value of the label `step`
 
 
 METRICS = (
@@ -68,6 +68,7 @@ METRICS = (
     Metric("discarded_batches", "counter", "{batch}", "Batches after other ranks.", lambda s, t: s.discarded_batches),
     Metric("worker_deaths", "counter", "{process}", "Worker processes that died.", lambda s, t: s.worker_deaths),
     Metric("wait", "counter", "s", "Time that the consumer waited for batches.", lambda s, t: s.wait_seconds),
+    Metric("step_wait", "counter", "s", "Time in next(), by the step of the awaited batch.", lambda s, t: t.step_waits),
     Metric("fetched", "counter", "By", "Approximate size of the samples fetched.", lambda s, t: t.fetched),
     Metric("event_loop_cpu", "counter", "s", "CPU time of the event loop's thread.", lambda s, t: t.event_loop_cpu),
     Metric("event_loop_blocked", "counter", "s", "Time of blocking calls on it.", lambda s, t: t.event_loop_blocked),
@@ -88,7 +89,6 @@ METRICS = (
     Metric("memory", "gauge", "By", "Of what is fetched and not consumed.", lambda s, t: t.load.memory),
     Metric("ready_batches", "gauge", "{batch}", "Batches ready after the last delivery.", lambda s, t: t.ready),
 )
-STEP_WAIT = "step_wait", "Time in next(), by the step that the awaited batch was in."
 # Distributions of seconds, one value for each batch; 0.0 if it is unknown.
 HISTOGRAMS: tuple[tuple[str, str, Callable[[BatchRecord], float]], ...] = (
     ("next", "Duration of next().", lambda record: record.returned - record.called),
@@ -127,13 +127,12 @@ class Export:
                 self.sums[name] += seconds
                 self._on_value(name, seconds)
 
-    def value(self, metric: Metric, counters: Counters, stats: LoaderStats) -> float:
-        """The value of a metric."""
-        return metric.read(stats, self.totals) if metric.kind == "counter" or counters.iterating else 0
-
-    def step_waits(self) -> dict[str, float]:
-        """The seconds in `next()`, by the step that the awaited batch was in."""
-        return {step.replace(" ", "_").replace("-", "_"): value for step, value in self.totals.step_waits.items()}
+    def values(self, metric: Metric, counters: Counters, stats: LoaderStats) -> list[tuple[tuple[str, ...], float]]:
+        """The values of a metric, each with the value of the label `step` if it has one."""
+        value = metric.read(stats, self.totals) if metric.kind == "counter" or counters.iterating else 0
+        if isinstance(value, dict):
+            return [((step.replace(" ", "_").replace("-", "_"),), each) for step, each in value.items()]
+        return [((), value)]
 
     def close(self) -> None:
         """End the export; any number of times."""
@@ -232,17 +231,12 @@ class _Collector:
         for metric in METRICS:
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             unit = {"s": "seconds", "By": "bytes"}.get(metric.unit, "")
-            family = kind(f"headrace_{metric.name}", metric.help, labels=["loader"], unit=unit)
+            labels = ["loader", "step"] if metric.name == "step_wait" else ["loader"]
+            family = kind(f"headrace_{metric.name}", metric.help, labels=labels, unit=unit)
             for export, counters, stats in read:
-                family.add_metric([export.name], export.value(metric, counters, stats))
+                for step, value in export.values(metric, counters, stats):
+                    family.add_metric([export.name, *step], value)
             yield family
-        family = CounterMetricFamily(
-            f"headrace_{STEP_WAIT[0]}", STEP_WAIT[1], labels=["loader", "step"], unit="seconds"
-        )
-        for export, _, _ in read:
-            for step, value in export.step_waits().items():
-                family.add_metric([export.name, step], value)
-        yield family
         for name, text, _ in HISTOGRAMS:
             family = HistogramMetricFamily(f"headrace_{name}", text, labels=["loader"], unit="seconds")
             bounds = [*map(floatToGoString, BOUNDS), "+Inf"]
@@ -306,7 +300,6 @@ class _Instruments:
             make[metric.kind](
                 f"headrace.{metric.name}", callbacks=[callback], unit=metric.unit, description=metric.help
             )
-        make["counter"](f"headrace.{STEP_WAIT[0]}", callbacks=[self._observe_waits], unit="s", description=STEP_WAIT[1])
         self.histograms = {
             name: meter.create_histogram(
                 f"headrace.{name}", unit="s", description=text, explicit_bucket_boundaries_advisory=list(BOUNDS)
@@ -319,12 +312,6 @@ class _Instruments:
 
         for export in _alive(self.exports):
             if counters := export.counters():
-                value = export.value(metric, counters, counters.snapshot())
-                yield Observation(value, {"headrace.loader": export.name})
-
-    def _observe_waits(self, options: object) -> Iterator[Any]:
-        from opentelemetry.metrics import Observation
-
-        for export in _alive(self.exports):
-            for step, value in export.step_waits().items():
-                yield Observation(value, {"headrace.loader": export.name, "headrace.step": step})
+                for step, value in export.values(metric, counters, counters.snapshot()):
+                    labels = dict(zip(("headrace.loader", "headrace.step"), (export.name, *step), strict=False))
+                    yield Observation(value, labels)

@@ -80,17 +80,18 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Path]:
             file.waiting.put((log, record, threading.get_native_id()))
 
     end = BatchLog.trace_all(subscriber)
+    raised: BaseException | None = None
     try:
         yield Path(written)
     except BaseException as error:
+        raised = error
+        raise
+    finally:
         end()
         if os.getpid() == pid and (failed := file.close()) is not None:
-            add_note(error, f"headrace: the trace {written} is not complete: {failed!r}")
-        raise
-    end()
-    if os.getpid() == pid and (failed := file.close()) is not None:
-        add_note(failed, f"headrace: the trace {written} is not complete")
-        raise failed
+            add_note(raised or failed, f"headrace: the trace {written} is not complete: {failed!r}")
+            if raised is None:
+                raise failed
 
 
 class _TraceFile:

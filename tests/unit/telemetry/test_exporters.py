@@ -66,7 +66,7 @@ def test_each_number_of_the_stats_is_a_metric():
     counts = {name: number for number, name in enumerate(names, 200)}
     stats = LoaderStats(**counts, skipped=(), placement="thread", requests=requests)
     wanted = {*dataclasses.astuple(requests), *(number for name, number in counts.items() if name not in left_out)}
-    assert wanted <= {metric.read(stats, Totals()) for metric in METRICS}
+    assert wanted <= {metric.read(stats, Totals()) for metric in METRICS if metric.name != "step_wait"}
 
 
 def test_engine_seconds_continue_when_a_new_engine_counts_from_zero():
@@ -141,6 +141,8 @@ def test_sdk_and_prometheus_see_the_same_numbers(reader, provider, registry):
             next(batches)
         read = metrics_of(reader)
         for metric in METRICS:
+            if metric.name == "step_wait":
+                continue
             suffix = {"s": "_seconds", "By": "_bytes"}.get(metric.unit, "") + "_total" * (metric.kind == "counter")
             (point,) = read[f"headrace.{metric.name}"].data.data_points
             assert point.attributes == {"headrace.loader": "train"}

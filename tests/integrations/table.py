@@ -62,7 +62,7 @@ TABLES: dict[str, Table] = {
         ),
     ),
     "libraries": (
-        ("timm", "ultralytics", "PyTorch Geometric", "MONAI", "minGPT"),
+        ("timm", "ultralytics", "PyTorch Geometric", "MONAI"),
         ("identical batches", "identical batches with workers"),
     ),
 }

@@ -157,54 +157,9 @@ def test_pytorch_geometric(workers):
 
 
 @workers_or_none
-@pytest.mark.parametrize("filter_per_worker", [False, True])
-@pytest.mark.proves("PyTorch Geometric", *IDENTICAL)
-def test_neighbor_loader_of_pytorch_geometric(workers, filter_per_worker):
-    # With a sampler of our own: PyTorch Geometric's needs pyg-lib or torch-sparse, which PyPI does not have.
-    from torch_geometric.data import Data
-    from torch_geometric.sampler import BaseSampler, SamplerOutput
-
-    class Ring(BaseSampler):
-        """Each node with the next one."""
-
-        def sample_from_nodes(self, index, **_):
-            nodes = torch.cat([index.node, (index.node + 1) % 12])
-            row, col = torch.arange(len(index.node)) + len(index.node), torch.arange(len(index.node))
-            return SamplerOutput(nodes, row, col, edge=index.node, batch=None, metadata=(index.input_id, index.time))
-
-        def sample_from_edges(self, index, **_):
-            raise NotImplementedError
-
-    ring = torch.stack([torch.arange(12), (torch.arange(12) + 1) % 12])
-    data = Data(x=torch.arange(24.0).reshape(12, 2), edge_index=ring)
-
-    def noted(batch):
-        batch.transformed = True
-        return batch
-
-    def make(module):
-        return module.NeighborLoader(
-            data,
-            num_neighbors=[1],
-            neighbor_sampler=Ring(),
-            transform=noted,
-            filter_per_worker=filter_per_worker,
-            batch_size=5,
-            shuffle=True,
-            num_workers=workers,
-        )
-
-    modules = ["torch_geometric.loader.node_loader", "torch_geometric.loader.neighbor_loader"]
-    torchs, ours = epochs(make, modules=modules)
-    assert torchs == ours
-    assert all(batch["transformed"] and "x" in batch for batch in ours[0])
-
-
-@workers_or_none
-@pytest.mark.parametrize("cached", [False, True], ids=["Dataset", "CacheDataset"])
 @pytest.mark.proves("MONAI", *IDENTICAL)
-def test_monai(workers, cached):
-    from monai.data import CacheDataset, Dataset
+def test_monai(workers):
+    from monai.data import Dataset
     from monai.transforms import Compose, RandFlipd, RandGaussianNoised, ScaleIntensityd, ToTensord
 
     items = [{"image": np.arange(16.0, dtype=np.float32).reshape(1, 4, 4) + number} for number in range(8)]
@@ -212,56 +167,8 @@ def test_monai(workers, cached):
     steps = [ScaleIntensityd(keys), RandFlipd(keys, prob=0.5), RandGaussianNoised(keys, prob=0.5), ToTensord(keys)]
 
     def make(module):
-        if cached:
-            dataset = CacheDataset(items, Compose(steps), progress=False, num_workers=1)
-        else:
-            dataset = Dataset(items, Compose(steps))
-        return module.DataLoader(dataset, batch_size=3, shuffle=True, num_workers=workers)
+        return module.DataLoader(Dataset(items, Compose(steps)), batch_size=3, shuffle=True, num_workers=workers)
 
     torchs, ours = epochs(make, modules=["monai.data.dataloader"])
     assert torchs == ours
     assert ours[0] != ours[1]
-
-
-class Characters(torch.utils.data.Dataset):
-    """Blocks of a text and the same blocks one character further, as of a small language model."""
-
-    text = "the loader that the trainer makes for itself"
-
-    def __len__(self):
-        return len(self.text) - 8
-
-    def __getitem__(self, index):
-        block = torch.tensor([ord(character) % 32 for character in self.text[index : index + 9]])
-        return block[:-1], block[1:]
-
-
-@workers_or_none
-@pytest.mark.proves("minGPT", *IDENTICAL)
-def test_trainer_in_the_manner_of_mingpt(workers):
-    # Its trainer draws with replacement, begins the next epoch where one ends, and stops after a number of steps.
-    def trained(DataLoader):
-        torch.manual_seed(0)
-        dataset = Characters()
-        sampler = torch.utils.data.RandomSampler(dataset, replacement=True, num_samples=15)
-        loader = DataLoader(
-            dataset, sampler=sampler, shuffle=False, batch_size=4, num_workers=workers, pin_memory=False
-        )
-        model = torch.nn.Sequential(torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32))
-        batches, losses = iter(loader), []
-        while len(losses) < 6:
-            try:
-                x, y = next(batches)
-            except StopIteration:
-                batches = iter(loader)
-                x, y = next(batches)
-            loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
-            model.zero_grad()
-            loss.backward()
-            with torch.no_grad():  # an optimizer of torch's would import its compiler, which takes seconds
-                for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad
-            losses.append(loss.item())
-        return losses, [parameter.tolist() for parameter in model.parameters()]
-
-    assert trained(TorchDataLoader) == trained(hr.DataLoader)

@@ -229,7 +229,8 @@ def with_samplers(folder):
         whole = train(path, Texts(), kind=kind, **options, **SAVING)
         outcomes[name] = whole, train(path, Texts(), kind=kind, **options, resume=4)
     swapped = error_of(train, Path(folder, "own"), Texts(), resume=4)
-    return outcomes, swapped
+    few = train(Path(folder, "few"), Texts(), kind=FewSamples, num_train_epochs=1)
+    return outcomes, swapped, few
 
 
 class Texts(TorchNumbers):
@@ -242,6 +243,11 @@ class Texts(TorchNumbers):
 class OwnSampler(Trainer):
     def _get_train_sampler(self, train_dataset=None):
         return torch.utils.data.WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, replacement=False)
+
+
+class FewSamples(Trainer):
+    def _get_train_sampler(self, train_dataset=None):
+        return torch.utils.data.SequentialSampler(range(20))
 
 
 class OwnLoader(Trainer):

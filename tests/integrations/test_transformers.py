@@ -84,7 +84,7 @@ def test_stream_of_unknown_length_is_continued_in_and_after_a_later_pass(launch,
 
 
 def test_samplers_of_the_training_arguments_and_of_a_subclass_are_honoured_and_continued(launch, tmp_path):
-    outcomes, swapped = launch(jobs.with_samplers, tmp_path)[0]
+    outcomes, swapped, few = launch(jobs.with_samplers, tmp_path)[0]
     for whole, continued in outcomes.values():
         assert [sorted(epoch) for epoch in whole.epochs] == [ALL] * 2
         assert continued.samples == whole.samples[-len(continued.samples) :]
@@ -94,6 +94,7 @@ def test_samplers_of_the_training_arguments_and_of_a_subclass_are_honoured_and_c
     steps = [lengths[start : start + 8] for start in range(8, 40, 8)]  # the longest sample is in the first
     assert steps == [sorted(step, reverse=True) for step in steps]
     assert "WeightedRandomSampler" in swapped[1]
+    assert sorted(few.samples) == ALL[:20]
 
 
 def test_loader_of_a_subclass_is_saved_and_continued(launch, tmp_path):

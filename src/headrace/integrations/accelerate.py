@@ -317,8 +317,7 @@ def divided(
     """
     if isinstance(loader, PreparedLoader):
         return loader
-    if accelerator.distributed_type in (DistributedType.XLA, DistributedType.MEGATRON_LM):
-        kind = accelerator.distributed_type.value
+    if (kind := accelerator.distributed_type.value) in ("XLA", "TPU", "MEGATRON_LM"):
         raise ValueError(f"headrace loaders cannot be prepared for {kind}, which needs loaders of its own")
     cls: Any = type(loader)
     placed = accelerator.device_placement if device_placement is None else device_placement
@@ -346,7 +345,7 @@ def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *,
     rng_types = [name for name in names if name != "generator"]
     stream, seed = loader._control.spec.kind.is_iterable, loader._control.spec.options["seed"]
     if seed is None:
-        seed = accelerator.dataloader_config.data_seed or 0
+        seed = getattr(accelerator.dataloader_config, "data_seed", None) or 0
     batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", None)
     generator: Any = getattr(sampler, "generator", None)
@@ -399,7 +398,7 @@ def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *,
 
 def data_parallel_rank(accelerator: accelerate.Accelerator) -> RankInfo:
     """The rank among those that get different batches: ranks of tensor and context parallelism share theirs."""
-    mesh: Any = accelerator.torch_device_mesh
+    mesh: Any = getattr(accelerator, "torch_device_mesh", None)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         mesh = getattr(accelerator.state, "ds_device_mesh", mesh)
     sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))

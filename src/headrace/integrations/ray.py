@@ -77,7 +77,7 @@ def _elastic_sampler(loader: DataLoader[Any], ranks: int) -> ElasticSampler | No
         order = loader.batch_sampler
     if isinstance(getattr(order, "sampler", order), DistributedSampler):
         return None
-    if computed := computed_order(order):
+    if (computed := computed_order(order)) and len(order) == len(loader.dataset):
         return ElasticSampler(loader.dataset, *computed)
     if ranks == 1:
         return None

@@ -121,7 +121,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             sampler: Any = None if sampler_fn is None else sampler_fn(dataset)
             # Of batches, and divides itself.
             rebalances = isinstance(sampler, getattr(trainer_pt_utils, "BatchRebalanceSampler", ()))
-            if is_training and (computed := computed_order(sampler)):
+            computed = computed_order(sampler) if is_training else None
+            if computed is not None and len(sampler) == len(dataset):
                 sampler = ElasticSampler(dataset, computed[0], seed, rank, ranks, drop_last)
             order = {"batch_sampler": sampler} if rebalances else {**order, "sampler": sampler}
         loader: DataLoader[Any] = DataLoader(

@@ -67,17 +67,6 @@ def test_rebuilt_loader_keeps_every_option():
     assert again._control.spec.options == loader._control.spec.options
 
 
-def test_order_of_a_loader_with_a_seed_is_dealt_to_the_ranks():
-    loader = hr.DataLoader(jobs.Numbers(), batch_size=4, shuffle=True, seed=5)
-    again = data._update_dataloader(loader, DistributedSampler(loader.dataset, num_replicas=2, rank=1))
-    assert numbers(again) == numbers(loader)[1::2]
-
-
-def test_sampler_that_a_user_gives_is_kept():
-    sampler = DistributedSampler(jobs.Numbers(), num_replicas=2, rank=1)
-    assert hr.DataLoader(jobs.Numbers(), batch_size=4, sampler=sampler, seed=5).sampler is sampler
-
-
 def test_stream_without_base_class_is_an_iterable_dataset():
     loader = hr.DataLoader(DuckStream(), batch_size=4, transform=jobs.tenfold)
     assert data.has_iterable_dataset(loader)

@@ -94,9 +94,9 @@ def put(self: Session, raw: RawBatch, host: HostBatch, _fetched: float, _load: o
         self._send(ready)
 
 
-def deliver(self: Epoch, host: HostBatch) -> Any:
+def deliver(self: Epoch, host: HostBatch, _error: None, _called: float, taken: float, *_: object) -> Any:
     self._called = 0.0
-    self._counters.delivered(host, self._times[2])
+    self._counters.delivered(host.size, host.requests, taken, repeat=host.plan.repeat)
     batch = opened(host) if self._finish is None else self._finish(opened(host), host.plan.number)
     self._progress.on_batch(host, self._failures.counts, given=True)
     return batch

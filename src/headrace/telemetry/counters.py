@@ -187,25 +187,24 @@ class Counters:
                 if not self._waiting:
                     self._waited += self._last - self._waiting_since
 
-    def delivered(self, host: HostBatch, now: float) -> None:
-        """Count a batch that is delivered now."""
+    def delivered(self, size: int, requests: RequestCounts | None, now: float, *, repeat: bool) -> None:
+        """Count a batch of `size` samples that is delivered `now`; whether it is one in place of a lost one."""
         self.batches += 1
-        self.samples += host.size
+        self.samples += size
         self._last = now
-        if host.plan.repeat:
+        if repeat:
             self.replaced_batches += 1
-        if host.requests is not None:
-            self._add(host)
+        if requests is not None:
+            self._add(requests)
 
     def skip(self, host: HostBatch) -> None:
         """Count the skipped samples of a batch."""
         self.skipped_samples += len(host.plan.indices) - host.size
         self.skipped.extend(map(SkipRecord.of, host.failures[-KEPT:]))
-        self._add(host)
+        self._add(host.requests)
 
-    def _add(self, host: HostBatch) -> None:
-        """Add the batch's requests, once, though it may be skipped in part and delivered."""
-        more = host.requests
+    def _add(self, more: RequestCounts | None) -> None:
+        """Add the requests of a batch, once, though it may be skipped in part and delivered."""
         if more is not None and more is not self._counted:
             self._counted = more
             self.requests = self.requests + more

@@ -105,14 +105,12 @@ class Epoch:
         self._reads_here = look_ahead is None
         self._bounded_engines = spec.bounded_engines
         self._agreement = agreement
-        self._next: HostBatch | None = None  # the next step, which the ranks have not agreed on
-        self._error: Exception | None = None  # its error
+        self._next: Any = None  # the next step (arguments of `_deliver`), which the ranks have not agreed on
         self._ended = True  # whether this rank has nothing left at the end of the epoch
         self._failures.resume(progress.skipped, progress.batches_before)
         self._iteration = counters.epochs
         self._skipped = counters.skipped_samples  # at the batch before
         self._called = 0.0  # when the running call of next() began to wait for a batch; 0.0 once it was taken
-        self._times = (0.0, 0.0, 0.0, 0)  # of the next step: called, taken, plans were sent; batches that were ready
         self._cpu = self._cpu_read = 0.0  # the thread's CPU seconds, and when they were read
         self._over = False
         self.closed = False
@@ -131,7 +129,7 @@ class Epoch:
         """The position after the last batch: another object after each."""
         return self._progress.last_point
 
-    # `next()`.
+    # `next()`. It is called where the caches hold the trainer's data: each object that it looks at costs.
 
     def poll(self) -> Any:
         """The next batch, or `WAIT`.
@@ -142,24 +140,23 @@ class Epoch:
         """
         if not self._called:
             self._called = time.perf_counter()
-        if self._over:
-            raise StopIteration
         if self.closed:
-            raise LoaderClosedError
+            raise StopIteration if self._over else LoaderClosedError
         agreement = self._agreement
         if agreement is not None and not agreement.granted and not self._agree(agreement):
             return WAIT
-        host = self._next
-        if host is None:
-            host = self._read_next() if self._reads_here else self._take_next()
-            if host is WAIT:
-                return WAIT
-            if host is None:
-                self._end()
+        step = self._next or (self._read_next() if self._reads_here else self._take_next())
+        if step is WAIT:
+            return WAIT
+        if step is None:
+            self._end()
+        self._next = None
         if agreement is not None:
             agreement.granted -= 1
-        self._next = None
-        return self._deliver(host)
+            host, error, called, taken, refilled, ready = step
+            now = time.perf_counter()  # until now the other ranks were waited for
+            step = host, error, called, taken + now - refilled, now, ready
+        return self._deliver(*step)
 
     def _agree(self, agreement: Agreement) -> bool:
         """Whether the ranks have agreed on further steps; False while that takes a wait."""
@@ -170,6 +167,7 @@ class Epoch:
             if step is None:
                 self._check_end()
             self._ended = step is None
+            self._next = step
             agreement.propose(0 if step is None else 1 + self._session.certain())
         try:
             if not agreement.settle():
@@ -184,15 +182,16 @@ class Epoch:
         return True
 
     def _read_next(self) -> Any:
-        """As `_take_next`, where the batch is made within the call, by the user's code."""
-        token = provide_rank(self._rank)
+        """The next step, a batch or an error; None at the end of this rank's epoch, or `WAIT`."""
+        if not self._reads_here:
+            return self._take_next()
+        token = provide_rank(self._rank)  # the batch is made within the call, by the user's code
         try:
             return self._take_next()
         finally:
             withdraw_rank(token)
 
     def _take_next(self) -> Any:
-        """The next batch or error of a step; None at the end of this rank's epoch, or `WAIT`."""
         planner, ahead, session, failures = self._planner, self._ahead, self._session, self._failures
         while True:
             if not ahead.under_way:
@@ -207,31 +206,30 @@ class Epoch:
                 if host is None:
                     raise self._cut_short()
             called, taken, self._called = self._called, time.perf_counter(), 0.0
-            delivers, times = True, host.times
+            delivers, error, times = True, None, host.times
             if times.worker_deaths:
                 self._counters.worker_deaths += times.worker_deaths
             if failures.skips or host.failures or host.empty:
                 try:
                     with provided_rank(self._rank):
                         delivers = failures.delivers(host)
-                except Exception as error:  # raised at this batch's turn, when the ranks have agreed on the step
-                    self._error = error
+                except Exception as raised:  # at this batch's turn, when the ranks have agreed on the step
+                    error = raised
             ready = session.ready()
-            # Before plans are drawn and sent, during which Ctrl-C must not lose the batch.
-            self._times = called, taken, taken, ready
-            if delivers:
-                self._next = host
-            else:
+            step = host, error, called, taken, taken, ready
+            if not delivers:
                 self._progress.on_batch(host, failures.counts, given=False)
             planner.taken += 1
             end = host.end if planner.turns is None else planner.turns.on_batch(host)
             if ahead.on_batch(host.plan.number, end, times, ready):
+                if delivers:  # Ctrl-C while plans are drawn and sent must not lose the batch
+                    self._next = step
                 self._fill()  # before the consumer computes, so that fetching goes on meanwhile
-                self._times = called, taken, time.perf_counter(), ready
+                step = host, error, called, taken, time.perf_counter(), ready
             if times.load.held_plans:
                 self._report_consumed()
             if delivers:
-                return host
+                return step
 
     def _fill(self) -> None:
         token = provide_rank(self._rank)  # for the user's sampler
@@ -240,24 +238,34 @@ class Epoch:
         finally:
             withdraw_rank(token)
 
-    def _deliver(self, host: HostBatch) -> Any:
-        """Return a batch, or raise its error; the next call of `next()` continues after it."""
-        called, taken, refilled, ready = self._times
-        counters, plan = self._counters, host.plan
+    def _deliver(
+        self, host: HostBatch, error: Exception | None, called: float, taken: float, refilled: float, ready: int
+    ) -> Any:
+        """Return a batch, or raise its error; the next call of `next()` continues after it.
+
+        Args:
+            host: the batch.
+            error: its error; None if there is none.
+            called: when `next()` was called.
+            taken: when the batch was there.
+            refilled: when plans had been sent.
+            ready: the number of batches that were ready then.
+        """
+        plan, batch, size, failures, _, _, requests, _, _, times, fetches = host
+        counters, returned = self._counters, refilled
         self._called = 0.0
-        if self._agreement is not None:  # until now the other ranks were waited for
-            taken, refilled = taken + time.perf_counter() - refilled, time.perf_counter()
         try:
-            if self._error is not None:
-                error, self._error = self._error, None
+            if error is not None:
                 raise error
-            counters.delivered(host, refilled)
-            batch = opened(host) if type(host.data) is PickledPayload else host.data
-            if self._finish is not None:
-                batch = self._finish(batch, plan.number)
-        except Exception as error:  # raised to the consumer; the next call continues after this batch
-            if any(failure.stage is Stage.RESTORE for failure in host.failures):
-                self._stop(error)  # the position stays the restored one; later batches would leave out samples
+            counters.delivered(size, requests, refilled, repeat=plan.repeat)
+            if type(batch) is PickledPayload or self._finish is not None:
+                batch = opened(host)
+                if self._finish is not None:
+                    batch = self._finish(batch, plan.number)
+                returned = time.perf_counter()
+        except Exception as raised:  # to the consumer; the next call continues after this batch
+            if any(failure.stage is Stage.RESTORE for failure in failures):
+                self._stop(raised)  # the position stays the restored one; later batches would leave out samples
             else:
                 self._progress.on_batch(host, self._failures.counts, given=True)
             raise
@@ -265,26 +273,25 @@ class Epoch:
         log, skipped = counters.log, counters.skipped_samples
         if log.traced is not self._traced:
             self._follow_trace()
-        returned = time.perf_counter()
         if returned - self._cpu_read > CPU_READING:
             self._cpu, self._cpu_read = time.thread_time(), returned
         log.add(
             (
                 self._iteration,
                 plan.number,
-                host.size,
+                size,
                 plan.planned,
-                host.times,
+                times,
                 called,
                 taken,
                 refilled,
                 returned,
                 ready,
-                host.requests,
+                requests,
                 self._cpu,
                 skipped - self._skipped,
             ),
-            host.fetches,
+            fetches,
         )
         self._skipped = skipped
         return batch
@@ -393,14 +400,19 @@ class Epoch:
                 raise DeadlockError(what="next() of a loader")
             self._session.take_status()  # an answer that arrived after its time-out
             self._ahead.on_stall(time.perf_counter())
-            # A single engine knows it from the last plan.
-            if self._bounded_engines > 1 or (self._bounded_engines and not self._ahead.shows_taken):
+            if self._bounded_engines and not (self._bounded_engines == 1 and self._last_plan_shows_taken):
                 self._report_consumed()
             with self._counters.waiting():
                 yield None
         except BaseException:  # a time-out, a cancellation or Ctrl-C: the next call is another one
             self._called = 0.0
             raise
+
+    @property
+    def _last_plan_shows_taken(self) -> bool:
+        """Whether no batch was taken since the last plan, from which a single engine knows what was."""
+        last = next(reversed(self._ahead.under_way.values()), None)
+        return last is not None and last.taken == self._planner.taken
 
     def _report_consumed(self) -> None:
         """Tell the engine which batches were taken: plans may wait for their memory."""

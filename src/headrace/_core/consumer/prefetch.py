@@ -37,7 +37,6 @@ class Prefetcher:
     Attributes:
         planned: plans drawn so far.
         under_way: plans that were sent and whose batches have not arrived, by their numbers, oldest first.
-        shows_taken: whether the last plan was drawn after the last batch arrived, and so says what was taken.
         exhausted: whether nothing more is to be planned.
         failure: the sampler's error; raised after the batches before it.
     """
@@ -62,7 +61,6 @@ class Prefetcher:
         self._unstalled = 0  # batches since the last stall, or since the look-ahead was last reduced
         self.planned = 0
         self.under_way: dict[int, BatchPlan] = {}
-        self.shows_taken = True
         self.exhausted = False
         self.failure: Failure | None = None
 
@@ -75,7 +73,6 @@ class Prefetcher:
                 drawn.append(plan)
                 self.planned += 1
                 self.under_way[plan.number] = plan
-                self.shows_taken = True
         finally:  # plans drawn before a Ctrl-C in the sampler are not lost
             if drawn:
                 self._admit(drawn)
@@ -108,7 +105,6 @@ class Prefetcher:
         plan = self.under_way.pop(number)
         if end:
             self.exhausted = True
-        self.shows_taken = False
         ahead = self._ahead
         if ahead is None:
             return False

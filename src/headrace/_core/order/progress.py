@@ -179,10 +179,11 @@ class EpochProgress:
             given: whether `next()` returns it or raises its error; otherwise it is skipped.
         """
         self._before_first = None
-        number, state = host.plan.number, host.stream_state
+        plan, _, _, _, _, _, _, worker, state, _, _ = host
+        number = plan.number
         drawn = self._drawn.pop(number)
         batches, _, stream, workers, last_worker, _, _ = self._last
-        if number == batches and host.worker is None and not self._beyond and not host.plan.repeat:
+        if number == batches and worker is None and not self._beyond and not plan.repeat:
             self._last = number + 1, drawn, stream if state is None else state, workers, last_worker, (), skipped
         else:
             self._last = self._after(host, drawn, skipped)

@@ -35,7 +35,7 @@ USUAL_DESCRIPTORS = 1024
 SHM = Path("/dev/shm")
 LEAST_SHM = 64 << 20  # bytes: the default of docker, and less than torch's workers use for a few batches of images
 LEAST_PROCESSES = 64  # that may still be started: the zygote, the loader's process, workers, and their threads
-REQUIRED = ("torch", "numpy", "anyio", "obstore", "uvloop", "cloudpickle")
+REQUIRED = ("torch", "numpy", "anyio", "obstore", "uvloop", "aiofiles", "cloudpickle")
 
 
 @dataclass(frozen=True, slots=True)

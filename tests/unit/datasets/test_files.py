@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from headrace.datasets import files
 from headrace.datasets.files import FileDataset, FileSample
 from headrace.errors import EmptyListingError
 
@@ -75,8 +76,9 @@ def test_an_index_beyond_the_end_names_the_length(root):
         FileDataset(root)[4]
 
 
-async def test_large_file_is_read_whole(tmp_path):
-    content = b"0123456789abcdef" * (1 << 20) + b"x"
+@pytest.mark.parametrize("more", [0, 1, files.PIECE + 1])
+async def test_large_file_is_read_in_pieces_and_comes_whole(tmp_path, more):
+    content = b"0123456789abcdef" * (files.LARGE // 16) + b"x" * more
     (tmp_path / "large").write_bytes(content)
     sample = await FileDataset(tmp_path).aget(0)
     assert sample.data == content

@@ -62,6 +62,31 @@ def test_break_from_epoch_of_torch_dataset_leaves_nothing(script: Callable[..., 
     script(program)
 
 
+def test_many_interrupted_epochs_leave_nothing(script: Callable[..., Any]) -> None:
+    def program() -> None:
+        kept = hr.DataLoader(Slow(), batch_size=4)
+        working = hr.DataLoader(Slow(), batch_size=4, num_workers=2, transform=negate)
+
+        def start_take_three_and_break(loader):
+            for number, batch in enumerate(loader, start=1):
+                if number == 3:
+                    break
+            assert sorted(map(abs, batch.tolist())) == [8, 9, 10, 11]
+
+        def once():
+            start_take_three_and_break(kept)
+            start_take_three_and_break(working)
+            with hr.DataLoader(Slow(), batch_size=4) as fresh:
+                start_take_three_and_break(fresh)
+
+        once()
+        with watch():
+            for _ in range(50):
+                once()
+
+    script(program)
+
+
 def test_loader_used_after_fork_starts_anew_and_parent_continues(script: Callable[..., Any]) -> None:
     def program() -> None:
         loader = hr.DataLoader(Slow(8), batch_size=4)

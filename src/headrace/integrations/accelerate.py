@@ -78,7 +78,7 @@ def prepare(
             f"prepare() is for headrace loaders before accelerator.prepare(), but got a {type(loader).__name__}; "
             f"other loaders are prepared by accelerator.prepare()"
         )
-    prepared = divided(accelerator, loader, device_placement)
+    prepared = _divided(accelerator, loader, device_placement)
     accelerator.prepare_data_loader(prepared)  # which keeps it in its list
     if accelerator not in _attached:
         _attached.add(accelerator)
@@ -304,7 +304,7 @@ def _refuse() -> NoReturn:
     )
 
 
-def divided(
+def _divided(
     accelerator: accelerate.Accelerator,
     loader: DataLoader[Any],
     device_placement: bool | None = None,
@@ -339,7 +339,7 @@ def divided(
 
 def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *, takes_parts: bool) -> None:
     """Give a loader the sampling of its rank."""
-    rank = data_parallel_rank(accelerator)
+    rank = _data_parallel_rank(accelerator)
     ranks, attributes = rank.world_size, loader.__dict__  # past torch's freeze
     names = (str(getattr(each, "value", each)) for each in accelerator.rng_types or ())
     rng_types = [name for name in names if name != "generator"]
@@ -396,7 +396,7 @@ def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *,
             attributes.update(batch_sampler=shard, batch_size=None, drop_last=False)
 
 
-def data_parallel_rank(accelerator: accelerate.Accelerator) -> RankInfo:
+def _data_parallel_rank(accelerator: accelerate.Accelerator) -> RankInfo:
     """The rank among those that get different batches: ranks of tensor and context parallelism share theirs."""
     mesh: Any = getattr(accelerator, "torch_device_mesh", None)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:

@@ -24,7 +24,7 @@ from headrace._core.streams.kinds import DatasetKind, kind_of
 from headrace._core.text import dataset_repr
 from headrace.errors import StateError
 from headrace.integrations._shared import computed_order, load_state, save_state
-from headrace.integrations.accelerate import divided
+from headrace.integrations.accelerate import _divided
 from headrace.loader import DataLoader
 from headrace.samplers import ElasticSampler
 
@@ -138,7 +138,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             **{"seed": seed, "device": args.device if args.device.type != "cpu" else None, **self.loader_options},
         )
         if not rebalances:
-            loader = divided(self.accelerator, loader, takes_parts=takes_parts)
+            loader = _divided(self.accelerator, loader, takes_parts=takes_parts)
         if dataloader_key is not None and args.dataloader_persistent_workers:
             self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader
@@ -269,7 +269,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return super().evaluation_loop(dataloader, *args, **kwargs)
         if self.args.world_size > 1 and dataloader._control.spec.options["on_error"] != "raise":
             raise ValueError("on_error= must be 'raise' in evaluation by several ranks: results are gathered by batch")
-        loader = divided(self.accelerator, dataloader)  # one of the user's is prepared here
+        loader = _divided(self.accelerator, dataloader)  # one of the user's is prepared here
         try:
             return super().evaluation_loop(loader, *args, **kwargs)
         finally:

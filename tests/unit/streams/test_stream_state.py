@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from headrace import DataLoader, StateError
+from headrace import AsyncIterableDataset, DataLoader, StateError
 from headrace._core.streams.resumable import start_stream, warn_of_rereading
 from tests.unit.streams.reading import outcomes
 
@@ -126,3 +126,40 @@ def test_state_of_a_dataset_that_has_none_now_is_refused():
             start_stream(Count(5)).load_state_dict(state)
 
     asyncio.run(run())
+
+
+class FailsForEver(AsyncIterableDataset):
+    """Two samples; when it is started after `fails` was set, each read fails."""
+
+    fails = False
+
+    def __aiter__(self):
+        return FailingRead(self.fails)
+
+
+class FailingRead:
+    def __init__(self, fails):
+        self.fails = fails
+        self.given = 0
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        if self.fails:
+            raise ConnectionError("it is gone")
+        self.given += 1
+        if self.given > 2:
+            raise StopAsyncIteration
+        return self.given
+
+
+async def test_stream_that_fails_for_ever_when_its_start_is_read_again_is_an_error():
+    stream = FailsForEver()
+    dataset = stream.split(remainder="repeat", rank=3, world_size=4)
+    restored = aiter(dataset)
+    restored.load_state_dict(aiter(dataset).state_dict())
+    reading = asyncio.ensure_future(anext(restored))
+    stream.fails = True  # before the task runs
+    with pytest.raises(ConnectionError, match="it is gone"):
+        await reading

@@ -110,10 +110,10 @@ class Streams:
 
     def register(self, address: int, size: int) -> None:
         """Page-lock existing memory; raises RuntimeError if that is refused."""
-        raise NotImplementedError
+        raise NotImplementedError  # not called where `registers` is false
 
     def unregister(self, address: int) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # the same
 
 
 class _CudaRuntime(Protocol):

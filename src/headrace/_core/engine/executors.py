@@ -43,7 +43,7 @@ class Executor:
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
         """Assemble one batch by `work`; errors become its failures."""
-        raise NotImplementedError
+        raise NotImplementedError  # each executor has its own
 
     async def close(self, deadline: float) -> None:
         """End everything within `deadline` seconds."""

@@ -63,7 +63,7 @@ class _Decompressor(Plain):
             raise TruncatedShardError(f"this {self.stream_name} is truncated", shard=self._shard, offset=self._offset)
 
     def _unpack(self, rest: bytes) -> Iterator[bytes]:
-        raise NotImplementedError
+        raise NotImplementedError  # each format has its own
 
     def _end_stream(self) -> bytes:
         """Forget the complete stream; returns the bytes after it."""

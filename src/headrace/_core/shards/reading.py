@@ -242,7 +242,7 @@ class Decoder(ABC):
         Raises:
             StateError: the position is damaged.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # not called where `position` gives None
 
 
 class ShardReader(BlockReader):

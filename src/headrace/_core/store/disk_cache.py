@@ -446,7 +446,7 @@ class _Writer:
             weakref.finalize(self, os.close, self._index)
             _write_all(self._index, [memoryview(HEADER)])
             self.segment = _Segment(self._path, keep_open=True)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no empty segment is left behind
             self.abandon()
             raise
         self.segment.consumed = len(HEADER)
@@ -471,7 +471,7 @@ class _Writer:
 
     def abandon(self) -> None:
         """Give the room of what was half written back to the disk."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the error that led here is raised; half an entry is ignored by readers
             os.ftruncate(self._data, self.end)
             if not self.end:
                 os.unlink(f"{self._path}.data")

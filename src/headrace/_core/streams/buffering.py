@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from headrace._core.ranks.distributed import Remainder, ShardOptions
 from headrace._core.seeding import batch_seed
-from headrace._core.streams.operation import NOTHING, Mark, ReplayOperation, read_again, snapshot
+from headrace._core.streams.operation import MAX_ERRORS_IN_A_ROW, NOTHING, Mark, ReplayOperation, read_again, snapshot
 from headrace._core.streams.order import Order, child_seeds, spawn_key
 from headrace._core.streams.resumable import (
     ResumableIterator,
@@ -24,7 +24,6 @@ from headrace._core.text import function_name
 from headrace.errors import StateError
 
 T = TypeVar("T")
-MAX_ERRORS_IN_A_ROW = 100  # errors of a stream that bypass a function; the next one ends the function
 
 
 class Split(ReplayOperation[T]):

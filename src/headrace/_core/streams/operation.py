@@ -31,6 +31,7 @@ from headrace.errors import StateError
 
 T = TypeVar("T")
 NOTHING: Any = object()
+MAX_ERRORS_IN_A_ROW = 100  # of a stream that are passed over; the next one is raised
 
 
 class StreamOperation(ResumableIterator[T]):
@@ -152,18 +153,25 @@ def _restored_value(state: State, name: str, kind: object, present: Any) -> obje
 
 
 async def read_again(iterator: ResumableIterator[T], first: int | None) -> list[T]:
-    """The first samples of an iterator, or the last one for None; its errors were raised when it was read before."""
+    """The first samples of an iterator, or the last one for None.
+
+    Raises:
+        Exception: that of the iterator, after `MAX_ERRORS_IN_A_ROW`: one that fails for ever has no end.
+    """
     kept: deque[T] = deque(maxlen=first or 1)
-    read = 0
+    read = errors = 0
     try:
         while read != first:
             try:
                 kept.append(await anext(iterator))
-                read += 1
             except StopAsyncIteration:
                 break
-            except Exception:
-                continue
+            except Exception:  # it was raised when it was read for the first time
+                errors += 1
+                if errors > MAX_ERRORS_IN_A_ROW:
+                    raise
+            else:
+                read, errors = read + 1, 0
     finally:
         await close_iterator(iterator)
     return list(kept)
@@ -278,11 +286,11 @@ class ReplayOperation(StreamOperation[T]):
 
     def _is_exact(self) -> bool:
         """Whether the current position can be saved as such; true at the start."""
-        raise NotImplementedError
+        raise NotImplementedError  # each operation has its own
 
     def _put(self, sample: Any) -> Any:
         """Take the stream's next sample; returns the one to give, or `NOTHING`."""
-        raise NotImplementedError
+        raise NotImplementedError  # not called where `_rest` reads the stream
 
     def _skip(self) -> None:
         """Note an error of the stream in place of its next sample; it is raised."""

@@ -35,7 +35,7 @@ class Totals:
     def add(self, record: BatchRecord) -> None:
         """Add a batch."""
         times = record.times
-        for step, seconds in waits_of(record):
+        for step, seconds in waits_of(record).items():
             self.step_waits[step] += seconds
         self.fetched += times.nbytes
         if record.iteration > self._iteration:

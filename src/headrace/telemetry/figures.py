@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace._core.batches import RequestCounts
 from headrace.telemetry.batch_log import BatchRecord
 
-__all__ = [
-    "WAITS",
-    "Figures",
-    "Interval",
-    "StageShare",
-    "fetching",
-    "figures_of",
-    "length",
-    "percentile",
-    "percentiles",
-    "stage_shares",
-    "waits_of",
-    "working",
-]
+__all__ = ["WAITS", "Figures", "StageShare", "figures_of", "waits_of"]
 
 # The steps in which `next()` may wait for its batch, in their order.
 WAITS = ("plan", "queue", "fetch", "worker queue", "work", "loop", "hand-over", "delivery")
@@ -56,40 +43,36 @@ class StageShare:
     seconds: float
 
 
-def percentile(values: Iterable[float], part: float) -> float:
+def _percentile(values: Iterable[float], part: float) -> float:
     """The value below which this part of the values lies; 0.0 of none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.floor(part * len(ordered)))] if ordered else 0.0
 
 
-def percentiles(values: Iterable[float]) -> tuple[float, ...]:
+def _percentiles(values: Iterable[float]) -> tuple[float, ...]:
     """The 50th, 90th and 99th percentile of the values that are not 0.0; empty of none."""
     known = sorted(each for each in values if each)
-    return tuple(percentile(known, part) for part in (0.5, 0.9, 0.99)) if known else ()
+    return tuple(_percentile(known, part) for part in (0.5, 0.9, 0.99)) if known else ()
 
 
-def fetching(record: BatchRecord) -> Interval:
-    """From the first fetch of a batch to its last sample."""
+def _fetching(record: BatchRecord) -> Interval:
     return record.times.began, record.times.fetched
 
 
-def working(record: BatchRecord) -> Interval:
-    """The transforms and the collation of a batch."""
+def _working(record: BatchRecord) -> Interval:
     return record.times.work_began, record.times.work_ended
 
 
-def length(interval: Interval) -> float:
-    """Seconds of an interval."""
+def _length(interval: Interval) -> float:
     return max(0.0, interval[1] - interval[0])
 
 
-def stage_shares(records: Sequence[BatchRecord], span: Interval) -> tuple[StageShare, ...]:
+def _stage_shares(records: Sequence[BatchRecord], span: Interval) -> tuple[StageShare, ...]:
     """The shares of each stage in a span of time, given the batches that were delivered in it."""
-    plan = [(record.planned, max(record.planned, record.times.admitted)) for record in records]
     passed = {
-        "plan": plan,
-        "fetch": [fetching(record) for record in records],
-        "transform and collate": [working(record) for record in records],
+        "plan": [(record.planned, max(record.planned, record.times.admitted)) for record in records],
+        "fetch": [_fetching(record) for record in records],
+        "transform and collate": [_working(record) for record in records],
         "hand-over": [(min(max(r.times.work_ended, r.times.assembled, r.called), r.taken), r.taken) for r in records],
         "delivery": [(record.refilled, record.returned) for record in records],
     }
@@ -103,7 +86,7 @@ def stage_shares(records: Sequence[BatchRecord], span: Interval) -> tuple[StageS
         busy_or_blocked = _covered([*known, *after], span)
         blocked = busy_or_blocked - worked if name in ("fetch", "transform and collate") else 0.0
         waited = max(0.0, 1.0 - worked - blocked)
-        found.append(StageShare(name, worked, waited, blocked, percentile(map(length, known), 0.5)))
+        found.append(StageShare(name, worked, waited, blocked, _percentile(map(_length, known), 0.5)))
     return tuple(found)
 
 
@@ -133,7 +116,6 @@ class Figures:
         wait_share: share of the time in which the consumer waited there, from 0 to 1.
         waits: those seconds, by the step that the awaited batch was in.
         slow_waits: share of the waiting for fetch that was for batches which took three times the median.
-        slow_batches: number of these.
         in_call_seconds: mean seconds of `next()` that no look-ahead hides: plans, delivery, and work inside it.
         batch_seconds: mean seconds from planning a batch to its end in the engine.
         compute: mean seconds of the consumer between two calls of `next()`.
@@ -150,8 +132,7 @@ class Figures:
         held: share of the batches at whose completion plans waited for memory.
         nbytes: approximate size of the samples fetched.
         memory_of_sample: bytes, as the memory budget counts them; 0 where it does not.
-        work_seconds: median seconds of transforms and collation of a batch.
-        mean_work_seconds: mean seconds of them.
+        work_seconds: mean seconds of transforms and collation of a batch.
         workers_busy: mean number of batches that are transformed and collated at the same time.
         workers_cpu: CPU seconds per second of these, of all workers together.
         engine_cpu: CPU seconds of the engine's thread per second.
@@ -176,7 +157,6 @@ class Figures:
     wait_share: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
     slow_waits: float = 0.0
-    slow_batches: int = 0
     in_call_seconds: float = 0.0
     batch_seconds: float = 0.0
     compute: float = 0.0
@@ -192,7 +172,6 @@ class Figures:
     nbytes: int = 0
     memory_of_sample: float = 0.0
     work_seconds: float = 0.0
-    mean_work_seconds: float = 0.0
     workers_busy: float = 0.0
     workers_cpu: float = 0.0
     engine_cpu: float = 0.0
@@ -224,63 +203,51 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     start_blocked = min(start_up, first.times.blocked - first.times.blocked_before)
     started = first.times.began if first.times.began > first.times.admitted else first.times.fetched
     first_fetch = min(start_up, max(0.0, first.returned - started)) if started else 0.0
-    requests = RequestCounts()
-    for record in records:
-        if record.requests is not None:
-            requests += record.requests
-    worker_deaths = sum(record.times.worker_deaths for record in records)
-    skipped = sum(record.skipped for record in records)
     seconds = rest[-1].returned - first.returned if rest else 0.0
-    if not rest or seconds <= 0:
-        return Figures(
-            start_up,
-            start_blocked,
-            first_fetch,
-            blocked_in=first.times.blocked_in,
-            requests=requests,
-            worker_deaths=worker_deaths,
-            skipped=skipped,
-        )
-    waits: dict[str, float] = defaultdict(float)
+    of_all: dict[str, Any] = {
+        "start_up": start_up,
+        "start_blocked": start_blocked,
+        "first_fetch": first_fetch,
+        "requests": sum((each.requests for each in records if each.requests is not None), RequestCounts()),
+        "worker_deaths": sum(record.times.worker_deaths for record in records),
+        "skipped": sum(record.skipped for record in records),
+    }
+    if seconds <= 0:
+        return Figures(**of_all, blocked_in=first.times.blocked_in)
+    waits = dict.fromkeys(WAITS, 0.0)
     by_batch = []  # the waiting for the fetch of each, and its duration
     for record in rest:
-        parts = dict(waits_of(record))
+        parts = waits_of(record)
         for step, wait in parts.items():
             waits[step] += wait
-        by_batch.append((parts.get("queue", 0.0) + parts.get("fetch", 0.0), length(fetching(record))))
+        by_batch.append((parts["queue"] + parts["fetch"], _length(_fetching(record))))
     waited = sum(record.returned - record.called for record in rest)
-    typical = percentile([taken for _, taken in by_batch if taken], 0.5)
-    in_fetch = sum(wait for wait, _ in by_batch)
-    slow = [wait for wait, taken in by_batch if taken > SLOW * typical]
+    typical = _percentile([taken for _, taken in by_batch if taken], 0.5)
+    slow = sum(wait for wait, taken in by_batch if taken > SLOW * typical)
     timed = [record.times.fetch_seconds for record in records if record.times.fetch_seconds]
     loads = [record.times.load for record in rest]
     ends = sorted((record.times for record in rest), key=lambda times: times.assembled)  # may come in another order
     begin, end = ends[0], ends[-1]
     engine_seconds = max(1e-9, end.assembled - begin.assembled)
-    work = [working(record) for record in rest]
-    worked = sum(map(length, work))
-    timed_work = [record.times for record in rest if record.times.work_began]
-    in_call = _share(times.work_began >= times.assembled for times in timed_work) > 0.5
+    worked = sum(_length(_working(record)) for record in rest)
+    in_call = _share(r.times.work_began >= r.times.assembled for r in rest if r.times.work_began) > 0.5
     delivering = sum(record.returned - record.taken for record in rest)
     return Figures(
-        start_up=start_up,
-        start_blocked=start_blocked,
-        first_fetch=first_fetch,
+        **of_all,
         batches=len(rest),
         samples=sum(record.size for record in rest),
         seconds=seconds,
         waited=waited,
         wait_share=waited / seconds,
-        waits=dict(waits),
-        slow_waits=sum(slow) / in_fetch if in_fetch else 0.0,
-        slow_batches=len(slow),
+        waits=waits,
+        slow_waits=slow / max(1e-9, waits["queue"] + waits["fetch"]),
         in_call_seconds=(delivering + worked * in_call) / len(rest),
-        batch_seconds=sum(length((record.planned, record.times.assembled)) for record in rest) / len(rest),
+        batch_seconds=sum(_length((record.planned, record.times.assembled)) for record in rest) / len(rest),
         compute=max(0.0, seconds - waited) / len(rest),
-        fetch_seconds=percentiles(timed),
+        fetch_seconds=_percentiles(timed),
         fastest_fetch=min(timed[:PAIRS], default=0.0),
-        first_byte_seconds=percentiles(record.times.first_byte for record in rest),
-        request_seconds=percentiles(record.times.request_seconds for record in rest),
+        first_byte_seconds=_percentiles(record.times.first_byte for record in rest),
+        request_seconds=_percentiles(record.times.request_seconds for record in rest),
         crowding=_crowding(rest),
         in_flight=sum(load.in_flight for load in loads) / len(loads),
         concurrency=loads[-1].limit,
@@ -288,8 +255,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         held=_share(load.held_plans for load in loads),
         nbytes=sum(record.times.nbytes for record in rest),
         memory_of_sample=sum(load.memory for load in loads) / max(1, sum(load.memory_samples for load in loads)),
-        work_seconds=percentile([length(each) for each in work], 0.5),
-        mean_work_seconds=worked / len(rest),
+        work_seconds=worked / len(rest),
         workers_busy=worked / seconds,
         workers_cpu=sum(record.times.work_cpu for record in rest) / seconds,
         engine_cpu=(end.engine_cpu - begin.engine_cpu) / engine_seconds,
@@ -298,10 +264,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         blocked=(end.blocked - begin.blocked) / engine_seconds,
         blocked_in=end.blocked_in,
         in_call=in_call,
-        requests=requests,
-        worker_deaths=worker_deaths,
-        skipped=skipped,
-        stages=stage_shares(rest, (first.returned, rest[-1].returned)),
+        stages=_stage_shares(rest, (first.returned, rest[-1].returned)),
     )
 
 
@@ -315,8 +278,8 @@ def _crowding(records: Sequence[BatchRecord]) -> float | None:
         for record in records
         if record.times.fetch_seconds and record.times.load.in_flight and record.times.load.queued
     ]
-    numbers = sorted(number for number, _ in pairs)
-    if len(pairs) < PAIRS or percentile(numbers, 0.9) - percentile(numbers, 0.1) < math.log(SPREAD):
+    numbers = [number for number, _ in pairs]
+    if len(pairs) < PAIRS or _percentile(numbers, 0.9) - _percentile(numbers, 0.1) < math.log(SPREAD):
         return None
     return statistics.linear_regression(*zip(*pairs, strict=True)).slope
 
@@ -326,8 +289,8 @@ def _share(conditions: Iterable[object]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def waits_of(record: BatchRecord) -> Iterator[tuple[str, float]]:
-    """The seconds of the call of `next()`, by the step that its batch was in."""
+def waits_of(record: BatchRecord) -> dict[str, float]:
+    """The seconds of the call of `next()`, by the step that its batch was in, one of `WAITS`."""
     times = record.times
     points = [
         ("plan", record.planned),
@@ -343,10 +306,10 @@ def waits_of(record: BatchRecord) -> Iterator[tuple[str, float]]:
     ]
     if times.work_began > times.assembled:  # on the consumer's thread, after the engine is done with the batch
         points[4:7] = [("loop", times.assembled), ("hand-over", times.work_began), ("work", times.work_ended)]
-    seconds: dict[str, float] = defaultdict(float)
+    seconds = dict.fromkeys(WAITS, 0.0)
     at = record.called
     for step, until in points:
         if until > at:
             seconds[step] += until - at
             at = until
-    yield from seconds.items()
+    return seconds

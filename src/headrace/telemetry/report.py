@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.telemetry.batch_log import BatchRecord
-from headrace.telemetry.diagnosis import Diagnosis, Limit, Setup, diagnose
+from headrace.telemetry.diagnosis import Diagnosis, Setup, diagnose
 from headrace.telemetry.figures import Figures, StageShare, figures_of
 from headrace.telemetry.formatting import rate, seconds, share
 
@@ -30,7 +30,7 @@ class Report(Figures):
         factor: by how much the change makes the limiting stage faster; None if that is not known.
     """
 
-    limit: Limit
+    limit: str
     evidence: str
     advice: str
     predicted: float | None
@@ -97,8 +97,7 @@ class Report(Figures):
 
 
 _HEAD = ("stage", "works", "waits", "blocked", "time of a batch")
-_LIMITS: dict[Limit, str] = {
-    "consumer": "The loader is not the limit",
+_LIMITS = {
     "latency": "Fetching is the limit",
     "throttling": "The store's rate limit is the limit",
     "bandwidth": "Bandwidth is the limit",
@@ -131,12 +130,7 @@ def _table(stages: Sequence[StageShare]) -> list[str]:
 
 
 def make_report(records: Sequence[BatchRecord], setup: Setup) -> Report:
-    """The report on one iteration.
-
-    Args:
-        records: its batches, in the order of delivery.
-        setup: the loader's arguments.
-    """
+    """The report on one iteration, given its batches in the order of delivery."""
     figures = figures_of(records) if records else Figures(0.0)
     diagnosis = diagnose(figures, setup) if records else Diagnosis("start-up", "no batch has been delivered")
     values = {each.name: getattr(figures, each.name) for each in dataclasses.fields(figures)}

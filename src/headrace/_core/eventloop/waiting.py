@@ -22,7 +22,7 @@ Readable = int | socket.socket
 def wait_readable(*sources: Readable, timeout: float | None) -> bool:
     """Block until one of `sources` is readable, or a signal arrives; False after `timeout` seconds (None: no limit).
 
-    True may come early: a future that `wait_done` has waited for may wake the main thread just after that, in its next wait.
+    True may come early: a future that `wait_done` has waited for may wake the main thread just after, in its next wait.
     A signal that arrives just before a blocking call does not interrupt it: Python notes it, and handles it when the
     call returns, which may be never. So on the main thread signals write to a socket that is waited for too.
     """

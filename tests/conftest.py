@@ -9,6 +9,7 @@ import tempfile
 
 import anyio
 import cloudpickle
+import hypothesis
 import pytest
 import trio
 import uvloop
@@ -19,6 +20,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a job in the background of a shell script has it. The programs that tests start would inherit it, and with it
     # be deaf to the Ctrl-C that some tests are about.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A machine that is busy generates slowly, and that is no fault of a test.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 
 # Seconds: no test takes nearly as long. After TIMEOUT a signal handler raises in the test; a test that is blocked in C
 # code, where no handler runs, is ended KILL_DELAY later with its whole process, after a traceback of every thread.

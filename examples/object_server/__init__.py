@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import http.client
 import importlib.util
 import json
+import os
+import select
+import signal
+import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import starmap
@@ -122,6 +128,67 @@ class Seen:
     fault: str
 
 
+class _Process:
+    """The process of a server: a fork of one that has imported aiohttp, which takes longer than most tests.
+
+    Attributes:
+        stdin: its standard input.
+        stdout: its standard output.
+        pid: its process id.
+    """
+
+    def __init__(self) -> None:
+        theirs_in, ours_in = os.pipe()
+        ours_out, theirs_out = os.pipe()
+        self.stdin, self.stdout = open(ours_in, "wb"), open(ours_out, "rb")  # noqa: SIM115  # closed by `close`
+        try:
+            socket.send_fds(_template(), [b"f"], [theirs_in, theirs_out])
+        finally:
+            os.close(theirs_in)
+            os.close(theirs_out)
+        self.pid = int(self.stdout.readline() or 0)
+        self._ended = os.pidfd_open(self.pid) if self.pid else -1
+
+    def close(self) -> None:
+        """End it, and wait until it has ended."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self.stdin.close()
+        self.stdout.close()
+        if not self.pid:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):  # a fork of this process may hold the pipe open
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._ended, number)
+            if select.select([self._ended], [], [], CLOSE_TIMEOUT)[0]:
+                break
+        os.close(self._ended)
+
+
+_lock = threading.Lock()
+_control: socket.socket | None = None  # of the process from which servers are forked
+
+
+def _template() -> socket.socket:
+    global _control
+    with _lock:
+        if _control is None:
+            _control, theirs = socket.socketpair()
+            with theirs:
+                # -P keeps the folder of server.py off sys.path, where our module names could shadow others.
+                command = [sys.executable, "-P", str(SERVER), str(theirs.fileno())]
+                process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+                )
+            atexit.register(_end_template, process, os.getpid())
+        return _control
+
+
+def _end_template(process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() == owner and _control is not None:
+        _control.close()
+        process.wait()
+
+
 class ObjectServer:
     """An S3-style object store on the loopback interface that holds `objects` in memory.
 
@@ -157,7 +224,7 @@ class ObjectServer:
         self._objects: Mapping[str, bytes] | None = dict(objects or {})
         self._bucket = bucket
         self._latency = _seconds(latency)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _Process | None = None
         self._port: int | None = None
 
     def start(self) -> Self:
@@ -169,12 +236,8 @@ class ObjectServer:
         if self._objects is None:
             raise RuntimeError("this ObjectServer was started before; make another one")
         objects, self._objects = self._objects, None
-        # -P keeps the folder of server.py off sys.path, where our module names could shadow others.
-        command = [sys.executable, "-P", str(SERVER)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = _Process()
         try:
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
             self._send(self._process.stdin, objects)
             line = self._process.stdout.readline()
         except BrokenPipeError:
@@ -183,9 +246,8 @@ class ObjectServer:
             self.close()
             raise
         if not line:
-            process = self._process
             self.close()
-            raise RuntimeError(f"the object server failed to start, status {process.returncode}; see its stderr")
+            raise RuntimeError("the object server failed to start; see its stderr")
         self._port = int(line)
         return self
 
@@ -194,18 +256,7 @@ class ObjectServer:
         process, self._process, self._port = self._process, None, None
         if process is None:
             return
-        assert process.stdin is not None
-        assert process.stdout is not None
-        # By a signal too: a fork of this process may hold the pipe open.
-        process.terminate()
-        with contextlib.suppress(BrokenPipeError):  # it has ended already
-            process.stdin.close()
-        process.stdout.close()
-        try:
-            process.wait(CLOSE_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.close()
 
     def __enter__(self) -> Self:
         return self.start()

@@ -1,20 +1,24 @@
-"""The process of an `ObjectServer`: serves a bucket on a port, controlled by its parent.
+"""The processes of `ObjectServer`: each serves a bucket on a port, controlled by the program that started it.
 
 `ObjectServer` starts this file by its path, not with ``-m``, so that the process imports aiohttp and nothing of
-headrace: it starts in a quarter of a second, where importing torch alone takes seconds. Hence no imports from headrace
-here, and `s3.py` (the bucket) and `misbehaving.py` (the faults) are loaded by their paths.
+headrace: it starts in half a second, where importing torch alone takes seconds. Hence no imports from headrace here,
+and `s3.py` (the bucket) and `misbehaving.py` (the faults) are loaded by their paths. This process forks one for each
+server that is asked for, and ends when its control socket is closed.
 
-Stdin: one line of JSON with the settings, then the objects, each as two little-endian lengths, key and body. Stdout:
-one line with the port. The process ends when stdin does, because the parent closed it or died.
+A server's stdin: one line of JSON with the settings, then the objects, each as two little-endian lengths, key and body.
+Its stdout: a line with its process id, and one with the port. It ends when stdin does, because the program closed it or
+died.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import importlib.util
 import json
+import os
 import signal
+import socket
 import struct
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -22,6 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from aiohttp import web
+
+try:
+    from uvloop import run
+except ImportError:  # asyncio is slower
+    from asyncio import run  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from object_server.s3 import Bucket
@@ -79,6 +88,7 @@ class Listener:
         return await self._bucket.control(request)
 
 
+@functools.cache
 def _sibling(name: str) -> Any:
     """Load a module from the folder of this file, by its path."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
@@ -112,18 +122,31 @@ async def _end_of(stream: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Run the process."""
-    # Ctrl-C reaches every process of the terminal; this one ends when its parent does.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Fork a server for each request on the control socket; returns in the forks, and when the socket is closed."""
+    _sibling("s3"), _sibling("misbehaving")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # servers that have ended are not waited for
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        while True:
+            request, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+            if not request:
+                return
+            forked = os.fork() == 0
+            for number, descriptor in enumerate(descriptors):
+                if forked:
+                    os.dup2(descriptor, number)
+                os.close(descriptor)
+            if forked:
+                break
+    print(os.getpid(), flush=True)
+    _serve_bucket()
+
+
+def _serve_bucket() -> None:
     settings = json.loads(sys.stdin.buffer.readline())
     bucket: Bucket = _sibling("s3").Bucket(settings["bucket"], settings["latency"])
     for key, data in read_objects(sys.stdin.buffer, settings["objects"]):
         bucket.put(key, data)
-    run: Callable[[Coroutine[Any, object, None]], None] = asyncio.run
-    with contextlib.suppress(ImportError):  # absent on Windows; asyncio is slower
-        import uvloop
-
-        run = uvloop.run
     run(serve(bucket, _end_of(sys.stdin.buffer)))
 
 

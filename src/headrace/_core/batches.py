@@ -176,7 +176,6 @@ class SessionStart(NamedTuple):
         batch: the number of its first batch.
         streams: the state of the stream, by the worker or the lane that reads it (None: the engine, or the consumer's
             thread). Empty where the dataset is map-style, or the session begins with the epoch.
-        ended: workers or lanes whose streams have ended.
         next_worker: the worker or lane that gets the first plan, where each reads a stream.
         delivered: samples that were delivered out of order, as ranges of their positions in the stream, ascending; they
             are read and dropped.
@@ -187,12 +186,16 @@ class SessionStart(NamedTuple):
 
     batch: int = 0
     streams: Mapping[int | None, Mapping[str, object]] = {}
-    ended: frozenset[int] = frozenset()
     next_worker: int = 0
     delivered: tuple[range, ...] = ()
     lanes: int = 1
     epoch: int = 0
     set_epoch: bool = False
+
+    @property
+    def ended(self) -> set[int | None]:
+        """Workers or lanes whose streams have ended."""
+        return {reader for reader, state in self.streams.items() if state.get("ended") is True}
 
     def state_of(self, worker: int | None) -> dict[str, object] | None:
         """The state of the stream that a worker reads; None if that begins with the epoch."""

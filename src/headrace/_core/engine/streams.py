@@ -207,7 +207,7 @@ class DispatchToWorkers(FetchStage):
     def __init__(
         self, workers: int, *, streams: bool, deliver: Deliver, in_order: bool, start: SessionStart = BEGINNING
     ) -> None:
-        ended = start.ended | {worker for worker, state in start.streams.items() if state.get("ended") is True}
+        ended = start.ended
         turns = ((start.next_worker + turn) % workers for turn in range(workers))
         self._active = deque(worker for worker in turns if worker not in ended)  # the next one first
         self._last_worker = _last_worker(start, workers)  # of the last batch of a stream

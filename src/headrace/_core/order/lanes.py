@@ -122,14 +122,12 @@ class LaneTurns:
 
     def __init__(self, start: SessionStart) -> None:
         self.lanes = start.lanes
-        ended = set(start.ended)
+        ended = start.ended
         self._last = (start.next_worker - 1) % start.lanes
         for lane, state in start.streams.items():
             assert lane is not None
             if state.get("repeats") is True:  # it had ended, and is read again in place of lost batches
                 self._last = lane
-                ended.add(lane)
-            elif state.get("ended") is True:
                 ended.add(lane)
         turns = ((start.next_worker + turn) % start.lanes for turn in range(start.lanes))
         self._active = deque(lane for lane in turns if lane not in ended)  # the next one first

@@ -274,7 +274,6 @@ class EpochProgress:
             streams=streams,
             # What they were restored from; a lane that has given no batch begins there.
             merged=self._begun.merged if len(streams) < (self._begun.lanes or 1) else (),
-            ended=frozenset(worker for worker in point.workers if streams[worker].get("ended")),
             next_worker=(point.last_worker + 1) % (self._workers or 1),
             delivered=(*earlier, *self._delivered_since(point)),
             skipped=point.skipped,

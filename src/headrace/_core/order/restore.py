@@ -139,7 +139,6 @@ def epoch_start(
     session = SessionStart(
         batch=begun.batches,
         streams=_streams(begun, order, rank, remainder),
-        ended=begun.ended,
         next_worker=begun.next_worker,
         delivered=tuple(range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3),
         lanes=begun.lanes or 1,
@@ -247,7 +246,6 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
         batches=max(state.batches for state in states),
         streams={},
         lanes=None,
-        ended=frozenset(),
         next_worker=0,
         merged=tuple(streams),
         skipped=tuple(map(max, zip(*(state.skipped for state in states), strict=True))),

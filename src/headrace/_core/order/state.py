@@ -38,26 +38,6 @@ def decoded(text: str) -> torch.Tensor:
 
 
 VERSION: Final = 1
-_KEYS: Final = (
-    "epoch",
-    "cursor",
-    "samples",
-    "batches",
-    "over",
-    "rank",
-    "ranks",
-    "seeds",
-    "generator",
-    "sampler",
-    "last_indices",
-    "streams",
-    "lanes",
-    "merged",
-    "delivered",
-    "skipped",
-    "loader",
-    "checksum",
-)
 # With and without workers. accelerate saves such a state too.
 _KEYS_OF_TORCHDATA: Final = frozenset({"_snapshot", "_num_yielded", "_sampler_iter_yielded", "_iterator_finished"})
 
@@ -115,7 +95,6 @@ class LoaderState(NamedTuple):
         lanes: the number of lanes of the epoch, 1 for a stream that is not divided; None of any other dataset, and
             before an epoch has begun.
         merged: for each rank, its state of the stream, where states of several ranks were merged.
-        ended: workers or lanes whose streams have ended.
         next_worker: the worker or lane whose batch is next.
         delivered: batches given out after others that were not: number, first sample and number of samples of each,
             and of a stream the first and last position.
@@ -143,7 +122,6 @@ class LoaderState(NamedTuple):
     streams: Mapping[int | None, Mapping[str, object]] = {}
     lanes: int | None = None
     merged: tuple[Mapping[str, object], ...] = ()
-    ended: frozenset[int] = frozenset()
     next_worker: int = 0
     delivered: tuple[tuple[int, ...], ...] = ()
     skipped: tuple[int, ...] = (0, 0, 0, 0, 0)
@@ -159,43 +137,15 @@ class LoaderState(NamedTuple):
         return states_to_dict((self,))
 
     def _to_values(self) -> State:
-        """Always the same keys; lists and dicts of JSON values, and users' own states.
-
-        All that varies is in a tuple, which torch.distributed.checkpoint saves as one value. Of dicts and lists it
-        saves each value by itself, and each from another rank, where the ranks have equal keys; and it asks a loader
-        that was never iterated over for the keys.
-        """
-        streams = [
-            [worker, worker in self.ended, dict(state)]
-            for worker, state in sorted(self.streams.items(), key=lambda item: -1 if item[0] is None else item[0])
-        ]
-        state: State = {
-            "epoch": self.epoch,
-            "cursor": self.cursor,
-            "samples": self.samples,
-            "batches": self.batches,
-            "over": self.over,
-            "rank": self.rank,
-            "ranks": self.ranks,
-            "seeds": (self.base_seed, self.order_seed, self.pipe_seed, self.kept_seed, self.sampler_epoch),
-            "generator": self.generator,
-            "sampler": (self.sampler,),
-            "last_indices": self.last_indices,
-            "streams": (self.next_worker, *streams),
-            "lanes": self.lanes,
-            "merged": tuple(dict(state) for state in self.merged),
-            "delivered": self.delivered,
-            "skipped": self.skipped,
-            "loader": (
-                self.fingerprint.kind,
-                self.fingerprint.length,
-                self.fingerprint.order,
-                self.fingerprint.seed,
-                self.fingerprint.readers,
-            ),
+        """Always the same keys; lists and tuples of JSON values, and users' own states."""
+        streams = sorted(self.streams.items(), key=lambda item: -1 if item[0] is None else item[0])
+        values: State = {
+            **self._asdict(),
+            "fingerprint": tuple(self.fingerprint),
+            "streams": tuple((reader, dict(state)) for reader, state in streams),
+            "merged": tuple(map(dict, self.merged)),
         }
-        state["checksum"] = _checksum(state)
-        return state
+        return {**values, "checksum": _checksum(values)}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, object]) -> LoaderState:
@@ -210,37 +160,34 @@ class LoaderState(NamedTuple):
         return states[0]
 
     @classmethod
-    def _from_values(cls, values: Mapping[str, Any]) -> LoaderState:
-        if set(values) != set(_KEYS):
-            raise StateError(f"the state is damaged: it has {_keys_of(values)}, and not {', '.join(_KEYS)}")
-        if values["checksum"] != _checksum(values):
+    def _from_values(cls, saved: Mapping[str, Any]) -> LoaderState:
+        values = dict(saved)
+        checked = values.pop("checksum", None)
+        if set(values) != set(cls._fields):
+            raise StateError(
+                f"the state is damaged: it has {_keys_of(saved)}, and not {', '.join(cls._fields)}, checksum"
+            )
+        if checked != _checksum(values):
             raise StateError("the state is damaged, or was edited: its checksum does not match")
         # With its checksum it is what was saved, as JSON has it: tuples may be lists.
-        base_seed, order_seed, pipe_seed, kept_seed, sampler_epoch = values["seeds"]
-        next_worker, *streams = values["streams"]
         last = values["last_indices"]
-        same = ("epoch", "cursor", "samples", "batches", "over", "rank", "ranks", "generator", "lanes")
-        return cls(
-            **{name: values[name] for name in same},
-            fingerprint=Fingerprint(*values["loader"]),
-            base_seed=base_seed,
-            order_seed=order_seed,
-            pipe_seed=pipe_seed,
-            kept_seed=kept_seed,
-            sampler_epoch=sampler_epoch,
-            sampler=values["sampler"][0],
+        return cls(**values)._replace(
+            fingerprint=Fingerprint(*values["fingerprint"]),
             last_indices=None if last is None else (last[0], last[1], last[2]),
+            streams=dict(values["streams"]),
             merged=tuple(values["merged"]),
-            streams={worker: saved for worker, _, saved in streams},
-            ended=frozenset(worker for worker, ended, _ in streams if ended and worker is not None),
-            next_worker=next_worker,
             delivered=tuple(map(tuple, values["delivered"])),
             skipped=tuple(values["skipped"]),
         )
 
 
 def states_to_dict(states: Sequence[LoaderState]) -> State:
-    """One state for all ranks, or those of all ranks, in their order, to be saved as one."""
+    """One state for all ranks, or those of all ranks, in their order, to be saved as one.
+
+    They are in a tuple, which torch.distributed.checkpoint saves as one value. Of dicts and lists it saves each value
+    by itself, and each from another rank, where the ranks have equal keys; and it asks a loader that was never iterated
+    over for the keys.
+    """
     return {"version": VERSION, "state": tuple(state._to_values() for state in states)}
 
 
@@ -274,9 +221,8 @@ def _keys_of(state: object) -> str:
 
 def _checksum(state: Mapping[str, object]) -> str:
     """A checksum that survives JSON; of users' values that JSON does not have, the type counts."""
-    values = {name: value for name, value in state.items() if name != "checksum"}
     try:
-        text = json.dumps(values, sort_keys=True, default=lambda value: type(value).__name__)
+        text = json.dumps(state, sort_keys=True, default=lambda value: type(value).__name__)
     except (TypeError, ValueError):  # a user's dict with keys of several types
-        text = json.dumps({**values, "sampler": None, "streams": None, "merged": None}, sort_keys=True)
+        text = json.dumps({**state, "sampler": None, "streams": None, "merged": None}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -21,7 +21,7 @@ from headrace._core.error_policy import error_policy
 from headrace._core.links.select import check_engines
 from headrace._core.order.samplers import SeededRandomSampler, SeededRankSampler
 from headrace._core.order.spec import LoaderSpec
-from headrace._core.order.state import states_from_dict
+from headrace._core.order.state import states_from_dict, states_to_dict
 from headrace._core.streams.kinds import DatasetKind, kind_of
 from headrace._core.streams.torch_views import torch_readable, unwrap, without_adapter
 from headrace._core.text import dataset_repr, function_name
@@ -350,7 +350,7 @@ class DataLoader(TorchDataLoader[T_co]):
             >>> [a.tolist() for a in restored] == [a.tolist() for a in rest]
             True
         """
-        return self._control.state_dict(self, lag)
+        return states_to_dict(self._control.states(self, lag))
 
     def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True) -> None:
         """Continue after a saved position: the next iteration gives the rest of that epoch.

@@ -85,9 +85,9 @@ class _Positions:
         if control.resumed:
             return states_to_dict(control.resumed)
         over = control.progress is not None and control.progress.over  # the call that ended it counts as one
-        batches = control.state(loader, int(over)).batches
+        batches = control.states(loader, int(over))[0].batches
         untrained = max(self.before.get(loader, 0) + batches - trained, 0)
-        state = control.state(loader, min(untrained, batches) + over)
+        state = control.states(loader, min(untrained, batches) + over)[0]
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         # A collective call. While an error is handled, the state of this rank alone.
         if not distributed or not control.is_of_rank(loader) or sys.exception() is not None:
@@ -107,7 +107,7 @@ class _Positions:
         first = loader not in self.before
         over = control.progress is not None and control.progress.over
         if over and not first:
-            self.before[loader] += control.state(loader, 1).batches
+            self.before[loader] += control.states(loader, 1)[0].batches
         again = loader in self.iterated  # and nothing was trained on since
         self.iterated.add(loader)
         if first:

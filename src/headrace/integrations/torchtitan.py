@@ -59,7 +59,7 @@ class HeadraceDataLoader:
         Raises:
             ValueError: an epoch has no batch.
         """
-        while self._epochs is None or self.loader._control.state(self.loader, 0).epoch < self._epochs:
+        while self._epochs is None or self.loader._control.states(self.loader, 0)[0].epoch < self._epochs:
             may_be_over, self._restored = self._restored, False
             empty = True
             for batch in self.loader:

@@ -1,28 +1,27 @@
-"""Plans are drawn lazily, numbered, and seeded by the epoch and their position among the samples of all ranks."""
+"""Plans are drawn lazily, and seeded by the epoch and their position among the samples of all ranks."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.consumer.planning import Planner, PlanStart
+import headrace as hr
 from headrace._core.seeding import batch_seed
 
 SEEDS = st.integers(0, 2**63 - 1)
 
 
-def planner(sampler, *, batched=True, base_seed=0, epoch=0, stream=False, **start):
-    return Planner(sampler, batched=batched, stream=stream, base_seed=base_seed, epoch=epoch, start=PlanStart(**start))
+class Reusing:
+    """A batch sampler that gives the same list again and again."""
+
+    def __iter__(self):
+        batch = []
+        for i in range(3):
+            batch[:] = [i]
+            yield batch
 
 
 def test_list_that_the_sampler_reuses_is_copied():
-    class Reusing:
-        def __iter__(self):
-            batch = []
-            for i in range(3):
-                batch[:] = [i]
-                yield batch
-
-    assert [plan.indices for plan in list(planner(Reusing()))] == [(0,), (1,), (2,)]
+    assert [batch.tolist() for batch in hr.DataLoader(list(range(3)), batch_sampler=Reusing())] == [[0], [1], [2]]
 
 
 @given(base=SEEDS, epoch=st.integers(0, 10_000), number=st.integers(0, 10_000_000))
@@ -41,13 +40,9 @@ def test_seed_depends_on_all_three_and_on_nothing_else(base, epoch, number):
 def test_seeds_are_the_same_on_every_machine():
     assert batch_seed(0, 0, 0) == 2891389769238885931
     assert batch_seed(2**63 - 1, 3, 5) == 5492607835317456068
-    assert [plan.seed for plan in planner([[0], [1]], base_seed=7, epoch=2)] == [
-        batch_seed(7, 2, 0),
-        batch_seed(7, 2, 1),
-    ]
 
 
 @pytest.mark.parametrize("sampler", [[3], [None]])
 def test_batch_sampler_must_give_batches(sampler):
     with pytest.raises(TypeError):
-        next(planner(sampler))
+        next(iter(hr.DataLoader(list(range(4)), batch_sampler=sampler)))

@@ -1,7 +1,7 @@
 """The control of a loader: it begins the epochs, and has their number, their position, and the engine.
 
 `DataLoader` and the integrations of trainers use a loader by it. Its public methods are this interface: the position
-(`state`, `state_dict`, `restore`, `pending`, `last_point`), the next epoch (`next_epoch`, `set_epoch`, `skip`,
+(`states`, `restore`, `pending`, `last_point`), the next epoch (`next_epoch`, `set_epoch`, `skip`,
 `skip_rest`), what is left of it (`batches_left`), and its start (`ranked`, `begin`).
 """
 
@@ -13,14 +13,15 @@ import functools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from headrace._core.consumer.agreement import Agreement, Coordinator
 from headrace._core.consumer.checks import check_data_parallel, check_stream
-from headrace._core.consumer.deliver import Delivery, opened, should_pin
+from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
 from headrace._core.consumer.opening import SessionOpener
 from headrace._core.consumer.planning import Planner
@@ -30,27 +31,28 @@ from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
 from headrace._core.failure import Failure, Stage
 from headrace._core.messages import OpenSession
-from headrace._core.order.lanes import LaneChoice, LaneTurns
+from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import (
+    EpochSpec,
     batches_before,
     check_fit,
     check_rank,
-    epoch_start,
+    epoch_spec,
     is_renumbered,
     of_rank,
     without_indices_of_others,
 )
 from headrace._core.order.seeds import EpochSeeds
 from headrace._core.order.spec import LoaderSpec, TorchLoader
-from headrace._core.order.state import Fingerprint, LoaderState, encoded, states_to_dict
+from headrace._core.order.state import Fingerprint, LoaderState, encoded
 from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.streams.kinds import DatasetKind, propagate_epoch, translates_epochs
 from headrace._core.streams.merged import remainder_of
 from headrace._core.streams.order import counted_epoch
-from headrace._core.streams.resumable import State, is_stateful
+from headrace._core.streams.resumable import is_stateful
 from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import users_stacklevel
 from headrace.errors import StateError
@@ -140,13 +142,12 @@ class LoaderControl:
         """The position after the last batch of the iteration begun last: another object after each."""
         return None if self.progress is None else self.progress.last_point
 
-    def state(self, loader: TorchLoader, lag: int) -> LoaderState:
-        """The state of the iteration begun last, `lag` batches before the last; or before the next one."""
-        return self.resumed[0] if self.resumed else self._state_of(self.progress, loader, lag)
+    def states(self, loader: TorchLoader, lag: int) -> tuple[LoaderState, ...]:
+        """The states of the iteration begun last, `lag` batches before the last, or before the next one.
 
-    def state_dict(self, loader: TorchLoader, lag: int) -> State:
-        """As `state`, to be saved."""
-        return states_to_dict(self.resumed) if self.resumed else self._state_of(self.progress, loader, lag).to_dict()
+        One of all ranks, or this rank's; or those of each, where these were restored.
+        """
+        return self.resumed or (self._state_of(self.progress, loader, lag),)
 
     def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...], *, strict: bool) -> None:
         """Continue from a state of all ranks, or this rank's among those of each, at the next `iter()`."""
@@ -230,7 +231,7 @@ class LoaderControl:
         return LoaderState(
             epoch,
             self._fingerprint(loader, order),
-            base_seed=base_seed if self.spec.options["seed"] is None else None,
+            base_seed=base_seed,
             pipe_seed=pipe_seed,
             sampler=order.user_sampler.at_start,
             sampler_epoch=order.user_sampler.epoch,
@@ -273,16 +274,19 @@ class LoaderControl:
         """
         coordinated = self.spec.options["coordinated"] and rank.world_size > 1
         with self._coordinator.agreement(rank, self.group, loader.timeout) if coordinated else _ALONE as agreement:
-            return self._begin(loader, rank, agreement, late_epoch=late_epoch)
+            draws, spec, pipe_seed = self._next_spec(loader, rank, late_epoch=late_epoch)
+            return self._open(loader, draws, spec, pipe_seed, agreement)
 
-    def _begin(self, loader: TorchLoader, rank: RankInfo, agreement: Agreement | None, *, late_epoch: bool) -> Epoch:
-        spec, kind = self.spec, self.spec.kind
-        stream = kind.is_iterable
-        if spec.options["data_parallel"] is not None:
-            check_data_parallel(loader, rank, seed=spec.options["seed"], stream=stream)
+    def _next_spec(
+        self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool
+    ) -> tuple[Iterator[Any], EpochSpec, int | None]:
+        """The draws of the sampler of the epoch that begins, the epoch, and the seed of a datapipe."""
+        seed, stream = self.spec.options["seed"], self.spec.kind.is_iterable
+        if self.spec.options["data_parallel"] is not None:
+            check_data_parallel(loader, rank, seed=seed, stream=stream)
         resumed = without_indices_of_others(of_rank(self.resumed, rank), rank) if self.resumed else None
         epoch = self._next_epoch if resumed is None else resumed.epoch
-        check_stream(spec, rank, loader.num_workers, self._checked)
+        check_stream(self.spec, rank, loader.num_workers, self._checked)
         # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in the state.
         between = resumed is None or resumed.is_between_epochs
         keeps = between and not late_epoch and (resumed is None or not self._sessions.epoch_set)
@@ -301,85 +305,73 @@ class LoaderControl:
             raise
         except Exception as error:  # user code: the sampler
             raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
-        begun = self._state_at_start(loader, order, epoch, base_seed, pipe_seed)
+        begun = self._state_at_start(loader, order, epoch, None if seed is not None else base_seed, pipe_seed)
         if continued is not None:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=begun.base_seed)
         elif resumed is not None:
             begun = begun._replace(streams=resumed.streams)
         begun = begun._replace(lanes=self._lanes.of_epoch(continued))
-        start = epoch_start(begun, order, rank, stream=stream, remainder=remainder_of(spec.source))
+        spec = epoch_spec(begun, order, base_seed, rank, remainder=remainder_of(self.spec.source))
+        if resumed is None and self.progress is not None:  # what the dataset has already
+            spec = replace(spec, begun=begun._replace(streams=self.progress.kept_streams))
+        return draws, spec, pipe_seed
+
+    def _open(
+        self,
+        loader: TorchLoader,
+        draws: Iterator[Any],
+        spec: EpochSpec,
+        pipe_seed: int | None,
+        agreement: Agreement | None,
+    ) -> Epoch:
+        kind, rank = self.spec.kind, spec.rank
         self.counters.begin()
-        session = self._sessions.open(loader, epoch, base_seed, pipe_seed, rank, start.session)
-        inline_state = session.inline_state
+        session = self._sessions.open(loader, spec, pipe_seed)
         _log.debug(
             "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead",
-            epoch,
-            start.session.batch,
+            spec.begun.epoch,
+            spec.begun.batches,
             rank.rank,
             rank.world_size,
             self.counters.placement,
             loader.num_workers,
             self._sessions.look_ahead(loader),
         )
-        if resumed is None and self.progress is not None:
-            begun = begun._replace(streams=self.progress.kept_streams)  # which the dataset has already
         progress = EpochProgress(
-            begun,
-            order,
-            streams=begun.streams if begun.merged or resumed is None else start.session.streams,
-            origin=start.origin,
-            ranks=start.ranks,
-            workers=(begun.lanes or 0) if kind.is_async else loader.num_workers,
-            rank=rank,
-            of_rank=stream and not getattr(spec.source, "divides_samples", False),
+            spec,
+            readers=(spec.session.lanes if kind.is_async else loader.num_workers) or 1,
+            of_rank=kind.is_iterable and not getattr(self.spec.source, "divides_samples", False),
             keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
-            before_first=inline_state or (lambda: None),
-        )
-        planner = Planner(
-            draws,
-            batched=loader._auto_collation,
-            stream=stream,
-            base_seed=base_seed,
-            epoch=epoch,
-            start=start.plans,
-            turns=LaneTurns(start.session) if start.session.lanes > 1 else None,
-            on_plan=progress.on_plan,
-            on_exhausted=progress.on_exhausted,
+            before_first=session.inline_state,
         )
         delivers: OpenSession = session
-        finalize: Callable[[Any, int], Any] | None
-        if spec.device is None:
+        finalize: Finish | None
+        if self.spec.device is None:
             finalize = pin if should_pin(loader.pin_memory, loader.pin_memory_device) else None
         else:
-            ahead = spec.options["device_prefetch"]
-            delivers = stage = DeviceStage(session, Copier(streams_of(spec.device)), ahead, opened)
+            ahead = self.spec.options["device_prefetch"]
+            delivers = stage = DeviceStage(session, Copier(streams_of(self.spec.device)), ahead, opened)
             finalize = stage.claim
-        self.resumed, self._next_epoch, self.progress = (), epoch + 1, progress
-        opened_epoch = Epoch(
+        asked: object = loader._IterableDataset_len_called  # set by torch's `__len__`, of streams only
+        if asked is not None:
+            copies = loader.num_workers > 0 and not kind.is_async
+            finalize = checked_length(finalize, without_adapter(loader.dataset), copies=copies)
+        self.resumed, self._next_epoch, self.progress = (), spec.begun.epoch + 1, progress
+        epoch = Epoch(
+            self.spec,
             spec,
-            planner,
+            Planner(draws, spec, progress, batched=loader._auto_collation),
             delivers,
-            look_ahead=None if inline_state is not None else self._sessions.plan_ahead(loader),
+            look_ahead=None if session.inline_state is not None else self._sessions.plan_ahead(loader),
             timeout=loader.timeout,
-            finish=self._delivery(loader, finalize),
+            finish=finalize,
             counters=self.counters,
             progress=progress,
             state=functools.partial(self._state_of, progress, loader),
-            rank=rank,
             agreement=agreement,
         )
-        self._open_epochs[opened_epoch] = epoch
-        return opened_epoch
-
-    def _delivery(
-        self, loader: TorchLoader, finalize: Callable[[Any, int], Any] | None
-    ) -> Callable[[Any, int], Any] | None:
-        asked = loader._IterableDataset_len_called is not None  # set by torch's `__len__`, of streams only
-        if not asked:
-            return finalize
-        dataset = without_adapter(loader.dataset)
-        copies = loader.num_workers > 0 and not self.spec.kind.is_async
-        return Delivery(finalize=finalize, dataset=dataset, announced=len(dataset), copies=copies)
+        self._open_epochs[epoch] = spec.begun.epoch
+        return epoch
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:

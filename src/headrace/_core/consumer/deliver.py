@@ -5,9 +5,10 @@ The reasons for the replacement of batches that lost all their samples are in do
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -213,45 +214,36 @@ def opened(host: HostBatch) -> Any:
         raise Failure.caught(unpicklable, stage=Stage.CLAIM, batch=host.plan.number).exception() from error
 
 
-class Delivery:
-    """Finalizes each batch of an epoch, and warns if a stream yields more batches than its `len`.
+Finish = Callable[[Any, int], Any]
+"""The claim's last step: given a batch and its number, returns the batch as the consumer gets it."""
+
+
+def checked_length(finish: Finish | None, dataset: Sized, *, copies: bool) -> Finish:
+    """`finish`, with torch's warning if a stream yields more batches than its `len`, which torch takes for samples.
 
     Args:
-        finalize: pins a batch, or claims it from its copy to a device; given the batch and its number.
-        dataset: the user's, to be named in the warning.
-        announced: `len(dataset)` in this epoch, in samples.
+        finish: pins a batch, or claims it from its copy to a device.
+        dataset: the user's.
         copies: whether each worker reads a copy of the stream.
     """
+    announced, given = len(dataset), itertools.count(1)
 
-    def __init__(
-        self, *, finalize: Callable[[Any, int], Any] | None, dataset: object, announced: int, copies: bool
-    ) -> None:
-        self._finalize = finalize
-        self._dataset = dataset
-        self._announced = announced
-        self._copies = copies
-        self._given = 0
-
-    def __call__(self, batch: Any, number: int) -> Any:
-        """The batch of this number as the consumer gets it."""
-        self._given += 1
-        if self._given > self._announced:
-            self._warn()
-        return batch if self._finalize is None else self._finalize(batch, number)
-
-    def _warn(self) -> None:
-        # Torch's message, which compares batches with samples.
-        message = (
-            f"Length of IterableDataset {self._dataset} was reported to be {self._announced}"
-            f"(when accessing len(dataloader)), but {self._given} samples have been fetched. "
-        )
-        if self._copies:
-            message += (
-                "For multiprocessing data-loading, this could be caused by not properly configuring the "
-                "IterableDataset replica at each worker. Please see "
-                "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
+    def finish_and_count(batch: Any, number: int) -> Any:
+        if (count := next(given)) > announced:
+            message = (
+                f"Length of IterableDataset {dataset} was reported to be {announced}"
+                f"(when accessing len(dataloader)), but {count} samples have been fetched. "
             )
-        warnings.warn(message, stacklevel=users_stacklevel())
+            if copies:
+                message += (
+                    "For multiprocessing data-loading, this could be caused by not properly configuring the "
+                    "IterableDataset replica at each worker. Please see "
+                    "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
+                )
+            warnings.warn(message, stacklevel=users_stacklevel())
+        return batch if finish is None else finish(batch, number)
+
+    return finish_and_count
 
 
 def should_pin(pin_memory: bool, device: str) -> bool:

@@ -18,16 +18,17 @@ from torch.autograd.profiler import record_function
 
 from headrace._core.batches import HostBatch
 from headrace._core.consumer.agreement import Agreement
-from headrace._core.consumer.deliver import FailureHandler, opened
+from headrace._core.consumer.deliver import FailureHandler, Finish, opened
 from headrace._core.consumer.planning import Planner
 from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.failure import Stage
 from headrace._core.look_ahead import LookAheadSize
 from headrace._core.messages import Consumed, OpenSession, StatusRequest, TraceRequest, check_not_forked
 from headrace._core.order.progress import EpochProgress
+from headrace._core.order.restore import EpochSpec
 from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import LoaderState
-from headrace._core.ranks.rankinfo import RankInfo, provide_rank, provided_rank, withdraw_rank
+from headrace._core.ranks.rankinfo import provide_rank, provided_rank, withdraw_rank
 from headrace._core.streams.kinds import capabilities
 from headrace._core.streams.resumable import State
 from headrace._core.text import shorten_list
@@ -55,45 +56,45 @@ class Epoch:
     """One epoch as its consumer sees it: the sampler on one side, the session's batches on the other.
 
     Args:
-        spec: the loader's dataset and options.
+        loader: its dataset and options.
+        spec: the epoch.
         planner: draws the plans; runs the user's sampler.
         session: where they go; owned from here on.
         look_ahead: how many plans may be outstanding; None to plan one batch at a time, in the caller's thread.
         timeout: seconds to wait for a batch; 0 for ever.
-        finish: the claim's last step, applied to each batch and its number (pinning, waiting for its copy); or None.
+        finish: the claim's last step (pinning, waiting for its copy); or None.
         counters: the loader's.
         progress: of this epoch.
         state: returns the state after the last call of `next()`, or so many calls before.
-        rank: the result of `get_rank_info` in user code that is called here.
         agreement: of the ranks, on the number of steps; None if each ends its epoch by itself.
     """
 
     def __init__(
         self,
-        spec: LoaderSpec,
+        loader: LoaderSpec,
+        spec: EpochSpec,
         planner: Planner,
         session: OpenSession,
         *,
         look_ahead: LookAheadSize | None,
         timeout: float,
-        finish: Callable[[Any, int], Any] | None,
+        finish: Finish | None,
         counters: Counters,
         progress: EpochProgress,
         state: Callable[[int], LoaderState],
-        rank: RankInfo,
         agreement: Agreement | None,
     ) -> None:
-        stream = spec.kind.is_iterable
+        stream = loader.kind.is_iterable
         self._planner = planner
         self._session = session
         self._failures = FailureHandler(
-            spec.policy, planner.repeat, stream=stream, as_torch=not spec.kind.is_async, counters=counters
+            loader.policy, planner.repeat, stream=stream, as_torch=not loader.kind.is_async, counters=counters
         )
         self._ahead = Prefetcher(
             planner,
             session.send,
             look_ahead,
-            together=stream or capabilities(spec.source).ranges,
+            together=stream or capabilities(loader.source).ranges,
             more=self._failures.replacement,
         )
         self._timeout = timeout or None
@@ -101,13 +102,13 @@ class Epoch:
         self._counters = counters
         self._progress = progress
         self.state = state
-        self._rank = rank
+        self._rank = spec.rank  # the result of `get_rank_info` in user code that is called here
         self._reads_here = look_ahead is None
-        self._bounded_engines = spec.bounded_engines
+        self._bounded_engines = loader.bounded_engines
         self._agreement = agreement
         self._next: Any = None  # the next step (arguments of `_deliver`), which the ranks have not agreed on
         self._ended = True  # whether this rank has nothing left at the end of the epoch
-        self._failures.resume(progress.skipped, progress.batches_before)
+        self._failures.resume(progress.skipped, spec.order.batches_before)
         self._iteration = counters.epochs
         self._skipped = counters.skipped_samples  # at the batch before
         self._called = 0.0  # when the running call of next() began to wait for a batch; 0.0 once it was taken

@@ -6,7 +6,6 @@ import os
 import weakref
 from typing import TYPE_CHECKING
 
-from headrace._core.batches import SessionStart
 from headrace._core.descriptors import explained
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
@@ -15,9 +14,9 @@ from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import Session
 from headrace._core.look_ahead import LookAheadSize, look_ahead, most_ahead, most_concurrency, most_fetches
 from headrace._core.order.lanes import LaneChoice
+from headrace._core.order.restore import EpochSpec
 from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.pool.launch import start_early
-from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import DatasetKind, capabilities
 from headrace._core.torchcompat.datapipes import divide_pipe
@@ -102,21 +101,14 @@ class SessionOpener:
         self._ahead = LookAheadSize(*limits) if self._ahead is None else self._ahead.resized(*limits)
         return self._ahead
 
-    def open(
-        self,
-        loader: TorchLoader,
-        epoch: int,
-        base_seed: int,
-        pipe_seed: int | None,
-        rank: RankInfo,
-        start: SessionStart,
-    ) -> Session:
+    def open(self, loader: TorchLoader, spec: EpochSpec, pipe_seed: int | None) -> Session:
         """Open a session on the engine that runs, or on a new one; in the caller's thread where torch reads there."""
+        rank, start, base_seed = spec.rank, spec.session, spec.base_seed
         # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in torch.
         set_epoch, self.epoch_set = self._spec.kind.is_async or self.epoch_set, False
         only_wanted = not (self._spec.kind.is_async or (set_epoch and start.batch))
-        self._placements.set_epoch(self._spec.source, epoch, only_wanted=only_wanted)
-        start = start._replace(epoch=epoch, set_epoch=set_epoch)
+        self._placements.set_epoch(self._spec.source, start.epoch, only_wanted=only_wanted)
+        start = start._replace(set_epoch=set_epoch)
         options = self._spec.options
         transforms = self._spec.maps if options["transform"] is None else (*self._spec.maps, options["transform"])
         collate_fn = loader.collate_fn.collate if isinstance(loader.collate_fn, PortableCollate) else loader.collate_fn
@@ -137,7 +129,7 @@ class SessionOpener:
             return Session(lambda _: link, inline_state=link.state_dict)
         if options["seed"] is not None and not self._spec.kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
-            base_seed += (epoch * rank.world_size + rank.rank) * loader.num_workers
+            base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
         in_thread = self._spec.placement in ("auto", "thread") and not loader.num_workers
         deferred = in_thread and assembler.runs_user_code
         config = EngineConfig(

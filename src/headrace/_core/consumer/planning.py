@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace._core.batches import BatchPlan
 from headrace._core.order.lanes import LaneTurns
 from headrace._core.order.order import Scattered
-from headrace._core.order.restore import PlanStart
+from headrace._core.order.progress import EpochProgress
+from headrace._core.order.restore import EpochSpec
 from headrace._core.seeding import batch_seed, random_key
 
 _SAMPLES_AT_MOST = 1 << 48  # of one rank in an epoch; replacements of lost batches have positions after these
@@ -20,46 +21,26 @@ class Planner(Iterator[BatchPlan]):
 
     Args:
         draws: an iterator over the sampler: one index at a time, or where `batched`, a sequence of them.
+        spec: the epoch.
+        progress: of the epoch, which is told of each plan.
         batched: whether each draw is a whole batch.
-        stream: whether the draws are those of a stream, which decides by itself on its samples.
-        base_seed: the seed that the batches' seeds derive from.
-        epoch: the epoch's number, from 0.
-        start: where the plans begin.
-        turns: the turns of the lanes, of a stream that is read by lanes.
-        on_plan: called with each plan, and the number of samples drawn so far (those before `start` included).
-        on_exhausted: called when the sampler has nothing more.
 
     Attributes:
-        turns: the same as given.
+        turns: the turns of the lanes, of a stream that is read by lanes.
         taken: number of the last batch that was taken; out of order, one less than their number. Set by the consumer.
     """
 
-    def __init__(
-        self,
-        draws: Iterable[Any],
-        *,
-        batched: bool,
-        stream: bool,
-        base_seed: int,
-        epoch: int,
-        start: PlanStart,
-        turns: LaneTurns | None = None,
-        on_plan: Callable[[BatchPlan, int], None] = lambda plan, samples: None,
-        on_exhausted: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._draws = iter(draws)
+    def __init__(self, draws: Iterator[Any], spec: EpochSpec, progress: EpochProgress, *, batched: bool) -> None:
+        self._spec = spec
+        self._progress = progress
+        self._draws = draws
         self._batched = batched
-        self._base_seed = base_seed
-        self._epoch = epoch
-        self._random_key = random_key(base_seed, epoch)
-        self._first, self._stride, self._block = start.first, start.stride, start.block
-        self._stream = stream
-        self._number = start.batches
-        self.taken = start.batches - 1
-        self._repeats, self._over = start.repeats, start.over
-        self._samples = start.samples
-        self.turns = turns
-        self._on_plan, self._on_exhausted = on_plan, on_exhausted
+        self._epoch, self._number = spec.begun.epoch, spec.begun.batches
+        self._random_key = random_key(spec.base_seed, self._epoch)
+        self.taken = self._number - 1
+        self._repeats, self._over = spec.begun.skipped[-1], spec.over
+        self._samples = spec.order.first_sample
+        self.turns = LaneTurns(spec.session) if spec.session.lanes > 1 else None
 
     def __next__(self) -> BatchPlan:
         try:
@@ -67,7 +48,7 @@ class Planner(Iterator[BatchPlan]):
                 raise StopIteration
             drawn = next(self._draws)
         except StopIteration:
-            self._on_exhausted()
+            self._progress.on_exhausted()
             raise
         if type(drawn) is Scattered:
             self._samples = drawn.samples[-1] + 1
@@ -88,15 +69,15 @@ class Planner(Iterator[BatchPlan]):
 
     def _position(self, number: int) -> int:
         """The position of this rank's sample of this number."""
-        block, inside = divmod(number, self._block)
-        return self._first + block * self._block * self._stride + inside
+        spec = self._spec
+        block, inside = divmod(number, spec.block)
+        return spec.first + block * spec.block * spec.stride + inside
 
     def _positions(self, first: int, count: int) -> Sequence[int]:
-        if self._block == 1:
-            start = self._first + first * self._stride
-            return range(start, start + count * self._stride, self._stride)
-        start = self._position(first)
-        if first % self._block + count <= self._block:
+        start, block, stride = self._position(first), self._spec.block, self._spec.stride
+        if block == 1:
+            return range(start, start + count * stride, stride)
+        if first % block + count <= block:
             return range(start, start + count)
         return [self._position(number) for number in range(first, first + count)]
 
@@ -113,15 +94,15 @@ class Planner(Iterator[BatchPlan]):
                 seeded_by = self._position(before * self.turns.lanes + lane)
             first = (_SAMPLES_AT_MOST if repeat else 0) + lane
             # Sample n of lane k of K is number n * K + k of this rank, whenever the other lanes end.
-            step = self._stride * self.turns.lanes
+            step = self._spec.stride * self.turns.lanes
             start = self._position(first)
             positions = range(start, start + _SAMPLES_AT_MOST * step, step)
-        elif self._stream:  # which of its samples are in the batch is known when it is read
+        elif self._spec.order.is_stream:  # which of its samples are in the batch is known when it is read
             positions = self._positions(_SAMPLES_AT_MOST if repeat else 0, _SAMPLES_AT_MOST)
         plan = BatchPlan(
             number=number,
             indices=indices,
-            seed=batch_seed(self._base_seed, self._epoch, seeded_by),
+            seed=batch_seed(self._spec.base_seed, self._epoch, seeded_by),
             epoch=self._epoch,
             positions=positions,
             repeat=repeat,
@@ -130,5 +111,5 @@ class Planner(Iterator[BatchPlan]):
             lane=lane,
             taken=self.taken,
         )
-        self._on_plan(plan, self._samples)
+        self._progress.on_plan(plan, self._samples)
         return plan

@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from headrace._core.batches import BatchPlan, HostBatch, StreamState, load_state
-from headrace._core.order.order import EpochOrder
+from headrace._core.order.restore import EpochSpec
 from headrace._core.order.state import LoaderState, checksum, encoded
-from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.resumable import State, state_of_dataset
 
 KEPT_POINTS = 9  # after each of the last 8 batches, and before them
 
 
 class _Drawn(NamedTuple):
-    """A plan whose batch was given out after a gap.
+    """A plan, and what was drawn with it. Made as a plain tuple, as there is one for each batch.
 
     Attributes:
-        plan: the plan.
+        plan: the plan; None before the first.
         first: number of the samples drawn before it.
         after: number of samples drawn with it.
         sampler: the state of the user's sampler after it.
-        stream: the state of the loader's stream after it.
-        positions: first and last position of its samples in the stream.
+        stream: the state of the loader's stream after it, of a batch that was given out after a gap.
+        positions: first and last position of its samples in the stream, of such a batch.
     """
 
-    plan: BatchPlan
+    plan: BatchPlan | None
     first: int
     after: int
     sampler: object
-    stream: StreamState | None
-    positions: tuple[int, ...]
-
-
-# A plan, the number of samples drawn before it and with it, and the state of the user's sampler after it. Plain tuples,
-# as one is made for each batch; the plan is None before the first.
-_DrawnFields: TypeAlias = tuple[BatchPlan | None, int, int, object]
+    stream: StreamState | None = None
+    positions: tuple[int, ...] = ()
 
 
 class _Point(NamedTuple):
-    """The position after a batch.
+    """The position after a batch. Made as a plain tuple, as there is one for each batch.
 
     Attributes:
         batches: number of the epoch's batches that were given out without a gap.
@@ -54,89 +48,58 @@ class _Point(NamedTuple):
     """
 
     batches: int
-    drawn: _DrawnFields
+    drawn: tuple[Any, ...]
     stream: StreamState | None
-    workers: Mapping[int, StreamState]
+    workers: Mapping[Any, StreamState]
     last_worker: int
     delivered: tuple[_Drawn, ...]
     skipped: tuple[int, ...]
 
     def streams(self) -> dict[int | None, Mapping[str, object]]:
         """The states by their reader; None is the loader's."""
-        states: dict[int | None, Mapping[str, object]] = {}
-        for worker, state in self.workers.items():
-            states[worker] = load_state(state)
-        if self.stream is not None:
-            states[None] = load_state(self.stream)
-        return states
-
-
-_PointFields: TypeAlias = tuple[
-    int,
-    _DrawnFields,
-    StreamState | None,
-    Mapping[int, StreamState],
-    int,
-    tuple[_Drawn, ...],
-    tuple[int, ...],
-]
+        states: dict[int | None, StreamState | None] = {None: self.stream, **self.workers}
+        return {reader: load_state(state) for reader, state in states.items() if state is not None}
 
 
 class EpochProgress:
     """Follows one epoch's plans from the sampler to the consumer.
 
     Args:
-        begun: the state at the beginning: of the whole epoch, or the one restored.
-        order: draws the indices.
-        streams: the states of the streams that are read on from, their samples numbered as by the session.
-        origin: the cursor before the planner's sample 0.
-        ranks: the number of ranks that share the order; 1 where each has its own.
-        workers: number of workers that each read a copy of the dataset, or of lanes; 0 where there are none.
-        rank: of this process.
+        spec: the epoch.
+        readers: number of workers that each read a copy of the dataset, or of lanes; 1 where there are none.
         of_rank: whether the state is of this rank alone; otherwise it depends on the order.
         keeps_dataset: whether a dataset with a state of its own is used for the next epoch too.
         before_first: returns the state of the dataset, or of its iterator, before the first batch; None if unknown.
 
     Attributes:
         over: whether the epoch has ended, which is a call of `next()` too.
+        skipped: the counts of `on_error` after the last batch.
     """
 
     def __init__(
         self,
-        begun: LoaderState,
-        order: EpochOrder,
+        spec: EpochSpec,
         *,
-        streams: Mapping[int | None, Mapping[str, object]],
-        origin: int,
-        ranks: int,
-        workers: int,
-        rank: RankInfo,
+        readers: int,
         of_rank: bool,
         keeps_dataset: bool,
-        before_first: Callable[[], State | None],
+        before_first: Callable[[], State | None] | None,
     ) -> None:
-        self._begun = begun
-        self._order = order
-        self._origin = origin
-        self._ranks = ranks
-        self._workers = workers
-        self._rank, self._of_rank = rank, of_rank
+        begun = self._begun = spec.begun
+        self._spec, self._order, self._rank = spec, spec.order, spec.rank
+        self._readers = readers
+        self._of_rank = of_rank
         self._keeps_dataset = keeps_dataset
-        self._before_first: Callable[[], State | None] | None = before_first
-        self._drawn: dict[int, _DrawnFields] = {}  # plans that were not given out
+        self._before_first = before_first
+        self._drawn: dict[int, tuple[Any, ...]] = {}  # plans that were not given out, as `_Drawn`
         self._beyond: dict[int, _Drawn] = {}  # those given out after a gap
-        self._samples = order.first_sample
-        begun_streams = dict(streams)
-        self._last: _PointFields = _Point(
-            batches=begun.batches,
-            drawn=(None, order.first_sample, order.first_sample, begun.sampler),
-            stream=begun_streams.pop(None, None),
-            workers={worker: state for worker, state in begun_streams.items() if worker is not None},
-            last_worker=begun.next_worker - 1,
-            delivered=(),
-            skipped=begun.skipped,
-        )
-        self._points: deque[_PointFields] = deque([self._last], maxlen=KEPT_POINTS)
+        first = self._samples = spec.order.first_sample
+        # Of a restored stream, numbered as by the session; those of merged states are divided only there.
+        streams: dict[Any, Any] = dict(begun.streams if begun.merged else spec.session.streams or begun.streams)
+        of_loader, last_worker = streams.pop(None, None), begun.next_worker - 1
+        drawn = None, first, first, begun.sampler
+        self._last: tuple[Any, ...] = begun.batches, drawn, of_loader, streams, last_worker, (), begun.skipped
+        self._points = deque([self._last], maxlen=KEPT_POINTS)  # as `_Point`
         self.over = False
         self._next = begun.batches  # number of the next plan
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
@@ -161,14 +124,10 @@ class EpochProgress:
         self._most = self._next
         self._sampler_at_end = self._order.user_sampler.after_draw()
 
-    def batches_before(self) -> Sequence[Sequence[object]]:
-        """The indices of the last batches before a restored state, as far as they are known."""
-        return self._order.batches_before()
-
     @property
     def skipped(self) -> tuple[int, ...]:
-        """The counts of `on_error` after the last batch."""
-        return self._last[-1]
+        skipped: tuple[int, ...] = self._last[-1]
+        return skipped
 
     def on_batch(self, host: HostBatch, skipped: tuple[int, ...], *, given: bool) -> None:
         """Record a batch.
@@ -190,7 +149,7 @@ class EpochProgress:
         if given:
             self._points.append(self._last)
 
-    def _after(self, host: HostBatch, drawn: _DrawnFields, skipped: tuple[int, ...]) -> _PointFields:
+    def _after(self, host: HostBatch, drawn: tuple[Any, ...], skipped: tuple[int, ...]) -> tuple[Any, ...]:
         """The position after a batch of any kind."""
         batches, last_drawn, stream, workers, last_worker, _, _ = self._last
         number, state = host.plan.number, host.stream_state
@@ -199,7 +158,6 @@ class EpochProgress:
             if state is not None:
                 workers, state = {**workers, host.worker: state}, None
         plan, first, after, sampler = drawn
-        assert plan is not None
         if number != batches:
             read: Any = host.plan.indices
             positions = (read[0], read[-1]) if state is not None and read else ()
@@ -245,7 +203,7 @@ class EpochProgress:
         point, order = _Point(*self._points[-1 - back]), self._order
         size = self._begun.fingerprint.length
         plan, first, samples, sampler = point.drawn
-        cursor = self._origin + samples * self._ranks
+        cursor = self._spec.origin + samples * self._spec.ranks
         checked = None
         if plan is not None and order.checks_indices:
             indices = plan.indices if samples - first == len(plan.indices) else ()
@@ -258,7 +216,7 @@ class EpochProgress:
         if not streams and self._before_first is not None and (before := self._before_first()) is not None:
             streams[None] = before
         over = self._begun.over or (self._most is not None and point.batches >= self._most)
-        if size is not None and self._ranks > 1:
+        if size is not None and self._spec.ranks > 1:
             cursor = size if over else min(cursor, size)  # ranks may have unequal last batches
         return self._begun._replace(
             cursor=cursor,
@@ -274,7 +232,7 @@ class EpochProgress:
             streams=streams,
             # What they were restored from; a lane that has given no batch begins there.
             merged=self._begun.merged if len(streams) < (self._begun.lanes or 1) else (),
-            next_worker=(point.last_worker + 1) % (self._workers or 1),
+            next_worker=(point.last_worker + 1) % self._readers,
             delivered=(*earlier, *self._delivered_since(point)),
             skipped=point.skipped,
         )
@@ -295,8 +253,9 @@ class EpochProgress:
     def _delivered_since(self, point: _Point) -> list[tuple[int, ...]]:
         """Batches that were given out after a gap, in this epoch."""
         return [
-            (self._number_in_epoch(each.plan.number), each.first, each.after - each.first, *each.positions)
-            for each in point.delivered
+            (self._number_in_epoch(plan.number), first, after - first, *positions)
+            for plan, first, after, _, _, positions in point.delivered
+            if plan is not None
         ]
 
     def _number_in_epoch(self, number: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from headrace._core.batches import SessionStart
 from headrace._core.order.order import EpochOrder
@@ -16,42 +16,38 @@ from headrace._core.streams.resumable import expect_int, expect_state
 from headrace.errors import StateError
 
 
-class PlanStart(NamedTuple):
-    """Where an epoch's plans begin, and the positions of its samples among those of all ranks.
+@dataclass(frozen=True, slots=True)
+class EpochSpec:
+    """An epoch that begins on this rank, anew or from a resume point: for its plans, its session and its progress.
 
     Attributes:
-        first: position of this rank's sample 0.
+        begun: the state at its beginning: of the whole epoch, or the one restored.
+        order: draws the indices.
+        base_seed: the seed that the batches' seeds derive from.
+        rank: of this process.
+        session: where it begins in the engine.
+        origin: the cursor before this epoch's sample 0.
+        ranks: number of ranks that share the order; 1 where each has its own.
+        first: position of this rank's sample 0 among the samples of all ranks.
         stride: the number of ranks.
         block: number of consecutive positions that this rank has before the next rank's turn.
-        batches: number of batches given out before.
-        samples: number of samples of this rank before the first plan; not 0 only where `first` is the epoch's.
-        repeats: number of batches among `batches` that replaced lost ones.
-        over: whether a stream has nothing left but replacements of lost batches.
     """
 
-    first: int = 0
-    stride: int = 1
-    block: int = 1
-    batches: int = 0
-    samples: int = 0
-    repeats: int = 0
-    over: bool = False
-
-
-class EpochStart(NamedTuple):
-    """Where an epoch begins.
-
-    Attributes:
-        plans: for the planner.
-        session: for the engine.
-        origin: the cursor before the planner's sample 0.
-        ranks: number of ranks that share the order; 1 where each has its own.
-    """
-
-    plans: PlanStart
+    begun: LoaderState
+    order: EpochOrder
+    base_seed: int
+    rank: RankInfo
     session: SessionStart
     origin: int
     ranks: int
+    first: int
+    stride: int
+    block: int
+
+    @property
+    def over(self) -> bool:
+        """Whether a stream has nothing left but replacements of lost batches."""
+        return self.order.is_stream and (self.begun.over or self.begun.streams.get(None, {}).get("repeats") is True)
 
 
 def check_fit(saved: LoaderState, now: Fingerprint) -> None:
@@ -103,17 +99,22 @@ def is_renumbered(resumed: LoaderState, rank: RankInfo) -> bool:
     return (bool(resumed.merged) and not resumed.streams) or resumed.ranks != rank.world_size
 
 
-def epoch_start(
-    begun: LoaderState, order: EpochOrder, rank: RankInfo, *, stream: bool, remainder: Remainder
-) -> EpochStart:
+def epoch_spec(
+    begun: LoaderState,
+    order: EpochOrder,
+    base_seed: int,
+    rank: RankInfo,
+    *,
+    remainder: Remainder,
+) -> EpochSpec:
     """Where the epoch with the state `begun` begins on this rank.
 
     Args:
         begun: the state.
         order: of the epoch.
+        base_seed: the seed of the batches' seeds.
         rank: of this process.
-        stream: whether the dataset is a stream.
-        remainder: its policy for samples that cannot be divided equally.
+        remainder: a stream's policy for samples that cannot be divided equally.
     """
     origin, ranks = 0, 1
     place, stride, block = rank.rank, rank.world_size, 1
@@ -121,29 +122,22 @@ def epoch_start(
         block = order.sampler.dealt_at_once
         origin, place, stride = begun.cursor, order.sampler.rank, order.sampler.num_replicas
         ranks = stride
-    elif stream:
+    elif order.is_stream:
         origin, ranks = begun.cursor - begun.samples * begun.ranks, stride
         if order.first_sample != begun.samples:
             of_rank = max(1, len(begun.merged) // begun.ranks)  # its lanes
             read = max(map(_position, begun.merged or begun.streams.values()), default=0)
             origin = max(begun.cursor, origin + read * of_rank * begun.ranks)
-    plans = PlanStart(
-        first=origin + place * block,
-        stride=stride,
-        block=block,
-        batches=begun.batches,
-        samples=order.first_sample,
-        repeats=begun.skipped[-1],
-        over=stream and (begun.over or begun.streams.get(None, {}).get("repeats") is True),
-    )
     session = SessionStart(
         batch=begun.batches,
         streams=_streams(begun, order, rank, remainder),
         next_worker=begun.next_worker,
         delivered=tuple(range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3),
         lanes=begun.lanes or 1,
+        epoch=begun.epoch,
     )
-    return EpochStart(plans, session, origin, ranks)
+    first = origin + place * block
+    return EpochSpec(begun, order, base_seed, rank, session, origin, ranks, first, stride, block)
 
 
 def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:

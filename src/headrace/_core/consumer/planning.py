@@ -22,7 +22,7 @@ class Planner(Iterator[BatchPlan]):
     Args:
         draws: an iterator over the sampler: one index at a time, or where `batched`, a sequence of them.
         spec: the epoch.
-        progress: of the epoch, which is told of each plan.
+        progress: of the epoch; records each plan.
         batched: whether each draw is a whole batch.
 
     Attributes:

@@ -53,27 +53,18 @@ class Coordinator:
                 f"initialized: call torch.distributed.init_process_group() before iterating over the loader"
             )
         parent: Any = group or torch.distributed.group.WORLD
-        agreement = self._begin(parent, timeout or None)
-        try:
-            yield agreement
-        except Exception as error:  # which the other ranks would wait for
-            agreement.fail(error)
-            raise
-
-    def _begin(self, parent: ProcessGroup, timeout: float | None) -> Agreement:
-        """Begin the agreement of an epoch; waits for all ranks where there is no group yet.
-
-        Raises:
-            CoordinationError: a rank does not begin.
-        """
-        group = self._group[0] if self._group else None
+        steps = self._group[0] if self._group else None
         # One whose answer was not waited for is not used again: the other ranks are at another step, or did the same.
-        if group is None or not group.usable or group.pending or group.parent is not parent:
+        if steps is None or not steps.gloo or steps.pending or steps.parent is not parent:
             self.close()
-            self._group.append(StepGroup(parent))
-        group = self._group[0]
-        group.epochs += 1
-        return Agreement(group, group.epochs, timeout)
+            steps = StepGroup(parent)  # waits for all ranks
+            self._group.append(steps)
+        steps.epochs += 1
+        try:
+            yield Agreement(steps, timeout or None)
+        except Exception as error:  # which the other ranks would wait for
+            steps.leave(error)
+            raise
 
     def close(self) -> None:
         """Close the group; the next epoch makes another one."""
@@ -94,32 +85,27 @@ class Agreement:
 
     Args:
         group: the ranks; owned by the `Coordinator`.
-        epoch: number of the epoch among those begun with the group.
         timeout: seconds to wait for the other ranks; None for 30 minutes.
 
     Attributes:
+        group: the same.
         granted: number of steps that all ranks make before they agree again.
     """
 
-    def __init__(self, group: StepGroup, epoch: int, timeout: float | None) -> None:
-        self._group = group
-        self._epoch = epoch
+    def __init__(self, group: StepGroup, timeout: float | None) -> None:
+        self.group = group
+        self._epoch = group.epochs
         self._timeout = timeout
         self._made = 0  # steps
         self.granted = 0
 
-    @property
-    def pending(self) -> bool:
-        """Whether this rank waits for the others."""
-        return self._group.pending
-
     def propose(self, steps: int) -> None:
         """Propose that all ranks make so many steps; 0 ends the epoch."""
-        if self._group.epochs != self._epoch:
+        if self.group.epochs != self._epoch:
             raise CoordinationError(
                 "coordinated=True: a later epoch of this loader has begun; a coordinated loader has one iterator"
             )
-        self._group.begin([steps, self._epoch, -self._epoch, self._made, -self._made], self._timeout)
+        self.group.begin([steps, self._epoch, -self._epoch, self._made, -self._made], self._timeout)
 
     def settle(self) -> bool:
         """Take the answer, if it has arrived; `granted` is 0 if the epoch has ended.
@@ -129,14 +115,14 @@ class Agreement:
             LoaderTimeoutError: a rank did not answer within the loader's `timeout`.
         """
         try:
-            result = self._group.result()
+            result = self.group.result()
         except RuntimeError as error:
-            raise self._group.explain(error, (self._epoch, self._made)) from error
+            raise self.group.explain(error, (self._epoch, self._made)) from error
         if result is None:
             return False
         steps, *position = result
         if position != [self._epoch, -self._epoch, self._made, -self._made]:
-            self._group.close()
+            self.group.close()
             least, most = (position[0], position[2]), (-position[1], -position[3])
             raise CoordinationError(
                 f"coordinated=True: the ranks are not at the same step: this one is in iteration {self._epoch} of its "
@@ -146,18 +132,6 @@ class Agreement:
         self.granted = steps
         self._made += steps
         return True
-
-    def wait(self) -> None:
-        """Block until `settle` has an answer."""
-        self._group.wait()
-
-    async def wait_async(self) -> None:
-        """As `wait`, on the caller's event loop."""
-        await self._group.wait_async()
-
-    def fail(self, error: BaseException) -> None:
-        """End the epoch of all ranks, which raise `CoordinationError`."""
-        self._group.leave(error)
 
 
 GROUP_TIMEOUT = timedelta(minutes=30)  # torch.distributed's default
@@ -177,7 +151,7 @@ class StepGroup:
         parent: the group of these ranks.
         rank: of this process.
         size: the number of ranks.
-        usable: whether it is open, and no collective has failed.
+        gloo: it, while it is open, and no collective has failed.
         epochs: number of epochs begun with it.
 
     Raises:
@@ -200,7 +174,7 @@ class StepGroup:
             absent = self.absent("begun")
             message = f"coordinated=True: {_named(absent)} have not begun to iterate over their loader"
             raise CoordinationError(f"{message} ({shorten(str(error))})", ranks=absent) from error
-        self._gloo: list[Any] = [gloo]
+        self.gloo: list[Any] = [gloo]
         self._work: Any = None
         self._values = torch.zeros(0)
         self._timeout: float | None = None
@@ -209,10 +183,6 @@ class StepGroup:
         self._receiver.setblocking(False)
         self._guard = CloseGuard(self._wake, self._close_sockets)
         self._pid = os.getpid()
-
-    @property
-    def usable(self) -> bool:
-        return bool(self._gloo)
 
     @property
     def pending(self) -> bool:
@@ -235,10 +205,10 @@ class StepGroup:
             options.timeout = timedelta(seconds=timeout)
         self._values, self._timeout = torch.tensor(values, dtype=torch.int64), timeout
         try:
-            self._work = self._gloo[0].allreduce([self._values], options)
+            self._work = self.gloo[0].allreduce([self._values], options)
         except IndexError:
             raise LoaderClosedError from None
-        self._work.get_future().add_done_callback(self._on_done)
+        self._work.get_future().add_done_callback(lambda _: self._wake())  # on a thread of gloo's
 
     def result(self) -> list[int] | None:
         """The result of the collective; None while it is under way.
@@ -254,7 +224,7 @@ class StepGroup:
         return cast(list[int], self._values.tolist())
 
     def wait(self) -> None:
-        """Block until there is a result, or the group is closed."""
+        """Block until there is a result, or another thread has closed the group."""
         with self._guard as entered:
             if entered and self._must_wait():
                 wait_readable(self._receiver, timeout=None)
@@ -269,9 +239,6 @@ class StepGroup:
         with contextlib.suppress(BlockingIOError):  # bytes of earlier collectives
             self._receiver.recv(4096)
         return self._work is not None and not self._work.get_future().done()
-
-    def _on_done(self, _: object) -> None:  # on a thread of gloo's
-        self._wake()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full of bytes, which wake the consumer as well; or closed
@@ -327,7 +294,7 @@ class StepGroup:
     def close(self) -> None:
         """Close the connections to the other ranks; thread-safe, idempotent."""
         with contextlib.suppress(IndexError):
-            _release([self._gloo.pop()], pending=self.pending, pid=self._pid)
+            _release([self.gloo.pop()], pending=self.pending, pid=self._pid)
         self._guard.close()
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.utils.data import DistributedSampler
 
 from headrace._core.consumer.agreement import Agreement, Coordinator
 from headrace._core.consumer.checks import check_data_parallel, check_stream
@@ -196,7 +197,9 @@ class LoaderControl:
         """Whether each rank has a state of its own; the same on all ranks."""
         if self.spec.kind.is_iterable:
             return not getattr(self.spec.source, "divides_samples", False)
-        return not loader.in_order or not self._order(loader).is_of_all_ranks
+        order = self._order(loader)
+        of_all_ranks = order.is_by_arithmetic or isinstance(order.sampler, DistributedSampler)
+        return not (loader.in_order and of_all_ranks)
 
     def batches_left(self, loader: TorchLoader, rank: RankInfo) -> int | None:
         """The number of batches of the restored epoch that are left on this rank; None if it is unknown."""
@@ -222,7 +225,7 @@ class LoaderControl:
         order = self._order(loader)
         state = self._state_at_start(loader, order, self._next_epoch, None, None)
         return state._replace(
-            generator=encoded(order.generator), sampler=order.user_sampler.between_epochs(), kept_seed=self._seeds.kept
+            generator=encoded(order.generator), sampler=order.sampler_between_epochs(), kept_seed=self._seeds.kept
         )
 
     def _state_at_start(
@@ -233,8 +236,8 @@ class LoaderControl:
             self._fingerprint(loader, order),
             base_seed=base_seed,
             pipe_seed=pipe_seed,
-            sampler=order.user_sampler.at_start,
-            sampler_epoch=order.user_sampler.epoch,
+            sampler=order.sampler_at_start,
+            sampler_epoch=order.sampler_epoch,
         )
 
     def _fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:

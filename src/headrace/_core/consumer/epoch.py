@@ -161,7 +161,7 @@ class Epoch:
 
     def _agree(self, agreement: Agreement) -> bool:
         """Whether the ranks have agreed on further steps; False while that takes a wait."""
-        if not agreement.pending:
+        if not agreement.group.pending:
             step = self._next or self._read_next()
             if step is WAIT:
                 return False
@@ -337,7 +337,7 @@ class Epoch:
         """End the epoch with an error, on all ranks."""
         self._over = True
         if self._agreement is not None:
-            self._agreement.fail(error)
+            self._agreement.group.leave(error)
         self.close()
 
     def _cut_short(self) -> BaseException:
@@ -372,7 +372,7 @@ class Epoch:
         """
         with self._waiting() as agreement:
             if agreement is not None:
-                agreement.wait()
+                agreement.group.wait()
             elif not self._session.wait(self._timeout):
                 self._session.send(StatusRequest(self._ahead.oldest.number))
                 self._session.wait(ANSWER_TIMEOUT)
@@ -382,7 +382,7 @@ class Epoch:
         """As `wait`, on the caller's event loop."""
         with self._waiting() as agreement:
             if agreement is not None:
-                await agreement.wait_async()
+                await agreement.group.wait_async()
             elif not await self._session.wait_async(self._timeout):
                 self._session.send(StatusRequest(self._ahead.oldest.number))
                 await self._session.wait_async(ANSWER_TIMEOUT)
@@ -392,7 +392,7 @@ class Epoch:
     def _waiting(self) -> Iterator[Agreement | None]:
         """Count a wait; for the other ranks, if it yields their agreement."""
         try:
-            if self._agreement is not None and self._agreement.pending:
+            if self._agreement is not None and self._agreement.group.pending:
                 with self._counters.waiting():
                     yield self._agreement
                 return

@@ -57,11 +57,6 @@ class Scattered(NamedTuple):
     samples: tuple[int, ...]
 
 
-def delivered_ranges(resumed: LoaderState, *, over: int) -> list[range]:
-    """The samples of this rank that were delivered out of order, ascending, less `over`."""
-    return sorted((range(b[1] - over, b[1] - over + b[2]) for b in resumed.delivered), key=lambda part: part.start)
-
-
 def scattered(
     indices: Iterator[Any], first: int, holes: Sequence[range], *, batch_size: int | None, drop_last: bool
 ) -> Iterator[Scattered]:
@@ -94,78 +89,6 @@ def without_delivered(batches: Iterator[Any], number: int, samples: int, done: d
         samples += len(indices)
 
 
-class UserSampler:
-    """The states of a sampler that is asked for its indices one after the other.
-
-    Args:
-        batch_sampler: the loader's; None without.
-        sampler: what indices are drawn from; None where a batch sampler of the user's decides.
-        walked: whether indices are drawn from it; if not, positions are computed, and it has no state here.
-
-    Attributes:
-        stateful: the part whose state is saved with each plan, once draws have begun; None if there is none.
-        at_start: its state before the epoch's first draw; None if it has none.
-    """
-
-    def __init__(self, batch_sampler: object, sampler: object, *, walked: bool) -> None:
-        self._parts = (batch_sampler, sampler) if walked else ()
-        self.stateful: Stateful | None = None
-        self.at_start: object = None
-
-    @property
-    def epoch(self) -> int | None:
-        """The epoch that was set by its `set_epoch`; None if it has none."""
-        epochs = (getattr(part, "epoch", None) for part in self._parts if hasattr(part, "set_epoch"))
-        return next((epoch for epoch in epochs if type(epoch) is int), None)
-
-    @property
-    def _own(self) -> Stateful | None:
-        """The sampler or batch sampler with a state; None of one of ours, which draws each epoch anew."""
-        part = next((part for part in self._parts if isinstance(part, Stateful)), None)
-        return None if isinstance(part, CursorSampler) else part
-
-    @property
-    def outlives_epochs(self) -> bool:
-        """Whether its state outlives the iterator of an epoch."""
-        return self._own is not None
-
-    def between_epochs(self) -> object:
-        """The state now, between two epochs; None if it has none that outlives them."""
-        return None if self._own is None else copy.deepcopy(self._own.state_dict())
-
-    def restore(self, state: object) -> None:
-        """Restore a state that was saved between two epochs, or at the end of one."""
-        if self._own is not None and state is not None:
-            _load(self._own, state)
-
-    def begin(self, draws: Iterator[object]) -> None:
-        """Follow an epoch's draws: the state is that of the iterator, the batch sampler or the sampler."""
-        parts = (draws, *self._parts) if self._parts else ()
-        self.stateful = next((part for part in parts if isinstance(part, Stateful)), None)
-
-    def after_draw(self) -> object:
-        """The state after the last draw; None if there is none."""
-        return None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
-
-    def continued(self, part: Any, state: object) -> Iterator[object]:
-        """The draws of `part`, the sampler or the batch sampler, from a state within an epoch on.
-
-        Raises:
-            StateError: neither it nor its iterator has a `load_state_dict`.
-        """
-        stateful: Any = part  # what is saved from now on
-        if isinstance(part, Stateful):
-            _load(part, state)  # before its iterator is made
-        draws: Iterator[object] = iter(stateful)
-        if not isinstance(part, Stateful):
-            if not isinstance(draws, Stateful):
-                raise StateError(f"the state has one of {type(part).__name__}, which has no load_state_dict now")
-            _load(draws, state)
-            stateful = draws
-        self.stateful = stateful
-        return draws
-
-
 def _load(part: Stateful, state: object) -> None:
     part.load_state_dict(cast(Any, copy.deepcopy(state)))
 
@@ -188,11 +111,16 @@ class EpochOrder:
     Attributes:
         resumed: the state to continue from, in this order's numbers; None for the whole epoch.
         sampler: the sampler of single indices; None where a batch sampler of the user's decides.
+        is_stream: whether the dataset decides on the order.
+        is_by_arithmetic: whether every position in a sampler's order is computed.
+        is_walked: whether a position is found only by drawing all indices before it.
         shared: whether the ranks share one order, of which each takes its part, so that positions are of all ranks.
+        may_be_divided: whether each rank may draw other indices, in a way that depends on the number of ranks.
         first_sample: the number of the first sample drawn, among this rank's.
         order_seed: the seed that torch's RandomSampler drew; None before the first draw, and of any other order.
         generator: the state of a generator before the epoch's first draw; None if none was used.
-        user_sampler: the states of a sampler that is asked for its indices one after the other.
+        stateful: the user's sampler or its iterator, if its state is saved with each plan; None before the draws.
+        sampler_at_start: the state of a user's sampler before the epoch's first draw; None if it has none.
     """
 
     def __init__(
@@ -206,7 +134,7 @@ class EpochOrder:
     ) -> None:
         self._index_sampler: Any = loader._index_sampler  # not the loader, which holds this order
         self._dataset: Any = loader.dataset
-        self._stream = stream
+        self.is_stream = stream
         self._batch_sampler: Any = loader.batch_sampler
         self.sampler: Any = loader.sampler
         # A subclass that only has attributes of its own batches its sampler as torch does.
@@ -218,12 +146,20 @@ class EpochOrder:
         computed = isinstance(self.sampler, CursorSampler) and self.sampler.has_fixed_order
         self._computed: CursorSampler | None = self.sampler if computed else None
         self.shared = computed and isinstance(self.sampler, DistributedSampler)
+        self.is_by_arithmetic = computed or type(self.sampler) is SequentialSampler
+        self.is_walked = not (stream or self.is_by_arithmetic)
+        self.may_be_divided = self.is_walked and type(self.sampler) not in _WHOLE
         renumbered = renumbered or self.shared
         if resumed is not None and not (stream or self.shared) and self.is_by_arithmetic and not resumed.delivered:
             resumed = resumed._replace(samples=resumed.cursor)  # of all ranks, if there were several
         own = getattr(self.sampler, "generator", None)
         self._generator: torch.Generator | None = loader.generator if own is None else own
-        self.user_sampler = UserSampler(self._batch_sampler, self.sampler, walked=self._is_walked)
+        self._parts = (self._batch_sampler, self.sampler) if self.is_walked else ()
+        part = next((part for part in self._parts if isinstance(part, Stateful)), None)
+        # One of ours draws each epoch anew.
+        self._own_state: Stateful | None = None if isinstance(part, CursorSampler) else part
+        self.stateful: Stateful | None = None
+        self.sampler_at_start: object = None
         self._between: LoaderState | None = None  # a state before the epoch, to be restored at the first draw
         # With the state of the default generator an order has been drawn.
         if resumed is not None and resumed.is_between_epochs and (self._generator is not None or not resumed.generator):
@@ -233,23 +169,8 @@ class EpochOrder:
         self.order_seed = None if resumed is None else resumed.order_seed
         self.generator: torch.Tensor | None = None
         self._walked_last: Sequence[Any] = ()  # the last draws before the resume point, of an order that is walked
-        if resumed is None and self._is_walked and self._generator is not None:
+        if resumed is None and self.is_walked and self._generator is not None:
             self.generator = self._generator.get_state()
-
-    @property
-    def _is_walked(self) -> bool:
-        """Whether a position is found only by drawing all indices before it."""
-        return not (self._stream or self.is_by_arithmetic)
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the dataset decides on the order."""
-        return self._stream
-
-    @property
-    def is_by_arithmetic(self) -> bool:
-        """Whether every position in a sampler's order is computed."""
-        return self._computed is not None or type(self.sampler) is SequentialSampler
 
     @property
     def is_of_one_rank(self) -> bool:
@@ -257,23 +178,27 @@ class EpochOrder:
         return self.order_seed is not None or (self.generator is not None and self._generator is None)
 
     @property
-    def is_of_all_ranks(self) -> bool:
-        """Whether a position in the order is one on all ranks, whatever has been drawn."""
-        return self.is_by_arithmetic or isinstance(self.sampler, DistributedSampler)
-
-    @property
-    def may_be_divided(self) -> bool:
-        """Whether each rank may draw other indices, in a way that depends on the number of ranks."""
-        return self._is_walked and type(self.sampler) not in _WHOLE
-
-    @property
     def sampler_name(self) -> str:
         """The type of the sampler or batch sampler that decides on the order."""
         return type(self._batch_sampler if self.sampler is None else self.sampler).__name__
 
+    @property
+    def sampler_epoch(self) -> int | None:
+        """The epoch that was set by the `set_epoch` of a user's sampler; None if it has none."""
+        epochs = (getattr(part, "epoch", None) for part in self._parts if hasattr(part, "set_epoch"))
+        return next((epoch for epoch in epochs if type(epoch) is int), None)
+
+    def sampler_between_epochs(self) -> object:
+        """The state of a user's sampler now, between two epochs; None if it has none that outlives them."""
+        return None if self._own_state is None else copy.deepcopy(self._own_state.state_dict())
+
+    def sampler_after_draw(self) -> object:
+        """The state of a user's sampler, or of its iterator, after the last draw; None if there is none."""
+        return None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
+
     def describe(self) -> str:
         """The sampler, with the arguments that decide on the order."""
-        if self._stream:
+        if self.is_stream:
             return "stream"
         part = self._batch_sampler if self.sampler is None else self.sampler
         if isinstance(part, SeededRankSampler):
@@ -292,7 +217,7 @@ class EpochOrder:
 
     def size(self) -> int | None:
         """The number of samples that the order is over; None if unknown, or of a stream."""
-        if self._stream:
+        if self.is_stream:
             return None
         if self._computed is not None:
             return self._computed.epoch_size
@@ -312,11 +237,11 @@ class EpochOrder:
                 f"{type(self._computed).__name__} was restored by its own load_state_dict, which the loader's position "
                 f"does not include: save loader.state_dict() instead, and give it to loader.load_state_dict(state)."
             )
-        if self.resumed is not None and self.resumed.over and not self._stream:
+        if self.resumed is not None and self.resumed.over and not self.is_stream:
             # For the order of later epochs, or for what replaces lost batches.
-            if self.user_sampler.outlives_epochs and self.resumed.sampler is not None:
-                self.user_sampler.restore(self.resumed.sampler)
-            elif self._is_walked and (self._generator is not None or self.resumed.skipped[3]):
+            if self._own_state is not None and self.resumed.sampler is not None:
+                _load(self._own_state, self.resumed.sampler)
+            elif self.is_walked and (self._generator is not None or self.resumed.skipped[3]):
                 next(self._resumed_draws(self.resumed), None)
             return iter(())
         if self.resumed is None:
@@ -325,11 +250,12 @@ class EpochOrder:
             if self._between is not None:
                 between, self._between = self._between, None
                 self.restore_generator(between)
-                self.user_sampler.restore(between.sampler)
-            self.user_sampler.at_start = self.user_sampler.between_epochs()
+                if self._own_state is not None and between.sampler is not None:
+                    _load(self._own_state, between.sampler)
+            self.sampler_at_start = self.sampler_between_epochs()
             drawn: Iterator[object] = iter(self._index_sampler)
-            self.user_sampler.begin(drawn)
-            if self._is_walked:
+            if self.is_walked:
+                self.stateful = next((part for part in (drawn, *self._parts) if isinstance(part, Stateful)), None)
                 drawn = WatchedDraws(drawn, self._before_first, self._after_first)
             if self._at_once and isinstance(self.sampler, DistributedSampler):
                 return itertools.chain(list(itertools.islice(drawn, 1)), drawn)
@@ -342,7 +268,7 @@ class EpochOrder:
         There are none of a stream, and of a sampler with a state of its own, which goes on from it.
         """
         resumed = self.resumed
-        if resumed is None or self._stream:
+        if resumed is None or self.is_stream:
             return []
         if self.sampler is None:
             return [tuple(batch) for batch in self._walked_last]
@@ -392,9 +318,9 @@ class EpochOrder:
     def _resumed_draws(self, resumed: LoaderState) -> Iterator[object]:
         if self.sampler is None:
             return self._resumed_batches(resumed)
-        return self._batched(
-            self._resumed_indices(resumed), delivered_ranges(resumed, over=resumed.samples - self.first_sample)
-        )
+        over = resumed.samples - self.first_sample
+        holes = (range(batch[1] - over, batch[1] - over + batch[2]) for batch in resumed.delivered)
+        return self._batched(self._resumed_indices(resumed), sorted(holes, key=lambda hole: hole.start))
 
     def _batched(self, indices: Iterator[object], holes: Sequence[range] = ()) -> Iterator[object]:
         """The loader's draws of these indices, without those whose numbers are in `holes`."""
@@ -406,14 +332,14 @@ class EpochOrder:
 
     def _resumed_indices(self, resumed: LoaderState) -> Iterator[object]:
         sampler = self.sampler
-        if self._stream:
+        if self.is_stream:
             return iter(sampler)
         if self._computed is not None:
             return self._computed.indices_from(resumed.cursor if self.shared else resumed.samples)
         if type(sampler) is SequentialSampler:
             return iter(range(resumed.samples, len(sampler.data_source)))
         if resumed.sampler is not None:
-            return self.user_sampler.continued(sampler, resumed.sampler)
+            return self._continued(sampler, resumed.sampler)
         if self.order_seed is not None:
             sampler = copy.copy(sampler)
             sampler.generator = torch.Generator().manual_seed(self.order_seed)
@@ -421,11 +347,28 @@ class EpochOrder:
 
     def _resumed_batches(self, resumed: LoaderState) -> Iterator[object]:
         if resumed.sampler is not None:
-            return self.user_sampler.continued(self._batch_sampler, resumed.sampler)
+            return self._continued(self._batch_sampler, resumed.sampler)
         drawn = self._watched(iter(self._batch_sampler), resumed)
         batches = self._walked(drawn, resumed, resumed.batches - resumed.skipped[4])
         done = {batch[0]: batch[2] for batch in resumed.delivered}
         return batches if not done else without_delivered(batches, resumed.batches, resumed.samples, done)
+
+    def _continued(self, part: Any, state: object) -> Iterator[object]:
+        """The draws of the user's sampler or batch sampler, from a state within an epoch on.
+
+        Raises:
+            StateError: neither it nor its iterator has a `load_state_dict`.
+        """
+        self.stateful = part if isinstance(part, Stateful) else None
+        if self.stateful is not None:
+            _load(self.stateful, state)  # before its iterator is made
+        draws: Iterator[object] = iter(part)
+        if self.stateful is None:
+            if not isinstance(draws, Stateful):
+                raise StateError(f"the state has one of {type(part).__name__}, which has no load_state_dict now")
+            _load(draws, state)
+            self.stateful = draws
+        return draws
 
     def _watched(self, draws: Iterator[object], resumed: LoaderState) -> Iterator[object]:
         """The draws; where the state does not say how they were drawn, that is noted as in a whole epoch."""
@@ -470,11 +413,6 @@ class EpochOrder:
                 f"{self.sampler_name} gives another order than when the state was saved. Derive the order from a "
                 f"seed and the epoch, or give the sampler state_dict() and load_state_dict(state)."
             )
-
-    @property
-    def checks_indices(self) -> bool:
-        """Whether the last batch's indices are in the state, to check an order that is walked through."""
-        return self._is_walked and self.user_sampler.stateful is None
 
 
 def _batches_as_torch(batch_sampler: BatchSampler) -> bool:

@@ -112,7 +112,7 @@ class EpochProgress:
 
     def on_plan(self, plan: BatchPlan, samples: int) -> None:
         """Record a plan; `samples` have been drawn with it."""
-        state = self._order.user_sampler.after_draw()
+        state = self._order.sampler_after_draw()
         self._drawn[plan.number] = plan, self._samples, samples, state
         self._samples = samples
         self._next = plan.number + 1
@@ -122,7 +122,7 @@ class EpochProgress:
     def on_exhausted(self) -> None:
         """Record that the sampler has nothing more."""
         self._most = self._next
-        self._sampler_at_end = self._order.user_sampler.after_draw()
+        self._sampler_at_end = self._order.sampler_after_draw()
 
     @property
     def skipped(self) -> tuple[int, ...]:
@@ -205,7 +205,7 @@ class EpochProgress:
         plan, first, samples, sampler = point.drawn
         cursor = self._spec.origin + samples * self._spec.ranks
         checked = None
-        if plan is not None and order.checks_indices:
+        if plan is not None and order.is_walked and order.stateful is None:
             indices = plan.indices if samples - first == len(plan.indices) else ()
             checked = (*checksum(indices), self._rank.rank)
         earlier = self._delivered_before(point)

@@ -222,7 +222,7 @@ def test_states_before_each_lane_gave_a_batch_are_not_merged(as_rank):
         with loader_of(lines(remainder="keep"), lanes=3) as loader:
             next(iter(loader))
             states.append(loader.state_dict())
-    with pytest.raises(StateError, match=r"the lanes \[1, 2\] of rank 0 have not given out a batch.* after 3 steps"):
+    with pytest.raises(StateError, match=r"the ranks \[0, 1\] have not given out a batch.* after 3 steps"):
         hr.merge_states(states)
 
 

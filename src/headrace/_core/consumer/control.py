@@ -43,7 +43,6 @@ from headrace._core.order.restore import (
     epoch_spec,
     is_renumbered,
     of_rank,
-    without_indices_of_others,
 )
 from headrace._core.order.seeds import EpochSeeds
 from headrace._core.order.spec import LoaderSpec, TorchLoader
@@ -287,7 +286,7 @@ class LoaderControl:
         seed, stream = self.spec.options["seed"], self.spec.kind.is_iterable
         if self.spec.options["data_parallel"] is not None:
             check_data_parallel(loader, rank, seed=seed, stream=stream)
-        resumed = without_indices_of_others(of_rank(self.resumed, rank), rank) if self.resumed else None
+        resumed = of_rank(self.resumed, rank) if self.resumed else None
         epoch = self._next_epoch if resumed is None else resumed.epoch
         check_stream(self.spec, rank, loader.num_workers, self._checked)
         # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in the state.

@@ -53,8 +53,8 @@ class LaneChoice:
             self.current = resumed.lanes
             if self.current < min(self._engines, self.own):
                 self._warn(
-                    f"the rest of the epoch is read by {_engines(self.current)} of {self._engines}, since its state "
-                    f"was saved with {_lanes(self.current)}; later epochs have {_lanes(self.own)}"
+                    f"the rest of the epoch is read by {self.current} of {self._engines} engines, since its state was "
+                    f"saved with so many lanes"
                 )
         return self.current
 
@@ -65,7 +65,7 @@ class LaneChoice:
         if most < self.wanted:
             self._warn(
                 f"engines={self._engines}, but the stream has only {most} shards (or row groups) for each rank: it is "
-                f"read in {_lanes(most)}, by {_engines(min(most, self._engines))}. Write smaller shards for more"
+                f"read in {most} lanes, by as many engines. Write smaller shards for more"
             )
         return min(self.wanted, most)
 
@@ -79,10 +79,10 @@ class LaneChoice:
         if not self._is_stream or self.wanted == 1 == self.current:
             return ""
         if self.current > 1:
-            readers = min(self._engines, self.current)
-            return f", {self.current} lanes" if readers == self._engines else f", of which {readers} read a lane each"
-        reason = "" if self._why_whole is None else f": {self._why_whole}"
-        return f", of which one reads the stream{reason}" if self._engines > 1 else f", as a whole{reason}"
+            return f", {self.current} lanes"
+        return ", of which one reads the stream" + (
+            "" if self._why_whole is None else f" as a whole: {self._why_whole}"
+        )
 
     def batches(self, dataset: Any, batch_size: int | None, *, drop_last: bool) -> int | None:
         """The number of batches of an epoch, each lane's counted by itself; None of a stream that is read as a whole.
@@ -161,11 +161,3 @@ class LaneTurns:
         if host.end and host.worker in self._active:
             self._active.remove(host.worker)
         return not self._active
-
-
-def _lanes(number: int) -> str:
-    return "1 lane" if number == 1 else f"{number} lanes"
-
-
-def _engines(number: int) -> str:
-    return "1 engine" if number == 1 else f"{number} engines"

@@ -60,38 +60,23 @@ def check_fit(saved: LoaderState, now: Fingerprint) -> None:
         )
 
 
-def without_indices_of_others(saved: LoaderState, rank: RankInfo) -> LoaderState:
-    """The state without the last batch's indices, where those are another rank's."""
-    if saved.last_indices is None or (saved.last_indices[2], saved.ranks) == (rank.rank, rank.world_size):
-        return saved
-    return saved._replace(last_indices=None)
-
-
 def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
     """Raise `StateError` where the state is of another rank, or of another number of ranks, and that matters."""
     if (saved.rank, saved.ranks) == (rank.rank, rank.world_size):
         return
-    if saved.rank is None:
-        if saved.ranks != rank.world_size and saved.batches and order.may_be_divided:
-            raise StateError(
-                f"the state was saved with {saved.ranks} ranks, and there are {rank.world_size} now: "
-                f"{order.sampler_name} may give each rank other samples. Any number of ranks can continue the epoch "
-                f"of a headrace.ElasticSampler."
-            )
-        return
-    if saved.fingerprint.order != "stream" and not saved.delivered:
-        remedy = "Each rank has shuffled for itself: with seed= or a headrace.ElasticSampler, one state fits all."
-    elif saved.ranks != rank.world_size:
-        remedy = (
-            "Each rank has read other samples: pass the states of all ranks to headrace.merge_states, or save "
-            "headrace.gather_state(loader), and load the result on every rank."
+    if saved.rank is not None:
+        raise StateError(
+            f"the state was saved by rank {saved.rank} of {saved.ranks}, and this is rank {rank.rank} of "
+            f"{rank.world_size}. Load the state of each rank on the same rank, or on every rank what "
+            f"headrace.merge_states or headrace.gather_state made of all; of a map-style dataset with seed= or a "
+            f"headrace.ElasticSampler, and in_order=True, one state fits all ranks."
         )
-    else:
-        remedy = "Save the state of each rank, and load it on the same rank; or save headrace.gather_state(loader)."
-    raise StateError(
-        f"the state was saved by rank {saved.rank} of {saved.ranks}, and this is rank {rank.rank} of "
-        f"{rank.world_size}. {remedy}"
-    )
+    if saved.ranks != rank.world_size and saved.batches and order.may_be_divided:
+        raise StateError(
+            f"the state was saved with {saved.ranks} ranks, and there are {rank.world_size} now: "
+            f"{order.sampler_name} may give each rank other samples. Any number of ranks can continue the epoch "
+            f"of a headrace.ElasticSampler."
+        )
 
 
 def is_renumbered(resumed: LoaderState, rank: RankInfo) -> bool:
@@ -143,12 +128,18 @@ def epoch_spec(
 def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
     """The state to continue from on this rank: that of all ranks, its own, or those of other numbers of ranks merged.
 
+    Without the last batch's indices, where those are another rank's.
+
     Raises:
         StateError: there are the states of another number of ranks, which cannot be merged.
     """
     if len(states) == 1:
-        return states[0]
-    return states[rank.rank] if len(states) == rank.world_size else merged(states)
+        (saved,) = states
+    else:
+        saved = states[rank.rank] if len(states) == rank.world_size else merged(states)
+    if saved.last_indices is not None and (saved.last_indices[2], saved.ranks) != (rank.rank, rank.world_size):
+        saved = saved._replace(last_indices=None)
+    return saved
 
 
 def batches_before(loader: TorchLoader, order: EpochOrder, state: LoaderState, rank: RankInfo) -> int | None:
@@ -179,7 +170,11 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
     first = states[0]
     for state in states[1:]:
         differences = first.fingerprint.differences(state.fingerprint)
-        for name, old, new in (("epoch", state.epoch, first.epoch), ("world size", state.ranks, first.ranks)):
+        for name, old, new in (
+            ("epoch", state.epoch, first.epoch),
+            ("world size", state.ranks, first.ranks),
+            ("number of lanes, which that of engines= gives,", state.lanes, first.lanes),
+        ):
             if old != new:
                 differences.append(f"{name} was {old}, and is {new}")
         if differences:
@@ -193,38 +188,22 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
     if ranks != list(range(first.ranks)):
         raise StateError(f"states of all {first.ranks} ranks are needed, but these are of the ranks {ranks}")
     ordered = sorted(states, key=lambda state: state.rank or 0)
-    if first.fingerprint.order != "stream":
+    of_stream = first.fingerprint.order == "stream"
+    if not of_stream or first.fingerprint.readers or any(state.delivered for state in states):
         raise StateError(
-            "these states cannot be merged: each rank had an order of its own, or batches out of order. Load each on "
-            "its own rank; or shuffle by seed= or an ElasticSampler, with in_order=True"
-        )
-    if first.fingerprint.readers or any(state.delivered for state in states):
-        raise StateError(
-            "states of streams that are read in workers, or whose batches were delivered out of order, cannot be "
-            "merged. Load each on its own rank; or use a stream of headrace, with in_order=True"
-        )
-    lanes = {state.lanes for state in ordered}
-    if len(lanes) > 1:
-        raise StateError(
-            f"the ranks have read the stream in different numbers of lanes, {' and '.join(sorted(map(str, lanes)))}: "
-            f"load each state on its own rank, and give all ranks the same engines= from the next epoch on"
+            "these states cannot be merged: each rank had an order of its own, batches out of order, or a stream that "
+            "workers read. Load each on its own rank; or use seed=, an ElasticSampler or a stream of headrace, with "
+            "in_order=True"
         )
     if not any(state.streams for state in ordered):  # nothing was read since the epoch began, or was restored
         return first._replace(rank=None)
-    if any(not state.streams for state in ordered):
-        ranks = [number for number, state in enumerate(ordered) if not state.streams]
-        raise StateError(
-            f"the ranks {ranks} have not given out a batch since they began, or were restored, and others have: save "
-            f"the states after a step in which every rank had a batch"
-        )
     lanes_of_rank = first.lanes or 1
     readers = _readers(lanes_of_rank)
-    for number, state in enumerate(ordered):
-        if missing := [lane for lane in readers if lane not in state.streams]:
-            raise StateError(
-                f"the lanes {missing} of rank {number} have not given out a batch since they began, or were restored: "
-                f"save the states after {lanes_of_rank} steps or more"
-            )
+    if late := [number for number, state in enumerate(ordered) if not state.streams.keys() >= set(readers)]:
+        raise StateError(
+            f"the ranks {late} have not given out a batch since they began, or were restored, or not one of each lane: "
+            f"save the states after {lanes_of_rank} steps or more"
+        )
     streams = [state.streams[reader] for reader in readers for state in ordered]
     parts = [expect_state(state, "stream") for state in streams]
     from headrace._core.shards.division import is_part_state, merge_part_states  # with the stores, for restoring only

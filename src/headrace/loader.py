@@ -293,7 +293,7 @@ class DataLoader(TorchDataLoader[T_co]):
             return iter(())
         with self._control.ranked() as rank:
             late = bool(trainers) or isinstance(self.sampler, SeededRankSampler)
-            return BatchIterator(self._control.begin(self, rank, late_epoch=late), self)
+            return self._control.begin(BatchIterator, self, rank, late_epoch=late)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Begin the next epoch: an iterator for `async for`, on any event loop.
@@ -305,7 +305,7 @@ class DataLoader(TorchDataLoader[T_co]):
             kind = type(self).__name__
             raise TypeError(f"{kind} has a _get_iterator() of its own, which `async for` would leave out: use `for`")
         with self._control.ranked() as rank:
-            return AsyncBatchIterator(self._control.begin(self, rank), self)
+            return self._control.begin(AsyncBatchIterator, self, rank)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, also for the sampler, the batch sampler and the dataset.

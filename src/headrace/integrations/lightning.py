@@ -155,7 +155,7 @@ class _Positions:
             if left is not None and (before := len(loader) - left) != trained:
                 self._recount(before - trained, batches["current"], control.resumed[0].ranks, rank.world_size)
             if counted or (ended and not by_steps):
-                for _ in BatchIterator(control.begin(loader, rank, late_epoch=True), loader):
+                for _ in control.begin(BatchIterator, loader, rank, late_epoch=True):
                     raise AssertionError("an epoch that is over gave a batch")
         if any(state.batches < trained and not state.over for state in control.resumed):
             self.ended.add(loader)

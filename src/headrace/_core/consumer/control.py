@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DistributedSampler
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from headrace.telemetry.diagnosis import Setup
     from headrace.telemetry.report import Report
 
+E = TypeVar("E", bound=Epoch)
 _ALONE = contextlib.nullcontext()
 _log = logging.getLogger("headrace")
 
@@ -266,10 +267,11 @@ class LoaderControl:
         """The process group of `data_parallel`; None without it."""
         return group_of(self.spec.options["data_parallel"])
 
-    def begin(self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool = False) -> Epoch:
+    def begin(self, kind: type[E], loader: TorchLoader, rank: RankInfo, *, late_epoch: bool = False) -> E:
         """Begin the next epoch, or continue the restored one.
 
         Args:
+            kind: the class of its iterator.
             loader: the loader.
             rank: of this process, from `ranked`; engine and workers are given it, and do not determine it again.
             late_epoch: whether a trainer's number of the epoch may reach samplers later than this.
@@ -277,7 +279,7 @@ class LoaderControl:
         coordinated = self.spec.options["coordinated"] and rank.world_size > 1
         with self._coordinator.agreement(rank, self.group, loader.timeout) if coordinated else _ALONE as agreement:
             draws, spec, pipe_seed = self._next_spec(loader, rank, late_epoch=late_epoch)
-            return self._open(loader, draws, spec, pipe_seed, agreement)
+            return self._open(kind, loader, draws, spec, pipe_seed, agreement)
 
     def _next_spec(
         self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool
@@ -320,12 +322,13 @@ class LoaderControl:
 
     def _open(
         self,
+        iterator: type[E],
         loader: TorchLoader,
         draws: Iterator[Any],
         spec: EpochSpec,
         pipe_seed: int | None,
         agreement: Agreement | None,
-    ) -> Epoch:
+    ) -> E:
         kind, rank = self.spec.kind, spec.rank
         self.counters.begin()
         session = self._sessions.open(loader, spec, pipe_seed)
@@ -359,13 +362,13 @@ class LoaderControl:
             copies = loader.num_workers > 0 and not kind.is_async
             finalize = checked_length(finalize, without_adapter(loader.dataset), copies=copies)
         self.resumed, self._next_epoch, self.progress = (), spec.begun.epoch + 1, progress
-        epoch = Epoch(
+        epoch = iterator(
+            loader,
             self.spec,
             spec,
             Planner(draws, spec, progress, batched=loader._auto_collation),
             delivers,
             look_ahead=None if session.inline_state is not None else self._sessions.plan_ahead(loader),
-            timeout=loader.timeout,
             finish=finalize,
             counters=self.counters,
             progress=progress,

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sized
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import anyio.lowlevel
@@ -26,7 +26,7 @@ from headrace._core.look_ahead import LookAheadSize
 from headrace._core.messages import Consumed, OpenSession, StatusRequest, TraceRequest, check_not_forked
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import EpochSpec
-from headrace._core.order.spec import LoaderSpec
+from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.order.state import LoaderState
 from headrace._core.ranks.rankinfo import provide_rank, provided_rank, withdraw_rank
 from headrace._core.streams.kinds import capabilities
@@ -56,12 +56,12 @@ class Epoch:
     """One epoch as its consumer sees it: the sampler on one side, the session's batches on the other.
 
     Args:
-        loader: its dataset and options.
+        loader: kept alive as long as the iterator: dropping a loader ends its engine.
+        arguments: the loader's dataset and options.
         spec: the epoch.
         planner: draws the plans; runs the user's sampler.
         session: where they go; owned from here on.
         look_ahead: how many plans may be outstanding; None to plan one batch at a time, in the caller's thread.
-        timeout: seconds to wait for a batch; 0 for ever.
         finish: the claim's last step (pinning, waiting for its copy); or None.
         counters: the loader's.
         progress: of this epoch.
@@ -71,40 +71,41 @@ class Epoch:
 
     def __init__(
         self,
-        loader: LoaderSpec,
+        loader: TorchLoader,
+        arguments: LoaderSpec,
         spec: EpochSpec,
         planner: Planner,
         session: OpenSession,
         *,
         look_ahead: LookAheadSize | None,
-        timeout: float,
         finish: Finish | None,
         counters: Counters,
         progress: EpochProgress,
         state: Callable[[int], LoaderState],
         agreement: Agreement | None,
     ) -> None:
-        stream = loader.kind.is_iterable
+        self._loader = loader
+        stream = arguments.kind.is_iterable
         self._planner = planner
         self._session = session
         self._failures = FailureHandler(
-            loader.policy, planner.repeat, stream=stream, as_torch=not loader.kind.is_async, counters=counters
+            arguments.policy, planner.repeat, stream=stream, as_torch=not arguments.kind.is_async, counters=counters
         )
         self._ahead = Prefetcher(
             planner,
             session.send,
             look_ahead,
-            together=stream or capabilities(loader.source).ranges,
+            together=stream or capabilities(arguments.source).ranges,
             more=self._failures.replacement,
         )
-        self._timeout = timeout or None
+        self._timeout = loader.timeout or None  # seconds to wait for a batch
         self._finish = finish
         self._counters = counters
         self._progress = progress
-        self.state = state
+        self._state = state
         self._rank = spec.rank  # the result of `get_rank_info` in user code that is called here
         self._reads_here = look_ahead is None
-        self._bounded_engines = loader.bounded_engines
+        self._bounded_engines = arguments.bounded_engines
         self._agreement = agreement
         self._next: Any = None  # the next step (arguments of `_deliver`), which the ranks have not agreed on
         self._ended = True  # whether this rank has nothing left at the end of the epoch
@@ -125,14 +126,13 @@ class Epoch:
         if look_ahead is not None:
             self._fill()
 
-    @property
-    def last_point(self) -> object:
-        """The position after the last batch: another object after each."""
-        return self._progress.last_point
+    def state_dict(self, lag: int = 0) -> State:
+        """The state of this iteration, for the `load_state_dict` of a loader; see `DataLoader.state_dict`."""
+        return self._state(lag).to_dict()
 
     # `next()`. It is called where the caches hold the trainer's data: each object that it looks at costs.
 
-    def poll(self) -> Any:
+    def _poll(self) -> Any:
         """The next batch, or `WAIT`.
 
         Raises:
@@ -355,15 +355,15 @@ class Epoch:
         return error
 
     def close(self) -> None:
-        """End the session; the iterator raises `LoaderClosedError` from now on."""
+        """Stop fetching for this epoch; the loader stays usable."""
         self.closed = True
         self._next = None
         self._finalizer()
 
     # The wait for a batch, or for the other ranks.
 
-    def wait(self) -> None:
-        """Block until `poll` has a result.
+    def _wait(self) -> None:
+        """Block until `_poll` has a result.
 
         Raises:
             LoaderTimeoutError: no batch came in time.
@@ -378,8 +378,8 @@ class Epoch:
                 self._session.wait(ANSWER_TIMEOUT)
                 self._time_out()
 
-    async def wait_async(self) -> None:
-        """As `wait`, on the caller's event loop."""
+    async def _wait_async(self) -> None:
+        """As `_wait`, on the caller's event loop."""
         with self._waiting() as agreement:
             if agreement is not None:
                 await agreement.group.wait_async()
@@ -441,25 +441,19 @@ def _end_iteration(session: OpenSession, counters: Counters, iteration: object) 
     session.close()
 
 
-class BatchIterator(Iterator[T_co]):
-    """The iterator of `for`: blocks in `next()` until a batch is ready.
+class BatchIterator(Epoch, Iterator[T_co]):
+    """The iterator of `for`: blocks in `next()` until a batch is ready."""
 
-    Args:
-        epoch: the epoch it iterates over; owned from here on.
-        loader: kept alive as long as the iterator: dropping a loader ends its engine.
-    """
-
-    def __init__(self, epoch: Epoch, loader: Sized) -> None:
-        self._epoch = epoch
-        self._loader = loader
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._turn = threading.RLock()
 
     def __next__(self) -> T_co:
         record = _begin_record(self) if profiler_enabled() else None
         try:
             with self._turn:  # threads that share an iterator take turns
-                while (batch := self._epoch.poll()) is WAIT:
-                    self._epoch.wait()
+                while (batch := self._poll()) is WAIT:
+                    self._wait()
                 return batch  # type: ignore[no-any-return]
         finally:
             if record is not None:
@@ -468,39 +462,17 @@ class BatchIterator(Iterator[T_co]):
     def __len__(self) -> int:
         return len(self._loader)
 
-    def state_dict(self, lag: int = 0) -> State:
-        """The state of this iteration, for the `load_state_dict` of a loader; see `DataLoader.state_dict`."""
-        return self._epoch.state(lag).to_dict()
 
-    @property
-    def last_point(self) -> object:
-        """The position after the last batch that was given out: another object after each."""
-        return self._epoch.last_point
-
-    def close(self) -> None:
-        """Stop fetching for this epoch; the loader stays usable."""
-        self._epoch.close()
-
-
-class AsyncBatchIterator(AsyncIterator[T_co]):
-    """The iterator of `async for`: waits in `anext()` on the caller's event loop (asyncio, uvloop, trio).
-
-    Args:
-        epoch: the epoch it iterates over; owned from here on.
-        loader: kept alive as long as the iterator: dropping a loader ends its engine.
-    """
-
-    def __init__(self, epoch: Epoch, loader: Sized) -> None:
-        self._epoch = epoch
-        self._loader = loader
+class AsyncBatchIterator(Epoch, AsyncIterator[T_co]):
+    """The iterator of `async for`: waits in `anext()` on the caller's event loop (asyncio, uvloop, trio)."""
 
     async def __anext__(self) -> T_co:
         # Other tasks of the caller's loop get their turn even while batches are always ready.
         await anyio.lowlevel.checkpoint()
         record = _begin_record(self) if profiler_enabled() else None
         try:
-            while (batch := self._epoch.poll()) is WAIT:
-                await self._epoch.wait_async()
+            while (batch := self._poll()) is WAIT:
+                await self._wait_async()
         except StopIteration:
             raise StopAsyncIteration from None
         finally:
@@ -508,13 +480,9 @@ class AsyncBatchIterator(AsyncIterator[T_co]):
                 record.__exit__(None, None, None)
         return batch  # type: ignore[no-any-return]
 
-    def state_dict(self, lag: int = 0) -> State:
-        """The state of this iteration, for the `load_state_dict` of a loader; see `DataLoader.state_dict`."""
-        return self._epoch.state(lag).to_dict()
-
     async def aclose(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""
-        self._epoch.close()
+        self.close()
 
 
 def _begin_record(iterator: object) -> record_function:

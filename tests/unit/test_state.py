@@ -97,7 +97,7 @@ def read(loader, batches=None):
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict", "ignore:each of .* ranks reads all")
 @pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 3), (3, 4), (4, 6)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 2), (2, 4), (4, 3)])
 def test_the_rest_of_an_epoch_is_divided_among_the_new_ranks(name, before, after, as_rank):
     given, states, make = [], [], STREAMS[name]
     for rank in range(before):

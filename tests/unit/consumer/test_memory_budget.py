@@ -81,9 +81,10 @@ def test_no_more_is_transformed_ahead_than_the_budget_holds(tmp_path, options):
     assert max(ahead) <= (2 * 4 + 1 + 4 if "engines" in options else 8 + 1)
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-@pytest.mark.parametrize("budget", [1, 3 * SIZE, 9 * SIZE])
-@pytest.mark.parametrize("kind", [Large, LargeBatches, LargeRanges], ids=["aget", "agets", "ranges"])
+@pytest.mark.parametrize(
+    ("kind", "budget", "in_order"),
+    [(Large, 1, True), (Large, 3 * SIZE, False), (LargeBatches, 3 * SIZE, True), (LargeRanges, 3 * SIZE, True)],
+)
 @pytest.mark.parametrize("options", PLACES, ids=str)
 def test_each_sample_arrives_once_within_any_budget(options, kind, budget, in_order):
     with hr.DataLoader(kind(), 2, collate_fn=list, memory_budget=budget, in_order=in_order, **options) as loader:
@@ -93,32 +94,28 @@ def test_each_sample_arrives_once_within_any_budget(options, kind, budget, in_or
             assert numbers == sorted(numbers) or not in_order
 
 
-@pytest.mark.parametrize("budget", [1, 3 * SIZE, 9 * SIZE])
-@pytest.mark.parametrize("options", PLACES, ids=str)
-def test_lost_batches_are_replaced_within_any_budget(options, budget):
+@pytest.mark.parametrize("options", [PLACES[0], PLACES[-1]], ids=str)
+def test_lost_batches_are_replaced_within_any_budget(options):
     def refuse(sample):
         if not sample[0] % 7:
             raise ValueError("not this one")
         return sample
 
-    loader = hr.DataLoader(
-        Large(), 2, collate_fn=list, transform=refuse, on_error="skip", memory_budget=budget, **options
-    )
+    loader = hr.DataLoader(Large(), 2, collate_fn=list, transform=refuse, on_error="skip", memory_budget=1, **options)
     with loader:
         counts = Counter(sample[0] for batch in loader for sample in batch)
     assert set(counts) == {number for number in range(LENGTH) if number % 7}
 
 
-@pytest.mark.parametrize("budget", [1, 9 * SIZE])
-@pytest.mark.parametrize("options", PLACES, ids=str)
-def test_async_for_and_a_device_get_each_batch_within_any_budget(options, budget):
+@pytest.mark.parametrize("options", [PLACES[0], PLACES[-1]], ids=str)
+def test_async_for_and_a_device_get_each_batch_within_any_budget(options):
     async def numbers():
         loader = hr.DataLoader(
             Small(),
             2,
             transform=lambda index: torch.full((SIZE,), index),
             device="cpu",
-            memory_budget=budget,
+            memory_budget=1,
             **options,
         )
         async with loader:

@@ -88,9 +88,11 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("batch_size", [2, 3])
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("dataset", [lambda: list(range(N)), Numbers], ids=["torch", "async"])
+@pytest.mark.parametrize(
+    ("dataset", "num_workers", "batch_size"),
+    [(lambda: list(range(N)), 0, 3), (lambda: list(range(N)), 1, 2), (Numbers, 0, 2)],
+    ids=["torch", "torch, a worker", "async"],
+)
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_state_without_a_batch_continues_with_the_epochs_of_an_uninterrupted_run(
     order, dataset, num_workers, batch_size

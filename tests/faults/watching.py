@@ -54,7 +54,7 @@ def sidecar(loader: hr.DataLoader) -> int:
 
 def engines_of(loader: hr.DataLoader) -> list[int]:
     """The ids of the processes of a loader's engines."""
-    started = loader._control._sessions._placements._current._engines
+    started = loader._control._placements._current._engines
     engines = [started[number] for number in sorted(started)]
     wait_until(lambda: all(engine.ended or engine.pid is not None for engine in engines))
     return [engine.pid for engine in engines]

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import logging
+import os
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -24,13 +25,19 @@ from headrace._core.consumer.agreement import Agreement, Coordinator
 from headrace._core.consumer.checks import check_data_parallel, check_stream
 from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
-from headrace._core.consumer.opening import SessionOpener
 from headrace._core.consumer.planning import Planner
+from headrace._core.descriptors import explained
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import pin
 from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
+from headrace._core.engine.assemble import Assembler
+from headrace._core.engine.config import EngineConfig
 from headrace._core.failure import Failure, Stage
+from headrace._core.links.inline import InlineLink
+from headrace._core.links.select import PlacementSelector
+from headrace._core.links.session import Session
+from headrace._core.look_ahead import LookAheadSize, look_ahead, most_ahead, most_concurrency, most_fetches
 from headrace._core.messages import OpenSession
 from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.order import EpochOrder
@@ -47,15 +54,20 @@ from headrace._core.order.restore import (
 from headrace._core.order.seeds import EpochSeeds
 from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.order.state import Fingerprint, LoaderState, encoded
+from headrace._core.pool.launch import start_early
 from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
-from headrace._core.streams.kinds import DatasetKind, propagate_epoch, translates_epochs
+from headrace._core.ray_placement import RayPlacement
+from headrace._core.streams.kinds import DatasetKind, capabilities, propagate_epoch, translates_epochs
 from headrace._core.streams.merged import remainder_of
 from headrace._core.streams.order import counted_epoch
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import users_stacklevel
+from headrace._core.torchcompat.datapipes import divide_pipe
+from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.errors import StateError
+from headrace.options import Unset, engine_options
 from headrace.telemetry.counters import Counters
 
 if TYPE_CHECKING:
@@ -102,28 +114,30 @@ class LoaderControl:
         self._seeds = EpochSeeds(spec.source, seed=spec.options["seed"], is_async=spec.kind.is_async)
         self._checked: set[str] = set()  # of the warnings that are given once
         self._lanes = LaneChoice(spec)
-        self._sessions = SessionOpener(spec, self.counters, self._lanes)
         self._reset()
 
     def _reset(self) -> None:
         self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = weakref.WeakKeyDictionary()  # and their numbers
         self._coordinator = Coordinator()
+        self._epoch_set = False  # whether the next epoch's number was set since the last session was opened
+        self._ahead: LookAheadSize | None = None
+        self._placements = PlacementSelector(self.spec.placement, self.spec.engines)
+        # At exit, the placements' own hook closes everything, in order.
+        weakref.finalize(self, self._placements.drop).atexit = False
 
     def __getstate__(self) -> dict[str, object]:
-        left = ("_open_epochs", "_coordinator")
+        left = ("_open_epochs", "_coordinator", "_placements")
         return {name: value for name, value in self.__dict__.items() if name not in left} | {"progress": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._seeds, self.counters = copy.copy(self._seeds), copy.copy(self.counters)
-        self._sessions = SessionOpener(self.spec, self.counters, self._lanes)
         self._reset()
 
     def on_device(self, spec: LoaderSpec) -> LoaderControl:
         """A copy whose batches go to the device of another `spec`."""
         clone = copy.copy(self)
         clone.spec = spec
-        clone._sessions = SessionOpener(spec, clone.counters, clone._lanes)
         return clone
 
     # The position.
@@ -166,13 +180,13 @@ class LoaderControl:
 
     def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
         """Set the next epoch's number, also of samplers and of the dataset; not while a restored epoch is pending."""
-        self._sessions.epoch_set = True
+        self._epoch_set = True
         if self.resumed:
             return
         self._next_epoch = epoch
         for part in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
             propagate_epoch(part, epoch)
-        self._sessions.set_epoch(epoch)
+        self._placements.set_epoch(self.spec.source, epoch, only_wanted=False)
 
     def skip(self, loader: TorchLoader, batches: int, *, batch_size: int | None, ranks: int) -> None:
         """Let the next `iter()`, of a map-style dataset, begin after a number of batches, without fetching those.
@@ -251,8 +265,16 @@ class LoaderControl:
     # An epoch.
 
     def start_early(self, loader: TorchLoader) -> None:
-        """Start what the first epoch would wait for."""
-        self._sessions.start_early(loader)
+        """Start the process that forks the engine and its workers, if there will be any."""
+        if (
+            not self.spec.kind.is_async
+            or isinstance(self.spec.placement, RayPlacement)
+            or loader.multiprocessing_context
+        ):
+            return
+        with_workers = self.spec.placement == "auto" or self.spec.options["executor"] == "process"
+        if self.spec.placement == "process" or (loader.num_workers > 0 and with_workers):
+            start_early()
 
     @contextlib.contextmanager
     def ranked(self) -> Iterator[RankInfo]:
@@ -293,7 +315,7 @@ class LoaderControl:
         check_stream(self.spec, rank, loader.num_workers, self._checked)
         # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in the state.
         between = resumed is None or resumed.is_between_epochs
-        keeps = between and not late_epoch and (resumed is None or not self._sessions.epoch_set)
+        keeps = between and not late_epoch and (resumed is None or not self._epoch_set)
         saved = None if resumed is None or between else resumed.sampler_epoch
         propagate_epoch(loader._index_sampler, epoch if saved is None else saved, only_wanted=keeps)
         renumbered = resumed is not None and stream and is_renumbered(resumed, rank)
@@ -331,7 +353,7 @@ class LoaderControl:
     ) -> E:
         kind, rank = self.spec.kind, spec.rank
         self.counters.begin()
-        session = self._sessions.open(loader, spec, pipe_seed)
+        session = self._open_session(loader, spec, pipe_seed)
         _log.debug(
             "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead",
             spec.begun.epoch,
@@ -340,7 +362,7 @@ class LoaderControl:
             rank.world_size,
             self.counters.placement,
             loader.num_workers,
-            self._sessions.look_ahead(loader),
+            self.look_ahead(loader),
         )
         progress = EpochProgress(
             spec,
@@ -368,7 +390,7 @@ class LoaderControl:
             spec,
             Planner(draws, spec, progress, batched=loader._auto_collation),
             delivers,
-            look_ahead=None if session.inline_state is not None else self._sessions.plan_ahead(loader),
+            look_ahead=None if session.inline_state is not None else self._plan_ahead(loader),
             finish=finalize,
             counters=self.counters,
             progress=progress,
@@ -377,6 +399,103 @@ class LoaderControl:
         )
         self._open_epochs[epoch] = spec.begun.epoch
         return epoch
+
+    def _open_session(self, loader: TorchLoader, spec: EpochSpec, pipe_seed: int | None) -> Session:
+        """Open a session on the engine that runs, or on a new one; in the caller's thread where torch reads there."""
+        rank, start, base_seed = spec.rank, spec.session, spec.base_seed
+        # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in torch.
+        set_epoch, self._epoch_set = self.spec.kind.is_async or self._epoch_set, False
+        only_wanted = not (self.spec.kind.is_async or (set_epoch and start.batch))
+        self._placements.set_epoch(self.spec.source, start.epoch, only_wanted=only_wanted)
+        start = start._replace(set_epoch=set_epoch)
+        options = self.spec.options
+        transforms = self.spec.maps if options["transform"] is None else (*self.spec.maps, options["transform"])
+        collate_fn = loader.collate_fn.collate if isinstance(loader.collate_fn, PortableCollate) else loader.collate_fn
+        assembler = Assembler(transforms, collate_fn, loader._auto_collation, self.spec.policy.tolerance)
+        if not self.spec.kind.is_async and loader.num_workers == 0:
+            self.counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
+            iterable = self.spec.kind.is_iterable
+            divide_pipe(self.spec.source, rank)
+            link = InlineLink(
+                self.spec.source,
+                iterable=iterable,
+                assembler=assembler,
+                drop_last=loader.drop_last,
+                rank=rank,
+                start=start,
+                seeds=options["seed"] is not None,
+            )
+            return Session(lambda _: link, inline_state=link.state_dict)
+        if options["seed"] is not None and not self.spec.kind.is_async:
+            # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
+            base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
+        in_thread = self.spec.placement in ("auto", "thread") and not loader.num_workers
+        deferred = in_thread and assembler.runs_user_code
+        config = EngineConfig(
+            dataset=self.spec.source,
+            kind=self.spec.kind,
+            assembler=assembler,
+            num_workers=loader.num_workers,
+            options=engine_options(options),
+            deferred=deferred,
+            look_ahead=self.look_ahead(loader),
+            batched=loader._auto_collation,
+            drop_last=loader.drop_last,
+            in_order=loader.in_order,
+            base_seed=base_seed,
+            common_seed=options["seed"] or 0,
+            worker_init_fn=loader.worker_init_fn,
+            context=loader.multiprocessing_context,
+            rank=rank,
+            pipe_seed=pipe_seed,
+            seeds_batches=options["seed"] is not None,
+            lanes=self._lanes.own,
+        )
+        # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
+        persistent = loader.persistent_workers
+        with explained("start the loader"):
+            session = self._placements.open(config, start, persistent=persistent)
+        self.counters.placement = self._placements.where + self._lanes.describe()
+        return session
+
+    def look_ahead(self, loader: TorchLoader) -> int:
+        """How many batches are planned before the one that is delivered, at least."""
+        # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
+        covered = most_fetches(self.spec.options) * (3 if self.spec.options["hedge"] else 1)
+        one_or_many = 1 if self.spec.kind.is_iterable else covered
+        batch_size = _batch_size(loader)
+        ahead = look_ahead(
+            prefetch_factor=None if isinstance(loader.prefetch_factor, Unset) else loader.prefetch_factor,
+            num_workers=loader.num_workers,
+            concurrency=one_or_many if self.spec.kind.is_async else 0,
+            batch_size=batch_size,
+            engines=self.spec.engines,
+        )
+        if isinstance(loader.prefetch_factor, Unset | None):
+            ahead = max(ahead, self._samples_ahead(loader) // (batch_size or 1))
+        if self._lanes.own > 1:  # so that each of them reads while a batch of it is ready
+            ahead = max(ahead, 2 * self._lanes.own)
+        # What waits on the device has left the workers nothing to do: it does not count.
+        return ahead if self.spec.device is None else ahead + self.spec.options["device_prefetch"]
+
+    def _samples_ahead(self, loader: TorchLoader) -> int:
+        """How many samples a sampler has ahead, so that ranges near each other are read together; 0 without ranges."""
+        samples: int = getattr(loader.sampler, "samples_ahead", 0) if capabilities(self.spec.source).ranges else 0
+        return samples
+
+    def _most_ahead(self, loader: TorchLoader) -> int:
+        """How many batches are planned before the one that is delivered, at most."""
+        least = self.look_ahead(loader)
+        given = not isinstance(loader.prefetch_factor, Unset | None)
+        if given or self.spec.kind is not DatasetKind.ASYNC_MAP or self._samples_ahead(loader):
+            return least
+        return most_ahead(least, concurrency=most_fetches(self.spec.options), batch_size=_batch_size(loader))
+
+    def _plan_ahead(self, loader: TorchLoader) -> LookAheadSize:
+        """The look-ahead of an epoch that begins; what one epoch found is where the next one begins."""
+        limits = self.look_ahead(loader), self._most_ahead(loader)
+        self._ahead = LookAheadSize(*limits) if self._ahead is None else self._ahead.resized(*limits)
+        return self._ahead
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -402,7 +521,32 @@ class LoaderControl:
 
     def setup(self, loader: TorchLoader) -> Setup:
         """The arguments that decide on the loader's speed."""
-        return self._sessions.setup(loader)
+        from headrace.telemetry.diagnosis import Setup
+
+        options = self.spec.options
+        return Setup(
+            concurrency=options["concurrency"],
+            num_workers=loader.num_workers,
+            look_ahead=self.look_ahead(loader),
+            most_ahead=self._most_ahead(loader),
+            batch_size=loader.batch_size,
+            in_order=loader.in_order,
+            memory_budget=options["memory_budget"],
+            placement=self.counters.placement.partition(":")[0],
+            stream=self.spec.kind.is_iterable,
+            is_async=self.spec.kind.is_async,
+            cores=self._cores(),
+            most_concurrency=self.spec.engines * most_concurrency(),
+            engines=self.spec.engines,
+            by_engines=not self.spec.kind.is_iterable or self._lanes.possible,
+            fixed_look_ahead=not isinstance(loader.prefetch_factor, Unset | None),
+        )
+
+    def _cores(self) -> int:
+        """The cores that the engines and workers can use."""
+        if isinstance(self.spec.placement, RayPlacement):
+            return max(1, int(self.spec.engines * self.spec.placement.cpus_per_engine))
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def report(self, loader: TorchLoader) -> Report:
         """The report on the iteration begun last."""
@@ -418,4 +562,9 @@ class LoaderControl:
     def close_engine(self) -> None:
         """End the engine and its workers; blocks until they have ended."""
         self._coordinator.close()
-        self._sessions.close()
+        self._placements.close()
+
+
+def _batch_size(loader: TorchLoader) -> int | None:
+    size: int | None = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return size

@@ -362,7 +362,7 @@ class LoaderControl:
             rank.world_size,
             self.counters.placement,
             loader.num_workers,
-            self.look_ahead(loader),
+            self.look_ahead(loader)[0],
         )
         progress = EpochProgress(
             spec,
@@ -438,7 +438,7 @@ class LoaderControl:
             num_workers=loader.num_workers,
             options=engine_options(options),
             deferred=deferred,
-            look_ahead=self.look_ahead(loader),
+            look_ahead=self.look_ahead(loader)[0],
             batched=loader._auto_collation,
             drop_last=loader.drop_last,
             in_order=loader.in_order,
@@ -458,42 +458,36 @@ class LoaderControl:
         self.counters.placement = self._placements.where + self._lanes.describe()
         return session
 
-    def look_ahead(self, loader: TorchLoader) -> int:
-        """How many batches are planned before the one that is delivered, at least."""
+    def look_ahead(self, loader: TorchLoader) -> tuple[int, int]:
+        """How many batches are planned before the one that is delivered: at least, and at most."""
+        spec, options = self.spec, self.spec.options
+        fetches = most_fetches(options)
         # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
-        covered = most_fetches(self.spec.options) * (3 if self.spec.options["hedge"] else 1)
-        one_or_many = 1 if self.spec.kind.is_iterable else covered
-        batch_size = _batch_size(loader)
-        ahead = look_ahead(
-            prefetch_factor=None if isinstance(loader.prefetch_factor, Unset) else loader.prefetch_factor,
+        concurrency = 1 if spec.kind.is_iterable else fetches * (3 if options["hedge"] else 1)
+        batch_size: int | None = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        given = None if isinstance(loader.prefetch_factor, Unset) else loader.prefetch_factor
+        least = look_ahead(
+            prefetch_factor=given,
             num_workers=loader.num_workers,
-            concurrency=one_or_many if self.spec.kind.is_async else 0,
+            concurrency=concurrency if spec.kind.is_async else 0,
             batch_size=batch_size,
-            engines=self.spec.engines,
+            engines=spec.engines,
         )
-        if isinstance(loader.prefetch_factor, Unset | None):
-            ahead = max(ahead, self._samples_ahead(loader) // (batch_size or 1))
+        # What a sampler has ahead, so that ranges near each other are read together.
+        samples = getattr(loader.sampler, "samples_ahead", 0) if capabilities(spec.source).ranges else 0
+        if given is None:
+            least = max(least, samples // (batch_size or 1))
         if self._lanes.own > 1:  # so that each of them reads while a batch of it is ready
-            ahead = max(ahead, 2 * self._lanes.own)
-        # What waits on the device has left the workers nothing to do: it does not count.
-        return ahead if self.spec.device is None else ahead + self.spec.options["device_prefetch"]
-
-    def _samples_ahead(self, loader: TorchLoader) -> int:
-        """How many samples a sampler has ahead, so that ranges near each other are read together; 0 without ranges."""
-        samples: int = getattr(loader.sampler, "samples_ahead", 0) if capabilities(self.spec.source).ranges else 0
-        return samples
-
-    def _most_ahead(self, loader: TorchLoader) -> int:
-        """How many batches are planned before the one that is delivered, at most."""
-        least = self.look_ahead(loader)
-        given = not isinstance(loader.prefetch_factor, Unset | None)
-        if given or self.spec.kind is not DatasetKind.ASYNC_MAP or self._samples_ahead(loader):
-            return least
-        return most_ahead(least, concurrency=most_fetches(self.spec.options), batch_size=_batch_size(loader))
+            least = max(least, 2 * self._lanes.own)
+        if spec.device is not None:  # what waits there has left the workers nothing to do: it does not count
+            least += options["device_prefetch"]
+        if given is not None or spec.kind is not DatasetKind.ASYNC_MAP or samples:
+            return least, least
+        return least, most_ahead(least, concurrency=fetches, batch_size=batch_size)
 
     def _plan_ahead(self, loader: TorchLoader) -> LookAheadSize:
         """The look-ahead of an epoch that begins; what one epoch found is where the next one begins."""
-        limits = self.look_ahead(loader), self._most_ahead(loader)
+        limits = self.look_ahead(loader)
         self._ahead = LookAheadSize(*limits) if self._ahead is None else self._ahead.resized(*limits)
         return self._ahead
 
@@ -524,11 +518,12 @@ class LoaderControl:
         from headrace.telemetry.diagnosis import Setup
 
         options = self.spec.options
+        least, most = self.look_ahead(loader)
         return Setup(
             concurrency=options["concurrency"],
             num_workers=loader.num_workers,
-            look_ahead=self.look_ahead(loader),
-            most_ahead=self._most_ahead(loader),
+            look_ahead=least,
+            most_ahead=most,
             batch_size=loader.batch_size,
             in_order=loader.in_order,
             memory_budget=options["memory_budget"],
@@ -563,8 +558,3 @@ class LoaderControl:
         """End the engine and its workers; blocks until they have ended."""
         self._coordinator.close()
         self._placements.close()
-
-
-def _batch_size(loader: TorchLoader) -> int | None:
-    size: int | None = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    return size

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from headrace._core.batches import BatchPlan, HostBatch
-from headrace._core.error_policy import EpochFailures, ErrorPolicy
+from headrace._core.error_policy import EpochFailures
 from headrace._core.failure import Failure, Stage
 from headrace._core.order.order import CANDIDATES
+from headrace._core.order.restore import EpochSpec
+from headrace._core.order.spec import LoaderSpec
 from headrace._core.text import shorten, users_stacklevel
 from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import NotPicklableError, WorkerDiedError
@@ -35,10 +37,9 @@ class FailureHandler:
     stream again.
 
     Args:
-        policy: the loader's `on_error`.
+        arguments: the loader's dataset and options.
+        spec: the epoch.
         repeat: makes a plan of the indices of an earlier one, or of a stream, of None.
-        stream: whether the dataset is a stream.
-        as_torch: whether errors from workers are put in torch's words.
         counters: the loader's.
 
     Attributes:
@@ -48,38 +49,27 @@ class FailureHandler:
 
     def __init__(
         self,
-        policy: ErrorPolicy,
+        arguments: LoaderSpec,
+        spec: EpochSpec,
         repeat: Callable[[Sequence[object] | None], BatchPlan],
-        *,
-        stream: bool,
-        as_torch: bool,
         counters: Counters,
     ) -> None:
-        self._policy = policy
+        self._policy = arguments.policy
         self._repeat = repeat
-        self._stream = stream
-        self._as_torch = as_torch
+        self._stream = arguments.kind.is_iterable
+        self._as_torch = not arguments.kind.is_async  # whether errors from workers are put in torch's words
         self._counters = counters
-        self.skips = policy.tolerance.skips
-        self.counts: tuple[int, ...] = (0, 0, 0, 0, 0)
-        self._epoch = EpochFailures()
-        self._deaths_in_a_row = 0
-        self._candidates: deque[Sequence[object] | None] = deque(maxlen=1 if stream else CANDIDATES)
-        self._lost = 0  # batches of this epoch that lost all their samples
-        self._lost_in_a_row = 0
-        self._owed = 0  # replacements to be planned
-        self._missing = 0  # lost batches whose replacements were not delivered
-        self._repeated = 0  # plans of replacements that came back
-
-    def resume(self, counts: tuple[int, ...], before: Callable[[], Sequence[Sequence[object]]]) -> None:
-        """Continue from the `counts` of a restored epoch; `before` returns the indices of its last batches."""
+        self.skips = arguments.policy.tolerance.skips
+        epoch = self._epoch = EpochFailures()
+        # Of batches that lost all their samples: those without a replacement, and the replacements that came back.
+        epoch.delivered, epoch.skipped, epoch.in_a_row, self._missing, self._repeated = self.counts = spec.begun.skipped
+        self._owed = self._missing if self.skips else 0  # replacements to be planned
+        self._candidates: deque[Sequence[object] | None] = deque(maxlen=1 if self._stream else CANDIDATES)
         if self.skips:
-            epoch = self._epoch
-            epoch.delivered, epoch.skipped, epoch.in_a_row, self._missing, self._repeated = self.counts = counts
-            self._owed = self._missing
-            if self._stream and epoch.delivered:
-                self._candidates.append(None)
-            self._candidates.extend(before())
+            self._candidates.extend([None] if self._stream and epoch.delivered else spec.order.batches_before())
+        self._deaths_in_a_row = 0
+        self._lost = 0  # batches since it began that lost all their samples
+        self._lost_in_a_row = 0
 
     def replacement(self) -> BatchPlan | None:
         """A plan in place of a lost batch; None if none was lost, or if there is nothing to repeat."""

@@ -85,17 +85,14 @@ class Epoch:
         agreement: Agreement | None,
     ) -> None:
         self._loader = loader
-        stream = arguments.kind.is_iterable
         self._planner = planner
         self._session = session
-        self._failures = FailureHandler(
-            arguments.policy, planner.repeat, stream=stream, as_torch=not arguments.kind.is_async, counters=counters
-        )
+        self._failures = FailureHandler(arguments, spec, planner.repeat, counters)
         self._ahead = Prefetcher(
             planner,
             session.send,
             look_ahead,
-            together=stream or capabilities(arguments.source).ranges,
+            together=arguments.kind.is_iterable or capabilities(arguments.source).ranges,
             more=self._failures.replacement,
         )
         self._timeout = loader.timeout or None  # seconds to wait for a batch
@@ -109,7 +106,6 @@ class Epoch:
         self._agreement = agreement
         self._next: Any = None  # the next step (arguments of `_deliver`), which the ranks have not agreed on
         self._ended = True  # whether this rank has nothing left at the end of the epoch
-        self._failures.resume(progress.skipped, spec.order.batches_before)
         self._iteration = counters.epochs
         self._skipped = counters.skipped_samples  # at the batch before
         self._called = 0.0  # when the running call of next() began to wait for a batch; 0.0 once it was taken

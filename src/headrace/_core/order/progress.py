@@ -73,7 +73,6 @@ class EpochProgress:
 
     Attributes:
         over: whether the epoch has ended, which is a call of `next()` too.
-        skipped: the counts of `on_error` after the last batch.
     """
 
     def __init__(
@@ -123,11 +122,6 @@ class EpochProgress:
         """Record that the sampler has nothing more."""
         self._most = self._next
         self._sampler_at_end = self._order.sampler_after_draw()
-
-    @property
-    def skipped(self) -> tuple[int, ...]:
-        skipped: tuple[int, ...] = self._last[-1]
-        return skipped
 
     def on_batch(self, host: HostBatch, skipped: tuple[int, ...], *, given: bool) -> None:
         """Record a batch.

@@ -39,10 +39,7 @@ class Coordinator:
     def agreement(self, rank: RankInfo, group: ProcessGroup | None, timeout: float) -> Iterator[Agreement]:
         """The agreement of an epoch that begins inside the block, of which the other ranks are given the error.
 
-        Args:
-            rank: of this process.
-            group: whose ranks agree; None for all.
-            timeout: seconds to wait for the other ranks; 0 for the group's own time-out.
+        A `group` of None is that of all ranks, a `timeout` of 0 the group's own.
 
         Raises:
             CoordinationError: there is no process group, or a rank does not begin.
@@ -88,7 +85,6 @@ class Agreement:
         timeout: seconds to wait for the other ranks; None for 30 minutes.
 
     Attributes:
-        group: the same.
         granted: number of steps that all ranks make before they agree again.
     """
 
@@ -144,9 +140,6 @@ class StepGroup:
 
     It is not in torch's list of groups, where a name depends on how many groups each process has made.
 
-    Args:
-        parent: the group of these ranks.
-
     Attributes:
         parent: the group of these ranks.
         rank: of this process.
@@ -191,10 +184,6 @@ class StepGroup:
 
     def begin(self, values: list[int], timeout: float | None) -> None:
         """Begin a collective: the minimum of each value over all ranks.
-
-        Args:
-            values: this rank's.
-            timeout: seconds to wait for the other ranks; None for 30 minutes.
 
         Raises:
             LoaderClosedError: another thread has closed the group.
@@ -255,12 +244,7 @@ class StepGroup:
         self.close()
 
     def explain(self, error: Exception, step: tuple[int, int]) -> Exception:
-        """The error for the consumer in place of one of gloo's, after which the group is closed.
-
-        Args:
-            error: from gloo.
-            step: number of the epoch and of the step that this rank has waited for.
-        """
+        """The error for the consumer in place of one of gloo's, at a `step` of an epoch; the group is closed then."""
         timed_out = "Timed out" in str(error)
         self.close()
         key, absent = f"waited/{step[0]}/{step[1]}", cast(tuple[int, ...], ())

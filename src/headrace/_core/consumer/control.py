@@ -111,7 +111,7 @@ class LoaderControl:
         self.resumed: tuple[LoaderState, ...] = ()
         self.progress: EpochProgress | None = None
         self._next_epoch = 0
-        self._seeds = EpochSeeds(spec.source, seed=spec.options["seed"], is_async=spec.kind.is_async)
+        self._seeds = EpochSeeds(spec)
         self._checked: set[str] = set()  # of the warnings that are given once
         self._lanes = LaneChoice(spec)
         self._reset()
@@ -189,13 +189,9 @@ class LoaderControl:
         self._placements.set_epoch(self.spec.source, epoch, only_wanted=False)
 
     def skip(self, loader: TorchLoader, batches: int, *, batch_size: int | None, ranks: int) -> None:
-        """Let the next `iter()`, of a map-style dataset, begin after a number of batches, without fetching those.
+        """Let the next `iter()`, of a map-style dataset, begin after as many batches on each rank, not fetching those.
 
-        Args:
-            loader: the loader.
-            batches: their number, on each rank.
-            batch_size: number of samples in each; None where a batch sampler decides.
-            ranks: the number of ranks.
+        `batch_size` is None where a batch sampler decides.
         """
         samples = batches * (batch_size or 0)
         cursor = samples * ranks if self._order(loader).shared else samples
@@ -290,13 +286,10 @@ class LoaderControl:
         return group_of(self.spec.options["data_parallel"])
 
     def begin(self, kind: type[E], loader: TorchLoader, rank: RankInfo, *, late_epoch: bool = False) -> E:
-        """Begin the next epoch, or continue the restored one.
+        """Begin the next epoch, or continue the restored one: an iterator of the class `kind`.
 
-        Args:
-            kind: the class of its iterator.
-            loader: the loader.
-            rank: of this process, from `ranked`; engine and workers are given it, and do not determine it again.
-            late_epoch: whether a trainer's number of the epoch may reach samplers later than this.
+        Engine and workers are given the `rank`, from `ranked`, and do not determine it again. With `late_epoch` a
+        trainer's number of the epoch may reach samplers later than this.
         """
         coordinated = self.spec.options["coordinated"] and rank.world_size > 1
         with self._coordinator.agreement(rank, self.group, loader.timeout) if coordinated else _ALONE as agreement:

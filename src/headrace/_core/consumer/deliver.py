@@ -211,10 +211,7 @@ Finish = Callable[[Any, int], Any]
 def checked_length(finish: Finish | None, dataset: Sized, *, copies: bool) -> Finish:
     """`finish`, with torch's warning if a stream yields more batches than its `len`, which torch takes for samples.
 
-    Args:
-        finish: pins a batch, or claims it from its copy to a device.
-        dataset: the user's.
-        copies: whether each worker reads a copy of the stream.
+    `copies` is whether each worker reads a copy of the stream.
     """
     announced, given = len(dataset), itertools.count(1)
 
@@ -237,12 +234,7 @@ def checked_length(finish: Finish | None, dataset: Sized, *, copies: bool) -> Fi
 
 
 def should_pin(pin_memory: bool, device: str) -> bool:
-    """Whether batches will be pinned; warns, in torch's words, where they were to be and will not.
-
-    Args:
-        pin_memory: the loader's argument.
-        device: its `pin_memory_device`, which torch ignores.
-    """
+    """Whether batches will be pinned; warns, in torch's words, where they were to be and will not, and of `device`."""
     if not pin_memory:
         return False
     if device:
@@ -259,12 +251,7 @@ def should_pin(pin_memory: bool, device: str) -> bool:
 
 
 def check_pin_memory_device(named: str, device: torch.device) -> None:
-    """Raise `ValueError` where `pin_memory_device` names another device than the one that batches go to.
-
-    Args:
-        named: the loader's `pin_memory_device`.
-        device: its `device`.
-    """
+    """Raise `ValueError` where `pin_memory_device` names another device than the one that batches go to."""
     pinned = torch.device(named)
     both_numbered = pinned.index is not None and device.index is not None
     if pinned.type != device.type or (both_numbered and pinned.index != device.index):

@@ -96,11 +96,7 @@ class Prefetcher:
     def on_batch(self, number: int, end: bool, times: StageTimes, ready: int) -> bool:
         """Count a batch that arrived; whether the look-ahead is to be filled now, by `fill`, or later.
 
-        Args:
-            number: its number.
-            end: whether the stream has nothing more, so that nothing more is planned.
-            times: its times.
-            ready: the number of other batches that have arrived.
+        After the `end` of a stream nothing more is planned. `ready` other batches have arrived.
         """
         plan = self.under_way.pop(number)
         if end:

@@ -17,9 +17,6 @@ from headrace._core.text import users_stacklevel
 class LaneChoice:
     """Chooses the number of lanes for the epochs of one loader, and warns where engines have nothing to read.
 
-    Args:
-        spec: the loader's dataset and options.
-
     Attributes:
         wanted: the number of lanes that an epoch has, if the stream has as many shards: that of the engines.
         own: the number of lanes of an epoch that begins anew, as last determined; 1 where the dataset is read as a
@@ -41,11 +38,7 @@ class LaneChoice:
         return self._is_stream and self._why_whole is None
 
     def of_epoch(self, resumed: LoaderState | None) -> int | None:
-        """The number of lanes of the next epoch; None if the dataset is no stream that an engine reads.
-
-        Args:
-            resumed: the state that it continues from.
-        """
+        """The number of lanes of the epoch that begins, or continues; None if no engine reads it as a stream."""
         if not self._is_stream:
             return None
         self.own = self.current = self._of_new_epoch()

@@ -124,13 +124,7 @@ class EpochProgress:
         self._sampler_at_end = self._order.sampler_after_draw()
 
     def on_batch(self, host: HostBatch, skipped: tuple[int, ...], *, given: bool) -> None:
-        """Record a batch.
-
-        Args:
-            host: the batch.
-            skipped: the counts of `on_error` after it.
-            given: whether `next()` returns it or raises its error; otherwise it is skipped.
-        """
+        """Record a batch, which `next()` returns or raises its error, if it is `given`; otherwise it is skipped."""
         self._before_first = None
         plan, _, _, _, _, _, _, worker, state, _, _ = host
         number = plan.number

@@ -92,15 +92,7 @@ def epoch_spec(
     *,
     remainder: Remainder,
 ) -> EpochSpec:
-    """Where the epoch with the state `begun` begins on this rank.
-
-    Args:
-        begun: the state.
-        order: of the epoch.
-        base_seed: the seed of the batches' seeds.
-        rank: of this process.
-        remainder: a stream's policy for samples that cannot be divided equally.
-    """
+    """The epoch with the state `begun`; `remainder` is a stream's policy for samples that cannot be divided equally."""
     origin, ranks = 0, 1
     place, stride, block = rank.rank, rank.world_size, 1
     if order.shared:

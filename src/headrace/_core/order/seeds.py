@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterDataPipe
 
 from headrace._core.order.order import EpochOrder
-from headrace._core.order.spec import TorchLoader
+from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.order.state import LoaderState
 from headrace._core.seeding import batch_seed
 from headrace._core.torchcompat.datapipes import PipeSeeds, seed_pipe
@@ -18,33 +18,21 @@ from headrace._core.torchcompat.datapipes import PipeSeeds, seed_pipe
 class EpochSeeds:
     """Draws the seeds of one loader's epochs.
 
-    Args:
-        source: the dataset that is fetched from.
-        seed: the loader's `seed`; None to draw as torch does.
-        is_async: whether the dataset is read by the engine's event loop, without torch's workers.
-
     Attributes:
         kept: the seed that persistent workers began with; None before, and without such workers.
     """
 
-    def __init__(self, source: object, *, seed: int | None, is_async: bool) -> None:
-        self._source = source
-        self._seed = seed
-        self._is_async = is_async
+    def __init__(self, spec: LoaderSpec) -> None:
+        self._source = spec.source
+        self._seed = spec.options["seed"]
+        self._is_async = spec.kind.is_async
         self._pipe_seeds = PipeSeeds()
         self.kept: int | None = None
 
     def draw(
         self, loader: TorchLoader, epoch: int, order: EpochOrder, resumed: LoaderState | None
     ) -> tuple[Iterator[Any], int]:
-        """The draws of the sampler, and the seed of the batches' seeds.
-
-        Args:
-            loader: the loader.
-            epoch: the epoch's number.
-            order: of the epoch.
-            resumed: the state that was restored, of a position in the epoch or before it; None if there is none.
-        """
+        """The draws of the sampler, and the seed of the batches' seeds, after `resumed`, if a state was restored."""
         if resumed is not None and resumed.kept_seed is not None:
             self.kept = resumed.kept_seed
         if resumed is None or order.resumed is None:

@@ -1,7 +1,6 @@
 """Iterating: `for` and `async for` on every loop, errors that name their place, an epoch that is never cut short."""
 
 import asyncio
-import contextlib
 import os
 import random
 import signal
@@ -587,27 +586,6 @@ def test_next_from_inside_aget_is_refused():
         assert "await dataset.aget" in str(error)
 
 
-def test_store_that_is_silent_ends_in_a_timeout_and_iteration_can_go_on():
-    class WhenTold(Numbers):
-        async def aget(self, index):
-            await asyncio.to_thread(released.wait)
-            return index
-
-    released = threading.Event()
-    with hr.DataLoader(WhenTold(2), batch_size=2, timeout=0.01) as loader:
-        running = iter(loader)
-        try:
-            with pytest.raises(hr.errors.LoaderTimeoutError, match=r"timed out after 0\.01 seconds") as caught:
-                next(running)
-            assert isinstance(caught.value, RuntimeError)
-        finally:
-            released.set()
-        while True:
-            with contextlib.suppress(hr.errors.LoaderTimeoutError):
-                assert next(running).tolist() == [0, 1]
-                break
-
-
 def test_timeout_ends_an_async_wait_too(consumer_loop):
     class Silent(Numbers):
         async def aget(self, index):
@@ -680,19 +658,6 @@ def test_stream_that_only_fails_ends_when_skipping(kind):
 
 def draw(sample):
     return sample, random.random(), float(np.random.random()), float(torch.rand(()))
-
-
-def test_batches_are_the_same_whatever_the_number_of_workers():
-    def epochs(num_workers):
-        with hr.DataLoader(Numbers(12), batch_size=3, shuffle=True, transform=draw, seed=5, collate_fn=list,
-                           num_workers=num_workers) as loader:  # fmt: skip
-            return [list(loader), list(loader)]
-
-    one = epochs(1)
-    assert one == epochs(3)
-    drawn = [numbers for epoch in one for batch in epoch for _, *numbers in batch]
-    for generator in zip(*drawn, strict=True):
-        assert len(set(generator)) == len(drawn), "no number twice, in no batch and no epoch"
 
 
 def test_without_a_seed_torchs_generator_decides():

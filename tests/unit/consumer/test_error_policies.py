@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import pickle
-import warnings
 
 import pytest
 
@@ -196,25 +195,6 @@ def test_function_is_not_asked_about_an_error_that_ended_the_stream(stream):
     assert asked == list(range(99))
 
 
-def test_warning_is_given_for_the_first_sample_that_is_skipped():
-    with loading(Numbers(8), lambda failure: "skip", transform=Bad(1, 5)) as loader, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        batches = iter(loader)
-        with pytest.raises(RuntimeWarning, match="1 is bad"):
-            next(batches)
-
-
 def test_argument_that_is_no_policy_is_refused():
     with pytest.raises(ValueError, match=r"on_error must be .* got 'ignore'"):
         loading(Numbers(2), "ignore")
-
-
-def test_stats_keep_no_exceptions_and_a_bounded_list():
-    bad = Bad(*(index for index in range(1000) if index % 10))
-    with loading(Numbers(1000), hr.SkipErrors(1), 10, transform=bad, collate_fn=len) as loader:
-        list(loader)
-        stats = loader.stats()
-    assert (stats.skipped_samples, len(stats.skipped)) == (900, 100)
-    for record in stats.skipped:
-        values = [getattr(record, field.name) for field in dataclasses.fields(record)]
-        assert all(value is None or isinstance(value, int | str) for value in values)

@@ -72,13 +72,6 @@ def test_each_call_of_next_has_a_record_named_as_torchs():
         assert [event.cpu_parent.name for event in stacks] == [name] * 4  # the default collate function's
 
 
-def test_waiting_for_an_async_dataset_is_recorded():
-    with hr.DataLoader(Numbers(), batch_size=2) as loader, recorded() as events:
-        assert len(list(loader)) == 4
-    assert len(named(events, SYNC)) == 5
-    assert all(event.time_range.end > event.time_range.start for event in named(events, SYNC))
-
-
 def test_async_iterator_is_recorded_as_well():
     batches = []
     with recorded() as events, hr.DataLoader(Numbers(), batch_size=2) as loader:
@@ -137,16 +130,6 @@ def test_record_ends_when_a_waiting_task_is_cancelled():
     assert len(named(events, ASYNC)) == 1
     (after,) = named(events, "aten::ones")
     assert after.cpu_parent is None
-
-
-def test_record_is_of_the_iterators_class_where_the_profiler_began_in_mid_epoch():
-    with hr.DataLoader(Numbers(), batch_size=2) as loader:
-        batches = iter(loader)
-        next(batches)
-        with recorded() as events:
-            next(batches)
-        assert len(list(batches)) == 2
-    assert len(named(events, SYNC)) == 1
 
 
 def test_nothing_is_recorded_without_a_profiler(monkeypatch):

@@ -284,12 +284,6 @@ def test_loader_with_a_state_is_freed_without_the_garbage_collector():
         gc.enable()
 
 
-def test_batches_ahead_are_not_part_of_the_state():
-    loader = DataLoader(Numbers(), 1, prefetch_factor=None, concurrency=8)
-    next(iter(loader))
-    assert samples_of(loader) == 1
-
-
 async def test_async_iterators_have_a_state_too():
     loader = CASES["shuffled by seed"]()
     whole = epochs(CASES["shuffled by seed"](), 1)[0]

@@ -1,6 +1,5 @@
 """`on_error="skip"`: deliveries, replacements, counts and warnings."""
 
-import asyncio
 import collections
 import gc
 import itertools
@@ -261,16 +260,6 @@ def test_stream_that_cannot_be_read_again_says_that_a_batch_is_missing(num_worke
         assert list(batches) == []
 
 
-def test_ranks_have_as_many_batches_though_one_lost_some():
-    dataset = Numbers(40, Bad(0, 2, 17))
-    counts = []
-    for rank in range(2):
-        sampler = torch.utils.data.DistributedSampler(dataset, 2, rank, shuffle=False)
-        with skipping(dataset, 1, sampler=sampler) as loader:
-            counts.append(len(list(loader)))
-    assert counts == [20, 20]
-
-
 def test_repeat_that_fails_again_is_bounded():
     class Once(hr.AsyncDataset):
         """Gives each sample but the first once."""
@@ -454,14 +443,6 @@ def test_batch_that_kills_its_worker_is_replaced():
     with skipping(Numbers(6), num_workers=1, transform=die) as loader:
         assert lists(loader) == [[0, 1], [4, 5], [0, 1]]
         assert [(record.error, record.batch) for record in loader.stats().skipped] == [("WorkerDiedError", 1)]
-
-
-def test_async_for_replaces_lost_batches_too():
-    async def scenario():
-        async with skipping(Numbers(6, Bad(2, 3))) as loader:
-            return [batch.tolist() async for batch in loader]
-
-    assert asyncio.run(scenario()) == [[0, 1], [4, 5], [0, 1]]
 
 
 class Dies(hr.AsyncIterableDataset):

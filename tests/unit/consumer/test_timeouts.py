@@ -165,10 +165,9 @@ def test_iteration_continues_after_a_timeout():
         assert 0 <= loader.stats().wait_share <= 1
 
 
-@PLACEMENTS
-def test_timeout_of_an_async_iterator_names_the_missing_samples(placement):
+def test_timeout_of_an_async_iterator_names_the_missing_samples():
     async def scenario():
-        async with hr.DataLoader(Held(1), 4, timeout=0.05, placement=placement) as loader:
+        async with hr.DataLoader(Held(1), 4, timeout=0.05) as loader:
             batches = aiter(loader)
             while True:
                 with pytest.raises(hr.errors.LoaderTimeoutError) as caught:

@@ -67,9 +67,9 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
     if saved.rank is not None:
         raise StateError(
             f"the state was saved by rank {saved.rank} of {saved.ranks}, and this is rank {rank.rank} of "
-            f"{rank.world_size}. Load the state of each rank on the same rank, or on every rank what "
-            f"headrace.merge_states or headrace.gather_state made of all; of a map-style dataset with seed= or a "
-            f"headrace.ElasticSampler, and in_order=True, one state fits all ranks."
+            f"{rank.world_size}. Load the state of each rank on the same rank; or on every rank those of all, from "
+            f"headrace.gather_state(loader) or headrace.merge_states. Of a map-style dataset with seed= or a "
+            f"headrace.ElasticSampler, and in_order=True, one state fits all."
         )
     if saved.ranks != rank.world_size and saved.batches and order.may_be_divided:
         raise StateError(

@@ -40,9 +40,7 @@ keep their type, and have a note with the stage, batch, index, key and worker (`
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
+from typing import ClassVar
 
 from headrace._core.text import shorten_list
 
@@ -88,23 +86,6 @@ def _restore(cls: type[HeadraceError], args: tuple[object, ...], state: dict[str
     return error
 
 
-def _or_from_message(compose: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(compose)
-
-    @functools.wraps(compose)
-    def init(self: HeadraceError, *args: object, **fields: object) -> None:
-        try:
-            signature.bind(self, *args, **fields)
-        except TypeError:
-            if fields or len(args) != 1 or not isinstance(args[0], str):
-                raise
-            super(HeadraceError, self).__init__(args[0])
-        else:
-            compose(self, *args, **fields)
-
-    return init
-
-
 class HeadraceError(Exception):
     """The base class: `except headrace.HeadraceError` catches every error that headrace itself raises.
 
@@ -112,10 +93,11 @@ class HeadraceError(Exception):
     Its attributes are None then.
     """
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "__init__" in cls.__dict__:
-            cls.__init__ = _or_from_message(cls.__dict__["__init__"])  # type: ignore[method-assign]
+    _text: ClassVar[str] = ""  # the message, with the names of its fields
+
+    def __init__(self, message: str | None = None, /, **fields: object) -> None:
+        super().__init__(self._text.format(**fields) if message is None else message)
+        self.__dict__.update({name: value for name, value in fields.items() if hasattr(type(self), name)})
 
     def __reduce__(self) -> tuple[object, ...]:
         # Constructors compose messages from keyword fields; a copy keeps the composed message.
@@ -125,13 +107,11 @@ class HeadraceError(Exception):
 class DatasetTypeError(HeadraceError, TypeError):
     """The dataset has none of the methods that a loader fetches with."""
 
-    def __init__(self, *, dataset: object) -> None:
-        kind = type(dataset).__name__
-        super().__init__(
-            f"{kind!r} object is not a dataset: it has neither `aget` (async, by index), `__getitem__` (by index), "
-            f"`__aiter__` (async stream) nor `__iter__` (stream). Define one of them; map-style datasets also need "
-            f"`__len__` unless a sampler is given."
-        )
+    _text = (
+        "{dataset.__class__.__name__!r} object is not a dataset: it has neither `aget` (async, by index), "
+        "`__getitem__` (by index), `__aiter__` (async stream) nor `__iter__` (stream). Define one of them; map-style "
+        "datasets also need `__len__` unless a sampler is given."
+    )
 
 
 class NotPicklableError(HeadraceError, TypeError):
@@ -145,30 +125,25 @@ class NotPicklableError(HeadraceError, TypeError):
     what: str | None = None
     reason: str | None = None
 
-    def __init__(self, *, what: str, reason: str, remedy: str) -> None:
-        super().__init__(f"{what} cannot be pickled: {reason}. {remedy}")
-        self.what = what
-        self.reason = reason
+    _text = "{what} cannot be pickled: {reason}. {remedy}"
 
 
 class DeviceUnavailableError(HeadraceError, RuntimeError):
     """The device that batches should be copied to does not exist or cannot be used."""
 
-    def __init__(self, device: str, reason: str) -> None:
-        super().__init__(
-            f"device={device!r} cannot be used: {reason}. Batches stay in host memory with device=None; "
-            f'device="auto" takes the accelerator that is there, and none where there is none.'
-        )
+    _text = (
+        "device={device!r} cannot be used: {reason}. Batches stay in host memory with device=None; "
+        'device="auto" takes the accelerator that is there, and none where there is none.'
+    )
 
 
 class CudaGraphError(HeadraceError, RuntimeError):
     """A batch was requested while the current stream was being captured into a CUDA graph."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "next() of a loader with device= was called while a CUDA graph is being captured: the graph would replay "
-            "this one batch's copy for ever. Fetch the batch before the capture, and copy it into a static tensor."
-        )
+    _text = (
+        "next() of a loader with device= was called while a CUDA graph is being captured: the graph would replay "
+        "this one batch's copy for ever. Fetch the batch before the capture, and copy it into a static tensor."
+    )
 
 
 class ControlFlowError(HeadraceError, RuntimeError):
@@ -177,12 +152,10 @@ class ControlFlowError(HeadraceError, RuntimeError):
     The original is its `__cause__`.
     """
 
-    def __init__(self, *, error: BaseException) -> None:
-        super().__init__(
-            f"user code raised {error!r}, which Python takes as a signal to stop; "
-            f"it is reported as an error so that no batch goes missing. Catch it where it is raised, "
-            f"or raise an ordinary exception."
-        )
+    _text = (
+        "user code raised {error!r}, which Python takes as a signal to stop; it is reported as an error so that no "
+        "batch goes missing. Catch it where it is raised, or raise an ordinary exception."
+    )
 
 
 class RemoteError(HeadraceError, RuntimeError):
@@ -194,9 +167,7 @@ class RemoteError(HeadraceError, RuntimeError):
 
     type_name: str | None = None
 
-    def __init__(self, *, type_name: str, message: str) -> None:
-        super().__init__(f"{type_name}: {message} (this exception could not be pickled, only its text was)")
-        self.type_name = type_name
+    _text = "{type_name}: {message} (this exception could not be pickled, only its text was)"
 
 
 class WorkerDiedError(HeadraceError, RuntimeError):
@@ -214,8 +185,9 @@ class WorkerDiedError(HeadraceError, RuntimeError):
     batch: int | None = None
     indices: tuple[object, ...] | None = None
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         *,
         worker: int,
         pid: int | None,
@@ -226,7 +198,8 @@ class WorkerDiedError(HeadraceError, RuntimeError):
         attempts: int,
         doing: str | None = None,
         obstacle: Exception | None = None,
-    ) -> None:
+    ) -> WorkerDiedError:
+        """The error for a worker that `how` says has ended, or cannot be started because of an `obstacle`."""
         if doing is not None:
             remedy = "Call the function that map or filter was given in this process to see the crash"
         elif batch is None:
@@ -243,36 +216,29 @@ class WorkerDiedError(HeadraceError, RuntimeError):
             ended = "" if pid is None else f" (pid {pid}) {how}, and"
             reason = getattr(obstacle, "strerror", None) or f"{type(obstacle).__name__}: {obstacle}"
             message = f"worker {worker}{ended} cannot be started: {reason}"
-        super().__init__(message)
-        self.worker = worker
-        self.exit_code = exit_code
-        self.batch = batch
-        self.indices = indices
+        return cls(message, worker=worker, exit_code=exit_code, batch=batch, indices=indices)
 
 
 class EngineDiedError(HeadraceError, RuntimeError):
     """The event loop that fetches ended while a consumer waited. The `__cause__` is the reason, where known."""
 
-    def __init__(self, *, why: str) -> None:
-        super().__init__(f"the loader's event loop has ended: {why}. Start a new iteration to go on.")
+    _text = "the loader's event loop has ended: {why}. Start a new iteration to go on."
 
 
 class EngineStartError(HeadraceError, RuntimeError):
     """Too few engines of a cluster have started in time."""
 
-    def __init__(self, *, running: int, engines: int, least: int, seconds: float, shortage: str) -> None:
-        super().__init__(
-            f"{running} of {engines} engines run {seconds:g} seconds after they were asked for, and an epoch begins "
-            f"with {least}: {shortage}. Ask for fewer or smaller engines, begin with fewer (min_engines), wait longer "
-            f"(start_timeout), or make room."
-        )
+    _text = (
+        "{running} of {engines} engines run {seconds:g} seconds after they were asked for, and an epoch begins with "
+        "{least}: {shortage}. Ask for fewer or smaller engines, begin with fewer (min_engines), wait longer "
+        "(start_timeout), or make room."
+    )
 
 
 class LoaderClosedError(HeadraceError, RuntimeError):
     """A batch was requested from an iterator that was closed, or whose loader was closed."""
 
-    def __init__(self) -> None:
-        super().__init__("this iterator is closed: its loader was closed while it was in use. Call iter() again.")
+    _text = "this iterator is closed: its loader was closed while it was in use. Call iter() again."
 
 
 class LoaderTimeoutError(HeadraceError, RuntimeError):
@@ -284,48 +250,43 @@ class LoaderTimeoutError(HeadraceError, RuntimeError):
 
     batch: int | None = None
 
-    def __init__(self, seconds: float, waiting_for: str, *, batch: int | None = None) -> None:
-        super().__init__(f"DataLoader timed out after {seconds} seconds ({waiting_for})")
-        self.batch = batch
+    _text = "DataLoader timed out after {seconds} seconds ({waiting_for})"
 
 
 class DeadlockError(HeadraceError, RuntimeError):
     """A blocking call on the thread that has to serve it."""
 
-    def __init__(self, *, what: str) -> None:
-        super().__init__(
-            f"{what} was called on the event-loop thread that has to do the work; it would wait for itself for ever. "
-            f"Use the async method there (`await dataset.aget(i)`, `async for`)."
-        )
+    _text = (
+        "{what} was called on the event-loop thread that has to do the work; it would wait for itself for ever. "
+        "Use the async method there (`await dataset.aget(i)`, `async for`)."
+    )
 
 
 class ForkedError(HeadraceError, RuntimeError):
     """A loop, store or loader made before `os.fork` was used in the child, where its threads do not exist."""
 
-    def __init__(self, what: str, *, made_in: int, used_in: int) -> None:
-        super().__init__(
-            f"{what} was first used in process {made_in} and is now used in {used_in}, a fork of it, where its threads "
-            f"do not exist: it would hang. Start worker processes with multiprocessing_context='spawn' or "
-            f"'forkserver', or use headrace.DataLoader, which fetches in one process."
-        )
+    _text = (
+        "{what} was first used in process {made_in} and is now used in {used_in}, a fork of it, where its threads do "
+        "not exist: it would hang. Start worker processes with multiprocessing_context='spawn' or 'forkserver', or "
+        "use headrace.DataLoader, which fetches in one process."
+    )
 
 
 class UnknownRankError(HeadraceError, RuntimeError):
-    """There are several ranks, and this process's rank is unknown: every rank would read the part of rank 0.
+    """There are several ranks, and this process's rank is unknown: every rank would read the part of rank 0."""
 
-    Args:
-        why: the known and the missing variables.
-        remedy: what to do.
-    """
+    _text = "the rank of this process is not known: {why}. {remedy}"
 
     def __init__(
         self,
+        message: str | None = None,
+        /,
         *,
-        why: str,
+        why: str = "",
         remedy: str = "Set RANK and WORLD_SIZE, as torchrun does, or call torch.distributed.init_process_group() "
         "before the loader is iterated over",
     ) -> None:
-        super().__init__(f"the rank of this process is not known: {why}. {remedy}")
+        super().__init__(message, why=why, remedy=remedy)
 
 
 class CoordinationError(HeadraceError, RuntimeError):
@@ -337,19 +298,14 @@ class CoordinationError(HeadraceError, RuntimeError):
 
     ranks: tuple[int, ...] | None = None
 
-    def __init__(self, message: str, *, ranks: tuple[int, ...] | None = None) -> None:
-        super().__init__(message)
-        self.ranks = ranks
-
 
 class LostBatchError(HeadraceError, RuntimeError):
     """The epoch ended while planned batches were neither delivered nor reported."""
 
-    def __init__(self, *, planned: int, accounted: int) -> None:
-        super().__init__(
-            f"{planned} batches were planned but {accounted} were delivered or reported: this is a bug in headrace, "
-            f"please report it with a script that shows it"
-        )
+    _text = (
+        "{planned} batches were planned but {accounted} were delivered or reported: this is a bug in headrace, please "
+        "report it with a script that shows it"
+    )
 
 
 class TooManySkippedError(HeadraceError, RuntimeError):
@@ -367,45 +323,45 @@ class TooManySkippedError(HeadraceError, RuntimeError):
     delivered: int | None = None
     examples: tuple[str, ...] | None = None
 
-    def __init__(self, reason: str, *, skipped: int, delivered: int, examples: tuple[str, ...]) -> None:
-        super().__init__(
-            f"{reason}; {skipped:,} samples of this epoch were skipped and {delivered:,} delivered. "
-            f"Last failures: {'; '.join(examples)}. More are in loader.stats().skipped; "
-            f'on_error="raise" raises the first one.'
-        )
-        self.skipped = skipped
-        self.delivered = delivered
-        self.examples = examples
+    def __init__(
+        self,
+        reason: str,
+        *,
+        skipped: int | None = None,
+        delivered: int | None = None,
+        examples: tuple[str, ...] | None = None,
+    ) -> None:
+        if examples is not None:
+            reason = (
+                f"{reason}; {skipped:,} samples of this epoch were skipped and {delivered:,} delivered. "
+                f"Last failures: {'; '.join(examples)}. More are in loader.stats().skipped; "
+                f'on_error="raise" raises the first one.'
+            )
+        super().__init__(reason, skipped=skipped, delivered=delivered, examples=examples)
 
 
 class MissingExtraError(HeadraceError, ImportError):
     """An optional package that is needed is not installed."""
 
-    def __init__(self, *, what: str, package: str, extra: str) -> None:
-        super().__init__(f"{what} needs {package}, which is not installed: pip install 'headrace[{extra}]'")
+    _text = "{what} needs {package}, which is not installed: pip install 'headrace[{extra}]'"
 
 
 class CacheFolderError(HeadraceError, PermissionError):
     """The folder of a disk cache could contain files that another user has put there."""
 
-    def __init__(self, folder: str, reason: str) -> None:
-        super().__init__(
-            f"{folder} cannot hold a cache: {reason}, so that its files could be anything. Name a folder that does not "
-            f"exist yet, or one of your own that only you can write to (chmod 700)."
-        )
+    _text = (
+        "{folder} cannot hold a cache: {reason}, so that its files could be anything. Name a folder that does not "
+        "exist yet, or one of your own that only you can write to (chmod 700)."
+    )
 
 
 class ShortStreamError(HeadraceError, ValueError):
     """A stream ended before the declared number of samples, so that other ranks wait for more."""
 
-    def __init__(self, *, given: int, declared: int, repeats: bool = False) -> None:
-        remedy = "Correct the number, or set remainder='pad' or remainder='repeat'."
-        if repeats:  # it was to repeat samples, and had none
-            remedy = "It has no sample to repeat: use fewer ranks, write more shards, or set split='samples'."
-        super().__init__(
-            f"the stream gave {given} samples in this process and {declared} were declared, so that this rank has "
-            f"fewer batches than the others. {remedy}"
-        )
+    _text = (
+        "the stream gave {given} samples in this process and {declared} were declared, so that this rank has fewer "
+        "batches than the others. {remedy}"
+    )
 
 
 class StateError(HeadraceError, ValueError):
@@ -428,16 +384,16 @@ class ShardError(HeadraceError, ValueError):
     member: str | None = None
     offset: int | None = None
 
-    def __init__(self, what: str, *, shard: str, member: str | None = None, offset: int | None = None) -> None:
-        where = [f"shard {shard}"]
+    def __init__(
+        self, what: str, *, shard: str | None = None, member: str | None = None, offset: int | None = None
+    ) -> None:
+        where = [] if shard is None else [f"shard {shard}"]
         if member is not None:
             where.append(f"member {member!r}")
         if offset is not None:
             where.append(f"offset {offset}")
-        super().__init__(f"{what} ({', '.join(where)})")
-        self.shard = shard
-        self.member = member
-        self.offset = offset
+        message = f"{what} ({', '.join(where)})" if where else what
+        super().__init__(message, shard=shard, member=member, offset=offset)
 
 
 class TruncatedShardError(ShardError, EOFError):
@@ -471,21 +427,18 @@ class StoreError(HeadraceError, OSError):
         self,
         message: str,
         *,
-        url: str,
+        url: str | None = None,
         key: str | None = None,
         index: object = None,
-        attempts: int = 1,
+        attempts: int | None = None,
         elapsed: float | None = None,
         status: int | None = None,
     ) -> None:
-        tried = "" if attempts == 1 and elapsed is None else f"; {_counted(attempts, elapsed)}"
-        super().__init__(f"{message}{tried} ({url})")
-        self.url = url
-        self.key = key
-        self.index = index
-        self.attempts = attempts
-        self.elapsed = elapsed
-        self.status = status
+        if url is not None:
+            attempts = attempts or 1
+            tried = "" if attempts == 1 and elapsed is None else f"; {_counted(attempts, elapsed)}"
+            message = f"{message}{tried} ({url})"
+        super().__init__(message, url=url, key=key, index=index, attempts=attempts, elapsed=elapsed, status=status)
 
 
 class ObjectNotFoundError(StoreError, FileNotFoundError):

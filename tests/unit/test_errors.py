@@ -13,11 +13,13 @@ EXAMPLES = {
     "HeadraceError": lambda: errors.HeadraceError("something"),
     "DatasetTypeError": lambda: errors.DatasetTypeError(dataset=3),
     "NotPicklableError": lambda: errors.NotPicklableError(what="transform f", reason="a lock", remedy="Do this."),
-    "DeviceUnavailableError": lambda: errors.DeviceUnavailableError("cuda:9", "there are 2, numbered from 0"),
+    "DeviceUnavailableError": lambda: errors.DeviceUnavailableError(
+        device="cuda:9", reason="there are 2, numbered from 0"
+    ),
     "CudaGraphError": lambda: errors.CudaGraphError(),
     "ControlFlowError": lambda: errors.ControlFlowError(error=SystemExit(3)),
     "RemoteError": lambda: errors.RemoteError(type_name="m.Odd", message="odd"),
-    "WorkerDiedError": lambda: errors.WorkerDiedError(
+    "WorkerDiedError": lambda: errors.WorkerDiedError.of(
         worker=1, pid=99, how="was killed by SIGKILL", exit_code=-9, batch=4, indices=(8, 9), attempts=2
     ),
     "EngineDiedError": lambda: errors.EngineDiedError(why="SystemExit(3)"),
@@ -25,9 +27,9 @@ EXAMPLES = {
         running=1, engines=4, least=4, seconds=60, shortage="each asks for 8 CPUs"
     ),
     "LoaderClosedError": lambda: errors.LoaderClosedError(),
-    "LoaderTimeoutError": lambda: errors.LoaderTimeoutError(5.0, "batch 3 is in stage fetch", batch=3),
+    "LoaderTimeoutError": lambda: errors.LoaderTimeoutError(seconds=5.0, waiting_for="batch 3", batch=3),
     "DeadlockError": lambda: errors.DeadlockError(what="next() of a loader"),
-    "ForkedError": lambda: errors.ForkedError("a store", made_in=1, used_in=2),
+    "ForkedError": lambda: errors.ForkedError(what="a store", made_in=1, used_in=2),
     "CoordinationError": lambda: errors.CoordinationError("rank 1 has failed", ranks=(1,)),
     "UnknownRankError": lambda: errors.UnknownRankError(why="WORLD_SIZE=2 is set, and RANK is not"),
     "LostBatchError": lambda: errors.LostBatchError(planned=3, accounted=2),
@@ -35,8 +37,8 @@ EXAMPLES = {
         "every sample failed", skipped=8, delivered=0, examples=("ValueError: no (stage fetch, batch 0)",)
     ),
     "MissingExtraError": lambda: errors.MissingExtraError(what="zstd", package="backports.zstd", extra="zstd"),
-    "CacheFolderError": lambda: errors.CacheFolderError("/tmp/cache", "it belongs to user 7"),
-    "ShortStreamError": lambda: errors.ShortStreamError(given=1, declared=2),
+    "CacheFolderError": lambda: errors.CacheFolderError(folder="/tmp/cache", reason="it belongs to user 7"),
+    "ShortStreamError": lambda: errors.ShortStreamError(given=1, declared=2, remedy="Correct it."),
     "StateError": lambda: errors.StateError("the state has 3 shards, but there are 4 now"),
     "ShardError": lambda: errors.ShardError("damaged", shard="s3://bucket/0.tar", member="a.jpg", offset=512),
     "TruncatedShardError": lambda: errors.TruncatedShardError("cut", shard="s3://bucket/0.tar"),

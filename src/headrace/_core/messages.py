@@ -148,4 +148,4 @@ class OpenSession(Protocol):
 def check_not_forked(made_in: int) -> None:
     """Raise `ForkedError` in a fork of the process that opened a session; its engine is that process's."""
     if made_in != os.getpid():
-        raise ForkedError("an iterator of headrace", made_in=made_in, used_in=os.getpid())
+        raise ForkedError(what="an iterator of headrace", made_in=made_in, used_in=os.getpid())

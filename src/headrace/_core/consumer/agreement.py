@@ -260,7 +260,7 @@ class StepGroup:
             return CoordinationError(f"coordinated=True: the process of another rank has ended ({shorten(str(error))})")
         if timed_out and self._timeout is not None:
             return LoaderTimeoutError(
-                self._timeout, f"coordinated=True: step {step[1]}, {_named(absent)} do not answer"
+                seconds=self._timeout, waiting_for=f"coordinated=True: step {step[1]}, {_named(absent)} do not answer"
             )
         message = (
             f"coordinated=True: {_named(absent)} did not answer at step {step[1]}. Have all ranks iterate over the "

@@ -428,7 +428,9 @@ class Epoch:
             )
         assert self._timeout is not None
         raise LoaderTimeoutError(
-            self._timeout, f"{status}; {len(self._ahead.under_way)} batches are under way", batch=oldest.number
+            seconds=self._timeout,
+            waiting_for=f"{status}; {len(self._ahead.under_way)} batches are under way",
+            batch=oldest.number,
         )
 
 

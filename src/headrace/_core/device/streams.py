@@ -186,7 +186,7 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
         if device < 0:
             raise ValueError(f"device must not be negative, but got {device}")
         if accelerator is None:
-            raise DeviceUnavailableError(str(device), "there is no accelerator")
+            raise DeviceUnavailableError(device=str(device), reason="there is no accelerator")
         device = f"{accelerator.type}:{device}"
     try:
         resolved = torch.device(device)
@@ -196,10 +196,10 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
         return None
     module: _Accelerator | None = getattr(torch, resolved.type, None)
     if module is None or not hasattr(module, "Stream") or not module.is_available():
-        raise DeviceUnavailableError(str(resolved), _NOT_COMPILED)
+        raise DeviceUnavailableError(device=str(resolved), reason=_NOT_COMPILED)
     count = module.device_count()
     if resolved.index is not None and resolved.index >= count:
-        raise DeviceUnavailableError(str(resolved), f"there are {count}, numbered from 0")
+        raise DeviceUnavailableError(device=str(resolved), reason=f"there are {count}, numbered from 0")
     return resolved
 
 

@@ -171,7 +171,7 @@ class LoopThread:
     def check_process(self) -> None:
         """Raise `ForkedError` in a fork of the process that made this loop."""
         if self._pid != os.getpid():
-            raise ForkedError("an event loop of headrace", made_in=self._pid, used_in=os.getpid())
+            raise ForkedError(what="an event loop of headrace", made_in=self._pid, used_in=os.getpid())
 
     def close(self, deadline: float) -> str | None:
         """Cancel every task, wait up to `deadline` seconds for them to end, stop the loop and join the thread.

@@ -182,7 +182,7 @@ class NumberedWorker:
             job: what it was doing, if that is known.
             obstacle: why it could not be replaced.
         """
-        return WorkerDiedError(
+        return WorkerDiedError.of(
             worker=self.number,
             pid=self.process.pid,
             how=how_it_ended(self.process),

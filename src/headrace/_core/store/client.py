@@ -159,7 +159,7 @@ class StoreClient:
         global _used_in
         if self._store is None or forked_from is not None:
             if forked_from is not None:
-                raise ForkedError("obstore, which reads object stores,", made_in=forked_from, used_in=os.getpid())
+                raise ForkedError(what="obstore, which reads object stores,", made_in=forked_from, used_in=os.getpid())
             _used_in = os.getpid()
             given = self.backend
             self._store = open_store(self.url, self._options, timeout=self.timeout) if given is None else given

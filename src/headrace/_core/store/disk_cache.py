@@ -512,8 +512,12 @@ def secure_folder(folder: str) -> None:
         raise NotADirectoryError(f"the cache folder is not a folder: {folder}")
     me = os.geteuid()
     if status is not link and link.st_uid not in (me, 0):
-        raise CacheFolderError(folder, f"it is a symbolic link created by user {link.st_uid}")
+        raise CacheFolderError(folder=folder, reason=f"it is a symbolic link created by user {link.st_uid}")
     if status.st_uid != me:
-        raise CacheFolderError(folder, f"it belongs to user {status.st_uid}, and this process runs as user {me}")
+        raise CacheFolderError(
+            folder=folder, reason=f"it belongs to user {status.st_uid}, and this process runs as user {me}"
+        )
     if status.st_mode & 0o022:
-        raise CacheFolderError(folder, f"other users may write to it (its mode is {status.st_mode & 0o7777:o})")
+        raise CacheFolderError(
+            folder=folder, reason=f"other users may write to it (its mode is {status.st_mode & 0o7777:o})"
+        )

@@ -84,8 +84,10 @@ class EqualLength(StreamOperation[T]):
         except StopAsyncIteration:
             if not self._gave or self._remainder not in ("pad", "repeat"):
                 given, self._left = self._length - self._left, 0
-                repeats = self._remainder in ("pad", "repeat")
-                raise ShortStreamError(given=given, declared=self._length, repeats=repeats) from None
+                remedy = "Correct the number, or set remainder='pad' or remainder='repeat'."
+                if self._remainder in ("pad", "repeat"):
+                    remedy = "It has no sample to repeat: use fewer ranks, write more shards, or set split='samples'."
+                raise ShortStreamError(given=given, declared=self._length, remedy=remedy) from None
             if self._remainder == "repeat":
                 await close_iterator(self._inner)
                 self._gave = False  # without a sample it would be restarted for ever

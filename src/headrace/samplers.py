@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sized
 import torch
 
 from headrace._core.order.blocks import BlockOrder
-from headrace._core.order.samplers import Identity, Order, RankSampler, number_in
+from headrace._core.order.samplers import Order, RankSampler, number_in
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import ShardOptions
 
@@ -91,9 +91,6 @@ class ElasticSampler(RankSampler):
     ) -> None:
         super().__init__(dataset, seed, rank, world_size, drop_last=drop_last)
         self.shuffle = shuffle
-
-    def _order(self, epoch: int) -> Order:
-        return Permutation(self._length, self.seed, epoch) if self.shuffle else Identity(self._length)
 
 
 class BlockShuffleSampler(RankSampler):

@@ -62,9 +62,6 @@ class Epoch:
         planner: draws the plans; runs the user's sampler.
         session: where they go; owned from here on.
         look_ahead: how many plans may be outstanding; None to plan one batch at a time, in the caller's thread.
-        finish: the claim's last step (pinning, waiting for its copy); or None.
-        counters: the loader's.
-        progress: of this epoch.
         state: returns the state after the last call of `next()`, or so many calls before.
         agreement: of the ranks, on the number of steps; None if each ends its epoch by itself.
     """
@@ -240,13 +237,7 @@ class Epoch:
     ) -> Any:
         """Return a batch, or raise its error; the next call of `next()` continues after it.
 
-        Args:
-            host: the batch.
-            error: its error; None if there is none.
-            called: when `next()` was called.
-            taken: when the batch was there.
-            refilled: when plans had been sent.
-            ready: the number of batches that were ready then.
+        The times, and the number of batches that were `ready`, are those of a `BatchRecord`.
         """
         plan, batch, size, failures, _, _, requests, _, _, times, fetches = host
         counters, returned = self._counters, refilled

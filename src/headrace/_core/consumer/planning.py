@@ -21,9 +21,6 @@ class Planner(Iterator[BatchPlan]):
 
     Args:
         draws: an iterator over the sampler: one index at a time, or where `batched`, a sequence of them.
-        spec: the epoch.
-        progress: of the epoch; records each plan.
-        batched: whether each draw is a whole batch.
 
     Attributes:
         turns: the turns of the lanes, of a stream that is read by lanes.

@@ -194,6 +194,9 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
     def _shard(self) -> ShardOptions:
         return self._ranks.shard()
 
+    def _order(self, epoch: int) -> Order:
+        return Permutation(self._length, self.seed, epoch) if self.shuffle else Identity(self._length)
+
     @property
     def epoch_size(self) -> int:
         """The number of samples of an epoch of all ranks, without padding."""
@@ -274,6 +277,3 @@ class SeededRankSampler(RankSampler):
     def on_one_rank(self) -> SeededRandomSampler | SequentialSampler:
         """The sampler with the same order on a single rank."""
         return SeededRandomSampler(self.dataset, seed=self.seed) if self.shuffle else SequentialSampler(self.dataset)
-
-    def _order(self, epoch: int) -> Order:
-        return Permutation(self._length, self.seed, epoch) if self.shuffle else Identity(self._length)

@@ -11,7 +11,7 @@ import torch
 
 from headrace import loader as loading
 from headrace._core.consumer import control
-from headrace._core.device.streams import DeviceStream, Event, Streams
+from headrace._core.device.streams import Streams
 
 __all__ = ["Gpu", "StandIn"]
 
@@ -96,10 +96,10 @@ class StandIn:
 class _InOrder:
     """A stream whose work is done when the call that enqueues it returns, and its events."""
 
-    def record_event(self) -> Event:
+    def record_event(self) -> Any:
         return self
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: Any) -> None:
         pass
 
     def query(self) -> bool:
@@ -114,22 +114,22 @@ class _HostStreams(Streams):
 
     registers = True
 
-    def side(self) -> DeviceStream:
+    def side(self) -> Any:
         return _InOrder()
 
-    def rest(self, stream: DeviceStream) -> None:
+    def rest(self, stream: Any) -> None:
         pass
 
-    def current(self) -> DeviceStream:
+    def current(self) -> Any:
         return _InOrder()
 
-    def on(self, stream: DeviceStream) -> AbstractContextManager[Any]:
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def place(self, host: torch.Tensor, stream: Any) -> torch.Tensor:
         return host.clone()
 
-    def used_on(self, placed: Any, stream: DeviceStream) -> None:
+    def used_on(self, placed: Any, stream: Any) -> None:
         pass
 
     def pinned(self, size: int) -> torch.Tensor:

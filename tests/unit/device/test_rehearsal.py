@@ -29,7 +29,7 @@ def run(streams):
     streams.consumer.run()
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "placement": "thread"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}], ids=str)
 def test_all_bytes_of_all_dtypes_are_compared(streams, options):
     def done(batch):
         run(streams)
@@ -39,7 +39,7 @@ def test_all_bytes_of_all_dtypes_are_compared(streams, options):
         assert check_every_byte(loader, done) == 2 * KEPT + 1
 
 
-@pytest.mark.parametrize("name", ["torch.bool", "torch.uint8", "torch.bfloat16", "torch.complex128"])
+@pytest.mark.parametrize("name", ["torch.bool", "torch.bfloat16"])
 def test_single_wrong_bit_is_found(streams, name):
     taken = []
 
@@ -57,10 +57,9 @@ def test_single_wrong_bit_is_found(streams, name):
         check_every_byte(loader, flipped)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_layouts_and_containers_arrive_as_they_were_sent(streams, workers):
+def test_layouts_and_containers_arrive_as_they_were_sent(streams):
     sent = layouts()
-    with hr.DataLoader(Rows(1), collate_fn=lambda samples: sent, num_workers=workers, device="there") as loader:
+    with hr.DataLoader(Rows(1), collate_fn=lambda samples: sent, num_workers=1, device="there") as loader:
         (got,) = loader
     run(streams)
     check_layouts(got, sent, lambda tensor: torch.empty_like(tensor).copy_(tensor))

@@ -5,29 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-
-
-class Movable(Protocol):
-    """An object of a user's class that is moved by its own `to`."""
-
-    def to(self, device: torch.device, *, non_blocking: bool) -> object: ...
-
-
-class Placed(Protocol):
-    """An object with memory of the allocator: a tensor, a `TensorDict`."""
-
-    def record_stream(self, s: Any, /) -> None: ...
-
-
-class MovableTensors(Placed, Protocol):
-    """An object that is moved like a tensor."""
-
-    def to(self, device: torch.device, *, non_blocking: bool) -> Placed: ...
 
 
 def replaced(batch: object, leaf: Callable[[object], Any]) -> Any:
@@ -73,7 +55,7 @@ def replaced(batch: object, leaf: Callable[[object], Any]) -> Any:
     return leaf(batch)
 
 
-def moves(leaf: object) -> TypeGuard[Movable]:
+def moves(leaf: object) -> bool:
     """Whether `leaf` has a ``to(device, non_blocking=True)``; a `to` with other arguments is not called."""
     kind = type(leaf)
     known = _MOVES.get(kind)
@@ -83,7 +65,7 @@ def moves(leaf: object) -> TypeGuard[Movable]:
     return known
 
 
-def names_its_memory(leaf: object) -> TypeGuard[MovableTensors]:
+def names_its_memory(leaf: object) -> bool:
     """Whether the allocator can be notified of a stream that uses the memory of `leaf`."""
     return callable(getattr(leaf, "record_stream", None))
 

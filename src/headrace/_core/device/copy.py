@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
-from headrace._core.device.containers import MovableTensors, Placed, moves, names_its_memory, replaced
+from headrace._core.device.containers import moves, names_its_memory, replaced
 from headrace._core.device.pinning import REGISTRY, Registry
-from headrace._core.device.streams import Event, Streams
+from headrace._core.device.streams import Streams
 from headrace._core.transport.slabs import ALIGNMENT, Slab, aligned, slab_at
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceBatch:
-    """A batch whose copy is enqueued.
+class DeviceBatch(NamedTuple):
+    """A batch whose copy is enqueued."""
 
-    Attributes:
-        data: the batch, its tensors on the device.
-        event: recorded after the copies.
-        placed: the memory that was allocated on the side stream.
-        late: whether a part of `data` has yet to be moved, on the consumer's stream.
-    """
-
-    data: object
-    event: Event
-    placed: tuple[Placed, ...]
-    late: bool
+    data: object  # the batch, its tensors on the device
+    event: torch.Event  # recorded after the copies
+    placed: list[Any]  # the memory that was allocated on the side stream
+    late: bool  # whether a part of `data` has yet to be moved, on the consumer's stream
 
 
 class Copier:
@@ -43,17 +36,17 @@ class Copier:
         self._streams = streams
         self._side = streams.side()
         self._registry = registry
-        self._read: deque[tuple[Event, object]] = deque()  # batches and pinned memory that copies may still read
+        self._read: deque[tuple[torch.Event, object]] = deque()  # batches and pinned memory that copies may still read
         self._closed = False
 
     def begin(self, batch: object) -> DeviceBatch:
         """Enqueue the copies of `batch`, and keep it until they have ended."""
         self.reap()
         found: dict[int, torch.Tensor] = {}
-        custom: dict[int, MovableTensors] = {}
+        custom: dict[int, Any] = {}
         late = False
 
-        def look(leaf: object) -> object:
+        def look(leaf: Any) -> object:
             nonlocal late
             if isinstance(leaf, torch.Tensor):
                 if _travels_in_a_region(leaf):
@@ -68,15 +61,25 @@ class Copier:
             return leaf
 
         replaced(batch, look)
-        moved: dict[int, Placed] = {}
-        placed: list[Placed] = []
+        moved: dict[int, Any] = {}
+        placed: list[Any] = []
         kept = [batch]
         try:
             in_slab, others = self._sorted(list(found.values()))
-            if in_slab:
-                placed.extend(self._copy_in_place(in_slab, moved))
+            for slab, tensors in in_slab.items():
+                offsets = [tensor.data_ptr() - slab.address for tensor in tensors]
+                first = min(offsets) // ALIGNMENT * ALIGNMENT
+                end = max(offset + _size(tensor) for offset, tensor in zip(offsets, tensors, strict=True))
+                host = torch.frombuffer(slab.memory, dtype=torch.uint8, count=end - first, offset=first)
+                placed.append(self._copy(host, tensors, [offset - first for offset in offsets], moved))
             if others:
-                placed.append(self._copy_staged(others, moved, kept))
+                ends = [0, *accumulate(aligned(_size(tensor)) for tensor in others)]
+                memory = self._streams.pinned(max(ends[-1], ALIGNMENT))  # torch's allocator keeps it for later ones
+                kept.append(memory)
+                with torch.no_grad():
+                    for tensor, offset in zip(others, ends, strict=False):
+                        _at(memory, offset, tensor, plain=True).copy_(tensor)
+                placed.append(self._copy(memory, others, ends, moved))
             for key, thing in custom.items():
                 with self._streams.on(self._side):
                     moved[key] = thing.to(self._streams.device, non_blocking=True)
@@ -85,7 +88,16 @@ class Copier:
             event = self._streams.event(self._side)
             self._read.append((event, kept))
         data = replaced(batch, lambda leaf: moved[id(leaf)] if id(leaf) in moved else _pinned(leaf))
-        return DeviceBatch(data, event, tuple(placed), late)
+        return DeviceBatch(data, event, placed, late)
+
+    def _copy(
+        self, host: torch.Tensor, tensors: list[torch.Tensor], offsets: list[int], moved: dict[int, Any]
+    ) -> torch.Tensor:
+        """Enqueue the copy of a region, of which the tensors at these offsets are then parts."""
+        region = self._streams.place(host, self._side)
+        for tensor, offset in zip(tensors, offsets, strict=False):
+            moved[id(tensor)] = _at(region, offset, tensor)
+        return region
 
     def claim(self, batch: DeviceBatch) -> object:
         """The batch's data for the consumer's current stream, which waits for the copies; the caller does not."""
@@ -128,12 +140,11 @@ class Copier:
     def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
         return tensor.device != self._streams.device and tensor.device.type != "meta"
 
-    def _move(self, leaf: object) -> object:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.to(self._streams.device, non_blocking=True) if self._is_elsewhere(leaf) else leaf
-        if not moves(leaf) or names_its_memory(leaf):
-            return leaf
-        return leaf.to(self._streams.device, non_blocking=True)
+    def _move(self, leaf: Any) -> object:
+        to_move = (
+            self._is_elsewhere(leaf) if isinstance(leaf, torch.Tensor) else moves(leaf) and not names_its_memory(leaf)
+        )
+        return leaf.to(self._streams.device, non_blocking=True) if to_move else leaf
 
     def _sorted(self, tensors: list[torch.Tensor]) -> tuple[dict[Slab, list[torch.Tensor]], list[torch.Tensor]]:
         """The tensors in page-locked slabs, by slab, and the others."""
@@ -151,35 +162,6 @@ class Copier:
             else:
                 others.append(tensor)
         return in_slab, others
-
-    def _copy_in_place(self, in_slab: dict[Slab, list[torch.Tensor]], moved: dict[int, Placed]) -> list[torch.Tensor]:
-        regions = []
-        for mapping, tensors in in_slab.items():
-            offsets = [tensor.data_ptr() - mapping.address for tensor in tensors]
-            for first, last in _runs(offsets, [_size(tensor) for tensor in tensors]):
-                host = torch.frombuffer(mapping.memory, dtype=torch.uint8, count=last - first, offset=first)
-                region = self._streams.place(host, self._side)
-                regions.append(region)
-                for tensor, offset in zip(tensors, offsets, strict=True):
-                    if first <= offset < last:
-                        moved[id(tensor)] = _at(region, offset - first, tensor)
-        return regions
-
-    def _copy_staged(self, tensors: list[torch.Tensor], moved: dict[int, Placed], kept: list[object]) -> torch.Tensor:
-        """Copy by way of pinned memory, which is appended to `kept`; torch's allocator keeps it for later ones."""
-        offsets, end = [], 0
-        for tensor in tensors:
-            offsets.append(end)
-            end += aligned(_size(tensor))
-        memory = self._streams.pinned(max(end, ALIGNMENT))
-        kept.append(memory)
-        with torch.no_grad():
-            for tensor, offset in zip(tensors, offsets, strict=True):
-                _at(memory, offset, tensor, plain=True).copy_(tensor)
-        region = self._streams.place(memory, self._side)
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            moved[id(tensor)] = _at(region, offset, tensor)
-        return region
 
 
 def _pinned(leaf: object) -> object:
@@ -222,20 +204,3 @@ def _at(region: torch.Tensor, offset: int, like: torch.Tensor, *, plain: bool = 
     made = torch.empty(0, dtype=like.dtype, device=region.device)
     made.set_(region.untyped_storage(), start // like.itemsize, like.size(), _strides(like))
     return made.requires_grad_(like.requires_grad and not plain)
-
-
-def _runs(offsets: list[int], sizes: list[int]) -> list[tuple[int, int]]:
-    """First and last byte of each copy: neighbouring tensors are copied together, with gaps up to `_GAP`."""
-    runs: list[tuple[int, int]] = []
-    for offset, size in sorted(zip(offsets, sizes, strict=True)):
-        first, end = offset - offset % ALIGNMENT, offset + size
-        if runs and first - runs[-1][1] <= _GAP:
-            runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
-        else:
-            runs.append((first, end))
-    return runs
-
-
-# Unused bytes that are copied rather than enqueueing another copy, which takes the caller about 5 µs: a PCIe link of
-# 25 GB/s moves 128 KB in that time. Half of that; not measured, for lack of a device.
-_GAP = 64 * 1024

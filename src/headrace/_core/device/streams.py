@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Protocol, SupportsInt
+from typing import Any
 
 import torch
 
-from headrace._core.device.containers import Placed
 from headrace.errors import CudaGraphError, DeviceUnavailableError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 _NOT_COMPILED = "this torch was built without it or has no streams for it, or no such device is visible"
-
-
-class Event(Protocol):
-    """A point in a stream."""
-
-    def query(self) -> bool:
-        """Whether all work before it is done."""
-
-    def synchronize(self) -> None:
-        """Block until it is."""
-
-
-class DeviceStream(Protocol):
-    """A queue of work of a device."""
-
-    def record_event(self) -> Event: ...
-
-    def wait_event(self, event: Event) -> None: ...
-
-
-_IDLE: dict[torch.device, list[DeviceStream]] = {}
-
-
-class _Accelerator(Protocol):
-    """The module of a device type in torch: `torch.cuda`, `torch.xpu`."""
-
-    def is_available(self) -> bool: ...
-
-    def device_count(self) -> int: ...
-
-    def Stream(self, *, device: torch.device) -> DeviceStream: ...
-
-    def current_stream(self, device: torch.device) -> DeviceStream: ...
-
-    def stream(self, stream: DeviceStream) -> AbstractContextManager[object]: ...
+_IDLE: dict[torch.device, list[torch.Stream]] = {}
 
 
 class Streams:
@@ -61,12 +25,12 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._module: _Accelerator = torch.get_device_module(device)
+        self._module: Any = torch.get_device_module(device)
 
     def check(self) -> None:
         """Raise `CudaGraphError` while the current stream is being captured."""
 
-    def side(self) -> DeviceStream:
+    def side(self) -> Any:
         """A separate stream for copies, one of an earlier epoch if there is one.
 
         The allocator keeps free memory by stream: memory freed on the stream of an epoch would be lost to the next.
@@ -76,31 +40,31 @@ class Streams:
         except (KeyError, IndexError):
             return self._module.Stream(device=self.device)
 
-    def rest(self, stream: DeviceStream) -> None:
+    def rest(self, stream: torch.Stream) -> None:
         """Return a stream of `side`, with no work left, for reuse."""
         _IDLE.setdefault(self.device, []).append(stream)
 
-    def current(self) -> DeviceStream:
+    def current(self) -> Any:
         return self._module.current_stream(self.device)
 
-    def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
+    def on(self, stream: torch.Stream) -> Any:
         """A block whose work goes to `stream`."""
         return self._module.stream(stream)
 
-    def place(self, host: torch.Tensor, stream: DeviceStream) -> torch.Tensor:
+    def place(self, host: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
         """Enqueue a copy of `host` on `stream`; returns the copy."""
         with self.on(stream):
             return host.to(self.device, non_blocking=True)
 
-    def event(self, stream: DeviceStream) -> Event:
+    def event(self, stream: torch.Stream) -> torch.Event:
         """An event after the work that `stream` has so far."""
         return stream.record_event()
 
-    def wait(self, stream: DeviceStream, event: Event) -> None:
+    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
         """Let `stream` wait for `event`; the caller does not."""
         stream.wait_event(event)
 
-    def used_on(self, placed: Placed, stream: DeviceStream) -> None:
+    def used_on(self, placed: Any, stream: torch.Stream) -> None:
         """Notify the allocator that `stream` uses memory of another stream."""
         placed.record_stream(stream)
 
@@ -109,22 +73,10 @@ class Streams:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def register(self, address: int, size: int) -> None:
-        """Page-lock existing memory; raises RuntimeError if that is refused."""
-        raise NotImplementedError  # not called where `registers` is false
+        """Page-lock existing memory; raises RuntimeError if that is refused. Called where `registers`, as the next."""
 
     def unregister(self, address: int) -> None:
-        raise NotImplementedError  # the same
-
-
-class _CudaRuntime(Protocol):
-    def cudaHostRegister(self, address: int, size: int, flags: int, /) -> SupportsInt: ...
-
-    def cudaHostUnregister(self, address: int, /) -> SupportsInt: ...
-
-
-def _runtime() -> _CudaRuntime:
-    runtime: _CudaRuntime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    return runtime
+        """End that."""
 
 
 class CudaStreams(Streams):
@@ -145,14 +97,16 @@ class CudaStreams(Streams):
         # On this device: if a process of a DDP job has not set the current one, that would allocate some hundred
         # megabytes on the first GPU.
         with torch.cuda.device(self.device):
-            refused = int(_runtime().cudaHostRegister(address, size, _PORTABLE))
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            refused = int(runtime.cudaHostRegister(address, size, _PORTABLE))
             if refused:
                 self._clear_error()
                 raise RuntimeError(f"cudaHostRegister of {size} bytes failed with CUDA error {refused}")
 
     def unregister(self, address: int) -> None:
         with torch.cuda.device(self.device):
-            if int(_runtime().cudaHostUnregister(address)):
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            if int(runtime.cudaHostUnregister(address)):
                 self._clear_error()
 
     def _clear_error(self) -> None:
@@ -194,7 +148,7 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
         raise ValueError(f"device={device!r} is no device: {str(error).splitlines()[0]}") from error
     if resolved.type == "cpu":
         return None
-    module: _Accelerator | None = getattr(torch, resolved.type, None)
+    module: Any = getattr(torch, resolved.type, None)
     if module is None or not hasattr(module, "Stream") or not module.is_available():
         raise DeviceUnavailableError(device=str(resolved), reason=_NOT_COMPILED)
     count = module.device_count()
@@ -205,7 +159,7 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
 
 def streams_of(device: torch.device) -> Streams:
     """The streams of `device`; of the current device of its type, if it has no index."""
-    module: object = torch.get_device_module(device)
+    module: Any = torch.get_device_module(device)
     index: int | None = device.index
     if index is None:
         index = module.current_device() if hasattr(module, "current_device") else 0

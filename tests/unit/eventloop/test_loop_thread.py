@@ -136,7 +136,7 @@ def test_signal_handler_that_raises_ends_the_wait_and_cancels_the_coroutine(loop
         pass
 
     def ring(signum, frame):
-        if frame.f_code.co_filename == waiting.__file__ and frame.f_code.co_name == "_poll":
+        if frame.f_code.co_filename == waiting.__file__ and frame.f_code.co_name == "wait_readable":
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             raise Rung
 

@@ -147,7 +147,7 @@ async def test_error_of_make_is_raised_and_the_next_call_tries_again():
     assert await resource() == "a connection"
 
 
-@pytest.mark.parametrize("stop", [StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+@pytest.mark.parametrize("stop", [StopAsyncIteration, SystemExit])
 async def test_make_that_raises_stop_iteration_is_an_ordinary_error(stop):
     def make():
         raise stop

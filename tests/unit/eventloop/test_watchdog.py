@@ -129,10 +129,8 @@ def watchdog_threads():
 @pytest.mark.parametrize(
     ("dataset_class", "placement", "loop"),
     [
-        (BlockingGets, "thread", "asyncio"),
-        (BlockingStream, "thread", "uvloop"),
+        (BlockingStream, "thread", "asyncio"),
         (BlockingGets, "process", "uvloop"),
-        (BlockingStream, "process", "asyncio"),
     ],
 )
 def test_blocking_calls_are_reported_with_place_and_remedy(
@@ -273,14 +271,6 @@ def test_consumer_that_holds_the_gil_is_no_cause_of_a_warning(records, engine_lo
     assert (records.messages, watch.blocked_seconds) == ([], 0.0)
 
 
-def test_consumer_that_blocks_is_no_cause_of_a_warning(records):
-    with hr.DataLoader(Healthy(), batch_size=300, placement="thread") as loader:
-        for _ in loader:
-            time.sleep(BLOCK)  # the blocking under test
-        assert watch_of(loader).blocked_seconds == 0.0
-    assert records.messages == []
-
-
 def test_thread_ends_with_the_last_loader():
     loaders = [hr.DataLoader(Healthy(), batch_size=300, placement="thread") for _ in range(2)]
     for loader in loaders:
@@ -288,37 +278,3 @@ def test_thread_ends_with_the_last_loader():
     for left, loader in zip((1, 0), loaders, strict=True):
         loader.close()
         assert len(watchdog_threads()) == left
-
-
-CODE = test_thread_ends_with_the_last_loader.__code__
-
-
-def blocked(ticks, *, ran=0.0, queued=0.0, switches=0, late=0.0, own_queued=0.0, sleeps=True, steps=False):
-    """Seconds that samples of a late beat show, whose thread used so much in each tick; `steps`: in new frames."""
-    watch = watchdog.LoopWatch("Photos")
-    watch._contended = late > watchdog.PROMPT
-    before, block = None, None
-    for number in range(ticks + 1):
-        spot = watchdog.Spot(CODE, 7, object() if steps else CODE)
-        usage = watchdog.ThreadUsage(number * ran, number * queued, number * switches, sleeps)
-        own = watchdog.ThreadUsage(0.0, number * own_queued)
-        sample = watchdog.Sample(number * (watchdog.TICK + late), spot, usage, own)
-        block = watch.take(before, sample, late) if number else None
-        before = sample
-    return round(block.seconds, 3)
-
-
-def test_waiting_in_a_call_counts():
-    assert blocked(20) == blocked(20, switches=2) == blocked(20, steps=True) == 0.2
-    assert blocked(20, late=0.02, own_queued=0.02) == 0.6, "where cores are scarce"
-
-
-def test_waiting_for_the_gil_or_a_core_and_a_stop_of_the_process_do_not_count():
-    assert blocked(100, late=0.005, switches=3) == blocked(20, late=0.2, switches=42) == 0.0, "the GIL"
-    assert blocked(20, sleeps=False) == 0.0, "the kernel counts the wait for a core at its end"
-    assert blocked(20, late=0.05, own_queued=0.05, queued=0.06) == 0.0
-    assert blocked(7, late=10.0) < watchdog.PROVEN
-
-
-def test_computing_counts_within_one_step_only():
-    assert (blocked(20, ran=0.01), blocked(20, ran=0.01, steps=True)) == (0.2, 0.0)

@@ -121,12 +121,11 @@ class _BatchedExecutor:
             if now - since >= FLUSH_INTERVAL:
                 since = 0.0
                 if now > until:
-                    self._call_on_loop(self._on_time_up)
-                    return
+                    break
                 if not self._flushing:
                     self._flushing = True
                     self._call_on_loop(self._set_results)
-        self._call_on_loop(self._on_idle)
+        self._call_on_loop(self._on_end)
 
     def _call_on_loop(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: no caller is left
@@ -144,14 +143,8 @@ class _BatchedExecutor:
             else:
                 future.set_exception(error)
 
-    def _on_idle(self) -> None:
-        self._set_results()
-        self._threads -= 1
-        if self._calls and not self._threads:  # submitted after the thread had found the queue empty
-            self._start_thread()
-
-    def _on_time_up(self) -> None:
-        """Replace the thread, unless there are more than needed."""
+    def _on_end(self) -> None:
+        """A thread has ended: replace it if there are calls, unless there are more threads than needed."""
         self._set_results()
         self._threads -= 1
         if self._calls and self._threads < self._wanted:

@@ -31,20 +31,18 @@ _DESCRIPTORS = 10  # of a first loop, on the main thread: uvloop 0.23 opens nine
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """A new uvloop loop, or asyncio's own if uvloop is absent or ``HEADRACE_EVENT_LOOP=asyncio``."""
     check_free(_DESCRIPTORS)  # a half-constructed loop would print an error to standard error
+    loop: asyncio.AbstractEventLoop = import_event_loop().new_event_loop()
+    return loop
+
+
+def import_event_loop() -> types.ModuleType:
+    """The package of the event loops; called before a fork of processes that have one."""
     if os.environ.get(EVENT_LOOP_VARIABLE) != "asyncio":
         with contextlib.suppress(ImportError):  # absent
             import uvloop
 
-            loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-            return loop
-    return asyncio.new_event_loop()
-
-
-def import_event_loop() -> None:
-    """Import what `new_event_loop` uses, for processes that are forked from this one."""
-    if os.environ.get(EVENT_LOOP_VARIABLE) != "asyncio":
-        with contextlib.suppress(ImportError):  # absent: asyncio's own loop is used
-            import uvloop  # noqa: F401
+            return uvloop
+    return asyncio
 
 
 async def end_tasks(deadline: float) -> set[asyncio.Task[object]]:
@@ -64,7 +62,7 @@ async def end_tasks(deadline: float) -> set[asyncio.Task[object]]:
     await asyncio.sleep(0)  # a generator that was just dropped gets its task in the next iteration
     while new := asyncio.all_tasks() - seen:
         for task in new:
-            if not _closes_a_generator(task):
+            if type(task.get_coro()).__name__ != "async_generator_athrow":
                 task.cancel()
         _, late = await asyncio.wait(new, timeout=max(0.0, until - loop.time()))
         if late:
@@ -76,10 +74,6 @@ async def end_tasks(deadline: float) -> set[asyncio.Task[object]]:
         await asyncio.wait_for(loop.shutdown_asyncgens(), max(0.0, until - loop.time()))
     await asyncio.sleep(0)
     return set()
-
-
-def _closes_a_generator(task: asyncio.Task[object]) -> bool:
-    return type(task.get_coro()).__name__ == "async_generator_athrow"
 
 
 class LoopThread:
@@ -126,11 +120,13 @@ class LoopThread:
 
     def start(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
         """Start `coroutine` as a task of the loop."""
-        self.check_process()
         try:
+            self.check_process()
             future = contextvars.Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
         except RuntimeError as error:
             coroutine.close()
+            if isinstance(error, ForkedError):
+                raise
             raise EngineDiedError(why=str(self._died or "it was closed")) from self._died or error
         self._started.add(future)  # it holds the task
         future.add_done_callback(self._started.discard)
@@ -146,11 +142,7 @@ class LoopThread:
         if self.is_current:
             coroutine.close()
             raise DeadlockError(what="a blocking method")
-        try:
-            future = self.start(coroutine)
-        except ForkedError:
-            coroutine.close()
-            raise
+        future = self.start(coroutine)
         try:
             wait_done(future)
             return future.result()
@@ -186,8 +178,8 @@ class LoopThread:
         if self._pid != os.getpid() or not self._thread.is_alive():
             return None
         if first:
-            with contextlib.suppress(RuntimeError):  # it has ended by itself, and is closed
-                self._loop.call_soon_threadsafe(self._stop, deadline)
+            with contextlib.suppress(EngineDiedError):  # it has ended by itself, and is closed
+                self.start(self._end(deadline))
         if self.is_current:
             return None
         # The loop keeps the deadline itself; one more second for a loop that a blocking call delays.
@@ -203,12 +195,11 @@ class LoopThread:
         place = f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "an unknown place"
         return f"thread {self._name!r} is blocked in {place}"
 
-    def _stop(self, deadline: float) -> None:
-        self._stopper = self._loop.create_task(self._cancel_all(deadline))
-        self._stopper.add_done_callback(lambda _: self._loop.stop())
-
-    async def _cancel_all(self, deadline: float) -> None:
-        self._uncancelled = sorted({_waiting_in(task) for task in await end_tasks(deadline)})
+    async def _end(self, deadline: float) -> None:
+        try:
+            self._uncancelled = sorted({_waiting_in(task) for task in await end_tasks(deadline)})
+        finally:
+            self._loop.stop()
 
     def _run(self) -> None:
         try:

@@ -13,7 +13,7 @@ import inspect
 import os
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar, overload
 
@@ -71,7 +71,7 @@ class Owner(Generic[T]):
             try:
                 resource = await manager.__aenter__()
             except BaseException as error:
-                if _is_cancelled():
+                if self.task.cancelling():
                     self.opened.cancel()
                     raise
                 self.opened.set_exception(as_exception(error))
@@ -81,27 +81,25 @@ class Owner(Generic[T]):
             try:
                 await self._closing.wait()
             except asyncio.CancelledError:
-                _uncancel()
+                while self.task.uncancel():  # `asyncio.timeout` and task groups look at the count while it is closed
+                    pass
                 peers = _owners[self.loop]
                 if later := [owner.task for owner in peers[peers.index(self) + 1 :]]:
                     await asyncio.wait(later)
             await self._leave(manager)
         finally:
-            self._forget()
+            peers = _owners.get(self.loop, [])
+            if self in peers:
+                peers.remove(self)
+                if not peers:
+                    del _owners[self.loop]
             self._on_end()
-
-    def _forget(self) -> None:
-        peers = _owners.get(self.loop, [])
-        if self in peers:
-            peers.remove(self)
-            if not peers:
-                del _owners[self.loop]
 
     async def _leave(self, manager: AbstractAsyncContextManager[T]) -> None:
         try:
             await manager.__aexit__(None, None, None)
         except BaseException as error:  # user code
-            if _is_cancelled():
+            if self.task.cancelling():
                 raise
             self._warn(f"failed: {type(error).__name__}: {error}")
 
@@ -111,18 +109,6 @@ class Owner(Generic[T]):
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         except RuntimeWarning as error:  # by a filter; raised here it would be lost with this task
             self.loop.call_exception_handler({"message": message, "exception": error})
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def _uncancel() -> None:
-    """Reset the task's cancellation count, which `asyncio.timeout` and task groups check, before closing."""
-    task = asyncio.current_task()
-    while task is not None and task.uncancel():
-        pass
 
 
 async def close_resources(deadline: float) -> None:
@@ -151,21 +137,16 @@ class PerLoop(Generic[T]):
         Raises:
             Exception: opening the resource failed; the next call tries again.
         """
-        owner = self._opened.get(asyncio.get_running_loop())
+        loop, opened = asyncio.get_running_loop(), self._opened
+        owner = opened.get(loop)
         if owner is None:
-            owner = self._open()
+            for dead in [each for each in opened if each.is_closed()]:  # closed without cancelling its tasks
+                del opened[dead]
+                _owners.pop(dead, None)
+            manager = _made(self._make, self._close)
+            owner = opened[loop] = Owner(manager, repr(self), lambda: opened.pop(loop, None))
         resource: T = owner.opened.result() if owner.opened.done() else await asyncio.shield(owner.opened)
         return resource
-
-    def _open(self) -> Owner[T]:
-        opened = self._opened
-        for dead in [loop for loop in opened if loop.is_closed()]:  # closed without cancelling its tasks
-            del opened[dead]
-            _owners.pop(dead, None)
-        loop = asyncio.get_running_loop()
-        owner = Owner(_Made(self._make, self._close), repr(self), lambda: opened.pop(loop, None))
-        opened[loop] = owner
-        return owner
 
     def __reduce__(self) -> tuple[object, ...]:
         return PerLoop, (self._make, self._close)  # a copy, in another process say, opens its own
@@ -182,43 +163,30 @@ def _close_soon(opened: _Owners, pid: int) -> None:
             loop.call_soon_threadsafe(owner.start_closing)
 
 
-class _Made(AbstractAsyncContextManager[Any]):
+@contextlib.asynccontextmanager
+async def _made(make: Callable[[], Any], close: Callable[[Any], object] | None) -> AsyncIterator[Any]:
     """The result of a user's `make`, as a context manager."""
-
-    def __init__(self, make: Callable[[], Any], close: Callable[[Any], object] | None) -> None:
-        self._make: Callable[[], Any] | None = make
-        self._close = close
-
-    async def __aenter__(self) -> object:
-        make, self._make = self._make, None  # once opened, `make` and its object are not kept alive
-        assert make is not None
+    try:
         resource = make()
-        managed = self._close is None and hasattr(resource, "__aexit__")
+        del make  # once opened, it and its object are not kept alive
+        managed = close is None and hasattr(resource, "__aexit__")
         if not managed and inspect.isawaitable(resource):
             resource = await resource
-            managed = self._close is None and hasattr(resource, "__aexit__")
-        self._resource = resource
-        if managed:
-            self._close = _leave
-            return await resource.__aenter__()
-        if self._close is None:
-            self._close = _close_by_method
-        return resource
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._close is not None
-        closing = self._close(self._resource)
-        if inspect.isawaitable(closing):
-            await closing
-
-
-def _leave(resource: AbstractAsyncContextManager[object]) -> Awaitable[object]:
-    return resource.__aexit__(None, None, None)
-
-
-def _close_by_method(resource: object) -> object:
-    close = getattr(resource, "aclose", None) or getattr(resource, "close", None)
-    return None if close is None else close()
+            managed = close is None and hasattr(resource, "__aexit__")
+    except StopAsyncIteration as error:  # which would end the generator
+        raise as_exception(error) from error
+    if managed:
+        async with resource as entered:
+            yield entered
+        return
+    yield resource
+    if close is None:
+        by_method = getattr(resource, "aclose", None) or getattr(resource, "close", None)
+        closing = None if by_method is None else by_method()
+    else:
+        closing = close(resource)
+    if inspect.isawaitable(closing):
+        await closing
 
 
 @overload

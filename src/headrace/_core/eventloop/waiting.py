@@ -27,7 +27,10 @@ def wait_readable(*sources: Readable, timeout: float | None) -> bool:
     call returns, which may be never. So on the main thread signals write to a socket that is waited for too.
     """
     with _signals() as noted:
-        return bool(_poll([*sources, *noted], timeout))
+        poller = select.poll()
+        for source in (*sources, *noted):
+            poller.register(source, select.POLLIN)
+        return bool(poller.poll(None if timeout is None else timeout * 1000))
 
 
 def wait_writable(destination: socket.socket) -> None:
@@ -103,12 +106,8 @@ class CloseGuard:
         if not self._held and not self._closed:
             self._closed = True
             close = self._close
-            self._wake = self._close = _nothing  # these hold the owner, which would wait for the garbage collector
+            self._wake = self._close = lambda: None  # these hold the owner, which would wait for the garbage collector
             close()
-
-
-def _nothing() -> None:
-    return
 
 
 @contextlib.contextmanager
@@ -130,13 +129,6 @@ def _signals() -> Iterator[list[socket.socket]]:
             numbers = woken.recv(4096)
             if before != -1:  # the event loop that is blocked in this call reads its signals there
                 os.write(before, numbers)
-
-
-def _poll(sources: list[Readable], timeout: float | None) -> bool:
-    poller = select.poll()
-    for source in sources:
-        poller.register(source, select.POLLIN)
-    return bool(poller.poll(None if timeout is None else timeout * 1000))
 
 
 # One pair for the process: only its main thread uses it, one wait at a time. Closed at exit.

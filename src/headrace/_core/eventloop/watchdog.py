@@ -38,6 +38,11 @@ PROVEN = 0.075  # seconds of them that samples must show; the first part passes 
 PROMPT = 0.0025  # seconds by which the watchdog is late at most where no thread holds the GIL for long
 GIL_WAIT = 1.2  # switch intervals for each voluntary context switch; timers are late
 PLACE = "headrace_place"  # the attribute of a warning's record
+WARNING = (
+    "%s: %s blocked the loader's event loop for %.2f s%s, in which nothing else was fetched. Instead, use an async "
+    "client, await anyio.sleep(seconds), or await anyio.to_thread.run_sync(function); do CPU work in transform= (or "
+    "dataset.map) with num_workers=. (One warning for each function.)"
+)
 
 _HEADRACE = os.path.join(str(Path(__file__).parents[2]), "")
 _STANDARD_LIBRARY = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
@@ -56,19 +61,12 @@ class Spot(NamedTuple):
 
 
 class ThreadUsage(NamedTuple):
-    """What a thread has done since it started; 0 where the system does not say.
+    """What a thread has done since it started; 0 where the system does not say."""
 
-    Attributes:
-        ran: seconds on a core.
-        queued: seconds in which it waited for a core, without a wait that has not ended.
-        switches: voluntary context switches.
-        sleeps: whether it now waits for something else than a core.
-    """
-
-    ran: float = 0.0
-    queued: float = 0.0
-    switches: int = 0
-    sleeps: bool = False
+    ran: float = 0.0  # seconds on a core
+    queued: float = 0.0  # seconds in which it waited for a core, without a wait that has not ended
+    switches: int = 0  # voluntary context switches
+    sleeps: bool = False  # whether it now waits for something else than a core
 
     @classmethod
     def of(cls, native_id: int) -> ThreadUsage:
@@ -92,12 +90,11 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Block:
-    """Seconds for which a function has blocked the loop during one late beat, and of these by computing."""
+    """Seconds for which a function has blocked the loop during one late beat."""
 
     spot: Spot
     seconds: float = 0.0
-    computed: float = 0.0
-    counted: float = 0.0
+    counted: float = 0.0  # of them, in `LoopWatch.blocked_seconds`
 
 
 class LoopWatch:
@@ -132,7 +129,7 @@ class LoopWatch:
         self._last: Sample
 
     def begin(self) -> None:
-        """A session begins; on the loop."""
+        """Note that a session begins; on the loop."""
         self._sessions += 1
         if self._sessions == 1:
             self._loop = asyncio.get_running_loop()
@@ -146,7 +143,7 @@ class LoopWatch:
             self._wake.put(True)
 
     def end(self) -> None:
-        """A session has ended; on the loop."""
+        """Note that a session has ended; on the loop."""
         self._sessions -= 1
         if not self._sessions and self._beats is not None:
             self._beats.cancel()
@@ -165,7 +162,6 @@ class LoopWatch:
             thread.join(STILL_BLOCKED)  # it may be in a log handler that waits for this thread
 
     def _run(self) -> None:
-        """The watchdog's thread."""
         planned = time.monotonic()
         while True:
             timeout = None if math.isinf(planned) else max(0.0, planned - time.monotonic())
@@ -221,11 +217,10 @@ class LoopWatch:
         switches = (sample.usage.switches - before.usage.switches) if self._contended else 0
         late = max(0.0, late - (sample.own.queued - before.own.queued))
         waited = sample.time - before.time - ran - queued - late - switches * GIL_WAIT * sys.getswitchinterval()
-        computed = ran if spot.step is before.spot.step else 0.0
         block = self._blocks.setdefault(spot.code, Block(spot))
         block.spot = spot
-        block.computed += computed
-        block.seconds += computed + (max(0.0, waited) if sample.usage.sleeps and before.usage.sleeps else 0.0)
+        block.seconds += ran if spot.step is before.spot.step else 0.0
+        block.seconds += max(0.0, waited) if sample.usage.sleeps and before.usage.sleeps else 0.0
         return block
 
     def finish(self, resumed: float) -> None:
@@ -233,11 +228,9 @@ class LoopWatch:
         late, self._late, blocks, self._blocks = self._late, None, self._blocks, {}
         self._contended = False
         worst = max(blocks.values(), key=lambda each: each.seconds, default=None)
-        if late is None or worst is None or worst.seconds < PROVEN or resumed - late < REPORTED:
-            return
-        worst.seconds += min(max(0.0, resumed - self._last.time), TICK)  # since the last sample
-        self._count(worst)
-        self._warn(worst, "")
+        if late is not None and worst is not None and worst.seconds >= PROVEN and resumed - late >= REPORTED:
+            self._count(worst)
+            self._warn(worst, "")
 
     def _count(self, block: Block) -> None:
         code, more = block.spot.code, block.seconds - block.counted
@@ -245,30 +238,17 @@ class LoopWatch:
         self.blocked_seconds += more
         self._by_code[code] = self._by_code.get(code, 0.0) + more
         if self._by_code[code] == max(self._by_code.values()):
-            self.place = f"{code.co_filename}:{block.spot.line} in {code.co_qualname}"
+            self.place = _place(block.spot)
 
     def _warn(self, block: Block, so_far: str) -> None:
-        code = block.spot.code
-        key = code.co_filename, code.co_firstlineno
-        if key in _reported:
-            return
-        _reported.add(key)
-        computes = block.computed > block.seconds / 2
-        _log.warning(
-            "%s: %s:%d in %s %s the loader's event loop for %.2f s%s, in which nothing else was fetched. Instead, %s. "
-            "(One warning for each function.)",
-            self._dataset,
-            code.co_filename,
-            block.spot.line,
-            code.co_qualname,
-            "computed on" if computes else "blocked",
-            block.seconds,
-            so_far,
-            "do CPU work in transform= (or dataset.map) with num_workers="
-            if computes
-            else "use an async client, await anyio.sleep(seconds), or await anyio.to_thread.run_sync(function)",
-            extra={PLACE: key},
-        )
+        key = block.spot.code.co_filename, block.spot.code.co_firstlineno
+        if key not in _reported:
+            _reported.add(key)
+            _log.warning(WARNING, self._dataset, _place(block.spot), block.seconds, so_far, extra={PLACE: key})
+
+
+def _place(spot: Spot) -> str:
+    return f"{spot.code.co_filename}:{spot.line} in {spot.code.co_qualname}"
 
 
 def is_repeated(record: logging.LogRecord) -> bool:

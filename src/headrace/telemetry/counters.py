@@ -144,11 +144,11 @@ class Counters:
         left = ("_lock", "_open", "_waiting", "_waiting_since", "log")
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in left}
 
-    def __setstate__(self, state: dict[str, object]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Counters.__init__(self)
         for name, value in state.items():
             setattr(self, name, value)
-        self._waiting, self._waiting_since, self._lock, self.log = 0, 0.0, threading.RLock(), BatchLog(self.name)
-        self._open = set()
+        self.log = BatchLog(self.name)
 
     def begin(self) -> None:
         """Count an iteration."""
@@ -214,20 +214,10 @@ class Counters:
         with self._lock:
             last = time.perf_counter() if self._waiting else self._last
             waited = self._waited + (last - self._waiting_since if self._waiting else 0.0)
-        return LoaderStats(
-            epochs=self.epochs,
-            batches=self.batches,
-            samples=self.samples,
-            skipped_samples=self.skipped_samples,
-            skipped=tuple(self.skipped),
-            replaced_batches=self.replaced_batches,
-            discarded_batches=self.discarded_batches,
-            worker_deaths=self.worker_deaths,
-            wait_seconds=waited,
-            elapsed_seconds=last - self._began if self._began is not None else 0.0,
-            placement=self.placement,
-            requests=self.requests,
-        )
+        counts = {each.name: getattr(self, each.name) for each in fields(LoaderStats) if hasattr(self, each.name)}
+        elapsed = last - self._began if self._began is not None else 0.0
+        counts |= {"skipped": tuple(self.skipped), "wait_seconds": waited, "elapsed_seconds": elapsed}
+        return LoaderStats(**counts)
 
 
 def counters_of(loader: Any, function: str) -> Counters:

@@ -37,36 +37,23 @@ LEAST_CPU = 0.05  # CPU seconds for each second of work that are assumed at leas
 
 
 class Setup(NamedTuple):
-    """The arguments of a loader that decide on its speed, and what follows from them.
-
-    Attributes:
-        look_ahead: batches that may be planned and not delivered.
-        most_ahead: the number that this may grow to.
-        batch_size: samples in a batch, if known.
-        placement: ``"thread"``, ``"process"`` or ``"inline"``.
-        stream: whether the dataset is a stream.
-        is_async: whether the dataset is an async one.
-        cores: CPUs that this process may use.
-        most_concurrency: fetches that the descriptors allow.
-        fixed_look_ahead: whether `prefetch_factor` was given, so that it does not follow `concurrency`.
-        by_engines: whether several engines can divide the dataset.
-    """
+    """The arguments of a loader that decide on its speed, and what follows from them."""
 
     concurrency: int | str
     num_workers: int
-    look_ahead: int
-    most_ahead: int
-    batch_size: int | None
+    look_ahead: int  # batches that may be planned and not delivered
+    most_ahead: int  # the number that this may grow to
+    batch_size: int | None  # samples in a batch, if known
     in_order: bool
     memory_budget: int | None
-    placement: str
-    stream: bool
-    is_async: bool
-    cores: int
-    most_concurrency: int
-    fixed_look_ahead: bool = False
+    placement: str  # ``"thread"``, ``"process"`` or ``"inline"``
+    stream: bool  # whether the dataset is a stream
+    is_async: bool  # whether the dataset is an async one
+    cores: int  # CPUs that this process may use
+    most_concurrency: int  # fetches that the descriptors allow
+    fixed_look_ahead: bool = False  # whether `prefetch_factor` was given, so that it does not follow `concurrency`
     engines: int = 1
-    by_engines: bool = True
+    by_engines: bool = True  # whether several engines can divide the dataset
 
 
 class Diagnosis(NamedTuple):

@@ -6,7 +6,7 @@ import bisect
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from headrace._core.batches import FetchLoad
@@ -101,20 +101,19 @@ class Export:
     """A loader's metrics, exported until `close`, the end of a ``with`` block, or the end of the loader."""
 
     def __init__(
-        self, exports: dict[str, Export], loader: object, name: str, exporter: str, on_value: Any = lambda *_: None
+        self, exports: dict[str, Export], counters: Counters, name: str, on_value: Callable[[str, float], object]
     ) -> None:
-        counters = counters_of(loader, f"headrace.telemetry.{exporter}")
-        for other in _alive(exports):
-            if other.name == name or other.counters() is counters:
+        for other in list(exports.values()):
+            if other.name == name or other._counters() is counters:
                 raise ValueError(
                     f"the name {name!r} or this loader is exported already, as {other.name!r}: give each loader a "
                     f"name= of its own, or close() the other export"
                 )
         self.name: str = name
-        self.counters: weakref.ref[Counters] = weakref.ref(counters)
         self.totals = Totals()
         self.counts = {histogram: [0] * (len(BOUNDS) + 1) for histogram, _, _ in HISTOGRAMS}  # for each bucket
         self.sums = {histogram: 0.0 for histogram, _, _ in HISTOGRAMS}
+        self._counters: weakref.ref[Counters] = weakref.ref(counters, lambda _: self.close())
         self._on_value, self._exports = on_value, exports
         self._unsubscribe = counters.log.subscribe(self._on_batch)
         exports[name] = self
@@ -127,12 +126,18 @@ class Export:
                 self.sums[name] += seconds
                 self._on_value(name, seconds)
 
-    def values(self, metric: Metric, counters: Counters, stats: LoaderStats) -> list[tuple[tuple[str, ...], float]]:
-        """The values of a metric, each with the value of the label `step` if it has one."""
-        value = metric.read(stats, self.totals) if metric.kind == "counter" or counters.iterating else 0
-        if isinstance(value, dict):
-            return [((step.replace(" ", "_").replace("-", "_"),), each) for step, each in value.items()]
-        return [((), value)]
+    def read(self, metrics: Iterable[Metric]) -> Iterator[tuple[Metric, tuple[str, ...], float]]:
+        """The values of metrics, each with those of its labels: the loader's name, and of `step_wait` the step."""
+        if (counters := self._counters()) is None:
+            return
+        stats, iterating = counters.snapshot(), counters.iterating
+        for metric in metrics:
+            value = metric.read(stats, self.totals) if metric.kind == "counter" or iterating else 0
+            if isinstance(value, dict):
+                for step, each in value.items():
+                    yield metric, (self.name, step.replace(" ", "_").replace("-", "_")), each
+            else:
+                yield metric, (self.name,), value
 
     def close(self) -> None:
         """End the export; any number of times."""
@@ -147,14 +152,6 @@ class Export:
         self.close()
 
 
-def _alive(exports: dict[str, Export]) -> list[Export]:
-    """The exports whose loader is still there; the others are dropped."""
-    for export in list(exports.values()):
-        if export.counters() is None:
-            exports.pop(export.name, None)
-    return list(exports.values())
-
-
 _registries: weakref.WeakKeyDictionary[Any, _Collector] = weakref.WeakKeyDictionary()
 _providers: weakref.WeakKeyDictionary[Any, _Instruments] = weakref.WeakKeyDictionary()
 
@@ -162,13 +159,9 @@ _providers: weakref.WeakKeyDictionary[Any, _Instruments] = weakref.WeakKeyDictio
 def prometheus(loader: object, *, name: str = "default", registry: CollectorRegistry | None = None) -> Export:
     """Export a loader's metrics to a registry of the Prometheus client.
 
-    Numbers are read when the registry is: a batch costs some microseconds, a sample nothing. Counters continue over
-    all iterations of the loader, also after its `close()`; gauges are then 0. A loader that is no longer referenced
-    leaves the registry.
-
-    Serve the registry in the process that iterates over the loader, as by ``prometheus_client.start_http_server``: its
-    multiprocess mode reads files of other processes, which have no metrics of a loader. On several ranks each serves
-    its own, at a port of its own.
+    Numbers are read when the registry is, which is served in the process that iterates over the loader: the client's
+    multiprocess mode has no metrics of a loader. Counters continue over all iterations, also after `close()`; gauges
+    are then 0. A loader that is no longer referenced leaves the registry.
 
     Args:
         loader: a `DataLoader`.
@@ -199,13 +192,13 @@ def prometheus(loader: object, *, name: str = "default", registry: CollectorRegi
     except ImportError:
         what = "headrace.telemetry.prometheus"
         raise MissingExtraError(what=what, package="prometheus_client", extra="prometheus") from None
-    counters_of(loader, "headrace.telemetry.prometheus")
+    counters = counters_of(loader, "headrace.telemetry.prometheus")
     registry = prometheus_client.REGISTRY if registry is None else registry
     if registry not in _registries:
         collector = _Collector()
         registry.register(collector)
         _registries[registry] = collector
-    return Export(_registries[registry].exports, loader, name, "prometheus")
+    return Export(_registries[registry].exports, counters, name, lambda *_: None)
 
 
 class _Collector:
@@ -220,38 +213,37 @@ class _Collector:
 
     def collect(self) -> Iterator[Any]:
         """The metrics."""
-        read = [(each, counters, counters.snapshot()) for each in _alive(self.exports) if (counters := each.counters())]
-        return self._families(read) if read else iter(())
+        exports = list(self.exports.values())
+        return self._families(exports) if exports else iter(())
 
-    def _families(self, read: list[tuple[Export, Counters, LoaderStats]]) -> Iterator[Any]:
+    def _families(self, exports: list[Export]) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
         from prometheus_client.utils import floatToGoString
 
-        family: Any
+        families: dict[str, Any] = {}
         for metric in METRICS:
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             unit = {"s": "seconds", "By": "bytes"}.get(metric.unit, "")
             labels = ["loader", "step"] if metric.name == "step_wait" else ["loader"]
-            family = kind(f"headrace_{metric.name}", metric.help, labels=labels, unit=unit)
-            for export, counters, stats in read:
-                for step, value in export.values(metric, counters, stats):
-                    family.add_metric([export.name, *step], value)
-            yield family
+            families[metric.name] = kind(f"headrace_{metric.name}", metric.help, labels=labels, unit=unit)
+        for export in exports:
+            for metric, labelled, value in export.read(METRICS):
+                families[metric.name].add_metric(labelled, value)
+        yield from families.values()
+        bounds = [*map(floatToGoString, BOUNDS), "+Inf"]
         for name, text, _ in HISTOGRAMS:
-            family = HistogramMetricFamily(f"headrace_{name}", text, labels=["loader"], unit="seconds")
-            bounds = [*map(floatToGoString, BOUNDS), "+Inf"]
-            for export, _, _ in read:
+            histogram = HistogramMetricFamily(f"headrace_{name}", text, labels=["loader"], unit="seconds")
+            for export in exports:
                 buckets = list(zip(bounds, itertools.accumulate(export.counts[name]), strict=True))
-                family.add_metric([export.name], buckets, export.sums[name])
-            yield family
+                histogram.add_metric([export.name], buckets, export.sums[name])
+            yield histogram
 
 
 def opentelemetry(loader: object, *, name: str = "default", meter_provider: MeterProvider | None = None) -> Export:
     """Export a loader's metrics to a meter provider of OpenTelemetry.
 
-    The same metrics as of `prometheus`, with dots in their names: counters and gauges are read when the provider
-    collects; the histograms ``headrace.next`` and ``headrace.fetch`` are recorded at each batch. Of this needs only
-    OpenTelemetry's API; the SDK, its readers and exporters are yours.
+    The same metrics as of `prometheus`, with dots in their names; the histograms ``headrace.next`` and
+    ``headrace.fetch`` are recorded at each batch. It needs only OpenTelemetry's API; the SDK is yours.
 
     Args:
         loader: a `DataLoader`.
@@ -277,16 +269,16 @@ def opentelemetry(loader: object, *, name: str = "default", meter_provider: Mete
     except ImportError:
         what = "headrace.telemetry.opentelemetry"
         raise MissingExtraError(what=what, package="opentelemetry-api", extra="opentelemetry") from None
+    counters = counters_of(loader, "headrace.telemetry.opentelemetry")
     globally = meter_provider is None or meter_provider is metrics.get_meter_provider()
     target: Any = metrics if globally else meter_provider  # the global provider may be a proxy until it is set
     if target not in _providers:
         _providers[target] = _Instruments(target.get_meter("headrace", __version__))
     instruments, attributes = _providers[target], {"headrace.loader": name}
-
-    def on_value(histogram: str, value: float) -> None:
-        instruments.histograms[histogram].record(value, attributes)
-
-    return Export(instruments.exports, loader, name, "opentelemetry", on_value)
+    histograms = instruments.histograms
+    return Export(
+        instruments.exports, counters, name, lambda histogram, value: histograms[histogram].record(value, attributes)
+    )
 
 
 class _Instruments:
@@ -300,9 +292,10 @@ class _Instruments:
             make[metric.kind](
                 f"headrace.{metric.name}", callbacks=[callback], unit=metric.unit, description=metric.help
             )
+        bounds = list(BOUNDS)
         self.histograms = {
             name: meter.create_histogram(
-                f"headrace.{name}", unit="s", description=text, explicit_bucket_boundaries_advisory=list(BOUNDS)
+                f"headrace.{name}", unit="s", description=text, explicit_bucket_boundaries_advisory=bounds
             )
             for name, text, _ in HISTOGRAMS
         }
@@ -310,8 +303,6 @@ class _Instruments:
     def _observe(self, metric: Metric, options: object) -> Iterator[Any]:
         from opentelemetry.metrics import Observation
 
-        for export in _alive(self.exports):
-            if counters := export.counters():
-                for step, value in export.values(metric, counters, counters.snapshot()):
-                    labels = dict(zip(("headrace.loader", "headrace.step"), (export.name, *step), strict=False))
-                    yield Observation(value, labels)
+        for export in list(self.exports.values()):
+            for _, labels, value in export.read([metric]):
+                yield Observation(value, dict(zip(("headrace.loader", "headrace.step"), labels, strict=False)))

@@ -26,21 +26,13 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class StageShare:
-    """How a stage of the pipeline spent the time.
+    """How a stage of the pipeline spent the time."""
 
-    Attributes:
-        name: of the stage.
-        worked: share of the time in which it worked on a batch.
-        waited: share in which it had none.
-        blocked: share in which it had none, since the batches after it were not taken yet.
-        seconds: median time of a batch in it.
-    """
-
-    name: str
-    worked: float
-    waited: float
-    blocked: float
-    seconds: float
+    name: str  # of the stage
+    worked: float  # share of the time in which it worked on a batch
+    waited: float  # share in which it had none
+    blocked: float  # share in which it had none, since the batches after it were not taken yet
+    seconds: float  # median time of a batch in it
 
 
 def _percentile(values: Iterable[float], part: float) -> float:
@@ -107,20 +99,15 @@ class Figures:
 
     Attributes:
         start_up: seconds of the first `next()`; 0.0 if more than 4,095 batches came after it.
-        start_blocked: seconds of them for which user code blocked the event loop.
-        first_fetch: seconds of them after the first fetch had begun, or the first batch had been read.
         batches: number of batches after the first, at most 4,095.
         samples: in them.
         seconds: from the first batch to the last.
         waited: seconds in `next()`.
         wait_share: share of the time in which the consumer waited there, from 0 to 1.
         waits: those seconds, by the step that the awaited batch was in.
-        slow_waits: share of the waiting for fetch that was for batches which took three times the median.
         in_call_seconds: mean seconds of `next()` that no look-ahead hides: plans, delivery, and work inside it.
-        batch_seconds: mean seconds from planning a batch to its end in the engine.
         compute: mean seconds of the consumer between two calls of `next()`.
         fetch_seconds: the 50th, 90th and 99th percentile of the duration of one fetch; empty if unknown.
-        fastest_fetch: the shortest of the first twenty.
         first_byte_seconds: the same percentiles of the time to the first byte of one request to a store in each batch;
             empty if the dataset makes none, or is a stream.
         request_seconds: those of the whole request.
@@ -129,18 +116,13 @@ class Figures:
         in_flight: mean number of fetches in flight, when a batch was complete.
         concurrency: how many were allowed, at the last batch.
         full: share of the batches at whose completion as many fetches were in flight as allowed, and more waited.
-        held: share of the batches at whose completion plans waited for memory.
         nbytes: approximate size of the samples fetched.
-        memory_of_sample: bytes, as the memory budget counts them; 0 where it does not.
-        work_seconds: mean seconds of transforms and collation of a batch.
         workers_busy: mean number of batches that are transformed and collated at the same time.
         workers_cpu: CPU seconds per second of these, of all workers together.
         engine_cpu: CPU seconds of the engine's thread per second.
         engine_queued: seconds per second in which that thread could have computed and had no core.
-        consumer_cpu: CPU seconds of the consumer's thread per second.
         blocked: seconds for which user code blocked the event loop, per second.
         blocked_in: the line that blocked it longest.
-        in_call: whether transforms and collation ran inside `next()`.
         requests: to stores, those before the first batch included.
         worker_deaths: workers that died.
         skipped: samples that were skipped.
@@ -148,38 +130,38 @@ class Figures:
     """
 
     start_up: float
-    start_blocked: float = 0.0
-    first_fetch: float = 0.0
+    start_blocked: float = 0.0  # seconds of them for which user code blocked the event loop
+    first_fetch: float = 0.0  # seconds of them after the first fetch had begun, or the first batch had been read
     batches: int = 0
     samples: int = 0
     seconds: float = 0.0
     waited: float = 0.0
     wait_share: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
-    slow_waits: float = 0.0
+    slow_waits: float = 0.0  # share of the waiting for fetch that was for batches which took three times the median
     in_call_seconds: float = 0.0
-    batch_seconds: float = 0.0
+    batch_seconds: float = 0.0  # mean seconds from planning a batch to its end in the engine
     compute: float = 0.0
     fetch_seconds: tuple[float, ...] = ()
-    fastest_fetch: float = 0.0
+    fastest_fetch: float = 0.0  # the shortest of the first twenty
     first_byte_seconds: tuple[float, ...] = ()
     request_seconds: tuple[float, ...] = ()
     crowding: float | None = None
     in_flight: float = 0.0
     concurrency: int = 0
     full: float = 0.0
-    held: float = 0.0
+    held: float = 0.0  # share of the batches at whose completion plans waited for memory
     nbytes: int = 0
-    memory_of_sample: float = 0.0
-    work_seconds: float = 0.0
+    memory_of_sample: float = 0.0  # bytes, as the memory budget counts them; 0 where it does not
+    work_seconds: float = 0.0  # mean seconds of transforms and collation of a batch
     workers_busy: float = 0.0
     workers_cpu: float = 0.0
     engine_cpu: float = 0.0
     engine_queued: float = 0.0
-    consumer_cpu: float = 0.0
+    consumer_cpu: float = 0.0  # CPU seconds of the consumer's thread per second
     blocked: float = 0.0
     blocked_in: str | None = None
-    in_call: bool = False
+    in_call: bool = False  # whether transforms and collation ran inside `next()`
     requests: RequestCounts = field(default_factory=RequestCounts)
     worker_deaths: int = 0
     skipped: int = 0

@@ -6,7 +6,6 @@ import contextlib
 import sys
 import threading
 import time
-import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Generic, Protocol, TextIO, TypeVar
 
@@ -73,50 +72,26 @@ class _Progress(Generic[T_co]):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[T_co]:
-        return _Iteration(iter(self._loader), _Line(self._loader, *self._options))
+        return _Iteration(iter(self._loader), self._loader, *self._options)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        return _Iteration(aiter(self._loader), _Line(self._loader, *self._options))
+        return _Iteration(aiter(self._loader), self._loader, *self._options)
 
 
 class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
-    """One iteration, of either kind: when it is dropped, the bar is closed."""
+    """One iteration, of either kind, and its bar, which is closed when this is dropped."""
 
-    def __init__(self, batches: Any, line: _Line) -> None:
-        self._batches = batches
-        self._line = line
-        weakref.finalize(self, line.close)
+    _bar: Any = None
 
-    def __next__(self) -> T_co:
-        try:
-            batch: T_co = next(self._batches)
-        except StopIteration:
-            self._line.close()
-            raise
-        self._line.on_batch()
-        return batch
-
-    async def __anext__(self) -> T_co:
-        try:
-            batch: T_co = await anext(self._batches)
-        except StopAsyncIteration:
-            self._line.close()
-            raise
-        self._line.on_batch()
-        return batch
-
-
-class _Line:
-    """The bar of one iteration."""
-
-    def __init__(self, loader: Any, name: str, interval: float | None, file: TextIO | None) -> None:
+    def __init__(self, batches: Any, loader: Any, name: str, interval: float | None, file: TextIO | None) -> None:
         from tqdm.auto import tqdm
 
         class Bar(tqdm):  # type: ignore[misc]
             monitor_interval = 0  # without tqdm's thread, which would outlive the iteration
 
         Bar.set_lock(threading.RLock())  # tqdm's own is of multiprocessing
-        self._loader, self._control = loader, loader._control
+        self._batches, self._loader, self._control = batches, loader, loader._control
+        self._begun, self._due = False, 0.0
         try:
             total = len(loader)
         except (TypeError, NotImplementedError):  # a stream
@@ -134,10 +109,26 @@ class _Line:
             dynamic_ncols=True,
             disable=not shown,
         )
-        self._begun = False
-        self._due = 0.0
 
-    def on_batch(self) -> None:
+    def __next__(self) -> T_co:
+        try:
+            batch: T_co = next(self._batches)
+        except StopIteration:
+            self._close()
+            raise
+        self._on_batch()
+        return batch
+
+    async def __anext__(self) -> T_co:
+        try:
+            batch: T_co = await anext(self._batches)
+        except StopAsyncIteration:
+            self._close()
+            raise
+        self._on_batch()
+        return batch
+
+    def _on_batch(self) -> None:
         """Count a batch, and draw the bar if that is due."""
         if self._bar.disable:
             return
@@ -163,10 +154,12 @@ class _Line:
         position: int = records[-1].number + 1
         return position
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Draw the bar for the last time; any number of times."""
-        if not self._bar.disable:
+        if self._bar is not None and not self._bar.disable:
             with contextlib.suppress(OSError, ValueError):
                 if self._begun:
                     self._bar.n = max(self._bar.n, self._describe())
                 self._bar.close()
+
+    __del__ = _close

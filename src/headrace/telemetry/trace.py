@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from headrace._core.batches import FetchTimes
 from headrace._core.ranks.rankinfo import get_rank_info
 from headrace._core.text import add_note
 from headrace._version import __version__
@@ -163,20 +162,18 @@ class _Events:
         self._pid = pid
         self._name = name
         self._ids = 0
-        self._names: dict[int, str] = {}  # of loaders, by the id of their log
-        self._logs: list[BatchLog] = []  # keeps these ids
+        self._names: dict[BatchLog, str] = {}  # of loaders, as JSON; further ones of the same name are numbered
         self._processes: set[int] = set()
         self._tracks: dict[tuple[int, object], tuple[int, int]] = {}  # id, end of the last slice
         self._used: set[int] = set()  # ids of threads
-        self._last: dict[tuple[int, int], tuple[int, int, int]] = {}  # step: iteration, batch, end; by loader, thread
-        self._fetched: dict[int, int] = {}  # bytes, by loader
+        self._last: dict[tuple[str, int], tuple[int, int, int]] = {}  # step: iteration, batch, end; by loader, thread
+        self._fetched: dict[str, int] = {}  # bytes, by loader
 
     def header(self) -> str:
         """The file's beginning."""
         about = json.dumps({"program": "headrace", "version": __version__})
-        return f'{{"displayTimeUnit":"ms","otherData":{about},"traceEvents":[\n' + self._process(
-            self._pid, self._name, 0
-        )
+        consumer = self._process(self._pid, self._name, 0)
+        return f'{{"displayTimeUnit":"ms","otherData":{about},"traceEvents":[\n{consumer}'
 
     def end(self) -> str:
         """The file's end."""
@@ -184,18 +181,16 @@ class _Events:
 
     def of(self, log: BatchLog, record: BatchRecord, thread: int) -> str:
         """The events of a delivered batch, given the native id of the consumer's thread."""
-        key = id(log)
-        name = self._loader(log)
+        if (name := self._names.get(log)) is None:
+            number, name = 1, json.dumps(log.name)
+            while name in self._names.values():
+                number += 1
+                name = json.dumps(f"{log.name} {number}")
+            self._names[log] = name
         flow = self._next_id()
-        return "".join(
-            (
-                *self._journey(record, name, flow),
-                *self._in_fetch(record, name, flow),
-                *self._work(record, name, flow, thread),
-                *self._consumer(record, name, flow, thread, key),
-                *self._loads(record, name, key),
-            )
-        )
+        journey, fetch = self._journey(record, name, flow), self._fetch(record, name, flow)
+        work, consumer = self._work(record, name, flow, thread), self._consumer(record, name, flow, thread)
+        return "".join((*journey, *fetch, *work, *consumer, *self._loads(record, name)))
 
     def _journey(self, record: BatchRecord, name: str, flow: int) -> Iterator[str]:
         """The batch's way through the stages: one async slice, with one for each stage in it."""
@@ -216,7 +211,7 @@ class _Events:
             points[3:7] = [("hand-over", times.assembled), ("ready", times.work_began), points[4]]
         begin, end = _us(record.planned), _us(record.returned)
         of = f'"cat":{name},"id2":{{"local":{flow}}},"pid":{self._pid},"tid":0'
-        args = self._args(record)
+        args = _args(record)
         yield f'{{"ph":"b",{of},"name":"batch","ts":{begin},"args":{args}}},\n'
         at = begin
         for stage, until in points:
@@ -229,7 +224,8 @@ class _Events:
             at = to
         yield f'{{"ph":"e",{of},"name":"batch","ts":{end}}},\n'
 
-    def _in_fetch(self, record: BatchRecord, name: str, flow: int) -> Iterator[str]:
+    def _fetch(self, record: BatchRecord, name: str, flow: int) -> Iterator[str]:
+        """The fetch of the batch on the event loop, and the single fetches that have ended since the one before."""
         times, fetches = record.times, record.fetches
         if fetches is None or not times.began:
             return
@@ -240,14 +236,9 @@ class _Events:
         of = f'"cat":{name},"id2":{{"local":{self._next_id()}}},"pid":{fetches.pid},"tid":{tid}'
         begin, end = _us(times.began), _us(times.fetched)
         bound = f'"bind_id":{flow},"flow_in":true,"flow_out":true'
-        yield f'{{"ph":"b",{of},"name":"fetch of a batch","ts":{begin},{bound},"args":{self._args(record)}}},\n'
+        yield f'{{"ph":"b",{of},"name":"fetch of a batch","ts":{begin},{bound},"args":{_args(record)}}},\n'
         yield f'{{"ph":"e",{of},"name":"fetch of a batch","ts":{end}}},\n'
-        yield self._single(fetches, name, tid)
-
-    def _single(self, fetches: FetchTimes, name: str, tid: int) -> str:
         rows = np.frombuffer(fetches.rows).reshape(-1, 4)
-        if not len(rows):
-            return ""
         values = np.empty((len(rows), 6), np.int64)
         values[:, 0] = values[:, 4] = np.arange(self._ids + 1, self._ids + 1 + len(rows))
         self._ids += len(rows)
@@ -255,7 +246,7 @@ class _Events:
         values[:, (1, 5)] = rows[:, 2:4] * 1e6
         escaped = name.replace("%", "%%")
         both = _FETCH % (escaped, fetches.pid, tid, escaped, fetches.pid, tid)
-        return (both * len(rows)) % tuple(values.ravel().tolist())
+        yield (both * len(rows)) % tuple(values.ravel().tolist())
 
     def _work(self, record: BatchRecord, name: str, flow: int, thread: int) -> Iterator[str]:
         times = record.times
@@ -271,21 +262,21 @@ class _Events:
         tid, named = self._place(pid, native, title, (begin, end))
         yield named
         bound = f'"bind_id":{flow},"flow_in":true,"flow_out":true'
-        yield _slice("transform and collate", name, pid, tid, begin, end, self._args(record), bound)
+        yield _slice("transform and collate", name, pid, tid, begin, end, _args(record), bound)
 
-    def _consumer(self, record: BatchRecord, name: str, flow: int, thread: int, key: int) -> Iterator[str]:
+    def _consumer(self, record: BatchRecord, name: str, flow: int, thread: int) -> Iterator[str]:
         """The call of `next()`, with its parts, and the step before it."""
         times = record.times
         begin, end = _us(record.called), _us(record.returned)
-        tid, named = self._place(self._pid, (key, thread), f"next() of {json.loads(name)}", (begin, end), thread)
+        tid, named = self._place(self._pid, (name, thread), f"next() of {json.loads(name)}", (begin, end), thread)
         yield named
-        last = self._last.get((key, tid))
+        last = self._last.get((name, tid))
         if last is not None and last[2] < begin:
             what = "step" if last[0] == record.iteration else "between iterations"
             args = f'{{"batch":{last[1]},"iteration":{last[0]}}}'
             yield _slice(what, name, self._pid, tid, last[2], begin, args)
-        self._last[key, tid] = (record.iteration, record.number, end)
-        yield _slice("next()", name, self._pid, tid, begin, end, self._args(record))
+        self._last[name, tid] = (record.iteration, record.number, end)
+        yield _slice("next()", name, self._pid, tid, begin, end, _args(record))
         short = f'{{"batch":{record.number}}}'
         taken, refilled = _us(record.taken), _us(record.refilled)
         if begin < taken:
@@ -299,7 +290,7 @@ class _Events:
         # The end of the flow, which must not begin before the plan: that may have been made in this call.
         yield _slice("delivery", name, self._pid, tid, refilled, end, short, f'"bind_id":{flow},"flow_in":true')
 
-    def _loads(self, record: BatchRecord, name: str, key: int) -> Iterator[str]:
+    def _loads(self, record: BatchRecord, name: str) -> Iterator[str]:
         times = record.times
         yield _counters(self._pid, name, _us(record.returned), f'"ready batches":{record.ready}')
         if record.fetches is not None and times.load.limit:
@@ -310,35 +301,20 @@ class _Events:
             )
             yield _counters(record.fetches.pid, name, _us(times.fetched), values)
         if times.nbytes:
-            self._fetched[key] = self._fetched.get(key, 0) + times.nbytes
-            yield _counters(self._pid, name, _us(record.returned), f'"bytes delivered":{self._fetched[key]}')
+            self._fetched[name] = self._fetched.get(name, 0) + times.nbytes
+            yield _counters(self._pid, name, _us(record.returned), f'"bytes delivered":{self._fetched[name]}')
 
     def _next_id(self) -> int:
         self._ids += 1
         return self._ids
-
-    def _args(self, record: BatchRecord) -> str:
-        return f'{{"batch":{record.number},"iteration":{record.iteration},"samples":{record.size}}}'
-
-    def _loader(self, log: BatchLog) -> str:
-        """The loader's name as JSON; further ones of the same name are numbered."""
-        if id(log) not in self._names:
-            name, number = log.name, 1
-            while (quoted := json.dumps(name)) in self._names.values():
-                number += 1
-                name = f"{log.name} {number}"
-            self._names[id(log)] = quoted
-            self._logs.append(log)
-        return self._names[id(log)]
 
     def _process(self, pid: int, name: str, place: int) -> str:
         """The events that name a process; empty if it is named already."""
         if pid in self._processes:
             return ""
         self._processes.add(pid)
-        return _meta("process_name", pid, 0, {"name": name}) + _meta(
-            "process_sort_index", pid, 0, {"sort_index": place}
-        )
+        order = _meta("process_sort_index", pid, 0, {"sort_index": place})
+        return _meta("process_name", pid, 0, {"name": name}) + order
 
     def _place(
         self, pid: int, owner: object, name: str, times: tuple[int, int] | None = None, native: int | None = None
@@ -366,6 +342,10 @@ class _Events:
 
 def _us(seconds: float) -> int:
     return int(seconds * 1e6)
+
+
+def _args(record: BatchRecord) -> str:
+    return f'{{"batch":{record.number},"iteration":{record.iteration},"samples":{record.size}}}'
 
 
 def _slice(name: str, loader: str, pid: int, tid: int, begin: int, end: int, args: str, more: str = "") -> str:

@@ -113,7 +113,6 @@ def test_loop_that_does_not_wait_is_the_limit_itself():
     ("limit", "steps"),
     [
         ("latency", {"fetch": 0.02, "load": FULL}),
-        ("latency", {"queue": 0.02, "load": FULL}),
         ("look-ahead", {"fetch": 0.02, "load": IDLE}),
         ("memory-budget", {"queue": 0.02, "load": IDLE._replace(held_plans=2)}),
         ("throttling", {"fetch": 0.02, "load": FULL, "requests": RequestCounts(requests=10, throttled=2)}),
@@ -122,10 +121,8 @@ def test_loop_that_does_not_wait_is_the_limit_itself():
         ("event-loop", {"fetch": 0.02, "load": FULL, "cpu": 0.3, "queued": 0.6}),
         ("bandwidth", {"fetch": 0.02, "load": FULL, "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01}),
         ("bandwidth", {"fetch": 0.02, "load": FULL, "request": (0.01, 0.1)}),
-        ("latency", {"fetch": 0.02, "load": FULL, "request": (0.09, 0.1)}),
         ("order", {"fetch": lambda number: 0.001 if number % 10 else 0.5, "load": IDLE}),
         ("event-loop", {"loop": 0.02, "cpu": 0.95}),
-        ("blocked-loop", {"loop": 0.02, "blocked": 0.05}),
         ("workers", {"worker_queue": 0.001, "work": 0.04}),
         ("transport", {"hand_over": 0.02}),
         ("copy", {"delivery": 0.02}),

@@ -19,9 +19,7 @@ class Numbers(hr.AsyncDataset):
     ("dataset", "options"),
     [
         (Numbers(), {}),
-        (Numbers(), {"placement": "process"}),
         (Numbers(), {"num_workers": 1, "transform": float}),
-        (list(range(16)), {}),
         (list(range(16)), {"num_workers": 1}),
     ],
 )

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import headrace as hr
-from tests.documents import python_blocks
 from tests.trace_processor import TraceProcessor, missing
 
 LENGTH, BATCH = 64, 8
@@ -237,17 +236,6 @@ def test_fetches_overlap_and_are_bounded_by_the_concurrency(processor):
     assert 2 <= most <= 16
 
 
-def test_program_of_the_documents(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (program,) = [block for block in python_blocks("docs/seeing.md") if "hr.trace(" in block]
-    exec(compile(program, "docs/seeing.md", "exec"), {"__name__": "program"})
-    events = events_of(tmp_path / "epoch.json.gz")
-    check(events)
-    assert {"fetch of a batch", "next()", "step", "worker 0 of Photos"} <= {
-        event["args"]["name"] if event["name"] == "process_name" else event["name"] for event in events
-    }
-
-
 # The block.
 
 
@@ -348,6 +336,3 @@ def test_nothing_is_measured_without_a_trace(tmp_path):
             list(loader)
         list(loader)
     assert seen == [None] * (3 * LENGTH // BATCH)
-
-
-# Changing over, in the pool of fetchers.

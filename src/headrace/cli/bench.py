@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -10,7 +11,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,66 +47,42 @@ LOOP_BUSY = 0.85  # CPU seconds a second of the event loop's thread, from which 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One measurement, of a loader that runs steadily.
+    """One measurement, of a loader that runs steadily."""
 
-    Attributes:
-        concurrency: fetches in flight.
-        rate: objects a second.
-        bandwidth: bytes a second.
-        fetch_seconds: the 50th, 90th and 99th percentile of a fetch's duration.
-        throttled: share of the requests that the store refused, or did not answer in time.
-        event_loop: CPU seconds a second of the event loop's thread.
-    """
-
-    concurrency: int
-    rate: float
-    bandwidth: float = 0.0
-    fetch_seconds: tuple[float, ...] = ()
-    throttled: float = 0.0
-    event_loop: float = 0.0
+    concurrency: int  # fetches in flight
+    rate: float  # objects a second
+    bandwidth: float = 0.0  # bytes a second
+    fetch_seconds: tuple[float, ...] = ()  # the 50th, 90th and 99th percentile of a fetch's duration
+    throttled: float = 0.0  # share of the requests that the store refused, or did not answer in time
+    event_loop: float = 0.0  # CPU seconds a second of the event loop's thread
 
 
 class Bench:
     """A sweep over the objects under a URL.
 
     Args:
-        url: the prefix that is listed and read.
-        store_options: passed to the store; may hold secrets.
-        seconds: for all of it, from `began` on.
-        began: by `time.perf_counter`.
-        objects: how many are listed, at most.
-        max_concurrency: the highest number of fetches in flight; None for what the machine allows.
-        plot: the file of the plot; None for none.
+        arguments: those of the command; `store_option` may hold secrets.
+        began: when the command began, by `time.perf_counter`.
 
     Raises:
         MissingExtraError: a plot is asked for, and matplotlib is not installed.
         ValueError: the URL, the store's options or the plot's file make no sense.
     """
 
-    def __init__(
-        self,
-        url: str,
-        store_options: Mapping[str, object],
-        *,
-        seconds: float,
-        began: float,
-        objects: int,
-        max_concurrency: int | None,
-        plot: Path | None,
-    ) -> None:
+    def __init__(self, arguments: argparse.Namespace, began: float) -> None:
+        plot: Path | None = arguments.plot
         if plot is not None and importlib.util.find_spec("matplotlib") is None:
             raise MissingExtraError(what="--plot", package="matplotlib", extra="plot")
         if plot is not None and (plot.suffix.lower() not in (".png", ".svg", ".pdf") or not plot.parent.is_dir()):
             raise ValueError(f"--plot {plot}: give a file .png, .svg or .pdf in an existing folder")
-        self._store = Store(url, options=store_options)
+        self._arguments, self._plot, self._until = arguments, plot, began + arguments.seconds
+        self._options = _nested(arguments.store_option)
+        self._store = Store(arguments.url, options=self._options)
         _ = self._store._client.store  # opens it, which requests nothing
-        self._options, self._plot = store_options, plot
-        self._seconds, self._until = seconds, began + seconds
-        self._objects, self._max_concurrency = objects, max_concurrency
         self._trials: list[Trial] = []
         self._complete = False
 
-    def run(self, *, as_json: bool) -> None:
+    def run(self) -> None:
         """Measure, and print the results; those so far when it is interrupted.
 
         Raises:
@@ -114,14 +91,14 @@ class Bench:
             OSError: the plot cannot be written.
         """
         _say("listing")
-        table = background_loop().run(_list(self._store, self._objects))
+        table = background_loop().run(_list(self._store, self._arguments.objects))
         if not table["key"]:
             raise EmptyListingError("no object that is not empty was listed", url=redact_url(self._store.url))
         self._dataset = ObjectDataset.from_table(self._store, table, size="size", etag="etag")
         self._mean = statistics.fmean(table["size"])
         self._batch_size = max(1, min(BATCH, int(BATCH_BYTES / self._mean)))
         memory = min(available_memory(), CgroupLimits.here().memory_left)
-        limits = (self._max_concurrency or most_concurrency(), memory / 4 / self._mean)
+        limits = (self._arguments.max_concurrency or most_concurrency(), memory / 4 / self._mean)
         try:
             for trial in sweep(self._measure, max(1, int(min(limits))), lambda: self._until - time.perf_counter()):
                 self._trials.append(trial)
@@ -134,7 +111,7 @@ class Bench:
         finally:
             _say("")
             if self._trials:
-                self._print(as_json=as_json)
+                self._print()
 
     def _budget(self, concurrency: int) -> int:
         """The loader's `memory_budget` that so many fetches in flight need; the default if that suffices."""
@@ -174,7 +151,7 @@ class Bench:
             report.engine_cpu,
         )
 
-    def _print(self, *, as_json: bool) -> None:
+    def _print(self) -> None:
         best, ordered = choose(self._trials), sorted(self._trials, key=lambda trial: trial.rate)
         settings = sorted({trial.concurrency for trial in ordered})
         groups = {each: [trial for trial in ordered if trial.concurrency == each] for each in settings}
@@ -182,7 +159,7 @@ class Bench:
         found = next(row for row in rows if row.concurrency == best)
         limit = _limit(found, self._trials)
         slowest, fastest = groups[best][0].rate, groups[best][-1].rate
-        if as_json:
+        if self._arguments.json:
             result: dict[str, Any] = {
                 "url": redact_url(self._store.url),
                 "complete": self._complete,
@@ -222,6 +199,20 @@ class Bench:
             f"loader = hr.DataLoader(dataset, batch_size={self._batch_size}, shuffle=True, "
             f"concurrency={concurrency}{more})"
         )
+
+
+def _nested(options: Sequence[tuple[str, object]]) -> dict[str, object]:
+    """``a.b=1`` as ``{"a": {"b": 1}}``."""
+    nested: dict[str, Any] = {}
+    for key, value in options:
+        *outer, last = key.split(".")
+        within = nested
+        for name in outer:
+            within = within.setdefault(name, {})
+            if not isinstance(within, dict):
+                raise ValueError(f"--store-option {key}: {name} has a value already")
+        within[last] = value
+    return nested
 
 
 async def _list(store: Store, most: int) -> dict[str, list[Any]]:

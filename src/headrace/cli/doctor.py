@@ -14,22 +14,7 @@ from pathlib import Path
 
 from headrace._version import __version__
 
-__all__ = [
-    "CHECKS",
-    "CgroupLimits",
-    "Finding",
-    "available_memory",
-    "check_cores",
-    "check_descriptors",
-    "check_device",
-    "check_event_loop",
-    "check_memory",
-    "check_processes",
-    "check_shared_memory",
-    "check_versions",
-    "examine",
-    "size_text",
-]
+__all__ = ["CgroupLimits", "available_memory", "examine"]
 
 USUAL_DESCRIPTORS = 1024
 SHM = Path("/dev/shm")
@@ -40,17 +25,11 @@ REQUIRED = ("torch", "numpy", "anyio", "obstore", "uvloop", "aiofiles", "cloudpi
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the output.
+    """One line of the output."""
 
-    Attributes:
-        name: what was looked at.
-        text: what was found, and what suffers from it.
-        remedy: the command or the option that helps; None where all is well.
-    """
-
-    name: str
-    text: str
-    remedy: str | None = None
+    name: str  # what was looked at
+    text: str  # what was found, and what suffers from it
+    remedy: str | None = None  # the command or the option that helps; None where all is well
 
     @property
     def ok(self) -> bool:
@@ -60,21 +39,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CgroupLimits:
-    """The tightest limits of a process's control group, version 2, and of its parents; infinite where there is none.
+    """The tightest limits of a process's control group, version 2, and of its parents; infinite where there is none."""
 
-    Attributes:
-        cores: CPU seconds a second.
-        memory: bytes.
-        memory_left: bytes of the group that has fewest left.
-        pids: processes and threads.
-        pids_left: those that the group with fewest may still start.
-    """
-
-    cores: float = math.inf
-    memory: float = math.inf
-    memory_left: float = math.inf
-    pids: float = math.inf
-    pids_left: float = math.inf
+    cores: float = math.inf  # CPU seconds a second
+    memory: float = math.inf  # bytes
+    memory_left: float = math.inf  # bytes of the group that has fewest left
+    pids: float = math.inf  # processes and threads
+    pids_left: float = math.inf  # those that the group with fewest may still start
 
     @classmethod
     def here(cls, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> CgroupLimits:

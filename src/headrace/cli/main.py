@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from headrace._version import __version__
 from headrace.errors import HeadraceError
@@ -56,18 +55,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     from headrace.cli.bench import Bench
 
     try:
-        bench = Bench(
-            arguments.url,
-            _nested(arguments.store_option),
-            seconds=arguments.seconds,
-            began=began,
-            objects=arguments.objects,
-            max_concurrency=arguments.max_concurrency,
-            plot=arguments.plot,
-        )
+        bench = Bench(arguments, began)
     except (HeadraceError, ValueError) as error:
         return _complain(" ".join(str(error).split()), status=UNUSABLE)
-    bench.run(as_json=arguments.json)
+    bench.run()
     return OK
 
 
@@ -137,20 +128,6 @@ def _store_option(text: str) -> tuple[str, object]:
         # The text may be a secret, so it is not repeated.
         raise argparse.ArgumentTypeError("write it as KEY=VALUE")
     return key, {"true": True, "false": False}.get(value.lower(), value)
-
-
-def _nested(options: Sequence[tuple[str, object]]) -> dict[str, object]:
-    """``a.b=1`` as ``{"a": {"b": 1}}``."""
-    nested: dict[str, Any] = {}
-    for key, value in options:
-        *outer, last = key.split(".")
-        within = nested
-        for name in outer:
-            within = within.setdefault(name, {})
-            if not isinstance(within, dict):
-                raise ValueError(f"--store-option {key}: {name} has a value already")
-        within[last] = value
-    return nested
 
 
 if __name__ == "__main__":

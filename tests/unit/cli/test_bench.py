@@ -12,6 +12,7 @@ import sys
 import pytest
 
 import headrace as hr
+from headrace.cli import bench
 from headrace.cli.bench import Trial, choose, sweep
 from headrace.cli.main import main
 from object_server import Fault, ObjectServer
@@ -54,7 +55,8 @@ def measured(server, tmp_path_factory):
     """One run on a store of limited bandwidth: JSON and plot."""
     server.misbehave(Fault("bandwidth", rate=8e6))
     plot, out = tmp_path_factory.mktemp("plot") / "store.png", io.StringIO()
-    with contextlib.redirect_stdout(out):
+    with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "TRIALS", 2)
         assert main(["bench", *arguments_for(server), "--seconds", "5", "--json", "--plot", str(plot)]) == 0
     return json.loads(out.getvalue()), plot
 
@@ -75,7 +77,8 @@ def test_nothing_is_written_to_the_store_and_no_value_of_an_option_is_printed(me
     assert server.endpoint not in json.dumps(measured[0])
 
 
-def test_table_and_constructor_of_a_folder(tmp_path, capsys):
+def test_table_and_constructor_of_a_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "TRIALS", 1)
     for number in range(20):
         (tmp_path / f"{number}.bin").write_bytes(bytes(1000))
     status, out, _ = run(capsys, str(tmp_path), "--seconds", "5", "--max-concurrency", "8")

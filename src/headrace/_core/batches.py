@@ -44,31 +44,24 @@ class BatchPlan(NamedTuple):
     """The content of one batch, as sampled; made without I/O.
 
     Attributes:
-        number: the batch's position in its epoch, from 0.
         indices: the sampler's index for each slot. Of a stream, None for each slot until it is read, then its position.
-        seed: the seed of `random`, NumPy and torch for the batch's transforms.
-        epoch: the epoch's number, from 0.
         positions: for each slot, the sample's position among the samples of all ranks in the epoch. Of a stream, those
             of all its samples until the batch is read.
         repeat: whether it replaces a batch that lost all its samples; a stream is read from its beginning for these.
-        random_key: the key of the epoch's `randomized` functions, a number of 128 bits.
-        planned: when it was sampled, by `time.perf_counter`, as in `StageTimes`.
-        lane: the part of a stream that it is read from; None where the stream is not divided.
         resume: the state of the lane before it, for an engine that takes the lane over from another; None otherwise.
-        taken: when it was sampled, the consumer had taken the batches up to this number; out of order, so many.
     """
 
-    number: int
+    number: int  # the batch's position in its epoch, from 0
     indices: Sequence[object]
-    seed: int
-    epoch: int = 0
+    seed: int  # the seed of `random`, NumPy and torch for the batch's transforms
+    epoch: int = 0  # the epoch's number, from 0
     positions: Sequence[int] = ()
     repeat: bool = False
-    random_key: int = 0
-    planned: float = 0.0
-    lane: int | None = None
+    random_key: int = 0  # the key of the epoch's `randomized` functions, a number of 128 bits
+    planned: float = 0.0  # when it was sampled, by `time.perf_counter`, as in `StageTimes`
+    lane: int | None = None  # the part of a stream that it is read from; None where the stream is not divided
     resume: StreamState | None = None
-    taken: int = -1
+    taken: int = -1  # when it was sampled, the consumer had taken the batches up to this number; out of order, so many
 
     @property
     def is_plain(self) -> bool:
@@ -83,22 +76,16 @@ class FetchLoad(NamedTuple):
     """The load of a fetch stage at one moment.
 
     Attributes:
-        in_flight: fetches that run.
-        limit: fetches that may run.
-        queued: samples that wait for one of them.
-        held_plans: plans that wait for memory.
         memory: approximate bytes that are being fetched, or fetched and not consumed; 0 where they are not bounded.
-        memory_samples: the number of samples that these are.
-        unused: fetches that may run, of stages that have no planned sample left to begin.
     """
 
-    in_flight: int = 0
-    limit: int = 0
-    queued: int = 0
-    held_plans: int = 0
+    in_flight: int = 0  # fetches that run
+    limit: int = 0  # fetches that may run
+    queued: int = 0  # samples that wait for one of them
+    held_plans: int = 0  # plans that wait for memory
     memory: int = 0
-    memory_samples: int = 0
-    unused: int = 0
+    memory_samples: int = 0  # the number of samples that these are
+    unused: int = 0  # fetches that may run, of stages that have no planned sample left to begin
 
 
 class StageTimes(NamedTuple):
@@ -107,46 +94,28 @@ class StageTimes(NamedTuple):
     That clock is the same in all processes of a machine on Linux and macOS.
 
     Attributes:
-        admitted: the engine received the plan.
-        began: the first fetch began.
-        fetched: the last sample arrived.
-        work_began: transforms and collation began, or the reading of a torch dataset in a worker.
-        work_ended: collation ended.
-        assembled: the engine had the result.
-        fetch_seconds: the duration of one of the batch's fetches.
-        nbytes: approximate size of the fetched samples.
-        load: of the fetch stage, when the last sample arrived.
-        engine_cpu: CPU seconds of the engine's thread until then.
-        blocked: seconds for which code of the user's has blocked the engine's event loop until then.
-        blocked_in: the line that has blocked it longest.
-        worker_deaths: worker processes that died, since the batch assembled before it.
-        engine_queued: seconds for which the engine's thread could have computed and had no core, until then.
-        first_byte: seconds to the first byte of one request to a store, made since the batch before.
-        request_seconds: the duration of that request.
-        work_cpu: CPU seconds of the transforms and the collation.
-        blocked_before: `blocked` when the iteration began.
         worked_by: the process and the native thread that transformed and collated, and the worker's number, -1 for
             none; None if that is unknown.
     """
 
-    admitted: float = 0.0
-    began: float = 0.0
-    fetched: float = 0.0
-    work_began: float = 0.0
-    work_ended: float = 0.0
-    assembled: float = 0.0
-    fetch_seconds: float = 0.0
-    nbytes: int = 0
-    load: FetchLoad = FetchLoad()
-    engine_cpu: float = 0.0
-    blocked: float = 0.0
-    blocked_in: str | None = None
-    worker_deaths: int = 0
-    engine_queued: float = 0.0
-    first_byte: float = 0.0
-    request_seconds: float = 0.0
-    work_cpu: float = 0.0
-    blocked_before: float = 0.0
+    admitted: float = 0.0  # the engine received the plan
+    began: float = 0.0  # the first fetch began
+    fetched: float = 0.0  # the last sample arrived
+    work_began: float = 0.0  # transforms and collation began, or the reading of a torch dataset in a worker
+    work_ended: float = 0.0  # collation ended
+    assembled: float = 0.0  # the engine had the result
+    fetch_seconds: float = 0.0  # the duration of one of the batch's fetches
+    nbytes: int = 0  # approximate size of the fetched samples
+    load: FetchLoad = FetchLoad()  # of the fetch stage, when the last sample arrived
+    engine_cpu: float = 0.0  # CPU seconds of the engine's thread until then
+    blocked: float = 0.0  # seconds for which code of the user's has blocked the engine's event loop until then
+    blocked_in: str | None = None  # the line that has blocked it longest
+    worker_deaths: int = 0  # worker processes that died, since the batch assembled before it
+    engine_queued: float = 0.0  # seconds for which the engine's thread could have computed and had no core, until then
+    first_byte: float = 0.0  # seconds to the first byte of one request to a store, made since the batch before
+    request_seconds: float = 0.0  # the duration of that request
+    work_cpu: float = 0.0  # CPU seconds of the transforms and the collation
+    blocked_before: float = 0.0  # `blocked` when the iteration began
     worked_by: tuple[int, int, int] | None = None
 
 
@@ -158,14 +127,12 @@ class FetchTimes(NamedTuple):
     """The times of single fetches, measured only while a trace is written.
 
     Attributes:
-        pid: the engine's process.
-        thread: the native id of its thread.
         rows: four doubles for each fetch: the number of its batch, its slot there (0 for a call of `agets`; for a range
             the number of its object), when it began, and when it ended.
     """
 
-    pid: int
-    thread: int
+    pid: int  # the engine's process
+    thread: int  # the native id of its thread
     rows: bytes
 
 
@@ -173,24 +140,19 @@ class SessionStart(NamedTuple):
     """The epoch of a session, and where it begins within that.
 
     Attributes:
-        batch: the number of its first batch.
         streams: the state of the stream, by the worker or the lane that reads it (None: the engine, or the consumer's
             thread). Empty where the dataset is map-style, or the session begins with the epoch.
-        next_worker: the worker or lane that gets the first plan, where each reads a stream.
         delivered: samples that were delivered out of order, as ranges of their positions in the stream, ascending; they
             are read and dropped.
-        lanes: the number of parts of a stream that is read by lanes; 1 for any other dataset.
-        epoch: the epoch's number.
-        set_epoch: whether to call `set_epoch` of a copy of the dataset even if it does not want it.
     """
 
-    batch: int = 0
+    batch: int = 0  # the number of its first batch
     streams: Mapping[int | None, Mapping[str, object]] = {}
-    next_worker: int = 0
+    next_worker: int = 0  # the worker or lane that gets the first plan, where each reads a stream
     delivered: tuple[range, ...] = ()
-    lanes: int = 1
+    lanes: int = 1  # the number of parts of a stream that is read by lanes; 1 for any other dataset
     epoch: int = 0
-    set_epoch: bool = False
+    set_epoch: bool = False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
 
     @property
     def ended(self) -> set[int | None]:
@@ -227,25 +189,19 @@ class RawBatch(NamedTuple):
     """A batch whose samples have been fetched and not been transformed.
 
     Attributes:
-        plan: the batch's plan.
         samples: for each slot, in the plan's order, the sample or the `Failure` that stands in its place. A stream's
             last batch may have fewer. None where the samples are fetched by the worker itself.
-        end: the stream this came from has nothing more.
-        worker: the worker this has to go to, where its dataset lives; None for any.
         whole: `samples` is the argument of `collate_fn`, as the dataset returned it, and not a list of samples.
-        stream_state: the stream's state after this batch; None of a map-style dataset.
-        began: when the first of its fetches began, as in `StageTimes`; 0.0 if that is unknown.
-        fetch_seconds: the duration of one of them.
     """
 
     plan: BatchPlan
     samples: Sequence[Any] | Any | None
-    end: bool = False
-    worker: int | None = None
+    end: bool = False  # the stream this came from has nothing more
+    worker: int | None = None  # the worker this has to go to, where its dataset lives; None for any
     whole: bool = False
-    stream_state: Mapping[str, object] | None = None
-    began: float = 0.0
-    fetch_seconds: float = 0.0
+    stream_state: Mapping[str, object] | None = None  # the stream's state after this batch; None of a map-style dataset
+    began: float = 0.0  # when the first of its fetches began, as in `StageTimes`; 0.0 if that is unknown
+    fetch_seconds: float = 0.0  # the duration of one of them
 
     @property
     def is_plain(self) -> bool:
@@ -320,32 +276,24 @@ class HostBatch(NamedTuple):
     """A batch in host memory, ready for the consumer, or its failures.
 
     Attributes:
-        plan: the batch's plan.
-        data: the return value of `collate_fn`; None where the batch is `empty`.
-        size: how many samples are in `data`.
-        failures: the samples that are not in it, and why.
-        end: the stream this came from has nothing more.
         empty: there is nothing to deliver. (A batch sampler may ask for a batch of no samples: that is delivered.)
-        requests: requests to stores since the batch before it; None for none.
         worker: the worker that read it, where each reads a copy of the dataset, or the lane; None elsewhere.
         stream_state: the state of the stream, or of that worker's or lane's, after this batch, pickled where it comes
             from another process; ``"ended"`` is in it if it has nothing more. Of a map-style dataset only where that is
             stateful.
-        times: when it passed the stages.
-        fetches: single fetches that ended since the batch before it; None if none are measured.
     """
 
     plan: BatchPlan
-    data: Any
-    size: int
-    failures: tuple[Failure, ...] = ()
-    end: bool = False
+    data: Any  # the return value of `collate_fn`; None where the batch is `empty`
+    size: int  # how many samples are in `data`
+    failures: tuple[Failure, ...] = ()  # the samples that are not in it, and why
+    end: bool = False  # the stream this came from has nothing more
     empty: bool = False
-    requests: RequestCounts | None = None
+    requests: RequestCounts | None = None  # requests to stores since the batch before it; None for none
     worker: int | None = None
     stream_state: StreamState | None = None
-    times: StageTimes = NO_TIMES
-    fetches: FetchTimes | None = None
+    times: StageTimes = NO_TIMES  # when it passed the stages
+    fetches: FetchTimes | None = None  # single fetches that ended since the batch before it; None if none are measured
 
     def flat(self, requested: BatchPlan) -> tuple[Any, ...]:
         """The batch as a flat tuple of plain values, for a process that has its plan; `data` and `failures` are not.

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from headrace._core.batches import HostBatch
 from headrace._core.failure import Failure, Stage
-from headrace._core.text import short_repr, shorten
+from headrace._core.text import check_number, short_repr, shorten
 from headrace.errors import TooManySkippedError
 
 Decision: TypeAlias = Literal["raise", "skip"]
@@ -27,11 +27,10 @@ class Tolerance(NamedTuple):
 
     Attributes:
         skips: whether a batch is completed without the samples that failed; otherwise the first failure is the batch's.
-        max_in_a_row: failures in a row to read a sample of a stream, after which the stream has ended.
     """
 
     skips: bool
-    max_in_a_row: int = 100
+    max_in_a_row: int = 100  # failures in a row to read a sample of a stream, after which the stream has ended
 
 
 @dataclass(slots=True)
@@ -39,17 +38,13 @@ class EpochFailures:
     """The counts of one epoch that a policy decides by.
 
     Attributes:
-        delivered: samples delivered.
-        skipped: samples skipped.
-        in_a_row: samples skipped since the last that was delivered.
-        longest: most samples skipped in a row, up to and within the last batch.
         examples: the last failures. Not as text, which would take longer than skipping them.
     """
 
-    delivered: int = 0
-    skipped: int = 0
-    in_a_row: int = 0
-    longest: int = 0
+    delivered: int = 0  # samples delivered
+    skipped: int = 0  # samples skipped
+    in_a_row: int = 0  # samples skipped since the last that was delivered
+    longest: int = 0  # most samples skipped in a row, up to and within the last batch
     examples: deque[Failure] = field(default_factory=lambda: deque(maxlen=EXAMPLES))
 
     def add(self, host: HostBatch) -> None:
@@ -101,11 +96,8 @@ class ErrorPolicy:
     """
 
     __slots__ = ()
-
-    @property
-    def tolerance(self) -> Tolerance:
-        """The part of the policy that the engine follows."""
-        return Tolerance(skips=True)
+    tolerance: Tolerance = Tolerance(skips=True)
+    """The part of the policy that the engine follows."""
 
     def decide(self, failure: Failure) -> Decision:
         """Whether `next()` raises the failure, or its samples are skipped. Called on the consumer's thread."""
@@ -117,9 +109,7 @@ class ErrorPolicy:
 
 
 class _Raise(ErrorPolicy):
-    @property
-    def tolerance(self) -> Tolerance:
-        return Tolerance(skips=False)
+    tolerance = Tolerance(skips=False)
 
     def decide(self, failure: Failure) -> Decision:
         return "raise"
@@ -148,14 +138,11 @@ class SkipErrors(ErrorPolicy):
     max_in_a_row: int = 100
 
     def __post_init__(self) -> None:
-        share, in_a_row = self.max_share, self.max_in_a_row
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise ValueError(f"SkipErrors: max_share must be a number from 0 to 1, but got {share!r}")
-        if isinstance(in_a_row, bool) or not isinstance(in_a_row, int) or in_a_row < 0:
-            raise ValueError(f"SkipErrors: max_in_a_row must be an int of zero or more, but got {in_a_row!r}")
+        check_number("SkipErrors: max_share", self.max_share, 0, 1)
+        check_number("SkipErrors: max_in_a_row", self.max_in_a_row, 0, whole=True)
 
     @property
-    def tolerance(self) -> Tolerance:
+    def tolerance(self) -> Tolerance:  # type: ignore[override]
         # One more than is allowed, so that the consumer counts the excess and raises.
         return Tolerance(skips=True, max_in_a_row=self.max_in_a_row + 1)
 

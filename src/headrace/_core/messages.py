@@ -109,40 +109,19 @@ class OpenSession(Protocol):
     """A running epoch as its consumer sees it: plans go out, batches come in. See `links.session.Session`."""
 
     @property
-    def ended(self) -> bool:
-        """Whether no more batches will arrive; those that have arrived can still be taken."""
-
+    def ended(self) -> bool: ...  # no more batches will arrive; those that have arrived can still be taken
     @property
-    def error(self) -> BaseException | None:
-        """The error that ended the session; None after a normal end."""
-
+    def error(self) -> BaseException | None: ...  # which ended the session; None after a normal end
     @property
-    def is_current(self) -> bool:
-        """Whether the caller is on the engine's own thread, where waiting would deadlock."""
-
-    def send(self, message: Request) -> None:
-        """Send a message to the engine that it is for, or to all."""
-
-    def take(self) -> HostBatch | None:
-        """The next batch if there is one; does not block."""
-
-    def take_status(self) -> str | None:
-        """The answer to a `StatusRequest`, if it has arrived."""
-
-    def ready(self) -> int:
-        """The number of batches that have arrived."""
-
-    def certain(self) -> int:
-        """The number of batches that have arrived, and that `next()` will return, or raise an error for."""
-
-    def wait(self, timeout: float | None) -> bool:
-        """Block until a batch or a status arrives or the session ends; False after `timeout` seconds."""
-
-    async def wait_async(self, timeout: float | None) -> bool:
-        """As `wait`, on the caller's event loop."""
-
-    def close(self) -> None:
-        """End the session without waiting; idempotent."""
+    def is_current(self) -> bool: ...  # on the engine's own thread, where waiting would deadlock
+    def send(self, message: Request) -> None: ...  # to the engine that it is for, or to all
+    def take(self) -> HostBatch | None: ...  # the next batch if there is one; does not block
+    def take_status(self) -> str | None: ...  # the answer to a `StatusRequest`, if it has arrived
+    def ready(self) -> int: ...  # batches that have arrived
+    def certain(self) -> int: ...  # those of them that `next()` will return, or raise an error for
+    def wait(self, timeout: float | None) -> bool: ...  # for any of these; False after `timeout` seconds
+    async def wait_async(self, timeout: float | None) -> bool: ...
+    def close(self) -> None: ...  # end the session without waiting; idempotent
 
 
 def check_not_forked(made_in: int) -> None:

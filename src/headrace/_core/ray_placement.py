@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace._core.text import check_number
+
 START_TIMEOUT = 300.0  # seconds; a node that an autoscaler adds takes minutes
 
 _OURS = ("num_cpus", "resources", "runtime_env", "scheduling_strategy", "max_concurrency", "max_restarts", "name")
@@ -50,15 +52,9 @@ class RayPlacement:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, value, least, most in (
-            ("engines", self.engines, 1, math.inf),
-            ("min_engines", self.least, 1, self.engines),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                bounds = f"from 1 to {most}" if most < math.inf else "of at least 1"
-                raise ValueError(f"{name} must be an int {bounds}, but got {value!r}")
-        if not 0 <= self.cpus_per_engine < math.inf:
-            raise ValueError(f"cpus_per_engine must be 0 or more, but got {self.cpus_per_engine!r}")
+        check_number("engines", self.engines, 1, whole=True)
+        check_number("min_engines", self.least, 1, self.engines, whole=True)
+        check_number("cpus_per_engine", self.cpus_per_engine, 0)
         if not 0 < self.start_timeout < math.inf:
             raise ValueError(f"start_timeout must be a positive number of seconds, but got {self.start_timeout!r}")
         if ours := sorted(set(_OURS) & set(self.options)):

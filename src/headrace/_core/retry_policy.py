@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+from headrace._core.text import check_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,10 @@ class RetryPolicy:
     burst: int = 100
 
     def __post_init__(self) -> None:
-        for name, least in (("max_attempts", 1), ("burst", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"RetryPolicy: {name} must be an int of at least {least}, but got {value!r}")
+        for name in ("max_attempts", "burst"):
+            check_number(f"RetryPolicy: {name}", getattr(self, name), 1, whole=True)
         for name in ("initial_backoff", "max_backoff", "deadline", "retry_ratio"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ValueError(f"RetryPolicy: {name} must be a number of zero or more, but got {value!r}")
+            check_number(f"RetryPolicy: {name}", getattr(self, name), 0)
 
     def max_backoff_after(self, attempt: int) -> float:
         """The upper end, in seconds, of the random wait after failed attempt `attempt`, counted from 1.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import logging
 import os
@@ -175,44 +176,23 @@ def _reachable(functions: Iterable[object]) -> Iterator[object]:
 def _held_by(part: Any) -> Iterable[object]:
     if isinstance(part, types.FunctionType):
         return () if _is_opaque(part.__module__) else _held_by_function(part)
-    if isinstance(part, types.MethodType):
-        return part.__self__, part.__func__
-    if isinstance(getattr(part, "__self__", None), _generator_types()):  # a generator's method, which is compiled
-        return (part.__self__,)
-    if isinstance(part, staticmethod | classmethod):
-        return (part.__func__,)
-    if isinstance(part, property):
-        return (part.fget,)
-    if isinstance(part, functools.partial):
-        return part.func, *part.args, *part.keywords.values()
-    if isinstance(part, dict | list | tuple):
-        values = part.values() if isinstance(part, dict) else part
-        return values if len(part) <= _LARGEST_CONTAINER else ()
-    return () if isinstance(part, types.ModuleType | types.BuiltinFunctionType) else _held_by_instance(part)
+    if isinstance(part, types.ModuleType | set | frozenset):  # the order of a set differs between processes
+        return ()
+    if isinstance(part, dict | list | tuple) and len(part) > _LARGEST_CONTAINER:
+        return ()
+    classes = [vars(cls).items() for cls in type(part).__mro__ if not _is_opaque(cls.__module__)]
+    methods = [value for items in classes for _, value in sorted(items)]  # which use globals
+    return (*getattr(part, "__dict__", {}).values(), *gc.get_referents(part), *methods)
 
 
 def _held_by_function(function: types.FunctionType) -> Iterator[object]:
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            yield cell.cell_contents
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
+    yield from (function.__closure__, function.__defaults__, function.__kwdefaults__)
     names = sorted(_names_in(function.__code__))
     for name in names:
         value = function.__globals__.get(name)
         yield value
         if isinstance(value, types.ModuleType) and not _is_opaque(value.__name__):
             yield from (vars(value).get(attribute) for attribute in names)
-
-
-def _held_by_instance(part: object) -> Iterator[object]:
-    yield from getattr(part, "__dict__", {}).values()
-    for cls in type(part).__mro__:
-        if _is_opaque(cls.__module__):
-            continue
-        for name, value in sorted(vars(cls).items()):
-            # The values of slots, and class attributes: methods among them, which use globals.
-            yield getattr(part, name, None) if isinstance(value, types.MemberDescriptorType) else value
 
 
 def _is_opaque(module: str | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 import sys
 from collections.abc import Iterable, Sequence
@@ -47,6 +48,14 @@ def shorten_list(items: Sequence[object] | Iterable[object], count: int) -> str:
     """
     shown = ", ".join(map(short_repr, islice(items, LIST_ITEMS)))
     return f"[{shown}]" if count <= LIST_ITEMS else f"[{shown}, … {count} in all]"
+
+
+def check_number(name: str, value: object, least: float, most: float = math.inf, *, whole: bool = False) -> None:
+    """Raise ValueError unless `value` is a finite number, or an int if `whole`, from `least` to `most`."""
+    kind: Any = int if whole else int | float
+    if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most or value == math.inf:
+        bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{name} must be {'an int' if whole else 'a number'} {bounds}, but got {value!r}")
 
 
 _short = reprlib.Repr()

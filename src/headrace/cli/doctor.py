@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headrace._version import __version__
 
-__all__ = ["CgroupLimits", "available_memory", "examine"]
+__all__ = ["CgroupLimits", "Finding", "available_memory", "examine"]
 
 USUAL_DESCRIPTORS = 1024
 SHM = Path("/dev/shm")
@@ -82,7 +82,7 @@ def _numbers(file: Path, missing: float = math.inf) -> list[float]:
     return [math.inf if word == "max" else float(word) for word in _text(file).split()] or [missing]
 
 
-def size_text(count: float) -> str:
+def _size_text(count: float) -> str:
     """A number of bytes as text."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
@@ -91,7 +91,7 @@ def size_text(count: float) -> str:
     return f"{count:,.1f} GiB"
 
 
-def check_descriptors() -> Iterator[Finding]:
+def _check_descriptors() -> Iterator[Finding]:
     """File descriptors: one for each request in flight."""
     from headrace._core.look_ahead import MOST_CONCURRENCY, most_concurrency  # which imports torch
 
@@ -106,7 +106,7 @@ def check_descriptors() -> Iterator[Finding]:
         yield Finding("descriptors", text)
 
 
-def check_memory() -> Iterator[Finding]:
+def _check_memory() -> Iterator[Finding]:
     """Memory of the machine and of the control group, against the default `memory_budget`."""
     from headrace.options import MEMORY_BUDGET as BUDGET
 
@@ -114,22 +114,22 @@ def check_memory() -> Iterator[Finding]:
     left = min(limits.memory_left, available_memory())
     if math.isinf(left):
         return
-    of = f" of the container's {size_text(limits.memory)}" if math.isfinite(limits.memory) else ""
-    text = f"{size_text(left)} available{of}"
+    of = f" of the container's {_size_text(limits.memory)}" if math.isfinite(limits.memory) else ""
+    text = f"{_size_text(left)} available{of}"
     if left < 2 * BUDGET:
         smaller = max(1 << 24, int(left) // 4) >> 20
-        text += f"; batches that are fetched ahead may take {size_text(BUDGET)}: the kernel may kill the job"
+        text += f"; batches that are fetched ahead may take {_size_text(BUDGET)}: the kernel may kill the job"
         yield Finding("memory", text, f"memory_budget={smaller} << 20, or more memory for the container")
     else:
         yield Finding("memory", text)
 
 
-def check_shared_memory() -> Iterator[Finding]:
+def _check_shared_memory() -> Iterator[Finding]:
     """/dev/shm, which torch's workers use."""
     if not SHM.is_dir():
         return
     free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
-    text = f"{size_text(free)} free; "
+    text = f"{_size_text(free)} free; "
     if free <= LEAST_SHM:
         text += "torch's own workers use it and may die of a bus error; batches of headrace do not use it"
         yield Finding("/dev/shm", text, f"mount -o remount,size=2G {SHM}, or docker run --shm-size=2g")
@@ -137,7 +137,7 @@ def check_shared_memory() -> Iterator[Finding]:
         yield Finding("/dev/shm", f"{text}used by torch's own workers, not for batches of headrace")
 
 
-def check_cores() -> Iterator[Finding]:
+def _check_cores() -> Iterator[Finding]:
     """Cores that this process may use, and the threads that libraries start."""
     machine, affinity, quota = os.cpu_count() or 1, len(os.sched_getaffinity(0)), CgroupLimits.here().cores
     granted = min(affinity, quota)
@@ -159,7 +159,7 @@ def check_cores() -> Iterator[Finding]:
         yield Finding("threads", text, f"export OMP_NUM_THREADS={max(1, int(granted))}")
 
 
-def check_processes() -> Iterator[Finding]:
+def _check_processes() -> Iterator[Finding]:
     """How many processes may be started."""
     limits = CgroupLimits.here()
     if math.isfinite(limits.pids):
@@ -174,7 +174,7 @@ def check_processes() -> Iterator[Finding]:
         yield Finding("user processes", text, "ulimit -u 4096; as root, if the hard limit is lower")
 
 
-def check_event_loop() -> Iterator[Finding]:
+def _check_event_loop() -> Iterator[Finding]:
     """uvloop, and the variable that chooses asyncio's loop."""
     if os.environ.get("HEADRACE_EVENT_LOOP") == "asyncio":
         yield Finding("event loop", "HEADRACE_EVENT_LOOP=asyncio: slower than uvloop", "unset HEADRACE_EVENT_LOOP")
@@ -189,7 +189,7 @@ def check_event_loop() -> Iterator[Finding]:
         yield Finding("event loop", text, "pip install uvloop")
 
 
-def check_device() -> Iterator[Finding]:
+def _check_device() -> Iterator[Finding]:
     """The accelerator, and whether host memory can be page-locked for copies to it."""
     import torch
 
@@ -209,7 +209,7 @@ def check_device() -> Iterator[Finding]:
         yield Finding("device", f"{text}; memory cannot be pinned ({reason}): copies block", "ulimit -l unlimited")
 
 
-def check_versions() -> Iterator[Finding]:
+def _check_versions() -> Iterator[Finding]:
     """Versions of what headrace needs."""
     yield Finding("headrace", f"{__version__}, Python {platform.python_version()}, {platform.system()}")
     for name in REQUIRED:
@@ -221,14 +221,14 @@ def check_versions() -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    check_descriptors,
-    check_memory,
-    check_shared_memory,
-    check_cores,
-    check_processes,
-    check_event_loop,
-    check_device,
-    check_versions,
+    _check_descriptors,
+    _check_memory,
+    _check_shared_memory,
+    _check_cores,
+    _check_processes,
+    _check_event_loop,
+    _check_device,
+    _check_versions,
 )
 
 
@@ -243,7 +243,7 @@ def examine(*, as_json: bool) -> int:
         try:
             found += check()
         except Exception as error:  # a file of the system that has another form, a package that fails at import
-            name = check.__name__.removeprefix("check_").replace("_", " ")
+            name = check.__name__.removeprefix("_check_").replace("_", " ")
             found.append(Finding(name, f"could not be examined: {type(error).__name__}: {error}", "please report this"))
     problems = sum(not each.ok for each in found)
     if as_json:

@@ -14,11 +14,11 @@ from headrace.cli import doctor
 from headrace.cli.doctor import (
     CgroupLimits,
     Finding,
-    check_cores,
-    check_descriptors,
-    check_event_loop,
-    check_memory,
-    check_processes,
+    _check_cores,
+    _check_descriptors,
+    _check_event_loop,
+    _check_memory,
+    _check_processes,
 )
 from headrace.cli.main import main
 
@@ -73,11 +73,11 @@ def test_the_limits_of_a_small_container_are_problems_and_each_remedy_mends_its_
 
 def test_few_descriptors_by_a_hard_limit_are_a_problem_for_the_container(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 128))
-    (found,) = check_descriptors()
+    (found,) = _check_descriptors()
     assert found.text.startswith('64 (hard limit 128): concurrency="auto" uses up to 32 requests of 1,024')
     assert found.remedy == "docker run --ulimit nofile=4096; outside of a container, as root: ulimit -n 4096"
     monkeypatch.setattr(resource, "getrlimit", lambda which: (4096, 4096))
-    (found,) = check_descriptors()
+    (found,) = _check_descriptors()
     assert found.ok
 
 
@@ -101,11 +101,11 @@ def test_exit_status_is_0_where_all_is_well(monkeypatch, capsys):
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch, capsys):
-    def check_everything():
+    def _check_everything():
         raise ValueError("another form")
         yield
 
-    monkeypatch.setattr(doctor, "CHECKS", (check_everything,))
+    monkeypatch.setattr(doctor, "CHECKS", (_check_everything,))
     assert main(["doctor"]) == 1
     assert "everything        could not be examined: ValueError: another form" in capsys.readouterr().out
 
@@ -142,7 +142,7 @@ def test_limits_of_control_groups_are_problems_and_each_remedy_mends_its_line(tm
     write(root / "job", pids__max="64", pids__current="44")
 
     def found():
-        return {each.name: each for check in (check_memory, check_cores, check_processes) for each in check()}
+        return {each.name: each for check in (_check_memory, _check_cores, _check_processes) for each in check()}
 
     small = found()
     assert small["memory"].text == (
@@ -168,11 +168,11 @@ def test_limits_of_control_groups_are_problems_and_each_remedy_mends_its_line(tm
 def test_few_processes_of_a_user_are_a_problem_with_a_remedy(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 128))
-    assert list(check_processes())[-1].remedy == "ulimit -u 4096; as root, if the hard limit is lower"
+    assert list(_check_processes())[-1].remedy == "ulimit -u 4096; as root, if the hard limit is lower"
 
 
 def test_the_loop_of_asyncio_is_a_problem_until_the_variable_is_unset(monkeypatch):
     monkeypatch.setenv("HEADRACE_EVENT_LOOP", "asyncio")
-    assert next(check_event_loop()).remedy == "unset HEADRACE_EVENT_LOOP"
+    assert next(_check_event_loop()).remedy == "unset HEADRACE_EVENT_LOOP"
     monkeypatch.delenv("HEADRACE_EVENT_LOOP")
-    assert next(check_event_loop()).ok
+    assert next(_check_event_loop()).ok

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from headrace._core.store.client import LARGE, PAGE, PART
+from headrace._core.store.listing import AT_ONCE as LIST_AT_ONCE
+from headrace._core.store.store import LARGE, PAGE, PART
 
 __all__ = ["MODELS", "WORKLOADS", "Model", "Workload", "cluster_tables", "cost_table", "host_tables", "other_costs"]
 
@@ -38,7 +39,6 @@ BATCH_CPU = {  # seconds of the engine with its worker, and of the consumer
 }
 
 REQUESTS, KEYS = "`engine_costs.py`", "`catalog_costs.py`"
-LIST_AT_ONCE = 16  # requests of a listing: the default of Store(list_concurrency=)
 
 
 @dataclass(frozen=True)

@@ -750,7 +750,7 @@ def test_secrets_in_url_headers_and_credentials_are_shown_nowhere(local, server)
                     list(loader)
                 stats = loader.stats()
                 (failure,) = stats.skipped
-                shown += [repr(dataset), repr(dataset._client), repr(loader), repr(stats), str(failure), repr(failure)]
+                shown += [repr(dataset), repr(dataset._store), repr(loader), repr(stats), str(failure), repr(failure)]
                 assert error.__cause__ is None
                 assert error.__context__ is None
                 shown += [repr(vars(error)), "".join(traceback.format_exception(error))]

@@ -78,7 +78,7 @@ class Bench:
         self._arguments, self._plot, self._until = arguments, plot, began + arguments.seconds
         self._options = _nested(arguments.store_option)
         self._store = Store(arguments.url, options=self._options)
-        _ = self._store._client.store  # opens it, which requests nothing
+        _ = self._store.backend()  # opens it, which requests nothing
         self._trials: list[Trial] = []
         self._complete = False
 
@@ -218,7 +218,7 @@ def _nested(options: Sequence[tuple[str, object]]) -> dict[str, object]:
 async def _list(store: Store, most: int) -> dict[str, list[Any]]:
     """Keys, sizes and entity tags of the first objects that are not empty."""
     found: list[Any] = []
-    pages = store._client.pages()
+    pages = store.pages()
     try:
         async for page in pages:
             found += [entry for entry in page if entry["size"] > 0][: most - len(found)]

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Self, SupportsIndex
 from headrace._core.store.catalog import UNKNOWN, Catalog, Labels, StringArray, align_labels
 from headrace._core.store.head import check_form
 from headrace._core.store.listing import ListingFile, list_objects, read_table
-from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.text import sample_repr
@@ -110,11 +109,11 @@ class ObjectDataset(Cacheable[ObjectSample]):
             raise ValueError("suffix= and listing_file= are about a listing, and with keys= nothing is listed")
         if keys is not None and len(keys) == 0:
             raise ValueError("keys= is empty: a dataset needs at least one key")
-        self._client = as_store(store)._client
-        file = None if listing_file is None else ListingFile(listing_file, self._client.url, suffix)
+        self._store = as_store(store)
+        file = None if listing_file is None else ListingFile(listing_file, self._store.url, suffix)
         catalog = Catalog(StringArray(keys)) if keys is not None else file.read() if file is not None else None
         if catalog is None:
-            catalog = background_loop().run(list_objects(self._client, suffix))
+            catalog = background_loop().run(list_objects(self._store, suffix))
             if file is not None:
                 file.write(catalog)
         self._hold(catalog, labels, checksums)
@@ -160,9 +159,8 @@ class ObjectDataset(Cacheable[ObjectSample]):
             ('7.bin', 'cat')
         """
         dataset = cls.__new__(cls)
-        opened = as_store(store)
-        dataset._client = opened._client
-        catalog = read_table(table, opened, key=key, label=label, size=size, etag=etag, checksum=checksum)
+        dataset._store = as_store(store)
+        catalog = read_table(table, dataset._store, key=key, label=label, size=size, etag=etag, checksum=checksum)
         dataset._hold(catalog, None, None)
         return dataset
 
@@ -186,7 +184,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
         return len(self._keys)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({redact_url(self._client.url)!r}, {len(self)} keys)"
+        return f"{type(self).__name__}({self._store.url!r}, {len(self)} keys)"
 
     def sample_key(self, index: int) -> str:
         """The key at `index`."""
@@ -208,14 +206,14 @@ class ObjectDataset(Cacheable[ObjectSample]):
     def extent(self, index: int) -> Extent:
         """Which bytes the object at `index` is, for a cache; raises `IndexError` if there is none."""
         key, size, etag, checksum = self._object(index)
-        return Extent(self._client.store_id, key, etag, 0, None if size == UNKNOWN else size, checksum)
+        return Extent(self._store.store_id, key, etag, 0, None if size == UNKNOWN else size, checksum)
 
     def read_bytes(self, index: int) -> Awaitable[memoryview]:
         """Fetch the bytes of the object at `index`; errors are those of `aget`."""
         key, size, etag, checksum = self._object(index)
         if size == UNKNOWN:
-            return self._client.read_all(key, index=index, etag=etag, checksum=checksum)
-        return self._client.read(key, 0, size, index=index, size=size, etag=etag, checksum=checksum)
+            return self._store.read_all(key, index=index, etag=etag, checksum=checksum)
+        return self._store.read(key, 0, size, index=index, size=size, etag=etag, checksum=checksum)
 
     def sample_of(self, index: int, data: memoryview) -> ObjectSample:
         """The sample at `index`, of its bytes."""

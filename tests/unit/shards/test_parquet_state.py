@@ -84,7 +84,7 @@ def test_restore_reads_the_current_row_group_again_and_those_ahead_of_it():
 def test_file_that_has_changed_is_an_error_that_names_it():
     state = asyncio.run(state_after(hr.ParquetDataset(list(OBJECTS), store=in_memory(OBJECTS)), 12))
     same_rows = in_memory({**OBJECTS, "1.parquet": written(500, 3, 5)})
-    same_rows._client.store.put("1.parquet", written(700, 3, 5))
+    same_rows.backend().put("1.parquet", written(700, 3, 5))
     with pytest.raises(StateError, match=r"1\.parquet has changed since the state was saved"):
         aiter(hr.ParquetDataset(list(OBJECTS), store=same_rows)).load_state_dict(state)
 

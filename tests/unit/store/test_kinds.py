@@ -133,30 +133,3 @@ def test_throttled_requests_are_retried_by_the_policy_of_the_store(kind):
     error = failure_of(dataset)
     assert (error.status, error.attempts) == (503, 3)
     assert "throttled" in str(error)
-
-
-@pytest.fixture(scope="module")
-def large():
-    """A directory for each kind, of thousands of other objects in class directories."""
-    objects = {}
-    for name, (data, suffix, _) in KINDS.items():
-        folder = name.replace(" ", "-")
-        objects.update({f"{folder}/class{i:02}/{j:04}.txt": b"" for i in range(60) for j in range(100)})
-        objects.update({f"{folder}/class{i:02}/data{suffix}": data for i in (3, 57)})
-    with ObjectServer(objects, latency=0.1) as server:
-        yield server
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_listing_is_parallel_and_complete(large, name):
-    folder = name.replace(" ", "-")
-    make = KINDS[name][2]
-    large.misbehave()
-    store = hr.Store(f"{large.url}/{folder}", options=large.store_options)
-    parallel = samples(make(store))
-    requests = len(large.seen("LIST"))
-    assert 8 < requests <= 7 + 16, "six or seven pages, and directories"
-    large.misbehave()
-    alone = hr.Store(f"{large.url}/{folder}", options=large.store_options, list_concurrency=1)
-    assert samples(make(alone)) == parallel
-    assert len(large.seen("LIST")) == 7

@@ -14,7 +14,6 @@ from object_server import Fault, ObjectServer
     [
         ({"timeout": 0}, "timeout=0 "),
         ({"timeout": -1.5}, "timeout=-1.5 "),
-        ({"list_concurrency": 0}, "list_concurrency=0 "),
         ({"backend": MemoryStore(), "options": {}}, "options="),
     ],
 )
@@ -62,4 +61,4 @@ def test_datasets_of_one_store_share_one_client():
         objects, lines = hr.ObjectDataset(store, keys=["a"]), hr.LinesDataset("b.txt", store=store)
         assert bytes(objects[0].data) == b"a"
         assert list(lines) == ["b"]
-        assert objects._client is lines._shards[0].store
+        assert objects._store is lines._shards[0].store

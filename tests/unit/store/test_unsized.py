@@ -7,8 +7,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from headrace._core.retry_policy import RetryPolicy
-from headrace._core.store.client import LARGE, PART
-from headrace._core.store.store import Store
+from headrace._core.store.store import LARGE, PART, Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import ChecksumError, ObjectChangedError
 from object_server import Fault, ObjectServer

@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 import headrace as hr
-from headrace._core.store.client import LARGEST_WHOLE, StoreClient
+from headrace._core.store.store import LARGEST_WHOLE
 from headrace.errors import ObjectChangedError
 from tests.answers import answering
 
@@ -38,7 +38,7 @@ class Plain:
 async def test_part_is_cut_out_of_the_whole_object_with_one_warning():
     server = Plain()
     with answering(server) as url:
-        client = StoreClient(url, {}, retry=QUICK)
+        client = hr.Store(url, retry=QUICK)
         with pytest.warns(UserWarning, match="does not do ranges"):
             assert bytes(await client.read("a", 10, 20, size=len(BODY))) == BODY[10:20]
         with warnings.catch_warnings(action="error"):
@@ -59,7 +59,7 @@ def test_truncated_body_of_a_shard_is_requested_again(cuts):
 async def test_version_is_compared():
     server = Plain()
     with answering(server) as url:
-        client = StoreClient(url, {}, retry=QUICK)
+        client = hr.Store(url, retry=QUICK)
         head = (await client.read_start("a", 10)).head
         server.modified = "Mon, 01 Jan 2024 00:00:02 GMT"
         with pytest.raises(ObjectChangedError):
@@ -74,7 +74,7 @@ async def test_large_object_is_an_error_that_has_its_size(read):
         request.end_headers()
 
     with answering(answer) as url:
-        client = StoreClient(url, {}, retry=QUICK)
+        client = hr.Store(url, retry=QUICK)
         with pytest.raises(hr.StoreError, match=f"all {LARGEST_WHOLE + 1} bytes come.* 64 MiB") as failed:
             await (client.read("a", 0, 10) if read == "read" else client.read_start("a", 10))
     assert failed.value.attempts == 1
@@ -82,6 +82,6 @@ async def test_large_object_is_an_error_that_has_its_size(read):
 
 async def test_an_empty_object_does_not_say_that_the_store_has_no_ranges():
     with answering(Plain(b"")) as url:
-        client = StoreClient(url, {}, retry=QUICK)
+        client = hr.Store(url, retry=QUICK)
         assert bytes((await client.read_start("a", 10)).data) == b""
-        assert not client.ranges_ignored
+        assert not client._ranges_ignored

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from headrace._core.store.client import StoreClient
 from headrace._core.store.head import Head, InitialRead
 from headrace._core.store.listing import list_heads
 from headrace._core.store.open import check_shared
@@ -38,7 +37,7 @@ class Shard:
         head: size and version, if known.
     """
 
-    store: StoreClient
+    store: Store
     key: str
     head: Head | None = None
 
@@ -48,7 +47,7 @@ class Shard:
         return self.store.name(self.key)
 
     def read(self, start: int, stop: int, *, index: Any = None) -> Awaitable[memoryview]:
-        """Read bytes of this version of the object; see `StoreClient.read`."""
+        """Read bytes of this version of the object; see `Store.read`."""
         head = self.head
         size, etag, modified = (None, None, None) if head is None else (head.size, head.etag, head.modified)
         return self.store.read(self.key, start, stop, size=size, etag=etag, modified=modified, index=index)
@@ -81,7 +80,7 @@ def find_shards(
         ValueError: no shard, a repeated shard, or a URL that is not under the URL of `store`.
     """
     opened = None if store is None else as_store(store)
-    clients: dict[str, StoreClient] = {}
+    stores: dict[str, Store] = {}
     named: list[tuple[Shard, bool]] = []  # and whether it has to be listed
     for name in [shards] if isinstance(shards, str | os.PathLike) else shards:
         if isinstance(name, Shard):
@@ -89,10 +88,10 @@ def find_shards(
             continue
         for url in expand_braces(os.fspath(name)):
             base, key = split_url(url) if opened is None else ("", opened.key_of(url))
-            if base not in clients:
-                clients[base] = (opened or Store(base))._client
+            if base not in stores:
+                stores[base] = opened or Store(base)
             is_pattern = _GLOB.search(key) is not None or not key.lower().endswith(suffixes)
-            named.append((Shard(clients[base], key), is_pattern))
+            named.append((Shard(stores[base], key), is_pattern))
     patterns = [shard for shard, is_pattern in named if is_pattern]
     listed = iter(background_loop().run(_list_all(patterns, suffixes)) if patterns else ())
     found = [shard for one, is_pattern in named for shard in (next(listed) if is_pattern else (one,))]

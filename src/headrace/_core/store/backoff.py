@@ -13,7 +13,6 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
@@ -25,7 +24,6 @@ FIRST_CONTACT_ATTEMPTS = 3
 # A length or a checksum that is wrong each time is wrong in the store.
 DAMAGE_ATTEMPTS = 3
 
-_DAMAGES = frozenset({Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.WRONG_RANGE})
 HEAD_TIMEOUT = 2.0  # seconds for the answer that only gives `Retry-After`; without it the backoff decides
 
 _REFUSED = re.compile(r"performing [A-Z]+ (https?://\S+) in ")
@@ -36,13 +34,16 @@ _dice = random.Random()
 class Tries:
     """The attempts at one request, what it is about, and its deadline.
 
-    Attributes:
+    Args:
         policy: how it is retried.
         doing: the operation, for errors, e.g. ``"reading the footer of 'a.parquet'"``.
         key: the object it is about, for errors.
         index: the sample it is about, for errors.
+        began: the time of the first attempt (`time.monotonic`); now if None.
+        whole: the attempts at the whole object of which it is a part; all parts share its beginning and its deadline.
+
+    Attributes:
         attempts: the number of attempts that have failed.
-        renewed: whether the credentials were renewed for this request.
     """
 
     def __init__(
@@ -51,60 +52,43 @@ class Tries:
         doing: str = "",
         key: str | None = None,
         index: object = None,
+        *,
         began: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        whole: Tries | None = None,
     ) -> None:
-        self.policy = policy
-        self.doing = doing
-        self.key = key
-        self.index = index
+        self.policy, self.doing, self.key, self.index = policy, doing, key, index
         self.attempts = 0
-        self.renewed = False
-        self._clock = clock
-        self._began = clock() if began is None else began
-        self._progressed = [self._began]
-
-    def sibling(self, doing: str) -> Tries:
-        """The attempts at another part of the same object: another count, the same deadline."""
-        other = Tries(self.policy, doing, self.key, self.index, self._began, self._clock)
-        other._progressed = self._progressed
-        return other
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the first attempt began."""
-        return self._clock() - self._began
+        self.began: float = whole.began if whole is not None else began or time.monotonic()
+        self._renewed = False  # whether the credentials were renewed for this request
+        self._progressed: list[float] = [self.began] if whole is None else whole._progressed
 
     def progress(self) -> None:
         """Restart the deadline."""
-        self._progressed[0] = self._clock()
+        self._progressed[0] = time.monotonic()
 
-    def wait(
-        self, failure: RequestFailure, *, answered: bool, draw: Callable[[], float] = _dice.random
-    ) -> float | None:
+    def within(self, seconds: float) -> bool:
+        """Whether the deadline allows an attempt in so many seconds."""
+        return time.monotonic() + seconds - self._progressed[0] < self.policy.deadline
+
+    def wait(self, failure: RequestFailure, *, answered: bool) -> float | None:
         """The seconds to wait before the next attempt; None to give up.
 
         Args:
             failure: of the last attempt, which is counted in `attempts`.
             answered: whether the store has ever responded in this process.
-            draw: a random number in [0, 1).
         """
-        if failure.cause is Cause.EXPIRED and not self.renewed:
-            self.renewed = True
-            return 0.0 if self.policy.max_attempts > 1 else None
-        most = self.policy.max_attempts
-        if failure.cause in _DAMAGES:
+        cause, most = failure.cause, self.policy.max_attempts
+        if cause is Cause.EXPIRED and not self._renewed:
+            self._renewed = True
+            return 0.0 if most > 1 else None
+        if cause in (Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.WRONG_RANGE):
             most = min(most, DAMAGE_ATTEMPTS)
-        elif not answered and failure.cause in (Cause.UNREACHABLE, Cause.UNRESOLVED, Cause.TIMED_OUT):
+        elif not answered and cause in (Cause.UNREACHABLE, Cause.UNRESOLVED, Cause.TIMED_OUT):
             most = min(most, FIRST_CONTACT_ATTEMPTS)
-        if not failure.cause.is_transient or self.attempts >= most:
+        if not cause.transient or self.attempts >= most:
             return None
-        wait = draw() * self.policy.max_backoff_after(self.attempts)
+        wait = _dice.random() * self.policy.max_backoff_after(self.attempts)
         return wait if self.within(wait) else None
-
-    def within(self, seconds: float) -> bool:
-        """Whether the deadline allows an attempt in so many seconds."""
-        return self._clock() + seconds - self._progressed[0] < self.policy.deadline
 
 
 class RetryGate:
@@ -117,10 +101,9 @@ class RetryGate:
         not_before: the time (`time.monotonic`) before which no request is sent, by `Retry-After`; 0 if there is none.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.successes = 0
         self.not_before = 0.0
-        self._clock = clock
         self._lock = threading.Lock()  # of the budget, a token bucket
         self._tokens: float | None = None
         self._at = 0.0
@@ -129,21 +112,16 @@ class RetryGate:
     def take_retry(self, policy: RetryPolicy) -> float:
         """Take one retry and return 0, or return the seconds until one is available without further successes."""
         with self._lock:
-            now, successes = self._clock(), self.successes
+            now, successes = time.monotonic(), self.successes
             if self._tokens is None:
                 self._tokens = float(policy.burst)
-            else:
-                earned = (successes - self._seen) * policy.retry_ratio + (now - self._at) * policy.burst / 10
-                self._tokens = min(float(policy.burst), self._tokens + earned)
+            earned = (successes - self._seen) * policy.retry_ratio + (now - self._at) * policy.burst / 10
+            self._tokens = min(float(policy.burst), self._tokens + earned)
             self._at, self._seen = now, successes
             if self._tokens >= 1.0:
                 self._tokens -= 1.0
                 return 0.0
             return (1.0 - self._tokens) * 10 / policy.burst
-
-    def hold_back(self, seconds: float) -> None:
-        """Send no request for that many seconds, as the service has asked by `Retry-After`."""
-        self.not_before = max(self.not_before, time.monotonic() + seconds)
 
     async def wait_open(self, tries: Tries) -> None:
         """Wait until the time given by the service's last `Retry-After`.
@@ -154,10 +132,10 @@ class RetryGate:
             left = self.not_before - time.monotonic()
             if left <= 0:
                 self.not_before = 0.0
+            elif not tries.within(left):
                 return
-            if not tries.within(left):
-                return
-            await asyncio.sleep(left)
+            else:
+                await asyncio.sleep(left)
 
     async def may_try_again(self, failure: RequestFailure, tries: Tries) -> bool:
         """Wait until the next attempt may be made; return False if the request is to be given up."""
@@ -175,7 +153,7 @@ class RetryGate:
         return True
 
 
-async def ask_retry_after(error: BaseException) -> float | None:
+async def ask_retry_after(error: BaseException | None) -> float | None:
     """The seconds of `Retry-After` (RFC 9110, section 10.2.3) of a store that throttles; None if it gives none.
 
     obstore gives no headers of a refusal, so this sends one HEAD of the same URL, which is in the error, without

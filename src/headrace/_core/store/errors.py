@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 from obstore.exceptions import (
     BaseError,
@@ -16,8 +14,8 @@ from obstore.exceptions import (
     UnauthenticatedError,
 )
 
-from headrace._core.store.options import ALLOW_REDIRECTS, BLACKHOLE_PROXY, PROFILE, merged_options, proxy_for, traits_of
-from headrace._core.store.redaction import redact_text, redact_url
+from headrace._core.store.options import ALLOW_REDIRECTS, BLACKHOLE_PROXY
+from headrace._core.store.redaction import redact_text
 from headrace.errors import (
     ChecksumError,
     ObjectChangedError,
@@ -46,52 +44,93 @@ _UNUSABLE = re.compile(
 )
 _MAX_MESSAGE = 400  # characters; a server may answer an error with a page
 CREDENTIAL_HOST = "169.254.169.254"  # where AWS, GCP and Azure machines are asked for credentials
+NO_CREDENTIALS = (
+    "No credentials were given, and this machine has no service that gives them. Set them in the environment or in the "
+    "store's options, or options={'skip_signature': True} for a public bucket"
+)
+_CREDENTIALS = "Check the credentials in the store's options or the environment"
 
 
 class Cause(enum.Enum):
-    """Why a request failed. The value is the text for messages."""
+    """Why a request failed.
 
-    THROTTLED = "throttled (HTTP 429 or 503)"
-    SERVER = "the store failed"
-    TIMED_OUT = "no byte came within the time-out"
-    UNREACHABLE = "no connection to the store"
-    UNRESOLVED = "the host name of the store does not resolve"
-    UNTRUSTED = "the TLS certificate of the server is not valid here"
-    NOT_TLS = "the server does not speak TLS on this port"
-    PLAIN_HTTP = "the endpoint is http:// and allow_http is off"
-    CUT = "the body was cut short"
-    WRONG_RANGE = "the store sent another range than requested"
-    WRONG_LENGTH = "the body has another length"
-    DAMAGED = "the checksum is not the given one"
-    UNUSABLE = "the answer cannot be used"
-    RANGE_IGNORED = "the store does not do ranges"
-    CHANGED = "the object was overwritten since it was listed, or while it was read"
-    NOT_FOUND = "not found"
-    EXPIRED = "the credentials have expired"
-    REFUSED = "refused"
-    WRONG_REGION = "the bucket is in another region"
-    REDIRECTED = "the server redirects to another host"
-    OTHER = "failed"
+    Attributes:
+        text: for messages.
+        transient: whether the same request may succeed a little later.
+        error: the class of the exception that is raised for it.
+        remedy: for messages; may be empty.
+    """
 
-    @property
-    def is_transient(self) -> bool:
-        """Whether the same request may succeed a little later."""
-        return self in _TRANSIENT
+    def __init__(
+        self, text: str, transient: bool = False, error: type[StoreError] = StoreError, remedy: str = ""
+    ) -> None:
+        self.text, self.transient, self.error, self.remedy = text, transient, error, remedy
+
+    THROTTLED = "throttled (HTTP 429 or 503)", True
+    SERVER = "the store failed", True
+    TIMED_OUT = "no byte came within the time-out", True, StoreUnreachableError
+    UNREACHABLE = (
+        "no connection to the store",
+        True,
+        StoreUnreachableError,
+        "Check the endpoint and its port, and that the server runs",
+    )
+    UNRESOLVED = (
+        "the host name of the store does not resolve",
+        True,
+        StoreUnreachableError,
+        "Check the URL, and the endpoint and region in the store's options or in the environment",
+    )
+    UNTRUSTED = (
+        "the TLS certificate of the server is not valid here",
+        False,
+        StoreUnreachableError,
+        "For a certificate of a private authority, pass the authority's: options={'client_options': "
+        "{'root_certificate': Path('ca.pem').read_bytes()}}, or SSL_CERT_FILE in the environment",
+    )
+    NOT_TLS = (
+        "the server does not speak TLS on this port",
+        False,
+        StoreUnreachableError,
+        "If it is a server without TLS, write http:// in place of https://",
+    )
+    PLAIN_HTTP = (
+        "the endpoint is http:// and allow_http is off",
+        False,
+        StoreUnreachableError,
+        "Write options={'client_options': {'allow_http': True}}",
+    )
+    CUT = "the body was cut short", True
+    WRONG_RANGE = "the store sent another range than requested", True
+    WRONG_LENGTH = "the body has another length", True, ObjectChangedError, "It has changed: make the dataset again"
+    DAMAGED = "the checksum is not the given one", True, ChecksumError, "The object itself may be damaged"
+    UNUSABLE = ("the answer cannot be used",)
+    RANGE_IGNORED = ("the store does not do ranges",)
+    CHANGED = (
+        "the object was overwritten since it was listed, or while it was read",
+        False,
+        ObjectChangedError,
+        "Make the dataset again",
+    )
+    NOT_FOUND = "not found", False, ObjectNotFoundError
+    EXPIRED = "the credentials have expired", False, StoreError, _CREDENTIALS
+    REFUSED = "refused", False, StoreError, _CREDENTIALS
+    WRONG_REGION = (
+        "the bucket is in another region",
+        False,
+        StoreError,
+        "Set region in the store's options or AWS_REGION; the default is us-east-1",
+    )
+    REDIRECTED = (
+        "the server redirects to another host",
+        False,
+        StoreError,
+        f"It was not followed. If that host can be trusted with everything that is sent to this one, set "
+        f"options={{{ALLOW_REDIRECTS!r}: True, ...}}",
+    )
+    OTHER = ("failed",)
 
 
-_TRANSIENT = frozenset(
-    {
-        Cause.THROTTLED,
-        Cause.SERVER,
-        Cause.TIMED_OUT,
-        Cause.UNREACHABLE,
-        Cause.UNRESOLVED,
-        Cause.CUT,
-        Cause.WRONG_RANGE,
-        Cause.WRONG_LENGTH,
-        Cause.DAMAGED,
-    }
-)
 _CLASSES = (
     ((NotFoundError, FileNotFoundError), Cause.NOT_FOUND),
     ((PreconditionError,), Cause.CHANGED),
@@ -113,50 +152,40 @@ _STATUSES = {
     503: Cause.THROTTLED,
     505: Cause.OTHER,
 }
-_CREDENTIALS = "Check the credentials in the store's options or the environment"
-# The class of the error, and the remedy; by default a `StoreError` without.
-_REPORTS: dict[Cause, tuple[type[StoreError], str]] = {
-    Cause.NOT_FOUND: (ObjectNotFoundError, ""),
-    Cause.TIMED_OUT: (StoreUnreachableError, ""),
-    Cause.UNREACHABLE: (StoreUnreachableError, "Check the endpoint and its port, and that the server runs"),
-    Cause.UNRESOLVED: (
-        StoreUnreachableError,
-        "Check the URL, and the endpoint and region in the store's options or in the environment",
-    ),
-    Cause.UNTRUSTED: (
-        StoreUnreachableError,
-        "For a certificate of a private authority, pass the authority's: options={'client_options': "
-        "{'root_certificate': Path('ca.pem').read_bytes()}}, or SSL_CERT_FILE in the environment",
-    ),
-    Cause.NOT_TLS: (StoreUnreachableError, "If it is a server without TLS, write http:// in place of https://"),
-    Cause.PLAIN_HTTP: (StoreUnreachableError, "Write options={'client_options': {'allow_http': True}}"),
-    Cause.REDIRECTED: (
-        StoreError,
-        f"It was not followed. If that host can be trusted with everything that is sent to this one, set "
-        f"options={{{ALLOW_REDIRECTS!r}: True, ...}}",
-    ),
-    Cause.WRONG_REGION: (StoreError, "Set region in the store's options or AWS_REGION; the default is us-east-1"),
-    Cause.REFUSED: (StoreError, _CREDENTIALS),
-    Cause.EXPIRED: (StoreError, _CREDENTIALS),
-    Cause.CHANGED: (ObjectChangedError, "Make the dataset again"),
-    Cause.WRONG_LENGTH: (ObjectChangedError, "It has changed: make the dataset again"),
-    Cause.DAMAGED: (ChecksumError, "The object itself may be damaged"),
-}
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFailure:
+class RequestFailure(Exception):
     """A failed request.
 
     Attributes:
         cause: why it failed.
         status: the HTTP status; None if there was no answer, or a good one whose body failed.
         detail: further text for messages, without secrets.
+        error: obstore's exception, if it was one.
     """
 
-    cause: Cause
-    status: int | None = None
-    detail: str = ""
+    def __init__(
+        self, cause: Cause, status: int | None = None, detail: str = "", error: BaseException | None = None
+    ) -> None:
+        super().__init__(cause)
+        self.cause, self.status, self.detail, self.error = cause, status, detail, error
+
+
+FAILURES = (*NATIVE_ERRORS, RequestFailure)
+
+
+def failure_of(error: BaseException) -> RequestFailure:
+    """The failure that one of `FAILURES` means, without its traceback.
+
+    obstore keeps the future that holds its error until it is called next. With the frames of the traceback, that would
+    keep the store alive, and its connections open.
+    """
+    error = error.with_traceback(None)
+    if isinstance(error, RequestFailure):
+        return error
+    failure = classify_error(error)
+    failure.error = error
+    return failure
 
 
 def classify_error(error: BaseException) -> RequestFailure:
@@ -173,7 +202,9 @@ def classify_error(error: BaseException) -> RequestFailure:
             expired = cause is Cause.REFUSED and _EXPIRED.search(text)
             return RequestFailure(Cause.EXPIRED if expired else cause, status)
     if status is not None:
-        return RequestFailure(_status_cause(status, text), status)
+        expired = status in (400, 401, 403) and _EXPIRED.search(text)
+        known = _STATUSES.get(status, Cause.SERVER if status >= 500 else Cause.OTHER)
+        return RequestFailure(Cause.EXPIRED if expired else known, status)
     if "non-partial response" in text:
         return RequestFailure(Cause.RANGE_IGNORED)
     if "Requested " in text and ", got " in text:
@@ -186,12 +217,6 @@ def classify_error(error: BaseException) -> RequestFailure:
         failed = _transport_cause(text, dump)
         return RequestFailure(failed, detail="" if failed is Cause.REDIRECTED else _innermost(dump))
     return RequestFailure(Cause.OTHER)
-
-
-def _status_cause(status: int, text: str) -> Cause:
-    if status in (400, 401, 403) and _EXPIRED.search(text):
-        return Cause.EXPIRED
-    return _STATUSES.get(status, Cause.SERVER if status >= 500 else Cause.OTHER)
 
 
 def _transport_cause(text: str, dump: str) -> Cause:
@@ -224,42 +249,6 @@ def _innermost(dump: str) -> str:
         return ""
     address = _ADDRESS.search(dump)
     return f"{words[-1]} ({address[1]})" if address is not None else words[-1]
-
-
-def explain(
-    failure: RequestFailure, doing: str, detail: str | None, url: str, hint: str
-) -> tuple[type[StoreError], str]:
-    """The class and the text of the error for a failure.
-
-    Args:
-        failure: of the last attempt.
-        doing: the operation.
-        detail: the message of obstore's error, without secrets, if there was one.
-        url: of the store, without secrets.
-        hint: a remedy where the store cannot be reached.
-    """
-    cause = failure.cause
-    kind, remedy = _REPORTS.get(cause, (StoreError, ""))
-    if detail is not None and CREDENTIAL_HOST in detail:
-        kind = StoreUnreachableError
-        remedy = (
-            "No credentials were given, and this machine has no service that gives them. Set them in the environment "
-            "or in the store's options, or options={'skip_signature': True} for a public bucket"
-        )
-        if traits_of(url).prefix == "aws_":
-            remedy += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
-    elif cause in (Cause.UNREACHABLE, Cause.UNRESOLVED):
-        remedy += hint
-    message = ": ".join(filter(None, (doing, cause.value, failure.detail, detail)))
-    return kind, f"{message}. {remedy}" if remedy else message
-
-
-def connection_hint(url: str, options: Mapping[str, object]) -> str:
-    """A remedy where a store cannot be reached: the proxy that requests go through, without secrets."""
-    proxy = proxy_for(url, merged_options(url, options))
-    if proxy is None:
-        return ""
-    return f". Requests go through the proxy {redact_url(proxy)}; NO_PROXY names hosts that are connected to directly"
 
 
 def describe_error(error: BaseException, secrets: tuple[str, ...] = ()) -> str:

@@ -54,8 +54,8 @@ class InitialRead(NamedTuple):
     head: Head
 
 
-def check_version(size: int | None, etag: str | None, modified: str | None, found: Head) -> RequestFailure | None:
-    """Why an answer is of another version than the one that is known; None if it may be of the same.
+def check_version(size: int | None, etag: str | None, modified: str | None, found: Head) -> None:
+    """Raise `RequestFailure` if an answer is of another version than the one that is known.
 
     Args:
         size: bytes of the known version; None if unknown, as for the next two.
@@ -63,29 +63,24 @@ def check_version(size: int | None, etag: str | None, modified: str | None, foun
         modified: the time of its last modification, as in `Head`; compared unless both have a strong entity tag.
         found: the metadata in the answer.
     """
-    if not same_tag(etag, found.etag):
-        return RequestFailure(Cause.CHANGED)
-    if (strong(etag) is None or strong(found.etag) is None) and not _same_second(modified, found.modified):
-        return RequestFailure(Cause.CHANGED)
-    if size is None or size == found.size:
-        return None
-    if etag is None or found.etag is None:
-        return RequestFailure(Cause.CHANGED)
-    # The same version cannot have another size: it is the answer that is wrong, and may be right the next time.
-    detail = f"it has {found.size} bytes under the same entity tag, and {size} were expected"
-    return RequestFailure(Cause.WRONG_LENGTH, detail=detail)
-
-
-def _same_second(wanted: str | None, found: str | None) -> bool:
+    untagged = strong(etag) is None or strong(found.etag) is None
     # Listings give fractions of seconds, and `Last-Modified` does not.
-    return wanted is None or found is None or wanted[:19] == found[:19]
+    moved = untagged and modified is not None and found.modified is not None and modified[:19] != found.modified[:19]
+    resized = size not in (None, found.size)
+    if not same_tag(etag, found.etag) or moved or (resized and (etag is None or found.etag is None)):
+        raise RequestFailure(Cause.CHANGED)
+    if resized:
+        # The same version cannot have another size: it is the answer that is wrong, and may be right the next time.
+        detail = f"it has {found.size} bytes under the same entity tag, and {size} were expected"
+        raise RequestFailure(Cause.WRONG_LENGTH, detail=detail)
 
 
-def check_bytes(data: memoryview, length: int, checksum: str | None = None) -> RequestFailure | None:
-    """Why bytes are not those of that length and checksum; None if they are."""
+def check_bytes(data: memoryview, length: int, checksum: str | None = None) -> None:
+    """Raise `RequestFailure` if bytes are not those of that length and checksum."""
     if len(data) != length:
-        return RequestFailure(Cause.WRONG_LENGTH, detail=f"{len(data)} bytes came, and {length} were expected")
-    return None if checksum is None or matches(data, checksum) else RequestFailure(Cause.DAMAGED)
+        raise RequestFailure(Cause.WRONG_LENGTH, detail=f"{len(data)} bytes came, and {length} were expected")
+    if checksum is not None and not matches(data, checksum):
+        raise RequestFailure(Cause.DAMAGED)
 
 
 def strong(etag: str | None) -> str | None:

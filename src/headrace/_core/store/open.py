@@ -22,9 +22,9 @@ from headrace._core.store.options import (
     merged_options,
     nested_options,
     option,
-    proxy_for,
     settles_credentials,
     traits_of,
+    uses_proxy,
 )
 from headrace._core.store.redaction import is_secret, redact_url, secrets_in
 from headrace.errors import MissingExtraError, ObjectNotFoundError
@@ -104,7 +104,7 @@ def _kept_to_one_host(url: str, options: Mapping[str, object]) -> dict[str, obje
     """
     host = urlsplit(endpoint_of(url, options) or "").hostname
     single = traits_of(url).web_server or option(url, options, PROFILE) or settles_credentials(url, options)
-    if host is None or not single or options.get(ALLOW_REDIRECTS) or proxy_for(url, options):
+    if host is None or not single or options.get(ALLOW_REDIRECTS) or uses_proxy(url, options):
         return {}
     return {"proxy_url": f"http://{BLACKHOLE_PROXY}", "proxy_excludes": host}
 

@@ -190,18 +190,15 @@ def endpoint_of(url: str, options: Mapping[str, object]) -> str | None:
     return next((str(value) for value in found if value), None)
 
 
-def proxy_for(url: str, options: Mapping[str, object]) -> str | None:
-    """The URL of the proxy for a store's requests, from merged options or the environment; None if there is none."""
-    proxy = nested_options(options, "client_options").get("proxy_url")
-    if not proxy:
-        endpoint = urlsplit(endpoint_of(url, options) or "https:")
-        if endpoint.hostname and urllib.request.proxy_bypass(endpoint.hostname):
-            return None
-        proxies = urllib.request.getproxies()
-        proxy = proxies.get(endpoint.scheme) or proxies.get("all")
-    if not proxy:
-        return None
-    return str(proxy) if "://" in str(proxy) else f"http://{proxy}"
+def uses_proxy(url: str, options: Mapping[str, object]) -> bool:
+    """Whether a store's requests go through a proxy, by merged options or the environment."""
+    if nested_options(options, "client_options").get("proxy_url"):
+        return True
+    endpoint = urlsplit(endpoint_of(url, options) or "https:")
+    if endpoint.hostname and urllib.request.proxy_bypass(endpoint.hostname):
+        return False
+    proxies = urllib.request.getproxies()
+    return bool(proxies.get(endpoint.scheme) or proxies.get("all"))
 
 
 def _variable(prefix: str, name: str) -> str | None:

@@ -20,7 +20,7 @@ from headrace._core.streams.kinds import Capabilities, ReadRange, Views, capabil
 from headrace._core.streams.map_style import AsyncDataset, RangedDataset
 from headrace.errors import ShardError
 
-__all__ = ["ByteRange", "Cacheable", "CachedDataset", "CachedRanges", "Extent", "RangedShards"]
+__all__ = ["Cacheable", "CachedDataset", "CachedRanges", "Extent", "RangedShards"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -96,7 +96,7 @@ class Cacheable(AsyncDataset[T_co]):
 
         Args:
             folder: path of the folder; created if it does not exist, for this user only.
-            max_bytes: size limit in bytes; what was written first is deleted first, a sixteenth at a time. Files that a
+            max_bytes: size limit in bytes; what was written first is deleted first, a 64th at a time. Files that a
                 process has open take their room until its next epoch. None for no limit.
             version: distinguishes these bytes from earlier ones under the same keys.
 
@@ -189,7 +189,7 @@ class CachedDataset(AsyncDataset[T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the dataset's epoch."""
-        self._cache.expire()
+        self._cache.begin_epoch()
         propagate_epoch(self.dataset, epoch)
 
 
@@ -253,20 +253,6 @@ class CachedRanges(CachedDataset[T_co]):
         return await self.aget(index)
 
 
-class ByteRange(NamedTuple):
-    """The bytes of a sample.
-
-    Attributes:
-        shard: number of the shard.
-        start: first byte.
-        stop: one past the last byte.
-    """
-
-    shard: int
-    start: int
-    stop: int
-
-
 class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
     """Map-style dataset whose samples are byte ranges of shards: define `ranges` and `sample_of`.
 
@@ -282,9 +268,10 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def range(self, index: int) -> ByteRange:
-        """The bytes of the sample at `index`; raises `IndexError` if there is none."""
-        return ByteRange(*(int(column[0]) for column in self.ranges([index])))
+    def range(self, index: int) -> tuple[int, int, int]:
+        """Shard, start and stop of the bytes of the sample at `index`; raises `IndexError` if there is none."""
+        number, start, stop = (int(column[0]) for column in self.ranges([index]))
+        return number, start, stop
 
     def extent(self, index: int) -> Extent:
         """The bytes of the sample at `index`, for a cache; raises `IndexError` if there is none."""

@@ -127,7 +127,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
 
     def sample_of(self, index: int, data: memoryview) -> torch.Tensor:
         """The tokens in `data`, int64, of shape (seq_len,)."""
-        dtype = self._dtype or self._dtypes[self.range(index).shard]
+        dtype = self._dtype or self._dtypes[self.range(index)[0]]
         return torch.from_numpy(np.frombuffer(data, dtype=dtype).astype(np.int64))
 
     def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> Sequence[torch.Tensor] | torch.Tensor:

@@ -19,7 +19,7 @@ import warnings
 import weakref
 import zlib
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,10 +45,9 @@ Records = np.ndarray[Any, np.dtype[np.void]]
 GROUP = 8  # entries read by one call in a thread: a call costs 10 µs, a read of 56 KB 20 µs
 RECENT = 1 << 16  # entries in a dictionary, at 300 bytes, before they are merged into the table, at 50
 KEPT_OPEN = 256  # segments; the files of more are opened for each read
-PER_CACHE = 16  # segments of a full cache: the oldest is evicted whole
-SLACK = 8  # this part of `max_bytes` is left for what other processes append between two scans
+PER_CACHE = 64  # segments of a full cache: the oldest is evicted whole
+SLACK = 8  # this part of `max_bytes` is left for what other processes append meanwhile
 REFRESH_SHARE = 20  # looking for entries of other processes takes at most this part of the time
-WRITE_PAUSE = 30.0  # seconds without an attempt to write after the disk was found full or read-only
 _MOST_VECTORS = 1024  # Linux's IOV_MAX
 
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO must not block
@@ -57,31 +56,31 @@ _UNKNOWN, _VALID, _DEAD = range(3)
 
 
 class _Segment:
-    """A segment as readers know it: closed when the last of them drops it, also if its files are unlinked before.
+    """A segment, whose files the last reader closes, also if they are unlinked before.
 
     Attributes:
         stem: the name of its files.
-        consumed: the bytes of the index that were read.
     """
 
-    def __init__(self, path: str, *, keep_open: bool) -> None:
+    def __init__(self, path: str, descriptor: int | None) -> None:
         self.stem = os.path.basename(path)
-        self.consumed = 0
         self._path = path
-        self._descriptor: int | None = None
-        if keep_open:
-            self._descriptor = os.open(f"{path}.data", os.O_RDONLY | _FLAGS)
-            weakref.finalize(self, os.close, self._descriptor)
+        self._consumed = 0  # bytes of the index that were read
+        self._descriptor = descriptor  # of the data; None to open it for each read
+        if descriptor is not None:
+            weakref.finalize(self, os.close, descriptor)
 
-    def new_records(self) -> Records:
+    def new_records(self, number: int) -> Records:
         """The records that were appended since the last call; a torn one at the end is left for the next."""
         with _opened(f"{self._path}.index") as descriptor:
-            data = _read(descriptor, self.consumed, os.fstat(descriptor).st_size - self.consumed)
-        if not self.consumed and data[: len(HEADER)] == HEADER:
-            data, self.consumed = data[len(HEADER) :], len(HEADER)
-        count = len(data) // RECORD.itemsize if self.consumed else 0
-        self.consumed += count * RECORD.itemsize
-        return np.frombuffer(data, RECORD, count).copy()
+            data = _read(descriptor, self._consumed, os.fstat(descriptor).st_size - self._consumed)
+        if not self._consumed and data[: len(HEADER)] == HEADER:
+            data, self._consumed = data[len(HEADER) :], len(HEADER)
+        count = len(data) // RECORD.itemsize if self._consumed else 0
+        self._consumed += count * RECORD.itemsize
+        records = np.frombuffer(data, RECORD, count).copy()
+        records["segment"] = number
+        return records
 
     def read(self, start: int, length: int) -> bytes:
         if self._descriptor is not None:
@@ -161,12 +160,10 @@ class DiskCache:
         self._segments: list[_Segment | None] = []
         self._numbers: dict[str, int] = {}
         self._table = _Table(np.empty(0, RECORD), bytearray())
-        self._recent: dict[bytes, _Entry] = {}
-        self._writer: _Writer | None = None
-        self._usage: int | None = None  # bytes of all files, at the last scan and by this process since
-        self._until_scan = 0
+        self._recent: dict[bytes, _Entry] = {}  # written by this process, and not in the table yet
+        self._own: _OwnSegment | None = None
         self._next_refresh = 0.0
-        self._paused_until = 0.0
+        self._writable = True
         self._warned = False
         self._own_counts = RequestStats()  # outside a session
 
@@ -185,9 +182,9 @@ class DiskCache:
         """The counters of the running session."""
         return session_stats.get(self._own_counts)
 
-    def expire(self) -> None:
-        """Look for entries of other processes at the next miss, however long ago the last time was."""
-        self._next_refresh = 0.0
+    def begin_epoch(self) -> None:
+        """Look for entries of other processes at the next miss, and write again after an error."""
+        self._next_refresh, self._writable = 0.0, True
 
     async def get(
         self, name: bytes, fetch: Callable[[], Awaitable[memoryview]], accept: Callable[[memoryview], T]
@@ -201,15 +198,13 @@ class DiskCache:
         """
         (entry,) = await self._lookup([name])
         if entry is not None:
-            found = await run_blocking(_read_entry, entry)
-            if found is not None:
-                try:
-                    sample = accept(found)
-                except Exception:  # fresh bytes will show whether the cache was at fault
-                    entry.states[entry.slot] = _DEAD
-                else:
+            data = await run_blocking(_read_entry, entry)
+            if data is not None:
+                with contextlib.suppress(Exception):  # fresh bytes will show whether the cache was at fault
+                    sample = accept(data)
                     self.counts().cache_hits += 1
                     return sample
+                entry.states[entry.slot] = _DEAD
             self.counts().cache_damaged += entry.states[entry.slot] == _DEAD
         return await self.fetch(name, fetch, accept)
 
@@ -245,13 +240,13 @@ class DiskCache:
         return entries
 
     async def write(self, names: Sequence[bytes], views: Sequence[memoryview]) -> None:
-        """Append entries, unless the disk was found full a short time ago."""
-        if time.monotonic() < self._paused_until:
+        """Append entries, unless the disk was found full or read-only in this epoch."""
+        if not self._writable:
             return
         try:
             self.counts().cache_evicted += await run_blocking(self._append, names, views)
         except OSError as error:
-            self._paused_until = time.monotonic() + WRITE_PAUSE
+            self._writable = False
             if not self._warned:
                 self._warned = True
                 with contextlib.suppress(Warning):  # a warnings filter "error" must not cost the sample
@@ -288,45 +283,37 @@ class DiskCache:
             began = time.monotonic()
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # the first write will warn
                 secure_folder(self._folder)  # its owner may have changed since another process created the cache
-            stems = {stem for stem, _ in self._files()}
-            self._forget(self._numbers.keys() - stems)
-            found = [np.empty(0, RECORD)]
-            for stem in sorted(stems):  # the oldest first
-                with contextlib.suppress(OSError):  # evicted meanwhile, or no descriptor is left
-                    found.append(self._records_of(stem))
-            records = np.concatenate(found)
-            if len(records):
-                self._merge(records)
+            self._read_indices()
             # A share of the time, however large the cache and often the misses.
             self._next_refresh = time.monotonic() + REFRESH_SHARE * (time.monotonic() - began)
 
-    def _records_of(self, stem: str) -> Records:
-        if stem not in self._numbers:
-            self._register(_Segment(os.path.join(self._folder, stem), keep_open=len(self._numbers) < KEPT_OPEN))
-        number = self._numbers[stem]
-        segment = self._segments[number]
-        assert segment is not None
-        records = segment.new_records()
-        records["segment"] = number
-        return records
+    def _read_indices(self) -> None:
+        """Sort the new records of all segments into the table; evicted segments are closed by the last reader."""
+        stems = {stem for stem, _ in self._files()}
+        for stem in self._numbers.keys() - stems:
+            self._segments[self._numbers.pop(stem)] = None
+        found = [np.empty(0, RECORD)]
+        for stem in sorted(stems):  # the oldest first
+            with contextlib.suppress(OSError):  # evicted meanwhile, or no descriptor is left
+                if stem not in self._numbers:
+                    path, kept = os.path.join(self._folder, stem), len(self._numbers) < KEPT_OPEN
+                    self._add(_Segment(path, os.open(f"{path}.data", os.O_RDONLY | _FLAGS) if kept else None))
+                number = self._numbers[stem]
+                segment = self._segments[number]
+                assert segment is not None
+                found.append(segment.new_records(number))
+        records, states = self._table.records, np.frombuffer(self._table.states, np.uint8)
+        alive = np.array([segment is not None for segment in self._segments], dtype=bool)
+        kept_records = alive[records["segment"]] & (states != _DEAD)
+        new = np.concatenate(found)
+        self._table = _Table(
+            np.concatenate([records[kept_records], new]), bytearray(states[kept_records].tobytes() + bytes(len(new)))
+        )
+        self._recent = {}
 
-    def _register(self, segment: _Segment) -> None:
+    def _add(self, segment: _Segment) -> None:
         self._numbers[segment.stem] = len(self._segments)
         self._segments.append(segment)
-
-    def _merge(self, records: Records) -> None:
-        """Sort entries of other processes, and the recent ones, into the table."""
-        recent = [
-            _RECORD.pack(name, each.start, each.length, each.crc, self._numbers[each.segment.stem])
-            for name, each in self._recent.items()
-            if each.states[0] != _DEAD and each.segment.stem in self._numbers
-        ]
-        alive = np.array([segment is not None for segment in self._segments], dtype=bool)
-        old = alive[self._table.records["segment"]] & (np.frombuffer(self._table.states, np.uint8) != _DEAD)
-        parts = [self._table.records[old], records, np.frombuffer(b"".join(recent), RECORD)]
-        states = np.frombuffer(self._table.states, np.uint8)[old].tobytes() + bytes(len(records) + len(recent))
-        self._table = _Table(np.concatenate(parts), bytearray(states))
-        self._recent = {}
 
     def _append(self, names: Sequence[bytes], views: Sequence[memoryview]) -> int:
         """Append the entries that are not there; returns the number of entries evicted for them."""
@@ -340,56 +327,41 @@ class DiskCache:
             if not new:
                 return 0
             nbytes = sum(map(len, new.values())) + RECORD.itemsize * len(new)
-            evicted = self._make_room(nbytes)
-            writer = self._writer
-            full = self._limit is not None and writer is not None and writer.end + nbytes > self._limit // PER_CACHE
-            if writer is None or full or writer.is_unlinked():
+            own, evicted = self._own, 0
+            full = own is not None and self._limit is not None and own.end + nbytes > self._limit // PER_CACHE
+            if own is None or full or own.is_unlinked():
+                evicted = self._make_room(nbytes)
                 secure_folder(self._folder)
-                writer = self._writer = _Writer(self._folder)
-                self._register(writer.segment)
+                own = self._own = _OwnSegment(self._folder)
+                self._add(own)
             try:
-                entries = writer.append(new)
+                entries = own.append(new)
             except BaseException:  # a new segment is begun the next time: this one's index may be torn
-                self._writer = None
-                writer.abandon()
+                self._own = None
+                own.abandon()
                 raise
-            if self._usage is not None:
-                self._usage += nbytes
-                self._until_scan -= nbytes
             self._recent.update(zip(new, entries, strict=True))
             if len(self._recent) > RECENT:
-                self._merge(np.empty(0, RECORD))
+                self._read_indices()
             return evicted
 
     def _make_room(self, nbytes: int) -> int:
-        """Evict the oldest segments so that `nbytes` fit; returns the number of their entries."""
+        """Evict the oldest segments so that `nbytes` fit, and a segment; returns the number of their entries."""
         if self._limit is None:
             return 0
-        bound = self._limit - self._limit // SLACK
-        if self._usage is not None and self._until_scan > 0 and self._usage + nbytes <= bound:
-            return 0
         files = self._files()
-        self._usage, self._until_scan = sum(size for _, size in files), self._limit // (8 * SLACK)
-        evicted, gone = 0, set()
+        usage = sum(size for _, size in files) + max(nbytes, self._limit // PER_CACHE)
+        evicted = 0
         for stem in sorted({stem for stem, _ in files}):
-            if self._usage + nbytes <= bound:
+            if usage <= self._limit - self._limit // SLACK:
                 break
             sizes = [size for each, size in files if each == stem]
             evicted += max(0, min(sizes) // RECORD.itemsize - 1) if len(sizes) == 2 else 0
             for ending in (".index", ".data"):
                 with contextlib.suppress(OSError):  # another process was faster, or it cannot be removed
                     os.unlink(os.path.join(self._folder, stem + ending))
-            self._usage -= sum(sizes)
-            gone.add(stem)
-        self._forget(gone)
+            usage -= sum(sizes)
         return evicted
-
-    def _forget(self, stems: Set[str]) -> None:
-        """Drop evicted segments, whose files the last reader closes."""
-        for stem in stems & self._numbers.keys():
-            self._segments[self._numbers.pop(stem)] = None
-        if stems:
-            self._recent = {name: each for name, each in self._recent.items() if each.segment.stem not in stems}
 
     def _files(self) -> list[tuple[str, int]]:
         """The stem and the size of each file of the cache."""
@@ -425,31 +397,28 @@ def _checksum(name: bytes, start: int, data: bytes | memoryview) -> int:
     return zlib.crc32(data, zlib.crc32(_PLACE.pack(name, start, len(data))))
 
 
-class _Writer:
+class _OwnSegment(_Segment):
     """The segment that this process appends to.
 
     Nothing is flushed to disk: what a power failure takes is detected by its checksum, and fetched again.
 
     Attributes:
-        segment: it as readers know it.
         end: bytes of the data.
     """
 
     def __init__(self, folder: str) -> None:
-        self._path = os.path.join(folder, f"{time.time_ns():016x}-{os.getpid():x}-{os.urandom(4).hex()}")
+        path = os.path.join(folder, f"{time.time_ns():016x}-{os.getpid():x}-{os.urandom(4).hex()}")
         self.end = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS
-        self._data = os.open(f"{self._path}.data", flags, 0o600)
-        weakref.finalize(self, os.close, self._data)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS
+        self._data = os.open(f"{path}.data", flags, 0o600)
+        super().__init__(path, self._data)
         try:
-            self._index = os.open(f"{self._path}.index", flags, 0o600)
+            self._index = os.open(f"{path}.index", flags, 0o600)
             weakref.finalize(self, os.close, self._index)
             _write_all(self._index, [memoryview(HEADER)])
-            self.segment = _Segment(self._path, keep_open=True)
         except BaseException:  # Ctrl-C too: no empty segment is left behind
             self.abandon()
             raise
-        self.segment.consumed = len(HEADER)
 
     def is_unlinked(self) -> bool:
         """Whether it was evicted, or the folder deleted."""
@@ -459,14 +428,12 @@ class _Writer:
         """Write entries, and then their records; raises `OSError`."""
         start, entries = self.end, []
         for name, view in new.items():
-            crc = _checksum(name, start, view)
-            entries.append(_Entry(name, self.segment, start, len(view), crc, bytearray(1), 0))
+            entries.append(_Entry(name, self, start, len(view), _checksum(name, start, view), bytearray(1), 0))
             start += len(view)
         records = b"".join(_RECORD.pack(each.name, each.start, each.length, each.crc, 0) for each in entries)
         _write_all(self._data, list(new.values()))
         _write_all(self._index, [memoryview(records)])
         self.end = start
-        self.segment.consumed += len(records)
         return entries
 
     def abandon(self) -> None:

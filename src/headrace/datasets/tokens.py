@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import torch
 
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.store.ranges import Ranges
+from headrace._core.store.ranges import Ranges, map_all
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import positions
@@ -94,7 +93,8 @@ class TokenDataset(RangedShards[torch.Tensor]):
         if dtype not in (None, "uint16", "uint32"):
             raise ValueError(f"dtype={dtype!r} must be 'uint16' or 'uint32'")
         found = find_shards(shards, suffixes=_SUFFIXES, store=store)
-        files = background_loop().run(_open_files(found, dtype))
+        types = [(shard, _raw_type(shard, dtype)) for shard in found]  # before any request
+        files = background_loop().run(map_all(_open_file, types, _PARALLEL_HEADS))
         super().__init__(
             [file.shard for file in files], [max(0, (file.count - seq_len) // self._stride + 1) for file in files]
         )
@@ -138,19 +138,6 @@ class TokenDataset(RangedShards[torch.Tensor]):
         return torch.from_numpy(tokens.astype(np.int64))
 
 
-async def _open_files(shards: Sequence[Shard], dtype: str | None) -> list[_TokenFile]:
-    limit = asyncio.Semaphore(_PARALLEL_HEADS)
-    types = [_raw_type(shard, dtype) for shard in shards]  # before any request
-
-    async def one(shard: Shard, raw: str | None) -> _TokenFile:
-        async with limit:
-            if raw is None:
-                return await _open_npy(shard)
-            return await _open_raw(shard, np.dtype(raw).newbyteorder("<"))
-
-    return list(await asyncio.gather(*map(one, shards, types)))
-
-
 def _raw_type(shard: Shard, dtype: str | None) -> str | None:
     """The type of the tokens in a raw shard, by `dtype` and the ending of its name; None for ``.npy``.
 
@@ -172,7 +159,11 @@ def _raw_type(shard: Shard, dtype: str | None) -> str | None:
     return dtype
 
 
-async def _open_raw(shard: Shard, dtype: np.dtype[np.generic]) -> _TokenFile:
+async def _open_file(shard_and_type: tuple[Shard, str | None]) -> _TokenFile:
+    shard, raw = shard_and_type
+    if raw is None:
+        return await _open_npy(shard)
+    dtype = np.dtype(raw).newbyteorder("<")
     head = shard.head or await shard.store.head(shard.key)
     count, rest = divmod(head.size, dtype.itemsize)
     if rest:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headrace._core.eventloop.per_loop import end_all
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.head import Head
-from headrace._core.store.ranges import LARGEST_SPAN, Ranges, plan_spans
+from headrace._core.store.ranges import LARGEST_SPAN, Ranges, map_all, plan_spans
 from headrace.errors import MissingExtraError, ShardError, TruncatedShardError
 
 if TYPE_CHECKING:
@@ -132,11 +130,7 @@ class RowGroup:
             for span in plan_spans(self._ranges())
             for start in range(span.start, span.stop, LARGEST_SPAN)
         ]
-        reads = [asyncio.ensure_future(self.shard.read(*bound)) for bound in bounds]
-        try:
-            parts = await asyncio.gather(*reads)
-        finally:
-            await end_all(reads)
+        parts = await map_all(lambda bound: self.shard.read(*bound), bounds)
         return [(start, part) for (start, _), part in zip(bounds, parts, strict=True)]
 
     def decode(self, pieces: Pieces, rows: int) -> Iterator[Any]:
@@ -189,17 +183,7 @@ async def read_footers(shards: Sequence[Shard]) -> list[Footer]:
         ShardError: a file is not Parquet, corrupt or encrypted.
         StoreError: a request failed.
     """
-    limit = asyncio.Semaphore(_PARALLEL_FOOTERS)
-
-    async def one(shard: Shard) -> Footer:
-        async with limit:
-            return await _read_footer(shard)
-
-    tasks = [asyncio.ensure_future(one(shard)) for shard in shards]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:  # an error or a cancellation ends the others
-        await end_all(tasks)
+    return await map_all(_read_footer, shards, _PARALLEL_FOOTERS)
 
 
 async def _read_footer(shard: Shard) -> Footer:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace._core.eventloop.per_loop import end_all
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import Decoder, ReadAhead, ShardReader
 from headrace._core.shards.tar_format import TarParser
 from headrace._core.shards.tar_samples import SampleGrouper, SampleMembers
+from headrace._core.store.ranges import map_all
 from headrace.errors import ObjectNotFoundError, StoreError
 
 if TYPE_CHECKING:
@@ -175,11 +175,7 @@ async def load_indices(shards: Sequence[Shard], *, uniform: bool, save: bool) ->
                         )
         return index
 
-    tasks = [asyncio.ensure_future(one(shard)) for shard in shards]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:  # an error or a cancellation ends the others
-        await end_all(tasks)
+    return await map_all(one, shards)
 
 
 async def _load(shard: Shard) -> TarIndex | None:

@@ -27,7 +27,7 @@ from headrace._core.store.catalog import (
     without_folder_markers,
 )
 from headrace._core.store.head import Head, check_form, strong
-from headrace._core.store.ranges import run_all
+from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import PAGE, Store
 from headrace.errors import EmptyListingError, MissingExtraError, StoreError, StoreUnreachableError
@@ -108,9 +108,9 @@ async def _list_in_parts(store: Store, prefix: str, take: Callable[[Sequence[Obj
         bounds = await _find_bounds(store, prefix, first) if store.traits.list_in_order else []
         if not bounds:
             return [take(first), *[take(page) async for page in pages]]
-    parts: list[list[T]] = [[] for _ in bounds]
 
-    async def list_part(part: list[T], after: str, until: str) -> None:
+    async def list_part(bounds: tuple[str, str]) -> list[T]:
+        part, (after, until) = [], bounds
         async with aclosing(store.pages(prefix or None, after=after)) as pages:
             async for page in pages:
                 keys = [entry["path"] for entry in page]
@@ -119,10 +119,11 @@ async def _list_in_parts(store: Store, prefix: str, take: Callable[[Sequence[Obj
                 inside = bisect_right(keys, until) if until else len(keys)
                 part.append(take(page[:inside]))
                 if inside < len(keys):
-                    return
+                    break
+        return part
 
     try:
-        await run_all(list_part(part, *ends) for part, ends in zip(parts, pairwise([*bounds, ""]), strict=True))
+        parts = await map_all(list_part, pairwise([*bounds, ""]))
     except _UnorderedError:
         return [take(page) async for page in store.pages(prefix or None)]
     return [take(first), *chain.from_iterable(parts)]

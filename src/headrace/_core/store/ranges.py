@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 LARGEST_GAP = 64 * 2**10  # bytes; at 100 MB/s of one connection they take 0.7 ms, and a request to a store 10 to 30
 LARGEST_SPAN = 8 * 2**20  # bytes; as the parts of a large object
@@ -150,18 +153,26 @@ async def read_ranges(
         for position, begin, end in zip(span.members.tolist(), begins, ends, strict=True):
             views[position] = data[begin:end]
 
-    await run_all(fill(span) for span in plan_spans(ranges, gap=gap, largest=largest))
+    await map_all(fill, plan_spans(ranges, gap=gap, largest=largest))
     return views
 
 
-async def run_all(coroutines: Iterable[Coroutine[object, object, None]]) -> None:
-    """Run coroutines at the same time; the first error ends the others, and is raised as itself."""
+async def map_all(function: Callable[[A], Awaitable[T]], items: Iterable[A], limit: int = 1 << 30) -> list[T]:
+    """Call `function` with all items at the same time, at most `limit` of them.
+
+    The first error ends the others, and is raised as itself.
+    """
+    gate = asyncio.Semaphore(limit)
+
+    async def call(item: A) -> T:
+        async with gate:
+            return await function(item)
+
     try:
         async with asyncio.TaskGroup() as group:
-            for coroutine in coroutines:
-                group.create_task(coroutine)
+            tasks = [group.create_task(call(item)) for item in items]
     except BaseExceptionGroup as errors:
         failure = errors.exceptions[0]
     else:
-        return
+        return [task.result() for task in tasks]
     raise failure  # here, so that the group is not its context

@@ -33,7 +33,7 @@ from headrace._core.store.errors import (
 from headrace._core.store.head import Head, InitialRead, check_bytes, check_version, matches, strong
 from headrace._core.store.open import check_shared, open_store, store_id
 from headrace._core.store.options import PROFILE, StoreTraits, traits_of
-from headrace._core.store.ranges import run_all
+from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import redact_text, redact_url, secrets_in, url_of
 from headrace._core.store.request_stats import RequestStats, session_stats
 from headrace.errors import ForkedError, StoreError, StoreUnreachableError
@@ -446,13 +446,13 @@ class Store:
         view[:done] = first or b""
         offsets = iter(range(start + done, stop, PART))
 
-        async def fill() -> None:
+        async def fill(_: int) -> None:
             for offset in offsets:
                 end = min(offset + PART, stop)
                 part = _Range(key, offset, end, index, size, etag, modified, None)
                 view[offset - start : end - start] = await self._read(part, tries)
 
-        await run_all(fill() for _ in range(AT_ONCE))
+        await map_all(fill, range(AT_ONCE))
         data = view.toreadonly()
         if checksum is None or matches(data, checksum):
             return data

@@ -1,4 +1,4 @@
-"""Every dataset of headrace in a loader interrupted after any batch of three epochs: the same batches follow.
+"""Every dataset of headrace in a loader interrupted after any batch of two epochs: the same batches follow.
 
 They are compared by SHA-256, and a transform that draws random numbers is part of them.
 """
@@ -17,7 +17,7 @@ import torch
 import headrace as hr
 from tests.unit.shards import tars
 
-EPOCHS = 3
+EPOCHS = 2
 COUNTS = (4, 1, 0, 6)  # samples of each shard
 N = sum(COUNTS)
 
@@ -83,29 +83,21 @@ async def neighbours(samples):
 
 
 DATASETS = {
-    "tar": lambda folder: tar(folder),
     "tar, shuffled": lambda folder: tar(folder, shuffle=True, buffer_size=4),
     "tar, one of two ranks": lambda folder: tar(folder, split="samples", rank=1, world_size=2),
     "tar, indexed": indexed,
-    "tar, stream of indexed": lambda folder: indexed(folder).stream(shuffle=True),
-    "lines": lambda folder: lines(folder),
     "lines, shuffled": lambda folder: lines(folder, shuffle=True, buffer_size=4),
-    "parquet rows": lambda folder: parquet(folder),
     "parquet rows, shuffled": lambda folder: parquet(folder, shuffle=True, buffer_size=4),
     "parquet tables": lambda folder: parquet(folder, format="arrow", table_rows=2),
-    "parquet tables, shuffled": lambda folder: parquet(folder, format="arrow", table_rows=2, shuffle=True),
     "row groups": lambda folder: hr.ParquetDataset.groups(folder / "parquet"),
     "tokens": lambda folder: hr.TokenDataset(folder / "tokens", seq_len=4),
     "objects": objects,
     "files": lambda folder: hr.FileDataset(folder / "objects"),
-    "cached": lambda folder: objects(folder).cache(folder / "cache"),
     "cached, indexed": lambda folder: indexed(folder).cache(folder / "cache"),
     "concat": lambda folder: hr.concat([tar(folder), lines(folder, shuffle=True)]),
-    "concat, map-style": lambda folder: hr.concat([objects(folder), indexed(folder)]),
     "mix": lambda folder: hr.mix([tar(folder), lines(folder, shuffle=True)], [2, 1], stop="all"),
     "mix, repeated": lambda folder: hr.mix([tar(folder).repeat(2), lines(folder).repeat()], [1, 1]),
     "take": lambda folder: tar(folder, shuffle=True).take(7),
-    "take, map-style": lambda folder: objects(folder).take(7),
     "shuffle": lambda folder: lines(folder).shuffle(4),
     "split": lambda folder: lines(folder, shuffle=True).split(rank=1, world_size=2, remainder="pad"),
     "map and filter": lambda folder: lines(folder).map(with_noise).filter(is_likely),

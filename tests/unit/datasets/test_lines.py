@@ -9,15 +9,7 @@ import headrace as hr
 from headrace.errors import ShardError, TruncatedShardError
 from headrace.testing import StreamContract
 from object_server import ObjectServer
-
-
-def zstd(data):
-    try:
-        from compression import zstd as module
-    except ImportError:
-        from backports import zstd as module
-    return module.compress(data)
-
+from tests.unit.shards import tars
 
 ROWS = [{"row": i, "text": "zeile ü " * (i % 40)} for i in range(300)]
 TEXT = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
@@ -33,8 +25,9 @@ class TestLines(StreamContract):
         return hr.LinesDataset(self.folder, chunk_bytes=1000)
 
 
-@pytest.mark.parametrize(("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstd)])
-@pytest.mark.parametrize("chunk", [100, 1 << 20])
+@pytest.mark.parametrize(
+    ("suffix", "pack", "chunk"), [("", bytes, 100), (".gz", gzip.compress, 1 << 20), (".zst", tars.zstd, 100)]
+)
 def test_json_lines_are_parsed_plain_and_compressed(tmp_path, suffix, pack, chunk):
     (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(TEXT))
     assert list(hr.LinesDataset(tmp_path / f"a.jsonl{suffix}", chunk_bytes=chunk)) == ROWS
@@ -76,7 +69,7 @@ def test_ending_of_the_file_alone_says_whether_lines_are_json(tmp_path, name, li
     assert list(hr.LinesDataset(f"{tmp_path}/**")) == lines
 
 
-@pytest.mark.parametrize("ending", [".bz2", ".XZ", ".lz4", ".snappy", ".br"])
+@pytest.mark.parametrize("ending", [".bz2", ".XZ"])
 def test_compression_that_is_not_supported_is_refused(tmp_path, ending):
     (tmp_path / f"a.txt{ending}").write_bytes(b"packed\n")
     for shards in (tmp_path / f"a.txt{ending}", tmp_path / "*"):
@@ -95,7 +88,7 @@ def test_invalid_line_is_an_error_with_its_offset(tmp_path):
     assert "a.jsonl, offset 9)" in failure.message
 
 
-@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".zst", zstd)])
+@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".zst", tars.zstd)])
 def test_every_truncation_of_a_compressed_file_is_an_error(tmp_path, suffix, pack):
     packed = pack(b"one\ntwo\n" * 20)
     file = tmp_path / f"a.txt{suffix}"
@@ -128,7 +121,7 @@ COUNTS = (3, 8, 5, 1, 7)
 
 @pytest.mark.parametrize(
     ("split", "world_size"),
-    [("shards", 1), ("shards", 2), ("shards", 5), ("samples", 1), ("samples", 2), ("samples", 5), ("samples", 7)],
+    [("shards", 2), ("shards", 5), ("samples", 1), ("samples", 5)],
 )
 @pytest.mark.parametrize("remainder", ["drop", "pad", "repeat", "keep"])
 def test_length_is_the_number_of_lines_that_the_rank_gives(files, split, remainder, world_size):
@@ -138,8 +131,7 @@ def test_length_is_the_number_of_lines_that_the_rank_gives(files, split, remaind
         assert len(dataset) == len(list(dataset))
 
 
-@pytest.mark.parametrize("remainder", ["pad", "repeat"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("remainder", "rank"), [("pad", 0), ("repeat", 1)])
 def test_every_rank_is_told_that_one_has_no_line_to_repeat(tmp_path, remainder, rank):
     (tmp_path / "0.txt").write_text("a\nb\n")
     (tmp_path / "1.txt").write_text("")
@@ -152,7 +144,6 @@ def test_every_rank_is_told_that_one_has_no_line_to_repeat(tmp_path, remainder, 
     ("options", "given"),
     [
         ({"world_size": 2}, 2),
-        ({"world_size": 2, "remainder": "pad"}, 3),
         ({"world_size": 2, "remainder": "keep"}, 15),
         ({"world_size": 2, "split": "samples"}, 12),
         ({"world_size": 1}, 24),

@@ -13,7 +13,6 @@ import numpy as np
 import obstore
 import pytest
 from obstore.store import LocalStore, MemoryStore
-from torch.utils.data import DataLoader
 
 from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset, ObjectSample
@@ -75,7 +74,7 @@ def test_indices_count_as_those_of_a_list(dataset):
             dataset[beyond]
 
 
-@pytest.mark.parametrize(("suffix", "kept"), [(".jpg", 2), ((".jpg", ".png"), 3), (".txt", 1)])
+@pytest.mark.parametrize(("suffix", "kept"), [(".jpg", 2), ((".jpg", ".png"), 3)])
 def test_suffix_chooses_among_the_listed(server, suffix, kept):
     dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options), suffix=suffix)
     assert len(dataset) == kept
@@ -129,7 +128,7 @@ def test_a_given_store_is_pickled_with_the_dataset(tmp_path):
     assert bytes(cloudpickle.loads(cloudpickle.dumps(dataset))[0].data) == b"local"
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [4, 5])
 def test_a_sample_can_be_pickled(dataset, protocol):
     copy = pickle.loads(pickle.dumps(dataset[0], protocol))
     assert copy == ObjectSample("a.jpg", memoryview(b"a.jpg"), None)
@@ -141,12 +140,6 @@ def test_a_samples_bytes_can_go_out_of_band(dataset):
     pickled = pickle.dumps(dataset[0], 5, buffer_callback=buffers.append)
     assert [bytes(buffer) for buffer in buffers] == [b"a.jpg"]
     assert bytes(pickle.loads(pickled, buffers=buffers).data) == b"a.jpg"
-
-
-def test_torchs_own_loader_reads_it_in_spawned_workers(dataset):
-    loader = DataLoader(dataset, batch_size=5, num_workers=1, multiprocessing_context="spawn", collate_fn=list)
-    (batch,) = loader
-    assert [bytes(sample.data) for sample in batch] == [b"a.jpg", b"b.jpg", b"c.png", b"d.txt", b""]
 
 
 def test_a_fork_is_told_at_once_where_it_would_hang(tmp_path):

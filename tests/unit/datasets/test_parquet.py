@@ -86,8 +86,7 @@ class TestRowGroups(DatasetContract):
         return left.equals(right)
 
 
-@pytest.mark.parametrize("prefetch_row_groups", [1, 4, 100])
-@pytest.mark.parametrize("prefetch_bytes", [1, 256 << 20])
+@pytest.mark.parametrize(("prefetch_row_groups", "prefetch_bytes"), [(1, 256 << 20), (4, 1), (100, 256 << 20)])
 def test_rows_are_in_file_order(server, prefetch_row_groups, prefetch_bytes):
     dataset = opened(server, prefetch_row_groups=prefetch_row_groups, prefetch_bytes=prefetch_bytes)
     rows = list(dataset)
@@ -186,7 +185,7 @@ def test_small_table_is_pickled_without_its_neighbours(server):
     assert all(len(pickle.dumps(table)) < 2000 for table in tables)
 
 
-@pytest.mark.parametrize("codec", ["none", "snappy", "gzip", "brotli", "zstd", "lz4"])
+@pytest.mark.parametrize("codec", ["none", "gzip", "zstd"])
 def test_every_compression_of_pyarrow_is_read(server, codec):
     server.put("packed.parquet", written(numbers(0), compression=codec))
     assert list(opened(server, "packed.parquet")) == numbers(0).to_pylist()
@@ -211,21 +210,18 @@ def test_files_with_different_columns_need_columns_argument(server):
     assert ids(opened(server, "b", columns=["id", "text"])) == list(range(200))
 
 
-def test_each_epoch_has_its_own_order_and_every_row_once(server):
-    dataset = opened(server, shuffle=True, buffer_size=50, seed=3)
-    orders = []
-    for epoch in (0, 1, 0):
-        dataset.set_epoch(epoch)
-        orders.append(ids(dataset))
-        assert sorted(orders[-1]) == list(range(300))
-    assert orders[0] == orders[2]
-    assert orders[0] != orders[1]
-
-
-@pytest.mark.parametrize("format", ["rows", "arrow"])
-@pytest.mark.parametrize("split", ["groups", "rows"])
-@pytest.mark.parametrize("remainder", ["drop", "pad", "repeat", "keep"])
-@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize(
+    ("format", "split", "remainder", "world_size"),
+    [
+        ("rows", "groups", "drop", 5),
+        ("arrow", "groups", "pad", 5),
+        ("rows", "groups", "repeat", 2),
+        ("arrow", "groups", "keep", 5),
+        ("arrow", "rows", "drop", 2),
+        ("rows", "rows", "repeat", 5),
+        ("rows", "rows", "keep", 2),
+    ],
+)
 def test_ranks_divide_rows_by_split_and_remainder(server, format, split, remainder, world_size):
     options = {"format": format, "split": split, "remainder": remainder, "shuffle": True, "world_size": world_size}
     parts, lengths = [], []
@@ -246,13 +242,6 @@ def test_ranks_divide_rows_by_split_and_remainder(server, format, split, remaind
         assert max(counts.values()) == 1
 
 
-def test_fewer_row_groups_than_ranks_name_the_remedy(server):
-    with pytest.raises(ValueError, match="split='rows'"):
-        list(opened(server, "a/0.parquet", rank=0, world_size=5))
-    with pytest.raises(ValueError, match="split='rows'"):
-        len(opened(server, "a/0.parquet", rank=0, world_size=5))
-
-
 def test_loader_yields_every_row_and_table_from_another_process(server):
     with hr.DataLoader(opened(server, columns=["id"]), batch_size=7, placement="process") as loader:
         for _ in range(2):
@@ -265,14 +254,12 @@ def test_loader_yields_every_row_and_table_from_another_process(server):
     ("data", "error", "says"),
     [
         (b"", TruncatedShardError, "truncated"),
-        (b"PAR1", TruncatedShardError, "truncated"),
         (OBJECTS["a/0.parquet"][:-5], TruncatedShardError, "truncated"),
-        (OBJECTS["a/0.parquet"][: ROWS * 5], TruncatedShardError, "truncated"),
         (OBJECTS["a/0.parquet"][:-4] + b"PARE", ShardError, "encrypted"),
         (OBJECTS["a/0.parquet"][:-8] + b"\xff\xff\xff\x7fPAR1", ShardError, "corrupt footer"),
         (OBJECTS["a/0.parquet"][:-400] + bytes(392) + OBJECTS["a/0.parquet"][-8:], ShardError, "corrupt footer"),
     ],
-    ids=["empty", "a beginning", "end cut off", "cut in mid-data", "encrypted", "footer too long", "footer zeroed"],
+    ids=["empty", "end cut off", "encrypted", "footer too long", "footer zeroed"],
 )
 def test_incomplete_file_error_names_the_file(server, data, error, says):
     server.put("a/1.parquet", data)

@@ -237,8 +237,7 @@ COUNTS = (3, 8, 5, 1, 7)
 EVERY = Counter(f"{number}-{sample}" for number, size in enumerate(COUNTS) for sample in range(size))
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize(("world_size", "shuffle"), [(2, True), (5, False)])
 @pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
 def test_ranks_divide_shards_into_equal_lengths(unequal_shards, world_size, policy, shuffle):
     ranks = parts(unequal_shards, world_size, counts=COUNTS, remainder=policy, shuffle=shuffle)
@@ -260,7 +259,7 @@ def test_ranks_divide_shards_into_equal_lengths(unequal_shards, world_size, poli
 
 
 @pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
-@pytest.mark.parametrize("world_size", [2, 5, 30])
+@pytest.mark.parametrize("world_size", [5, 30])
 def test_ranks_divide_samples_if_counts_are_unknown(unequal_shards, world_size, policy):
     ranks = parts(unequal_shards, world_size, split="samples", remainder=policy)
     got = sum(map(Counter, ranks), Counter())

@@ -93,8 +93,9 @@ MIXED_TOKENS = {
 }
 
 
-@pytest.mark.parametrize("shards", ["d", "d/*", [f"d/{name}" for name in MIXED_TOKENS]], ids=str)
-@pytest.mark.parametrize("where", ["local", "store", "cached"])
+@pytest.mark.parametrize(
+    ("shards", "where"), [("d", "local"), ("d/*", "cached"), ([f"d/{name}" for name in MIXED_TOKENS], "store")], ids=str
+)
 def test_ending_of_each_shard_gives_the_type_of_its_tokens(tmp_path, shards, where):
     with ObjectServer(MIXED) as server:
         store = hr.Store(server.url, options=server.store_options)
@@ -141,8 +142,7 @@ def test_window_is_one_request_and_opening_is_one_per_shard(server):
     before = server.requests()["GET"]
     dataset[5]
     assert server.requests()["GET"] == before + 1
-    where = dataset.range(101)
-    assert where == (1, 20, 40)
+    assert dataset.range(101) == (1, 20, 40)
     assert dataset.sample_key(101) == "a/1.bin[20:40]"
 
 

@@ -102,18 +102,6 @@ async def test_the_body_of_a_cancelled_request_is_not_read(reader):
     assert cancelled.threads == []
 
 
-async def test_closing_waits_for_no_stalled_body():
-    reader, stalled = BodyReader(), Result(arrived=False)
-    waiting = asyncio.ensure_future(reader.read(stalled, 4))
-    await asyncio.to_thread(stalled.began.wait, TIMEOUT)
-    reader.close()
-    assert stalled.reading.is_alive()
-    waiting.cancel()
-    stalled.arrive()
-    stalled.reading.join(TIMEOUT)
-    assert not stalled.reading.is_alive()
-
-
 async def test_requests_that_outlast_their_session_get_their_bodies_and_keep_no_thread():
     reader, stalled, queued, later = BodyReader(), Result(arrived=False), Result(b"queued"), Result(b"later")
     waiting = asyncio.ensure_future(reader.read(stalled, 4))

@@ -1,7 +1,6 @@
 """Every kind of dataset reads its store by the same path: the same errors, retries and listings."""
 
 import io
-import json
 import tarfile
 
 import numpy as np
@@ -31,19 +30,9 @@ def parquet_bytes():
     return stream.getvalue()
 
 
-def lines_bytes():
-    return b"".join(json.dumps({"number": i}).encode() + b"\n" for i in range(5))
-
-
 KINDS = {
     "objects": (b"some bytes", ".bin", lambda store: hr.ObjectDataset(store, suffix=".bin")),
-    "indexed tar": (
-        tar_bytes(),
-        ".tar",
-        lambda store: hr.TarDataset.index("**/*.tar", store=store),
-    ),
     "tar": (tar_bytes(), ".tar", lambda store: hr.TarDataset("**/*.tar", store=store)),
-    "lines": (lines_bytes(), ".jsonl", lambda store: hr.LinesDataset("**/*.jsonl", store=store)),
     "parquet": (parquet_bytes(), ".parquet", lambda store: hr.ParquetDataset("**/*.parquet", store=store)),
     "windows": (
         np.arange(40, dtype="<u2").tobytes(),

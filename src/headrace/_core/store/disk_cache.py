@@ -109,7 +109,7 @@ def _read(descriptor: int, start: int, length: int) -> bytes:
 
 
 class _Entry(NamedTuple):
-    """An entry; `states` has its state at `slot`."""
+    """`states` has its state at `slot`."""
 
     name: bytes
     segment: _Segment
@@ -191,10 +191,7 @@ class DiskCache:
     ) -> T:
         """The result of `accept` for an entry's bytes, which `fetch` gets if they are not cached.
 
-        Args:
-            name: 16 bytes that identify the content.
-            fetch: its errors are raised.
-            accept: raises if the bytes are wrong: then they are not cached.
+        Their errors are raised; `accept` raises if the bytes are wrong: then they are not cached.
         """
         (entry,) = await self._lookup([name])
         if entry is not None:

@@ -52,14 +52,7 @@ _CREDENTIALS = "Check the credentials in the store's options or the environment"
 
 
 class Cause(enum.Enum):
-    """Why a request failed.
-
-    Attributes:
-        text: for messages.
-        transient: whether the same request may succeed a little later.
-        error: the class of the exception that is raised for it.
-        remedy: for messages; may be empty.
-    """
+    """Why a request failed, whether the same may succeed a little later, and the exception that is raised for it."""
 
     def __init__(
         self, text: str, transient: bool = False, error: type[StoreError] = StoreError, remedy: str = ""
@@ -155,14 +148,7 @@ _STATUSES = {
 
 
 class RequestFailure(Exception):
-    """A failed request.
-
-    Attributes:
-        cause: why it failed.
-        status: the HTTP status; None if there was no answer, or a good one whose body failed.
-        detail: further text for messages, without secrets.
-        error: obstore's exception, if it was one.
-    """
+    """A failed request, its HTTP status if it was answered by one, and obstore's exception if it was one."""
 
     def __init__(
         self, cause: Cause, status: int | None = None, detail: str = "", error: BaseException | None = None

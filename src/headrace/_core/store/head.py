@@ -55,13 +55,9 @@ class InitialRead(NamedTuple):
 
 
 def check_version(size: int | None, etag: str | None, modified: str | None, found: Head) -> None:
-    """Raise `RequestFailure` if an answer is of another version than the one that is known.
+    """Raise `RequestFailure` if an answer is of another version than the one that is known; None is not known.
 
-    Args:
-        size: bytes of the known version; None if unknown, as for the next two.
-        etag: its entity tag; a weak one is compared too.
-        modified: the time of its last modification, as in `Head`; compared unless both have a strong entity tag.
-        found: the metadata in the answer.
+    Weak entity tags are compared too; the times of the last modification unless both have a strong tag.
     """
     untagged = strong(etag) is None or strong(found.etag) is None
     # Listings give fractions of seconds, and `Last-Modified` does not.

@@ -51,13 +51,7 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
     """Open a store, with headrace's time-outs, and without retries of its own unless `options` has them.
 
     The client's retries do not take account of other fetchers, of `Retry-After` or of a body that is cut short where
-    there is no entity tag; `StoreRequests` retries above it.
-
-    Args:
-        url: of any scheme in `options.TRAITS`.
-        options: for `obstore.store.from_url`, with options of the client under ``client_options`` or beside it; and
-            ``allow_redirects``, whether requests may go to other hosts, and ``profile``, an AWS profile.
-        timeout: seconds without a byte after which a request has failed, however long it takes in all.
+    there is no entity tag; `Store` retries above it. For the arguments see `Store`.
 
     Raises:
         ValueError: the URL or the options are not ones that obstore understands.
@@ -124,12 +118,8 @@ def store_id(url: str, options: Mapping[str, object], store: ObjectStore | None)
     """A text that is equal for the same store in every process; None for a store in the memory of this process.
 
     It has the URL, without secrets, and a hash of all options and default headers that are neither secrets nor about
-    connections, and of environment variables that name a place: a bucket at two endpoints is two stores.
-
-    Args:
-        url: of the store.
-        options: of the store.
-        store: a ready store, in place of `options`.
+    connections, and of environment variables that name a place: a bucket at two endpoints is two stores. `store` is a
+    ready one, in place of `options`.
     """
     traits = traits_of(url, store)
     if not traits.shared:

@@ -75,7 +75,7 @@ def is_secret(name: str) -> bool:
 def secrets_in(options: Mapping[str, object]) -> tuple[str, ...]:
     """The values in a store's options, at any depth, whose names say that they are credentials.
 
-    A value of one or two characters is not taken for a secret: masking it would only garble the text around it.
+    Values of one or two characters are left out: masking them would only garble the text around them.
 
     Example:
         >>> secrets_in({"region": "eu", "config": {"secret_access_key": "hush"}})

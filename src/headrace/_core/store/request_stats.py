@@ -28,18 +28,11 @@ ENOUGH = 20  # bodies that it reads in that time if none has stalled and it gets
 
 @dataclass(slots=True, eq=False)
 class RequestStats:
-    """Counters of the requests of one loader; see `RequestCounts` for each.
+    """Counters of the requests of one loader; see `RequestCounts` for each."""
 
-    Attributes:
-        retry: the loader's policy; None to use the store's.
-        bodies: reads small bodies; of the session that runs, which closes it.
-        throttle_events: requests that were throttled or timed out, over the whole session.
-        wants_times: whether the next request of one object or range is to be timed: one for each batch.
-    """
-
-    retry: RetryPolicy | None = None
-    bodies: BodyReader | None = None
-    throttle_events: int = 0
+    retry: RetryPolicy | None = None  # the loader's; None to use the store's
+    bodies: BodyReader | None = None  # of the session that runs, which closes it
+    throttle_events: int = 0  # requests that were throttled or timed out, over the whole session
     requests: int = 0
     retries: int = 0
     throttled: int = 0
@@ -50,7 +43,7 @@ class RequestStats:
     cache_misses: int = 0
     cache_damaged: int = 0
     cache_evicted: int = 0
-    wants_times: bool = True
+    wants_times: bool = True  # of the next request of one object or range: one for each batch
     _times: tuple[float, float] = (0.0, 0.0)
 
     def begin_timing(self) -> bool:

@@ -197,11 +197,7 @@ class Store:
         return unquote(key) if traits_of(root).quoted else key
 
     def backend(self) -> ObjectStore:
-        """Obstore's store, opened at its first use in this process.
-
-        Raises:
-            ForkedError: this process is a fork of one that had used a store.
-        """
+        """Obstore's store, opened at its first use in this process; `ForkedError` in a fork of one that had used it."""
         global _used_in
         if self._opened is None or forked_from is not None:
             if forked_from is not None:
@@ -372,12 +368,8 @@ class Store:
     ) -> tuple[memoryview, ObjectMeta]:
         """Read a range by one request, and return the object's metadata too.
 
-        Args:
-            wanted: the range.
-            timed: whether the request's times are recorded.
-            initial: the size is unknown: a shorter object comes whole, and all of one of a store that ignores ranges;
-                from a negative `start` on, the last bytes. The checksum is of the object.
-            store: the store.
+        If it is `initial`, the size is unknown: a shorter object comes whole, and all of one of a store that ignores
+        ranges; from a negative `start` on, the last bytes. The checksum is of the object.
         """
         key, start, stop, _, size, etag, modified, checksum = wanted
         stats, whole = self.stats, self._ranges_ignored

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
-from headrace._core.shards.compression import codec_for
+from headrace._core.shards.compression import Codec
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import Part, PartPosition, opened_parts, position_in
 from headrace._core.store.head import Head, InitialRead
@@ -269,7 +269,7 @@ class ShardReader(BlockReader):
     ) -> None:
         self.part = position.part
         self._shard = shard
-        self._codec = codec_for(shard.key)(shard.name)
+        self._codec = Codec(shard.key, shard.name)
         self._decoder = decoder
         offset = 0
         if position.decoder is not None:

@@ -20,7 +20,7 @@ from headrace._core.streams.kinds import Capabilities, ReadRange, Views, capabil
 from headrace._core.streams.map_style import AsyncDataset, RangedDataset
 from headrace.errors import ShardError
 
-__all__ = ["Cacheable", "CachedDataset", "CachedRanges", "Extent", "RangedShards"]
+__all__ = ["Cacheable", "CachedDataset", "Extent", "RangedShards"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -113,13 +113,11 @@ class Cacheable(AsyncDataset[T_co]):
                 f"{first['aget'].__name__} defines aget, which a cache does not call: it keeps what read_bytes "
                 f"returns, and makes samples of it with sample_of. Define sample_of instead of aget."
             )
-        # Joined reads return the bytes of ranges, which a `read_bytes` of a subclass may have changed.
-        joined = capabilities(self).ranges and type(self).read_bytes is RangedDataset.read_bytes  # type: ignore[comparison-overlap]
-        return (CachedRanges if joined else CachedDataset)(self, DiskCache(folder, max_bytes), version)
+        return CachedDataset(self, DiskCache(folder, max_bytes), version)
 
 
 class CachedDataset(AsyncDataset[T_co]):
-    """A dataset whose bytes are cached on disk; made by its `cache`.
+    """A dataset whose bytes are cached on disk; made by its `cache`. Missing ranges are read by joined requests.
 
     Attributes:
         dataset: the dataset that fetches bytes and makes samples of them.
@@ -137,7 +135,9 @@ class CachedDataset(AsyncDataset[T_co]):
     def __init__(self, dataset: Cacheable[T_co], cache: DiskCache, version: str | int | None = None) -> None:
         if len(dataset) and dataset.extent(0).store is None:
             raise ValueError(f"{dataset!r} is in the memory of this process: a cache on disk would not make it faster")
-        self.dataset = dataset
+        self.dataset: RangedShards[T_co] = dataset  # type: ignore[assignment]  # or only `Cacheable`
+        # Joined reads return the bytes of ranges, which a `read_bytes` of a subclass may have changed.
+        self._joined = capabilities(dataset).ranges and type(dataset).read_bytes is RangedDataset.read_bytes  # type: ignore[comparison-overlap]
         self._cache = cache
         self._version = version
         self._hash = hashlib.blake2b(ascii((NAME_FORMAT, version)).encode(), digest_size=NAME_SIZE)
@@ -192,14 +192,13 @@ class CachedDataset(AsyncDataset[T_co]):
         self._cache.begin_epoch()
         propagate_epoch(self.dataset, epoch)
 
-
-class CachedRanges(CachedDataset[T_co]):
-    """A `RangedDataset` whose bytes are cached on disk; missing ranges are read by joined requests."""
-
-    dataset: RangedShards[T_co]
-
     def _capabilities(self) -> Capabilities:
-        return Capabilities(aget=True, agets=True, ranges=True, cached_reads=True, set_epoch=True, sample_key=True)
+        joined = self._joined
+        return Capabilities(
+            aget=True, agets=joined, ranges=joined, cached_reads=joined, set_epoch=True, sample_key=True
+        )
+
+    # Byte ranges, see `RangedDataset`; only where the dataset has them.
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The dataset's byte ranges."""

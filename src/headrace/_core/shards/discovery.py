@@ -29,17 +29,11 @@ _GLOB = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """An object in a store.
+    """An object in a store."""
 
-    Attributes:
-        store: the store.
-        key: the object's key.
-        head: size and version, if known.
-    """
-
-    store: Store
-    key: str
-    head: Head | None = None
+    store: Store  # the store
+    key: str  # the object's key
+    head: Head | None = None  # size and version, if known
 
     @property
     def name(self) -> str:

@@ -31,19 +31,12 @@ class Readers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The positions of all readers when what they had left was dealt anew.
+    """The positions of all readers when what they had left was dealt anew."""
 
-    Attributes:
-        readers: those that were stopped.
-        opened: for each of them, how many of its parts it had opened.
-        rests: the positions in those that were open.
-        left: samples that they were still to give together, if `samples_per_rank` was declared.
-    """
-
-    readers: Readers
-    opened: tuple[int, ...]
-    rests: tuple[PartPosition, ...]
-    left: int | None
+    readers: Readers  # those that were stopped
+    opened: tuple[int, ...]  # for each of them, how many of its parts it had opened
+    rests: tuple[PartPosition, ...]  # the positions in those that were open
+    left: int | None  # samples that they were still to give together, if `samples_per_rank` was declared
 
     def to_state(self) -> State:
         """As JSON values."""
@@ -68,15 +61,10 @@ class Division:
 
 
 class Dealt(NamedTuple):
-    """What one reader reads.
+    """What one reader reads."""
 
-    Attributes:
-        parts: its parts, in order.
-        length: the number of samples that it must give; None for all that it reads.
-    """
-
-    parts: Sequence[Part]
-    length: int | None
+    parts: Sequence[Part]  # its parts, in order
+    length: int | None  # the number of samples that it must give; None for all that it reads
 
 
 def deal_parts(

@@ -78,17 +78,11 @@ class Footer:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """A row group of a file.
+    """A row group of a file."""
 
-    Attributes:
-        footer: footer of the file.
-        number: number of the row group in the file.
-        columns: names of the columns to read; None for all.
-    """
-
-    footer: Footer
-    number: int
-    columns: tuple[str, ...] | None
+    footer: Footer  # footer of the file
+    number: int  # number of the row group in the file
+    columns: tuple[str, ...] | None  # names of the columns to read; None for all
 
     @property
     def rows(self) -> int:

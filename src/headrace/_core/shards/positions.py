@@ -14,25 +14,15 @@ from headrace.errors import StateError
 
 @dataclass(frozen=True, slots=True)
 class PartPosition:
-    """Where a part is read on.
+    """Where a part is read on."""
 
-    Attributes:
-        part: its number in the user's list.
-        given: number of its samples that were given out.
-        drop: how many of them come again after the place where the decoder starts.
-        decoder: the decoder's position, ``{"offset": …}`` in unpacked bytes; None at the start of the part.
-        size: bytes of the object, if known.
-        etag: its version, if known.
-        stop: the reader stops when so many of its samples were given out; None at its end.
-    """
-
-    part: int
-    given: int = 0
-    drop: int = 0
-    decoder: State | None = None
-    size: int | None = None
-    etag: str | None = None
-    stop: int | None = None
+    part: int  # its number in the user's list
+    given: int = 0  # number of its samples that were given out
+    drop: int = 0  # how many of them come again after the place where the decoder starts
+    decoder: State | None = None  # ``{"offset": …}`` in unpacked bytes; None at the start of the part
+    size: int | None = None  # bytes of the object, if known
+    etag: str | None = None  # its version, if known
+    stop: int | None = None  # the reader stops when so many of its samples were given out; None at its end
 
     def after(self, count: int) -> PartPosition:
         """The position `count` samples later, from the same place."""

@@ -23,17 +23,11 @@ if TYPE_CHECKING:
 
 
 class Block(NamedTuple):
-    """Samples that are produced together.
+    """Samples that are produced together."""
 
-    Attributes:
-        samples: in order.
-        error: raised after the samples; the last block if there is one.
-        end: whether this is the last block.
-    """
-
-    samples: deque[Any]
-    error: Exception | None = None
-    end: bool = False
+    samples: deque[Any]  # in order
+    error: Exception | None = None  # raised after the samples; the last block if there is one
+    end: bool = False  # whether this is the last block
 
 
 class BlockReader(ABC):

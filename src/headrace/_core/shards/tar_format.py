@@ -38,21 +38,13 @@ _PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=]+)=")
 
 
 class Member(NamedTuple):
-    """A file in a tar.
+    """A file in a tar."""
 
-    Attributes:
-        name: path, without a leading ``./``.
-        data: content; None if it is not wanted.
-        offset: position of its header in the archive, in bytes.
-        data_offset: position of its content.
-        size: length of the content in bytes.
-    """
-
-    name: str
-    data: bytes | None
-    offset: int
-    data_offset: int
-    size: int
+    name: str  # path, without a leading ``./``
+    data: bytes | None  # content; None if it is not wanted
+    offset: int  # position of its header in the archive, in bytes
+    data_offset: int  # position of its content
+    size: int  # length of the content in bytes
 
     @property
     def end(self) -> int:

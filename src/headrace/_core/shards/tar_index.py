@@ -40,23 +40,14 @@ IndexRow = tuple[str, Mapping[str, tuple[int, int, int]]]
 
 @dataclass(frozen=True, slots=True)
 class TarIndex:
-    """Positions of the samples of one shard.
+    """Positions of the samples of one shard."""
 
-    Attributes:
-        shard: the shard, with size and version.
-        fields: names of the columns of the arrays below.
-        keys: keys of the samples.
-        offsets: positions of the contents, int64, (samples, fields); `ABSENT` for a missing field.
-        sizes: their lengths in bytes, int64.
-        checksums: their CRC-32, uint32.
-    """
-
-    shard: Shard
-    fields: tuple[str, ...]
-    keys: tuple[str, ...]
-    offsets: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    checksums: NDArray[np.uint32]
+    shard: Shard  # the shard, with size and version
+    fields: tuple[str, ...]  # names of the columns of the arrays below
+    keys: tuple[str, ...]  # keys of the samples
+    offsets: NDArray[np.int64]  # positions of the contents, int64, (samples, fields); `ABSENT` for a missing field
+    sizes: NDArray[np.int64]  # their lengths in bytes, int64
+    checksums: NDArray[np.uint32]  # their CRC-32, uint32
 
     @classmethod
     def of(cls, shard: Shard, rows: Sequence[IndexRow]) -> TarIndex:

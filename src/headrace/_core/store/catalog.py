@@ -117,21 +117,13 @@ def _from_buffers(text: bytes | memoryview, offsets: bytes | memoryview) -> Stri
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """The objects of a dataset, by their position.
+    """The objects of a dataset, by their position."""
 
-    Attributes:
-        keys: relative to the dataset's URL.
-        sizes: in bytes, `UNKNOWN` where not known; None if no size is known.
-        etags: entity tags, an empty string for none; None if no object has one.
-        labels: one each; None if there are none here.
-        checksums: ``algorithm:hexadecimal`` of the bytes, or an empty string; None if no object has one.
-    """
-
-    keys: StringArray
-    sizes: array[int] | None = None
-    etags: StringArray | None = None
-    labels: Sequence[object] | None = None
-    checksums: StringArray | None = None
+    keys: StringArray  # relative to the dataset's URL
+    sizes: array[int] | None = None  # in bytes, `UNKNOWN` where not known; None if no size is known
+    etags: StringArray | None = None  # entity tags, an empty string for none; None if no object has one
+    labels: Sequence[object] | None = None  # one each; None if there are none here
+    checksums: StringArray | None = None  # ``algorithm:hexadecimal`` of the bytes, or empty; None if no object has one
 
 
 def catalog_of_page(page: Sequence[ObjectMeta]) -> Catalog:

@@ -20,19 +20,12 @@ _FORM = re.compile(r"(\w+):([0-9a-f]+)")
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A store's metadata of an object.
+    """A store's metadata of an object."""
 
-    Attributes:
-        key: the object's.
-        size: in bytes.
-        etag: its version; None if the store gives none.
-        modified: the time of its last modification, as ISO 8601; None if unknown.
-    """
-
-    key: str
-    size: int
-    etag: str | None
-    modified: str | None = field(default=None, compare=False)
+    key: str  # the object's
+    size: int  # in bytes
+    etag: str | None  # its version; None if the store gives none
+    modified: str | None = field(default=None, compare=False)  # last modification, as ISO 8601; None if unknown
 
     @classmethod
     def of(cls, key: str, meta: ObjectMeta) -> Head:

@@ -46,37 +46,20 @@ _VARIABLES = _CLIENT_OPTIONS - {"default_headers", "root_certificate"}  # which 
 
 @dataclass(frozen=True, slots=True)
 class StoreTraits:
-    """What differs between kinds of stores.
+    """What differs between kinds of stores."""
 
-    Attributes:
-        schemes: the schemes of their URLs.
-        backend: obstore's class for them, by which a ready store is recognised.
-        remote: whether they are reached over HTTP, with time-outs, proxies and other options of an HTTP client.
-        bucket: whether the root is a bucket, so that one store serves all its keys, and a listing can begin after any.
-            Else each directory is a store.
-        quoted: whether URLs have their keys percent-encoded.
-        prefix: what environment variables, and long names of options, begin with; empty for none.
-        endpoint_options: names of options that give the endpoint. The first group with a value is used.
-        credential_options: names of options any of which settles the credentials; without one, the client asks services
-            of the machine for them, at other hosts than the store's.
-        web_server: whether it is one, which gets all requests itself, and rarely can list.
-        suffix_ranges: whether the last bytes of an object can be requested without knowing its size.
-        list_in_order: whether keys come sorted, and a listing that begins after a key costs no page before it.
-        shared: whether other processes find the same objects.
-    """
-
-    schemes: tuple[str, ...]
-    backend: type[object]
-    remote: bool = True
-    bucket: bool = True
-    quoted: bool = False
-    prefix: str = ""
-    endpoint_options: tuple[tuple[str, ...], ...] = ()
-    credential_options: tuple[str, ...] = ()
-    web_server: bool = False
-    suffix_ranges: bool = True
-    list_in_order: bool = False
-    shared: bool = True
+    schemes: tuple[str, ...]  # the schemes of their URLs
+    backend: type[object]  # obstore's class for them, by which a ready store is recognised
+    remote: bool = True  # whether they are reached over HTTP, with options of an HTTP client
+    bucket: bool = True  # whether the root is a bucket, whose keys one store serves; else each directory is a store
+    quoted: bool = False  # whether URLs have their keys percent-encoded
+    prefix: str = ""  # what environment variables, and long names of options, begin with; empty for none
+    endpoint_options: tuple[tuple[str, ...], ...] = ()  # options that give the endpoint: the first group with a value
+    credential_options: tuple[str, ...] = ()  # any of which settles them; else the client asks other hosts
+    web_server: bool = False  # whether it is one, which gets all requests itself, and rarely can list
+    suffix_ranges: bool = True  # whether the last bytes of an object can be requested without knowing its size
+    list_in_order: bool = False  # whether keys come sorted, and a listing may begin after any
+    shared: bool = True  # whether other processes find the same objects
 
 
 TRAITS = (

@@ -68,19 +68,12 @@ class Ranges(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One request for several ranges.
+    """One request for several ranges."""
 
-    Attributes:
-        object: the object's number.
-        start: its first byte.
-        stop: after its last byte; gaps between the ranges are read too.
-        members: the positions of the ranges it covers in the requested ones, in the order of their starts.
-    """
-
-    object: int
-    start: int
-    stop: int
-    members: NDArray[np.intp]
+    object: int  # the object's number
+    start: int  # its first byte
+    stop: int  # after its last byte; gaps between the ranges are read too
+    members: NDArray[np.intp]  # positions of the ranges it covers, in the order of their starts
 
 
 def plan_spans(ranges: Ranges, *, gap: int = LARGEST_GAP, largest: int = LARGEST_SPAN) -> list[Span]:

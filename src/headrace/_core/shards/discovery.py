@@ -180,9 +180,7 @@ def _is_hidden(key: str) -> bool:
 def glob_expression(pattern: str, *, hidden: bool = False) -> re.Pattern[str]:
     """A glob as a regular expression: ``*`` and ``?`` stay within a directory, ``**`` crosses directories.
 
-    Args:
-        pattern: the glob.
-        hidden: whether they match a dot at the beginning of a name, which shells and Python's `glob` do not.
+    They match a dot at the beginning of a name only if `hidden`, as in shells and Python's `glob`.
     """
     visible = "" if hidden else r"(?!\.)"
     expression, begins = "", True

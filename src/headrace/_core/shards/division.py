@@ -76,12 +76,7 @@ def deal_parts(
 ) -> list[Dealt]:
     """What each of `readers` reads after one division or several in succession.
 
-    Args:
-        order: the numbers of all parts in the order of the epoch.
-        counts: number of samples in each part, by its number; None if unknown.
-        remainder: policy for readers with unequal numbers of samples.
-        divisions: one after the other.
-        readers: those for which the last division is made.
+    `order` has the numbers of all parts in the order of the epoch, and `counts` those of the samples in each part.
     """
     place = {part: position for position, part in enumerate(order)}
 

@@ -36,12 +36,7 @@ def require_pyarrow() -> Any:
 
 
 class Footer:
-    """A file's footer; pickled as its bytes, so that no other process reads it again.
-
-    Args:
-        shard: the file.
-        head: its size and version.
-        data: the footer with the eight bytes after it.
+    """A file's footer, with the eight bytes after it; pickled as its bytes, so that no other process reads it again.
 
     Raises:
         ShardError: `data` is no valid footer.

@@ -171,13 +171,8 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 class PartIterator(ResumableIterator[T_co]):
     """The samples of one reader in one epoch; its state says which stream, reader and epoch it is of.
 
-    The state of another epoch can be loaded: the iterator then continues in that epoch's order.
-
-    Args:
-        stream: the stream.
-        rank: the rank.
-        shard: the reader: the rank, or a worker or lane of it.
-        order: that of the epoch.
+    The state of another epoch can be loaded: the iterator then continues in that epoch's order. `shard` is the reader:
+    the rank, or a worker or lane of it.
     """
 
     def __init__(self, stream: PartStream[T_co], rank: ShardOptions, shard: ShardOptions, order: Order) -> None:

@@ -57,10 +57,7 @@ class BlockReader(ABC):
 class PartReader(ResumableIterator[Any]):
     """Reads parts, which are opened in order; its position is that of each open part, and the number of those opened.
 
-    Args:
-        parts: those to read, in order.
-        count: number of all parts of the stream.
-        shard_of: returns the object that a part is in.
+    `count` is the number of all parts of the stream.
     """
 
     def __init__(self, parts: Sequence[Part], count: int, shard_of: Callable[[int], Shard]) -> None:
@@ -131,11 +128,7 @@ class ReadAhead:
 class ChunkReader:
     """The bytes of one shard in order, prefetched by ranged requests.
 
-    Args:
-        shard: the shard; if its size is unknown, the first response gives it.
-        ahead: limits.
-        standby: keep only one request in flight until `activate` is called.
-        start: the first byte to read; 0 if the shard's size is unknown.
+    In standby, only one request is in flight until `activate` is called.
     """
 
     def __init__(self, shard: Shard, ahead: ReadAhead, *, standby: bool = False, start: int = 0) -> None:
@@ -242,20 +235,7 @@ class Decoder(ABC):
 class ShardReader(BlockReader):
     """Reads, unpacks and parses one shard, one block of samples ahead of its consumer.
 
-    Args:
-        shard: the shard, in the version of the position.
-        decoder: its decoder.
-        ahead: limits.
-        position: where to start; its samples to drop are not given.
-        standby: keep only one request in flight until `chunks.activate` is called.
-
-    Attributes:
-        part: the shard's number in the user's list.
-        chunks: its bytes.
-        samples: the rest of the current block.
-        error: raised after `samples`.
-        ended: whether `samples` are the last.
-        has_successor: whether the shard after it was opened, or there is none.
+    The samples to drop of its position are not given.
     """
 
     def __init__(
@@ -276,10 +256,10 @@ class ShardReader(BlockReader):
         self._decoded = position  # the position after the last block that was produced
         self._count = 0  # samples of the current block
         self._pieces: Iterator[Buffer] = iter(())
-        self.samples: deque[Any] = deque()
-        self.error: Exception | None = None
-        self.ended = False
-        self.has_successor = False
+        self.samples: deque[Any] = deque()  # the rest of the current block
+        self.error: Exception | None = None  # raised after them
+        self.ended = False  # whether they are the last
+        self.has_successor = False  # whether the shard after it was opened, or there is none
         self.chunks = ChunkReader(shard, ahead, standby=standby, start=start)
         super().__init__()
 
@@ -372,19 +352,12 @@ class ShardReader(BlockReader):
 class InterleavedShards(PartReader):
     """The samples of several shards, one of each in turn: the same order in every run, whichever responds faster.
 
-    The error of a shard is raised at its turn, after the samples before it; the other shards continue.
+    The error of a shard is raised at its turn, after the samples before it; the other shards continue. When all of one
+    has been requested, the next is opened in standby, so that its first samples are there at its turn.
 
     Its position is that of each open shard, in the order of their turns, and the number of those that were opened.
     Blocks differ after it, since chunks start elsewhere; the order does not: a shard that ends is replaced by the next
     part, whenever that was opened.
-
-    Args:
-        shards: all shards.
-        parts: those to read, in the order in which they are opened. When all of one has been requested, the next is
-            opened in standby, so that its first samples are there at its turn.
-        decoder: makes the decoder of a shard.
-        ahead: limits.
-        on_block: called with a shard's reader after each block of its samples; None for no call.
     """
 
     def __init__(

@@ -30,18 +30,6 @@ class _RowGroupReader(BlockReader):
     """Reads one row group and decodes it one block ahead of the consumer.
 
     Decoding is done in threads: pyarrow releases the interpreter lock, and for workers the bytes would be copied.
-
-    Args:
-        group: the row group.
-        rows: rows of a table; None for all.
-        as_rows: whether samples are rows.
-        position: how many samples to leave out, and where to stop.
-        on_fetched: called when its bytes are there.
-
-    Attributes:
-        group: the row group.
-        size: its compressed bytes.
-        fetched: whether they are there.
     """
 
     def __init__(
@@ -53,8 +41,8 @@ class _RowGroupReader(BlockReader):
         on_fetched: Callable[[], None],
     ) -> None:
         self.group = group
-        self.size = group.stored_bytes
-        self.fetched = False
+        self.size = group.stored_bytes  # compressed
+        self.fetched = False  # whether its bytes are there
         self._on_fetched = on_fetched
         self._table_rows = rows or group.rows
         if as_rows:
@@ -144,15 +132,9 @@ def _tables(batch: Any, rows: int) -> list[object]:
 class RowGroupStream(PartReader):
     """The samples of row groups in order, the next groups prefetched. The error of one is raised at its turn.
 
-    Its position is the number of samples that were given out of the current row group; that is read again.
-
-    Args:
-        groups: all row groups.
-        parts: those to read, in order.
-        rows: rows of a table; None for a whole row group. Ignored with `as_rows`.
-        as_rows: whether samples are dicts of one row instead of tables.
-        prefetch_row_groups: maximum row groups read at once, ahead of the current one as soon as its bytes are there.
-        prefetch_bytes: maximum compressed bytes of all these; at least one is read whatever its size.
+    Its position is the number of samples that were given out of the current row group; that is read again. At most
+    `prefetch_row_groups` are read at once, ahead of the current one as soon as its bytes are there, and at most
+    `prefetch_bytes` compressed bytes; at least one is read whatever its size.
     """
 
     def __init__(

@@ -131,11 +131,6 @@ def _unpack_texts(array: Any, count: int) -> tuple[str, ...]:
 async def load_indices(shards: Sequence[Shard], *, uniform: bool, save: bool) -> list[TarIndex]:
     """Load the index of each shard from beside it, or build it if there is none of the shard's version.
 
-    Args:
-        shards: uncompressed shards.
-        uniform: whether the samples of a shard must have the same fields.
-        save: whether to store indices that were built beside their shards.
-
     Raises:
         ShardError: a shard is compressed or corrupt.
         StoreError: a read failed.

@@ -40,11 +40,8 @@ class SampleMembers(NamedTuple):
 class SampleGrouper:
     """Groups consecutive members with the same key; refuses missing and repeated fields and repeated keys.
 
-    Args:
-        shard: the archive's name in errors.
-        fields: fields that every sample must have; it may have others. None: each sample must have exactly the fields
-            of the archive's first.
-        uniform: with False and no `fields`, samples may have different fields.
+    Every sample must have `fields`, and may have others; without them, unless `uniform` is False, exactly the fields of
+    the archive's first.
     """
 
     def __init__(self, shard: str, *, fields: Collection[str] | None, uniform: bool) -> None:
@@ -120,12 +117,6 @@ class TarSamples(Decoder):
     """Decoder of one archive: yields its samples as dicts.
 
     A position is after the last complete sample, with the fields that all samples must have.
-
-    Args:
-        shard: the archive's name, in errors and in ``"__url__"``.
-        fields: fields to return; None for all.
-        uniform: whether samples must have the same fields if `fields` is None.
-        member_limit: largest allowed member in bytes.
     """
 
     def __init__(

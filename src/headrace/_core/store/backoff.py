@@ -32,18 +32,9 @@ _dice = random.Random()
 
 
 class Tries:
-    """The attempts at one request, what it is about, and its deadline.
+    """The attempts at one request, what it is about, for errors, and its deadline.
 
-    Args:
-        policy: how it is retried.
-        doing: the operation, for errors, e.g. ``"reading the footer of 'a.parquet'"``.
-        key: the object it is about, for errors.
-        index: the sample it is about, for errors.
-        began: the time of the first attempt (`time.monotonic`); now if None.
-        whole: the attempts at the whole object of which it is a part; all parts share its beginning and its deadline.
-
-    Attributes:
-        attempts: the number of attempts that have failed.
+    All parts of an object share the beginning and the deadline of `whole`, the attempts at the object.
     """
 
     def __init__(
@@ -71,12 +62,7 @@ class Tries:
         return time.monotonic() + seconds - self._progressed[0] < self.policy.deadline
 
     def wait(self, failure: RequestFailure, *, answered: bool) -> float | None:
-        """The seconds to wait before the next attempt; None to give up.
-
-        Args:
-            failure: of the last attempt, which is counted in `attempts`.
-            answered: whether the store has ever responded in this process.
-        """
+        """The seconds to wait before the next attempt; None to give up. `answered`: the store has ever responded."""
         cause, most = failure.cause, self.policy.max_attempts
         if cause is Cause.EXPIRED and not self._renewed:
             self._renewed = True

@@ -134,16 +134,8 @@ class DiskCache:
     """Bytes by name in a folder, which all processes of a machine may use. None waits for another.
 
     May be used from several event loops and threads, and pickled. An error of the folder never costs a sample: its
-    bytes are fetched and not cached, with one warning in each process.
-
-    Args:
-        folder: created for this user alone if it does not exist.
-        max_bytes: about the disk space that it may take; None for no bound. The oldest segments are evicted.
-
-    Raises:
-        CacheFolderError: the folder belongs to another user, or others may write to it.
-        ValueError: `max_bytes` is not positive.
-        OSError: the folder cannot be created.
+    bytes are fetched and not cached, with one warning in each process. Errors of the constructor are those of
+    `Cacheable.cache`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
@@ -454,13 +446,11 @@ def _write_all(descriptor: int, views: list[memoryview]) -> None:
 def secure_folder(folder: str) -> None:
     """Create a folder for the files of a cache, or check the existing one.
 
-    Args:
-        folder: an absolute path. New folders, parents included, get mode 0700, whatever the umask.
+    New folders, parents included, get mode 0700, whatever the umask.
 
     Raises:
         CacheFolderError: it belongs to another user, or others may write to it.
-        NotADirectoryError: it is not a folder.
-        OSError: it cannot be created.
+        OSError: it cannot be created, or is not a folder.
     """
     try:
         link = os.lstat(folder)

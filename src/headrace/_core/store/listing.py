@@ -229,13 +229,7 @@ def _checksum(value: object) -> str:
 
 
 class ListingFile:
-    """A Parquet file that keeps the listing of a store; its methods block.
-
-    Args:
-        path: the file.
-        url: the dataset's.
-        suffix: endings of the keys; None if all were listed.
-    """
+    """A Parquet file that keeps the listing of a store; its methods block."""
 
     def __init__(self, path: str | os.PathLike[str], url: str, suffix: str | tuple[str, ...] | None) -> None:
         if "://" in os.fspath(path):

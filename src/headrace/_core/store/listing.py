@@ -104,7 +104,7 @@ async def _list_in_parts(store: Store, prefix: str, take: Callable[[Sequence[Obj
     listing may begin after any key, and directories give such keys.
     """
     async with aclosing(store.pages(prefix or None)) as pages:
-        first = await anext(pages, ())
+        first = await anext(pages, None) or ()
         bounds = await _find_bounds(store, prefix, first) if store.traits.list_in_order else []
         if not bounds:
             return [take(first), *[take(page) async for page in pages]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,31 +18,12 @@ PROFILE = "profile"
 BLACKHOLE_PROXY = "127.0.0.1:0"
 """Where no process can listen: port 0 stands for "any" when a socket is bound, and is no port itself."""
 
-_CLIENT_OPTIONS = frozenset(
-    {
-        "allow_http",
-        "allow_invalid_certificates",
-        "connect_timeout",
-        "default_content_type",
-        "default_headers",
-        "http1_only",
-        "http2_keep_alive_interval",
-        "http2_keep_alive_timeout",
-        "http2_keep_alive_while_idle",
-        "http2_only",
-        "pool_idle_timeout",
-        "pool_max_idle_per_host",
-        "proxy_ca_certificate",
-        "proxy_excludes",
-        "proxy_url",
-        "randomize_addresses",
-        "read_timeout",
-        "root_certificate",
-        "timeout",
-        "user_agent",
-    }
+_CLIENT_OPTION = re.compile(
+    r"allow_(http|invalid_certificates)|((connect|read|pool_idle)_)?timeout|default_(content_type|headers)"
+    r"|http1_only|http2_(only|keep_alive_(interval|timeout|while_idle))|pool_max_idle_per_host"
+    r"|proxy_(ca_certificate|excludes|url)|randomize_addresses|root_certificate|user_agent"
 )
-_VARIABLES = _CLIENT_OPTIONS - {"default_headers", "root_certificate"}  # which obstore does not read
+_NO_VARIABLES = ("default_headers", "root_certificate")  # which obstore does not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +102,15 @@ def merged_options(url: str, options: Mapping[str, object]) -> dict[str, object]
     if (endpoint_of(url, options) or "").lower().startswith("http:"):
         client["allow_http"] = True
     if prefix:
-        client |= {name: found for name in sorted(_VARIABLES) if (found := _variable(prefix, name))}
+        found = {_short(name, prefix): value for name, value in os.environ.items() if name.startswith(prefix.upper())}
+        client |= {name: found[name] for name in sorted(found) if found[name] and _CLIENT_OPTION.fullmatch(name)}
+        for name in _NO_VARIABLES:
+            client.pop(name, None)
     own = {**nested_options(options, "config"), **options}
     own.pop("config", None)
     own.pop("client_options", None)
     for name in list(own):
-        if _short(name, prefix) in _CLIENT_OPTIONS:
+        if _CLIENT_OPTION.fullmatch(_short(name, prefix)):
             client[_short(name, prefix)] = own.pop(name)
     client |= {str(name).lower(): value for name, value in nested_options(options, "client_options").items()}
     return {**own, "client_options": client}

@@ -94,17 +94,14 @@ class BodyReader:
 
     A conditional GET of obstore's returns when the status has come; the bytes are a second asynchronous call, for which
     native threads take about as much CPU time as for the first. A blocking call takes a small part of that, and hardly
-    waits, since a small body comes right behind its status. It must not be made on the event loop: a connection may
-    stall.
+    waits, since a small body comes right behind its status; but a connection may stall.
 
     It belongs to the running event loop. Its maker calls `close`. The thread starts with the first body.
-
-    Attributes:
-        late: whether bodies are read without the thread: of those that waited at one check, it had neither read all nor
-            `ENOUGH` at the next; or the reader is closed.
     """
 
     def __init__(self) -> None:
+        # Whether bodies are read without the thread: of those that waited at one check, it had neither read all nor
+        # `ENOUGH` at the next; or the reader is closed.
         self.late = False
         self._loop = asyncio.get_running_loop()
         self._queue: SimpleQueue[tuple[asyncio.Future[Bytes | None], GetResult] | None] = SimpleQueue()

@@ -137,14 +137,6 @@ class Store:
         if backend is None:
             check_shared(named)
             named = url_of(named)
-        self._arguments: dict[str, object] = {
-            "url": named,
-            "options": options,
-            "backend": backend,
-            "timeout": timeout,
-            "retry": retry,
-            "if_match": if_match,
-        }
         self._url, self._options, self._backend, self._timeout = named, dict(options or {}), backend, timeout
         self._retry = RetryPolicy() if retry is None else as_policy(retry)
         self.if_match = if_match
@@ -156,11 +148,15 @@ class Store:
         self._last_renewal = -RENEWAL_INTERVAL
         self._own_stats = RequestStats()
 
-    def __getstate__(self) -> dict[str, object]:
-        return self._arguments
-
-    def __setstate__(self, arguments: dict[str, Any]) -> None:
-        self.__init__(**arguments)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = self._options if self._backend is None else None
+        more: dict[str, Any] = {
+            "backend": self._backend,
+            "timeout": self._timeout,
+            "retry": self._retry,
+            "if_match": self.if_match,
+        }
+        return partial(type(self), self._url, options=options, **more), ()
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
@@ -304,13 +300,10 @@ class Store:
             start: the first byte, from 0.
             stop: after the last byte; an empty range needs no request.
             index: the sample's index, for errors.
-            size: the whole object's length in bytes, if known.
-            etag: its version, if known.
-            modified: the time of its last modification, as in `Head`, if known.
+            size: the whole object's length in bytes, if known; the next two as in `Head`, if known.
+            etag: its version.
+            modified: the time of its last modification.
             checksum: ``algorithm:hexadecimal`` of the bytes that are asked for; None for any.
-
-        Returns:
-            A read-only view of the bytes.
 
         Raises:
             ObjectNotFoundError: there is no such object.

@@ -12,7 +12,7 @@ import cloudpickle
 import numpy as np
 import obstore
 import pytest
-from obstore.store import LocalStore, MemoryStore
+from obstore.store import LocalStore
 
 from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset, ObjectSample
@@ -86,12 +86,6 @@ def test_given_keys_keep_their_order_and_nothing_is_listed(server):
     dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options), keys=["d.txt", "a.jpg"])
     assert [bytes(sample.data) for sample in (dataset[0], dataset[1])] == [b"d.txt", b"a.jpg"]
     assert server.requests() == {"GET": 2, "HEAD": 0, "LIST": 0, "PUT": 0, "DELETE": 0}
-
-
-def test_a_ready_store_is_used_as_it_is():
-    store = MemoryStore()
-    obstore.put(store, "k", b"in memory")
-    assert bytes(ObjectDataset(Store("memory://", backend=store))[0].data) == b"in memory"
 
 
 # Labels

@@ -9,7 +9,6 @@ from collections import Counter
 
 import pytest
 import torch
-from obstore.store import MemoryStore
 
 import headrace as hr
 from headrace.errors import EmptyListingError, ShardError, ShortStreamError, StoreError
@@ -91,20 +90,6 @@ def test_compressed_shards_give_the_same_samples_as_plain_ones(tmp_path, suffix)
 def test_braces_globs_and_directories_name_shards(folder, pattern):
     assert sorted(keys(hr.TarDataset(f"{folder}/{pattern}"))) == ALL
     assert sorted(keys(hr.TarDataset(f"{folder.as_uri()}/{pattern}"))) == ALL
-
-
-def test_shards_from_a_list_s3_http_and_memory(folder):
-    objects = {f"train/{path.name}": path.read_bytes() for path in folder.iterdir()}
-    memory = MemoryStore()
-    for key, data in objects.items():
-        memory.put(key, data)
-    with ObjectServer(objects) as server:
-        s3 = hr.TarDataset(server.url + "/train/*.tar", store=hr.Store(server.url, options=server.store_options))
-        http = hr.TarDataset([f"{server.http_url}/train/{i:04}.tar" for i in range(6)])
-        in_memory = hr.TarDataset("train/{0000..0005}.tar", store=hr.Store("memory://", backend=memory))
-        for dataset in (s3, http, in_memory):
-            assert sorted(keys(dataset)) == ALL
-        assert server.requests()["HEAD"] == 0
 
 
 @pytest.mark.parametrize(

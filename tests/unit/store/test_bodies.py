@@ -61,13 +61,6 @@ async def test_small_bodies_are_read_in_the_thread_and_long_ones_on_the_loop(rea
     assert long.threads == [here]
 
 
-async def test_an_error_is_raised_where_the_body_is_awaited(reader):
-    bad, good = Result(ConnectionResetError("reset")), Result()
-    failure, body = await asyncio.gather(reader.read(bad, 4), reader.read(good, 4), return_exceptions=True)
-    assert isinstance(failure, ConnectionResetError)
-    assert body == b"body"
-
-
 async def test_a_stalled_body_holds_up_no_other(reader):
     stalled = Result(arrived=False)
     waiting = asyncio.ensure_future(reader.read(stalled, 4))

@@ -276,12 +276,13 @@ class DiskCache:
             # A share of the time, however large the cache and often the misses.
             self._next_refresh = time.monotonic() + REFRESH_SHARE * (time.monotonic() - began)
 
-    def _read_indices(self) -> None:
-        """Sort the new records of all segments into the table; evicted segments are closed by the last reader."""
+    def _read_indices(self, *, own: bool = False) -> None:
+        """Sort the new records of segments into the table, those of this process's too if `own`."""
         stems = {stem for stem, _ in self._files()}
-        for stem in self._numbers.keys() - stems:
+        gone = self._numbers.keys() - stems
+        for stem in gone:  # evicted, which the last reader closes
             self._segments[self._numbers.pop(stem)] = None
-        found = [np.empty(0, RECORD)]
+        found = []
         for stem in sorted(stems):  # the oldest first
             with contextlib.suppress(OSError):  # evicted meanwhile, or no descriptor is left
                 if stem not in self._numbers:
@@ -289,16 +290,18 @@ class DiskCache:
                     self._add(_Segment(path, os.open(f"{path}.data", os.O_RDONLY | _FLAGS) if kept else None))
                 number = self._numbers[stem]
                 segment = self._segments[number]
-                assert segment is not None
-                found.append(segment.new_records(number))
-        records, states = self._table.records, np.frombuffer(self._table.states, np.uint8)
-        alive = np.array([segment is not None for segment in self._segments], dtype=bool)
-        kept_records = alive[records["segment"]] & (states != _DEAD)
-        new = np.concatenate(found)
-        self._table = _Table(
-            np.concatenate([records[kept_records], new]), bytearray(states[kept_records].tobytes() + bytes(len(new)))
-        )
-        self._recent = {}
+                if segment is not None and (own or not isinstance(segment, _OwnSegment)):
+                    found.append(segment.new_records(number))
+        new = np.concatenate([np.empty(0, RECORD), *found])
+        if len(new):
+            records, states = self._table.records, np.frombuffer(self._table.states, np.uint8)
+            alive = np.array([segment is not None for segment in self._segments], dtype=bool)
+            old = alive[records["segment"]] & (states != _DEAD)
+            merged = bytearray(states[old].tobytes() + bytes(len(new)))
+            self._table = _Table(np.concatenate([records[old], new]), merged)
+        if own or gone:
+            kept_recent = {} if own else self._recent
+            self._recent = {name: each for name, each in kept_recent.items() if each.segment.stem in self._numbers}
 
     def _add(self, segment: _Segment) -> None:
         self._numbers[segment.stem] = len(self._segments)
@@ -320,6 +323,8 @@ class DiskCache:
             full = own is not None and self._limit is not None and own.end + nbytes > self._limit // PER_CACHE
             if own is None or full or own.is_unlinked():
                 evicted = self._make_room(nbytes)
+                if own is not None:
+                    own.stop_writing()
                 secure_folder(self._folder)
                 own = self._own = _OwnSegment(self._folder)
                 self._add(own)
@@ -331,7 +336,7 @@ class DiskCache:
                 raise
             self._recent.update(zip(new, entries, strict=True))
             if len(self._recent) > RECENT:
-                self._read_indices()
+                self._read_indices(own=True)
             return evicted
 
     def _make_room(self, nbytes: int) -> int:
@@ -403,7 +408,7 @@ class _OwnSegment(_Segment):
         super().__init__(path, self._data)
         try:
             self._index = os.open(f"{path}.index", flags, 0o600)
-            weakref.finalize(self, os.close, self._index)
+            self.stop_writing = weakref.finalize(self, os.close, self._index)
             _write_all(self._index, [memoryview(HEADER)])
         except BaseException:  # Ctrl-C too: no empty segment is left behind
             self.abandon()

@@ -135,9 +135,10 @@ async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) ->
     Requested are the directories in those that hold the whole page, but for one whose own objects fill it: they would
     all come a second time.
     """
-    if len(page) < PAGE:  # it is the last
+    keys = [entry["path"] for entry in page]
+    if len(keys) < PAGE or keys != sorted(keys):  # the last page, or a store of another order
         return []
-    first, last = (entry["path"].split("/")[:-1] for entry in (page[0], page[-1]))
+    first, last = (key.split("/")[:-1] for key in (keys[0], keys[-1]))
     shared = len([*takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))])
     outermost = len(prefix.split("/")) if prefix else 0
     paths = ["/".join(first[:depth]) for depth in range(outermost, shared + (first != last))]
@@ -146,10 +147,10 @@ async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) ->
     levels = await asyncio.gather(*requests, return_exceptions=True)  # the listing itself reports errors
     found = {border for level in levels if not isinstance(level, BaseException) for border in level["common_prefixes"]}
     borders = sorted(found)
-    passed = bisect_right(borders, page[-1]["path"])
+    passed = bisect_right(borders, keys[-1])
     ahead = borders[passed:]
     count = min(AT_ONCE, len(page) * len(ahead) // (max(1, passed) * PART))  # by the objects between borders so far
-    return [page[-1]["path"], *(ahead[len(ahead) * part // count] for part in range(1, count))] if count > 1 else []
+    return [keys[-1], *(ahead[len(ahead) * part // count] for part in range(1, count))] if count > 1 else []
 
 
 def read_table(

@@ -91,13 +91,6 @@ def test_body_of_the_wrong_length_is_an_object_changed_error_after_three_attempt
     assert (error.attempts, error.key) == (3, kind.key.partition("/")[2])
 
 
-def test_body_of_the_wrong_length_is_read_again(kind):
-    dataset = kind.dataset()
-    expected = samples(dataset)
-    kind.server.misbehave(Fault("shorten", key=kind.key, times=2))
-    assert samples(dataset) == expected
-
-
 def test_object_that_was_overwritten_by_one_of_the_same_length_is_an_object_changed_error(kind):
     dataset = kind.dataset()
     kind.server.put(kind.key, kind.data[:-1] + b"?")

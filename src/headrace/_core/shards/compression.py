@@ -36,14 +36,6 @@ class Codec:
 
     Several compressed streams in a row unpack to one; checksums are verified.
 
-    Args:
-        key: the object's.
-        shard: the object's name in errors.
-
-    Attributes:
-        compressed: whether `feed` computes long enough to be worth a thread, and bytes are read from the start of the
-            object on.
-
     Raises:
         MissingExtraError: before Python 3.14, zstd's package is not installed.
     """
@@ -51,6 +43,7 @@ class Codec:
     def __init__(self, key: str, shard: str) -> None:
         name = key.lower()
         self._format = next((format for suffix, format in _FORMATS.items() if name.endswith(suffix)), None)
+        # Whether `feed` computes long enough to be worth a thread, and bytes are read from the start of the object on.
         self.compressed = self._format is not None
         self._shard = shard
         self._stream: Any = None

@@ -62,11 +62,7 @@ def find_shards(
 ) -> tuple[Shard, ...]:
     """Find the shards that a user named; blocks if there is a glob or a directory.
 
-    Args:
-        shards: a URL or a path, or several; each may have braces, be a glob or a directory. A file that is named
-            may have any ending. A `Shard` is returned as it is.
-        suffixes: endings of the names of shards in a directory.
-        store: store of all shards; None to open the store of each URL with default options.
+    Names are as for `ShardedStream`; a `Shard` is returned as it is. In a directory, names must end in `suffixes`.
 
     Raises:
         EmptyListingError: a glob or a directory has no shard, or there is no such file or directory.

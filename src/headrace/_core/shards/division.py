@@ -148,14 +148,9 @@ def reader_of(state: State) -> tuple[int, Readers]:
 def merge_part_states(states: Sequence[State]) -> State:
     """Merge the states of the readers of a stream: each reader that loads it continues with its share of what is left.
 
+    The states are of the iterators of all readers at the same time, in order; the result is the same for each new one.
     What was in a shuffle buffer is read again from the start of the buffer's window, so that up to a buffer of samples
     of each reader is given again; as many readers as before continue from their own positions in place of that.
-
-    Args:
-        states: of the iterators of all readers at the same time, in order.
-
-    Returns:
-        A state for `PartIterator.load_state_dict`, the same for each new reader.
 
     Raises:
         StateError: the states are not of all readers of one stream in one epoch.

@@ -24,13 +24,7 @@ T_co = TypeVar("T_co", covariant=True)
 class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     """Base of streams that read parts in the order of the epoch, which is the same on all ranks.
 
-    Args:
-        ranks: the rank whose share is read.
-        shuffle: whether to shuffle the parts at each epoch.
-        buffer_size: samples of the shuffle buffer; 0 for none.
-        seed: seed of both orders, together with the epoch.
-        by_sample: every reader reads all parts and yields every n-th sample, instead of reading every n-th part.
-        remainder: policy for readers with unequal numbers of samples.
+    If `by_sample`, every reader reads all parts and yields every n-th sample, instead of reading every n-th part.
 
     Raises:
         ValueError: unknown `remainder`.

@@ -63,12 +63,7 @@ class _Pending(NamedTuple):
 
 
 class TarParser:
-    """Parses one archive that is fed in pieces of any size.
-
-    Args:
-        shard: the archive's name in errors.
-        wanted: returns whether the content of a name is needed; None for all.
-        member_limit: largest allowed member in bytes.
+    """Parses one archive that is fed in pieces of any size, with the content of the names that are `wanted`.
 
     Example:
         >>> import io, tarfile

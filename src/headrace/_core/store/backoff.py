@@ -80,16 +80,12 @@ class Tries:
 class RetryGate:
     """State shared by all requests to one service: the retry budget, and the time before which none is sent.
 
-    Safe to use from several event loops and threads.
-
-    Attributes:
-        successes: the number of requests that have succeeded; counted by the caller.
-        not_before: the time (`time.monotonic`) before which no request is sent, by `Retry-After`; 0 if there is none.
+    Safe to use from several event loops and threads. The caller counts `successes`.
     """
 
     def __init__(self) -> None:
         self.successes = 0
-        self.not_before = 0.0
+        self.not_before = 0.0  # time before which no request is sent, by `Retry-After`; 0 for none
         self._lock = threading.Lock()  # of the budget, a token bucket
         self._tokens: float | None = None
         self._at = 0.0

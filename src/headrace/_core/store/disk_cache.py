@@ -56,14 +56,10 @@ _UNKNOWN, _VALID, _DEAD = range(3)
 
 
 class _Segment:
-    """A segment, whose files the last reader closes, also if they are unlinked before.
-
-    Attributes:
-        stem: the name of its files.
-    """
+    """A segment, whose files the last reader closes, also if they are unlinked before."""
 
     def __init__(self, path: str, descriptor: int | None) -> None:
-        self.stem = os.path.basename(path)
+        self.stem = os.path.basename(path)  # the name of its files
         self._path = path
         self._consumed = 0  # bytes of the index that were read
         self._descriptor = descriptor  # of the data; None to open it for each read
@@ -395,14 +391,11 @@ class _OwnSegment(_Segment):
     """The segment that this process appends to.
 
     Nothing is flushed to disk: what a power failure takes is detected by its checksum, and fetched again.
-
-    Attributes:
-        end: bytes of the data.
     """
 
     def __init__(self, folder: str) -> None:
         path = os.path.join(folder, f"{time.time_ns():016x}-{os.getpid():x}-{os.urandom(4).hex()}")
-        self.end = 0
+        self.end = 0  # bytes of the data
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS
         self._data = os.open(f"{path}.data", flags, 0o600)
         super().__init__(path, self._data)

@@ -128,11 +128,7 @@ async def read_ranges(
 ) -> list[memoryview]:
     """Read ranges by as few requests as `plan_spans` makes of them, all at once.
 
-    Args:
-        ranges: what is wanted, in any order.
-        read: reads of an object, by its number, the bytes from a start to a stop.
-        gap: as for `plan_spans`.
-        largest: as for `plan_spans`.
+    `read` reads of an object, by its number, the bytes from a start to a stop.
 
     Returns:
         A view for each range, in the order of `ranges`; those of one request share its memory.

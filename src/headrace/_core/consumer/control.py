@@ -233,22 +233,12 @@ class LoaderControl:
     def _next_state(self, loader: TorchLoader) -> LoaderState:
         """The state before the next epoch."""
         order = self._order(loader)
-        state = self._state_at_start(loader, order, self._next_epoch, None, None)
-        return state._replace(
-            generator=encoded(order.generator), sampler=order.sampler_between_epochs(), kept_seed=self._seeds.kept
-        )
+        sampler, generator = order.sampler_between_epochs(), encoded(order.generator)
+        kept = self._seeds.kept
+        return self._fresh(loader, order, self._next_epoch, generator=generator, sampler=sampler, kept_seed=kept)
 
-    def _state_at_start(
-        self, loader: TorchLoader, order: EpochOrder, epoch: int, base_seed: int | None, pipe_seed: int | None
-    ) -> LoaderState:
-        return LoaderState(
-            epoch,
-            self._fingerprint(loader, order),
-            base_seed=base_seed,
-            pipe_seed=pipe_seed,
-            sampler=order.sampler_at_start,
-            sampler_epoch=order.sampler_epoch,
-        )
+    def _fresh(self, loader: TorchLoader, order: EpochOrder, epoch: int, **drawn: Any) -> LoaderState:
+        return LoaderState(epoch, self._fingerprint(loader, order), sampler_epoch=order.sampler_epoch, **drawn)
 
     def _fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
         """The properties of the loader that a state has to fit."""
@@ -324,7 +314,9 @@ class LoaderControl:
             raise
         except Exception as error:  # user code: the sampler
             raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
-        begun = self._state_at_start(loader, order, epoch, None if seed is not None else base_seed, pipe_seed)
+        begun = self._fresh(loader, order, epoch, pipe_seed=pipe_seed, sampler=order.sampler_at_start)
+        if seed is None:
+            begun = begun._replace(base_seed=base_seed)
         if continued is not None:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=begun.base_seed)
         elif resumed is not None:

@@ -104,8 +104,7 @@ class Said(hr.AsyncDataset):
         return info.rank, info.world_size, os.environ.get("RANK"), os.getpid()
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("placement", ["thread", "process"])
+@pytest.mark.parametrize(("placement", "num_workers"), [("thread", 0), ("process", 1)])
 def test_rank_that_changes_between_epochs_reaches_the_engine(monkeypatch, placement, num_workers):
     with hr.DataLoader(Said(), placement=placement, num_workers=num_workers, collate_fn=_first) as loader:
         assert next(iter(loader))[:2] == (0, 1)

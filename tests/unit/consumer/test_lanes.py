@@ -106,8 +106,7 @@ def test_look_ahead_and_in_order_do_not_change_the_batches():
         assert read(lines(shuffle=True), lanes=4, transform=plain, **threads, **options) == expected
 
 
-@pytest.mark.parametrize("transform", [noisy, drawn])
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize(("name", "transform"), [("lines", noisy), *((name, drawn) for name in STREAMS)])
 def test_restored_loader_continues_at_every_batch(name, transform):
     """With the lanes of its state, whatever its own number, also in the random numbers; then with its own."""
     stream = STREAMS[name]
@@ -147,8 +146,7 @@ def test_state_of_a_stream_without_lanes_continues_without():
         assert given + [batch.tolist() for batch in loader] == whole
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3, 4])
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("lanes", "drop_last"), [(1, True), (3, False), (4, True)])
 def test_length_and_drop_last_are_of_each_lane(lanes, drop_last):
     stream = lines(counts=SIZES)
     with loader_of(stream, lanes=lanes, drop_last=drop_last) as loader:
@@ -178,8 +176,16 @@ def test_lanes_of_a_rank_have_the_shards_of_the_rank(as_rank):
         assert sorted(whole) == sorted(divided)
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 3), (3, 2)), ((1, 3), (2, 1)), ((2, 1), (1, 4)), ((1, 2), (1, 4))])
-@pytest.mark.parametrize("name", ["lines", "shuffled", "operations"])
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("lines", (2, 3), (3, 2)),
+        ("lines", (1, 3), (2, 1)),
+        ("lines", (2, 1), (1, 4)),
+        ("shuffled", (2, 3), (3, 2)),
+        ("operations", (2, 3), (3, 2)),
+    ],
+)
 def test_merged_states_continue_with_other_ranks_and_lanes(as_rank, before, after, name):
     def new(lanes):
         stream = lines(shuffle=True, buffer_size=4 if name == "shuffled" else 0, remainder="keep")

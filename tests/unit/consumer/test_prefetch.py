@@ -97,44 +97,6 @@ def test_grouped_plans_stay_grouped_after_a_stall(size, group):
     assert numbers(engine.sent) == list(range(engine.ahead.planned))
 
 
-def test_no_more_than_the_look_ahead_is_ever_outstanding_and_something_always_is():
-    engine = Engine(plans(), 6)
-    engine.ahead.fill()
-    for step in range(200):
-        engine.arrive()
-        engine.take()
-        assert 1 <= len(engine.ahead.under_way) <= 6
-        if step % 17 == 0:
-            engine.stall()
-
-
-def test_ctrl_c_in_the_sampler_loses_no_plan():
-    def interrupted():
-        for plan in plans():
-            if plan.number == 3:
-                raise KeyboardInterrupt
-            yield plan
-
-    engine = Engine(interrupted(), 6)
-    with pytest.raises(KeyboardInterrupt):
-        engine.ahead.fill()
-    assert engine.sent == [[0, 1, 2]]
-    assert len(engine.ahead.under_way) == 3
-
-
-def test_error_of_the_sampler_is_kept_until_after_the_plans_before_it():
-    def broken():
-        yield from itertools.islice(plans(), 2)
-        raise ValueError("no more weights")
-
-    engine = Engine(broken(), 6)
-    engine.ahead.fill()
-    assert engine.sent == [[0, 1]]
-    assert engine.ahead.exhausted
-    assert isinstance(engine.ahead.failure.error, ValueError)
-    assert engine.ahead.failure.batch == 2
-
-
 IDLE = FetchLoad(in_flight=7, limit=8, unused=1)
 LATE = StageTimes(fetched=2.0, load=IDLE)  # the consumer waits since 1.0
 

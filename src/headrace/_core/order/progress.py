@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from headrace._core.batches import BatchPlan, HostBatch, StreamState, load_state
 from headrace._core.order.restore import EpochSpec
@@ -14,51 +14,33 @@ from headrace._core.streams.resumable import State, state_of_dataset
 KEPT_POINTS = 9  # after each of the last 8 batches, and before them
 
 
-class _Drawn(NamedTuple):
-    """A plan, and what was drawn with it. Made as a plain tuple, as there is one for each batch.
-
-    Attributes:
-        plan: the plan; None before the first.
-        first: number of the samples drawn before it.
-        after: number of samples drawn with it.
-        sampler: the state of the user's sampler after it.
-        stream: the state of the loader's stream after it, of a batch that was given out after a gap.
-        positions: first and last position of its samples in the stream, of such a batch.
-    """
-
-    plan: BatchPlan | None
-    first: int
-    after: int
-    sampler: object
-    stream: StreamState | None = None
-    positions: tuple[int, ...] = ()
+# Plain tuples, as there is one for each batch. Of a plan: the plan (None before the first), the number of samples drawn
+# before it and with it, and the state of the user's sampler after it. Of a batch that was given out after a gap also
+# the state of the loader's stream after it, and the first and last position of its samples in the stream.
+_Drawn: TypeAlias = tuple[Any, ...]
 
 
 class _Point(NamedTuple):
-    """The position after a batch. Made as a plain tuple, as there is one for each batch.
+    """The position after a batch. Made as a plain tuple too.
 
     Attributes:
         batches: number of the epoch's batches that were given out without a gap.
         drawn: the plan of the last of them, with what was drawn for them.
-        stream: the state of the loader's stream after them.
-        workers: the state of each worker's stream.
+        streams: the state of the stream of each worker or lane, or of the loader's (None), after them.
         last_worker: the worker of the last batch.
         delivered: batches given out after the gap.
         skipped: counts of `on_error`.
     """
 
     batches: int
-    drawn: tuple[Any, ...]
-    stream: StreamState | None
-    workers: Mapping[Any, StreamState]
+    drawn: _Drawn
+    streams: Mapping[int | None, StreamState]
     last_worker: int
     delivered: tuple[_Drawn, ...]
     skipped: tuple[int, ...]
 
-    def streams(self) -> dict[int | None, Mapping[str, object]]:
-        """The states by their reader; None is the loader's."""
-        states: dict[int | None, StreamState | None] = {None: self.stream, **self.workers}
-        return {reader: load_state(state) for reader, state in states.items() if state is not None}
+    def loaded_streams(self) -> dict[int | None, Mapping[str, object]]:
+        return {reader: load_state(state) for reader, state in self.streams.items()}
 
 
 class EpochProgress:
@@ -90,14 +72,13 @@ class EpochProgress:
         self._of_rank = of_rank
         self._keeps_dataset = keeps_dataset
         self._before_first = before_first
-        self._drawn: dict[int, tuple[Any, ...]] = {}  # plans that were not given out, as `_Drawn`
+        self._drawn: dict[int, _Drawn] = {}  # plans that were not given out
         self._beyond: dict[int, _Drawn] = {}  # those given out after a gap
         first = self._samples = spec.order.first_sample
         # Of a restored stream, numbered as by the session; those of merged states are divided only there.
-        streams: dict[Any, Any] = dict(begun.streams if begun.merged else spec.session.streams or begun.streams)
-        of_loader, last_worker = streams.pop(None, None), begun.next_worker - 1
+        streams = begun.streams if begun.merged else spec.session.streams or begun.streams
         drawn = None, first, first, begun.sampler
-        self._last: tuple[Any, ...] = begun.batches, drawn, of_loader, streams, last_worker, (), begun.skipped
+        self._last: tuple[Any, ...] = begun.batches, drawn, streams, begun.next_worker - 1, (), begun.skipped
         self._points = deque([self._last], maxlen=KEPT_POINTS)  # as `_Point`
         self.over = False
         self._next = begun.batches  # number of the next plan
@@ -129,47 +110,50 @@ class EpochProgress:
         plan, _, _, _, _, _, _, worker, state, _, _ = host
         number = plan.number
         drawn = self._drawn.pop(number)
-        batches, _, stream, workers, last_worker, _, _ = self._last
+        batches, _, streams, last_worker, _, _ = self._last
         if number == batches and worker is None and not self._beyond and not plan.repeat:
-            self._last = number + 1, drawn, stream if state is None else state, workers, last_worker, (), skipped
+            if state is not None:
+                streams = {**streams, None: state}
+            self._last = number + 1, drawn, streams, last_worker, (), skipped
         else:
             self._last = self._after(host, drawn, skipped)
         if given:
             self._points.append(self._last)
 
-    def _after(self, host: HostBatch, drawn: tuple[Any, ...], skipped: tuple[int, ...]) -> tuple[Any, ...]:
+    def _after(self, host: HostBatch, drawn: _Drawn, skipped: tuple[int, ...]) -> tuple[Any, ...]:
         """The position after a batch of any kind."""
-        batches, last_drawn, stream, workers, last_worker, _, _ = self._last
+        batches, last_drawn, streams, last_worker, _, _ = self._last
         number, state = host.plan.number, host.stream_state
         if host.worker is not None:
             last_worker = host.worker
             if state is not None:
-                workers, state = {**workers, host.worker: state}, None
-        plan, first, after, sampler = drawn
+                streams, state = {**streams, host.worker: state}, None
         if number != batches:
             read: Any = host.plan.indices
             positions = (read[0], read[-1]) if state is not None and read else ()
-            self._beyond[number] = _Drawn(plan, first, after, sampler, state, positions)
+            self._beyond[number] = *drawn, state, positions
         else:
             while True:
-                batches, stream = batches + 1, stream if state is None else state
+                plan, first, after, sampler, *_ = drawn
+                batches, streams = batches + 1, streams if state is None else {**streams, None: state}
                 if plan.repeat:  # of a batch around others that were given out before they have gaps
-                    last_plan, before, with_it, _ = last_drawn
+                    last_plan, before, with_it, *_ = last_drawn
                     last_drawn = last_plan, after - (with_it - before), after, sampler
                 else:
                     last_drawn = plan, first, after, sampler
                 if batches not in self._beyond:
                     break
-                plan, first, after, sampler, state, _ = self._beyond.pop(batches)
+                drawn = self._beyond.pop(batches)
+                state = drawn[4]
         delivered = tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
-        return batches, last_drawn, stream, workers, last_worker, delivered, skipped
+        return batches, last_drawn, streams, last_worker, delivered, skipped
 
     @property
     def kept_streams(self) -> dict[int | None, Mapping[str, object]]:
         """The states of a user's dataset, by its reader, for the next epoch; none while this one is not over."""
         if not (self.over and self._keeps_dataset):
             return {}
-        kept = {reader: state_of_dataset(state) for reader, state in _Point(*self._last).streams().items()}
+        kept = {reader: state_of_dataset(state) for reader, state in _Point(*self._last).loaded_streams().items()}
         return {reader: state for reader, state in kept.items() if state is not None}
 
     def next_state(self, fresh: LoaderState) -> LoaderState:
@@ -197,12 +181,14 @@ class EpochProgress:
             indices = plan.indices if samples - first == len(plan.indices) else ()
             checked = (*checksum(indices), self._rank.rank)
         earlier = self._delivered_before(point)
-        of_rank = (
-            self._of_rank or bool(point.delivered or earlier) or (order.is_of_one_rank and self._rank.world_size > 1)
-        )
-        streams = point.streams()
-        if not streams and self._before_first is not None and (before := self._before_first()) is not None:
-            streams[None] = before
+        since = [
+            (self._number_in_epoch(plan.number), before, after - before, *positions)
+            for plan, before, after, _, _, positions in point.delivered
+        ]
+        of_rank = self._of_rank or bool(earlier or since) or (order.is_of_one_rank and self._rank.world_size > 1)
+        streams = point.loaded_streams()
+        if not streams and self._before_first is not None and (unread := self._before_first()) is not None:
+            streams[None] = unread
         over = self._begun.over or (self._most is not None and point.batches >= self._most)
         if size is not None and self._spec.ranks > 1:
             cursor = size if over else min(cursor, size)  # ranks may have unequal last batches
@@ -221,7 +207,7 @@ class EpochProgress:
             # What they were restored from; a lane that has given no batch begins there.
             merged=self._begun.merged if len(streams) < (self._begun.lanes or 1) else (),
             next_worker=(point.last_worker + 1) % self._readers,
-            delivered=(*earlier, *self._delivered_since(point)),
+            delivered=(*earlier, *since),
             skipped=point.skipped,
         )
 
@@ -231,19 +217,11 @@ class EpochProgress:
         Their samples are numbered as in this epoch.
         """
         shift = self._begun.samples - self._order.first_sample
-        position: Any = 0 if point.stream is None else load_state(point.stream).get("position", 0)
+        position: Any = load_state(point.streams[None]).get("position", 0) if None in point.streams else 0
         return [
             (number, first - shift, count, *positions)
             for number, first, count, *positions in self._begun.delivered
             if (positions[1] >= position if positions else first - shift + count > point.drawn[2])
-        ]
-
-    def _delivered_since(self, point: _Point) -> list[tuple[int, ...]]:
-        """Batches that were given out after a gap, in this epoch."""
-        return [
-            (self._number_in_epoch(plan.number), first, after - first, *positions)
-            for plan, first, after, _, _, positions in point.delivered
-            if plan is not None
         ]
 
     def _number_in_epoch(self, number: int) -> int:

@@ -69,9 +69,6 @@ class Unset(int):
 
 Check = Callable[[str, object], object]
 
-# The datasets for which an option has an effect: all, those read on the engine's event loop, those with `aget`.
-Datasets = Literal["all", "async", "aget"]
-
 
 class Option(NamedTuple):
     """The definition of an option.
@@ -81,14 +78,12 @@ class Option(NamedTuple):
         check: given the name and the value; returns the value to use, or raises TypeError or ValueError.
         doc: its description in `DataLoader`'s docstring.
         for_engine: whether the engine is sent it, which may be in another process.
-        datasets: those for which it has an effect.
     """
 
     default: object
     check: Check
     doc: str
     for_engine: bool = False
-    datasets: Datasets = "all"
 
 
 def _anything(name: str, value: object) -> object:
@@ -161,7 +156,6 @@ class LoaderOptions(TypedDict, total=False):
             calls that are counted, at first as many as 64 samples take, and at most the look-ahead. For datasets with
             `aget` or `agets`.""",
             for_engine=True,
-            datasets="aget",
         ),
     ]
     memory_budget: Annotated[
@@ -173,7 +167,6 @@ class LoaderOptions(TypedDict, total=False):
             no bound. Sizes are estimated from samples and batches that came, and the next batch is always fetched. For
             datasets with `aget` or `agets`.""",
             for_engine=True,
-            datasets="aget",
         ),
     ]
     placement: Annotated[
@@ -218,7 +211,6 @@ class LoaderOptions(TypedDict, total=False):
             """how headrace's own datasets try failed requests again: a `RetryPolicy`, or the most attempts at one
             request. None leaves it to the dataset.""",
             for_engine=True,
-            datasets="async",
         ),
     ]
     hedge: Annotated[
@@ -230,7 +222,6 @@ class LoaderOptions(TypedDict, total=False):
             second time, the first answer counts, and at most 5 % more fetches are made so. For datasets with `aget`,
             where fetching twice does no harm; of datasets of ranges, for the joined requests.""",
             for_engine=True,
-            datasets="aget",
         ),
     ]
     executor: Annotated[

@@ -246,15 +246,13 @@ class DataLoader(TorchDataLoader[T_co]):
         transform = self._control.spec.options["transform"]
         if isinstance(collate_fn, PortableCollate):
             collate_fn = collate_fn.collate
-        loses = transform is not None or self._control.spec.kind.is_async or self._loses_options
-        if not loses and self._control.spec.options["seed"] is None:
+        spec = self._control.spec
+        # Whether a plain torch loader would ignore some of it.
+        ignored = any(spec.options[name] != OPTIONS[name].default for name in ("on_error", "device"))
+        loses = transform is not None or spec.kind.is_async or ignored
+        if not loses and spec.options["seed"] is None:
             return collate_fn  # a torch loader does the same with it
         return PortableCollate(collate_fn, transform, batched=self._auto_collation, warn=None if loses else same)
-
-    @property
-    def _loses_options(self) -> bool:
-        """Whether a plain torch loader of a torch dataset would ignore an option."""
-        return any(self._control.spec.options[name] != OPTIONS[name].default for name in ("on_error", "device"))
 
     def __repr__(self) -> str:
         shown = [dataset_repr(self.dataset), f"batch_size={self.batch_size}"]

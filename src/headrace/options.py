@@ -86,10 +86,6 @@ class Option(NamedTuple):
     for_engine: bool = False
 
 
-def _anything(name: str, value: object) -> object:
-    return value
-
-
 def _one_of(*values: str | None) -> Check:
     quoted = [f'"{value}"' if isinstance(value, str) else str(value) for value in values]
     words = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
@@ -248,7 +244,7 @@ class LoaderOptions(TypedDict, total=False):
         torch.device | str | int | None,
         Option(
             None,
-            _anything,
+            lambda name, value: value,
             """where batches are to be: a `torch.device`, a string or an int, as torch takes them. They are copied on a
             stream of the loader's own while the device computes, and are ready on the stream that is current in
             `next()`. ``"auto"``: the accelerator where there is one, else host memory. None or ``"cpu"``: host

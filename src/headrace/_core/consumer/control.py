@@ -48,7 +48,6 @@ from headrace._core.order.restore import (
     check_fit,
     check_rank,
     epoch_spec,
-    is_renumbered,
     of_rank,
 )
 from headrace._core.order.seeds import EpochSeeds
@@ -301,7 +300,9 @@ class LoaderControl:
         keeps = between and not late_epoch and (resumed is None or not self._epoch_set)
         saved = None if resumed is None or between else resumed.sampler_epoch
         propagate_epoch(loader._index_sampler, epoch if saved is None else saved, only_wanted=keeps)
-        renumbered = resumed is not None and stream and is_renumbered(resumed, rank)
+        renumbered = False  # a stream continues with other readers than before: its samples are numbered anew
+        if resumed is not None and stream:
+            renumbered = (bool(resumed.merged) and not resumed.streams) or resumed.ranks != rank.world_size
         order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered, at_once=late_epoch)
         if resumed is not None:
             check_rank(resumed, order, rank)
@@ -369,13 +370,15 @@ class LoaderControl:
             copies = loader.num_workers > 0 and not kind.is_async
             finalize = checked_length(finalize, without_adapter(loader.dataset), copies=copies)
         self.resumed, self._next_epoch, self.progress = (), spec.begun.epoch + 1, progress
+        limits = self.look_ahead(loader)  # what one epoch found is where the next one begins
+        self._ahead = LookAheadSize(*limits) if self._ahead is None else self._ahead.resized(*limits)
         epoch = iterator(
             loader,
             self.spec,
             spec,
             Planner(draws, spec, progress, batched=loader._auto_collation),
             delivers,
-            look_ahead=None if session.inline_state is not None else self._plan_ahead(loader),
+            look_ahead=None if session.inline_state is not None else self._ahead,
             finish=finalize,
             counters=self.counters,
             progress=progress,
@@ -469,12 +472,6 @@ class LoaderControl:
         if given is not None or spec.kind is not DatasetKind.ASYNC_MAP or samples:
             return least, least
         return least, most_ahead(least, concurrency=fetches, batch_size=batch_size)
-
-    def _plan_ahead(self, loader: TorchLoader) -> LookAheadSize:
-        """The look-ahead of an epoch that begins; what one epoch found is where the next one begins."""
-        limits = self.look_ahead(loader)
-        self._ahead = LookAheadSize(*limits) if self._ahead is None else self._ahead.resized(*limits)
-        return self._ahead
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:

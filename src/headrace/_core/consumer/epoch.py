@@ -29,7 +29,7 @@ from headrace._core.order.restore import EpochSpec
 from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.order.state import LoaderState
 from headrace._core.ranks.rankinfo import provide_rank, provided_rank, withdraw_rank
-from headrace._core.streams.kinds import capabilities
+from headrace._core.streams.kinds import DatasetKind, capabilities
 from headrace._core.streams.resumable import State
 from headrace._core.text import shorten_list
 from headrace._core.torchcompat.private import profiler_enabled
@@ -99,7 +99,9 @@ class Epoch:
         self._state = state
         self._rank = spec.rank  # the result of `get_rank_info` in user code that is called here
         self._reads_here = look_ahead is None
-        self._bounded_engines = arguments.bounded_engines
+        # How many engines divide the plans, and may let some wait for memory; 0 if none does that.
+        bounded = arguments.kind is DatasetKind.ASYNC_MAP and arguments.options["memory_budget"] is not None
+        self._bounded_engines = arguments.engines if bounded else 0
         self._agreement = agreement
         self._next: Any = None  # the next step (arguments of `_deliver`), which the ranks have not agreed on
         self._ended = True  # whether this rank has nothing left at the end of the epoch
@@ -388,19 +390,16 @@ class Epoch:
                 raise DeadlockError(what="next() of a loader")
             self._session.take_status()  # an answer that arrived after its time-out
             self._ahead.on_stall(time.perf_counter())
-            if self._bounded_engines and not (self._bounded_engines == 1 and self._last_plan_shows_taken):
-                self._report_consumed()
+            if self._bounded_engines:
+                last = next(reversed(self._ahead.under_way.values()), None)
+                # From its last plan a single engine knows what was taken before.
+                if self._bounded_engines > 1 or last is None or last.taken != self._planner.taken:
+                    self._report_consumed()
             with self._counters.waiting():
                 yield None
         except BaseException:  # a time-out, a cancellation or Ctrl-C: the next call is another one
             self._called = 0.0
             raise
-
-    @property
-    def _last_plan_shows_taken(self) -> bool:
-        """Whether no batch was taken since the last plan, from which a single engine knows what was."""
-        last = next(reversed(self._ahead.under_way.values()), None)
-        return last is not None and last.taken == self._planner.taken
 
     def _report_consumed(self) -> None:
         """Tell the engine which batches were taken: plans may wait for their memory."""

@@ -138,7 +138,10 @@ class EpochOrder:
         self._batch_sampler: Any = loader.batch_sampler
         self.sampler: Any = loader.sampler
         # A subclass that only has attributes of its own batches its sampler as torch does.
-        if isinstance(self._batch_sampler, BatchSampler) and _batches_as_torch(self._batch_sampler):
+        if (
+            isinstance(self._batch_sampler, BatchSampler)
+            and type(self._batch_sampler).__iter__ is BatchSampler.__iter__
+        ):
             self.sampler = self._batch_sampler.sampler
         elif self._batch_sampler is not None:
             self.sampler = None
@@ -232,7 +235,7 @@ class EpochOrder:
         Raises:
             StateError: the sampler's order is not that of the state.
         """
-        if self._computed is not None and self._computed.is_restored:
+        if self._computed is not None and self._computed._restored is not None:
             raise StateError(
                 f"{type(self._computed).__name__} was restored by its own load_state_dict, which the loader's position "
                 f"does not include: save loader.state_dict() instead, and give it to loader.load_state_dict(state)."
@@ -401,19 +404,11 @@ class EpochOrder:
                 f"{self.sampler_name} ended after {drawn} draws, but {count} were given out when the state was saved"
             )
         self._walked_last = list(last)
-        self._check_walk(self._walked_last[max(0, len(last) - checked) :], resumed)
-        return draws
-
-    def _check_walk(self, last: Sequence[Any], resumed: LoaderState) -> None:
-        if resumed.last_indices is None:
-            return
-        indices = tuple(last) if self.sampler is not None else tuple(last[-1] if last else ())
-        if checksum(indices) != resumed.last_indices[:2]:
+        end: Any = self._walked_last[max(0, len(last) - checked) :]
+        indices = tuple(end) if self.sampler is not None else tuple(end[-1] if end else ())
+        if resumed.last_indices is not None and checksum(indices) != resumed.last_indices[:2]:
             raise StateError(
                 f"{self.sampler_name} gives another order than when the state was saved. Derive the order from a "
                 f"seed and the epoch, or give the sampler state_dict() and load_state_dict(state)."
             )
-
-
-def _batches_as_torch(batch_sampler: BatchSampler) -> bool:
-    return type(batch_sampler).__iter__ is BatchSampler.__iter__
+        return draws

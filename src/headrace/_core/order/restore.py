@@ -79,11 +79,6 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
         )
 
 
-def is_renumbered(resumed: LoaderState, rank: RankInfo) -> bool:
-    """Whether a stream continues with other readers than before, so that its samples are numbered anew."""
-    return (bool(resumed.merged) and not resumed.streams) or resumed.ranks != rank.world_size
-
-
 def epoch_spec(
     begun: LoaderState,
     order: EpochOrder,

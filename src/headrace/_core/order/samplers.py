@@ -101,11 +101,6 @@ class CursorSampler(ABC):
         """Whether the order follows from arguments and the epoch alone, so that `indices_from` is repeatable."""
         return True
 
-    @property
-    def is_restored(self) -> bool:
-        """Whether the next iterator continues an epoch."""
-        return self._restored is not None
-
     @abstractmethod
     def _order(self, epoch: int) -> Order: ...
 

@@ -46,9 +46,3 @@ class LoaderSpec:
     def placement(self) -> str | RayPlacement:
         """The requested place of the engine; several are processes."""
         return "process" if self.options["engines"] > 1 else self.options["placement"]
-
-    @property
-    def bounded_engines(self) -> int:
-        """How many engines divide the plans, and may let some wait for memory; 0 if none does that."""
-        bounded = self.kind is DatasetKind.ASYNC_MAP and self.options["memory_budget"] is not None
-        return self.engines if bounded else 0

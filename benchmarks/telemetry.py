@@ -54,9 +54,8 @@ class Waiting(hr.AsyncDataset[int]):
 
 
 async def run(self: FetcherPool) -> None:
-    queue = self._queue
+    queue, fetch, on_result = self._queue, self.fetch, self.on_result
     while True:
-        fetch, on_result = self._fetch, self._on_result
         if len(queue) > 1:
             self._wake_one()
         while queue:
@@ -64,15 +63,15 @@ async def run(self: FetcherPool) -> None:
             try:
                 result = await fetch(argument)
             except BaseException as error:
-                if self.stopped:
+                if self._stopping:
                     return
-                self.count_timeout(error)
-                result = self._policy.on_error(error, target, argument)
+                self._count_timeout(error)
+                result = self.on_error(error, target, slot)
             if on_result(target, slot, result):
                 await asyncio.sleep(0)
-            if self._interrupted:
-                self._interrupted = self.busy > self.size
-                if self._interrupted:
+            if self._surplus:
+                self._surplus = self._busy > self._size
+                if self._surplus:
                     break
         woken = asyncio.get_running_loop().create_future()
         self._parked.append(woken)

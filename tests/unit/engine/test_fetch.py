@@ -167,7 +167,7 @@ def test_time_outs_of_user_code_make_the_window_smaller(on_loop):
             for one in plans(4000, 50):
                 stage.source.admit(one)
             await fetched.wait()
-            assert stage.source._pool.size == control.limit < 64
+            assert stage.source._size == control.limit < 64
 
     on_loop(scenario)
 

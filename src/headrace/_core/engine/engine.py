@@ -10,9 +10,10 @@ from headrace._core.batches import SessionStart
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.executors import ProcessExecutor, Work, make_executor
-from headrace._core.engine.fetch import BatchFetch, Deliver, FetchStage, SampleFetch
-from headrace._core.engine.fetch_pool import Spawn
-from headrace._core.engine.memory import BoundedFetch, SampleSizes
+from headrace._core.engine.fetch import BatchFetch, SampleFetch
+from headrace._core.engine.fetch_pool import Deliver, FetchStage
+from headrace._core.engine.hedging import Spawn
+from headrace._core.engine.memory import SampleSizes
 from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.engine.session import Session
 from headrace._core.engine.stepping import AppliesSteps
@@ -22,10 +23,9 @@ from headrace._core.eventloop.watchdog import LoopWatch
 from headrace._core.look_ahead import AUTO_CONCURRENCY, most_concurrency
 from headrace._core.messages import Answer
 from headrace._core.ranks.rankinfo import provide_rank
-from headrace._core.retry_policy import as_policy
 from headrace._core.store.request_stats import RequestStats
 from headrace._core.streams.blocking import EnteredDatasets
-from headrace._core.streams.kinds import DatasetKind, capabilities, sample_key
+from headrace._core.streams.kinds import DatasetKind, capabilities
 from headrace._core.streams.order import session_epoch
 from headrace._core.transport.pickling import PickledPayload
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -60,7 +60,6 @@ class Engine:
         self._opening: asyncio.Task[None] | None = None
         self._entered = EnteredDatasets()
         self._running: dict[Session, asyncio.Task[None]] = {}
-        self._epochs: dict[Session, int] = {}
 
     def session(
         self,
@@ -79,22 +78,16 @@ class Engine:
             seed: of the functions of a stream that are applied before batching.
             steps: where functions of a stream are applied before batching; by default in the executor.
         """
-        retry = self._config.options["retry"]
         return Session(
-            make_stage=functools.partial(self._make_stage, start),
-            start=start,
-            assembler=self._config.assembler,
+            self._config,
+            start,
             executor=self._executor,
             work=work,
             steps=steps or self._applies,
             seed=seed,
-            common_seed=self._config.common_seed,
             send=send,
-            # Lanes take turns; those of several engines where their batches arrive.
-            in_order=self._config.in_order or (start.lanes > 1 and self._config.engines == 1),
-            sample_key=functools.partial(sample_key, self._config.dataset),
+            make_stage=self._make_stage,
             sizes=self._sample_sizes,
-            requests=RequestStats(None if retry is None else as_policy(retry)),
             watch=self.watch,
         )
 
@@ -106,18 +99,17 @@ class Engine:
             return False
         return self._executor.usable
 
-    def start(self, session: Session, start: SessionStart, pipe_seed: int | None = None) -> None:
+    def start(self, session: Session, pipe_seed: int | None = None) -> None:
         """Run a session as a task of the running loop; `pipe_seed` as in `StartEpoch`."""
-        prepare = functools.partial(self._prepare, start, pipe_seed)
+        prepare = functools.partial(self._prepare, session.start, pipe_seed)
         task = asyncio.get_running_loop().create_task(session.run(prepare))
         self._running[session] = task
-        self._epochs[session] = start.epoch
         if self._config.kind.is_async:  # otherwise no user code runs on the loop
             self.watch.begin()
         task.add_done_callback(lambda _: self._forget(session))
 
     def _forget(self, session: Session) -> None:
-        del self._running[session], self._epochs[session]
+        del self._running[session]
         if self._config.kind.is_async:
             self.watch.end()
 
@@ -131,7 +123,7 @@ class Engine:
             await self._entered.enter(self._config.dataset)  # once; later only datasets added since
         await asyncio.shield(self._opening)
         if isinstance(self._executor, ProcessExecutor) and not self._config.kind.is_async:
-            running = frozenset(self._epochs.values())
+            running = frozenset(session.start.epoch for session in self._running)
             states = {worker: PickledPayload.dumps(state) for worker, state in start.streams.items()}
             self._executor.broadcast(
                 lambda worker: StartEpoch(start.epoch, running, start.set_epoch, pipe_seed, states.get(worker))
@@ -164,44 +156,29 @@ class Engine:
         """Close the descriptors that `close` could not, once the loop is closed."""
         self._executor.release()
 
-    def _make_stage(self, start: SessionStart, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
-        config = self._config
-        dataset = config.dataset
+    def _make_stage(self, begin: SessionStart, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
+        config, dataset, options = self._config, self._config.dataset, self._config.options
         if not config.kind.is_async:
             streams = config.kind.is_iterable
             return DispatchToWorkers(
-                config.num_workers, streams=streams, deliver=deliver, in_order=config.in_order, start=start
+                config.num_workers, streams=streams, deliver=deliver, in_order=config.in_order, start=begin
             )
         if config.kind is DatasetKind.ASYNC_ITERABLE:
-            options = dataset, config.drop_last, config.assembler.tolerance, deliver, spawn
-            return LaneFetch(start, lambda beginning, lane: StreamFetch(*options, beginning, lane))
-        budget = config.options["memory_budget"]
-        if budget is None:
-            return self._make_fetch(deliver, spawn, requests)
-        return BoundedFetch(
-            lambda through: self._make_fetch(through, spawn, requests),
-            budget,
-            deliver,
-            self._sample_sizes,
-        )
-
-    def _make_fetch(self, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
-        config = self._config
-        dataset = config.dataset
+            stream = dataset, config.drop_last, config.assembler.tolerance, deliver, spawn
+            return LaneFetch(begin, lambda beginning, lane: StreamFetch(*stream, beginning, lane))
         can = capabilities(dataset)
         by_batches = config.batched and can.agets and not can.ranges
-        concurrency: int | AdaptiveLimit
-        options = config.options
         hedge = options["hedge"] is not None
-        if options["concurrency"] == "auto":
+        concurrency: int | AdaptiveLimit
+        if options["concurrency"] != "auto":
+            concurrency = options["concurrency"]
+        else:
             start, most = max(1, AUTO_CONCURRENCY // config.engines), most_concurrency()
             if by_batches:  # calls; the look-ahead is as many as cover the most samples
                 start, most = max(1, config.look_ahead * start // most), min(most, config.look_ahead)
             peers = config.engines * config.rank.world_size
             found = self._control  # what the last epoch found is where this one begins
             concurrency = self._control = AdaptiveLimit(start, most, peers) if found is None else found.successor()
-        else:
-            concurrency = options["concurrency"]
         if by_batches:
             return BatchFetch(dataset.agets, concurrency, deliver, spawn, requests)
         if can.ranges:

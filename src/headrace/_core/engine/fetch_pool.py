@@ -7,20 +7,22 @@ import functools
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
-from headrace._core.batches import FetchLoad, FetchTimes
+from headrace._core.batches import BatchPlan, FetchLoad, FetchTimes, HostBatch, RawBatch
 from headrace._core.engine.concurrency import AdaptiveLimit
+from headrace._core.engine.hedging import HedgedRequests, Spawn
 from headrace._core.store.request_stats import RequestStats
 
 CONTROL_INTERVAL = 0.02  # seconds between two updates of an `AdaptiveLimit`, which measures over 0.05 at least
 
+Deliver = Callable[[RawBatch], None]
 Job = tuple[Any, int, Any]
 """The target of a result, the slot in it, and the argument of the fetch."""
-Spawn = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
 
 
 class FetchRecorder:
@@ -41,78 +43,113 @@ class FetchRecorder:
         del self._rows[:]
         return FetchTimes(os.getpid(), threading.get_native_id(), rows)
 
-    def around(
-        self, fetch: Callable[[Any], Awaitable[Any]], on_result: Callable[[Any, int, Any], bool]
-    ) -> tuple[Callable[[Any], Awaitable[Any]], Callable[[Any, int, Any], bool]]:
-        """Two functions of a `FetchPolicy`, with the times recorded; their targets have the `number` of their batch."""
-        began: dict[asyncio.Task[Any] | None, float] = {}
 
-        def timed_fetch(argument: Any) -> Awaitable[Any]:
-            began[asyncio.current_task()] = time.perf_counter()
-            return fetch(argument)
+class FetchStage(ABC):
+    """Turns plans into raw batches. The only stage that waits for a network or a disk; on the engine's loop.
 
-        def timed_result(target: Any, slot: int, result: Any) -> bool:
-            if (since := began.pop(asyncio.current_task(), None)) is not None:  # else it began before the trace
-                self.add(target.number, slot, since)  # first: this may complete the batch
-            return on_result(target, slot, result)
+    Constructors take `deliver`, which is called with each complete batch, `spawn`, which starts a coroutine as a task,
+    and `requests`, the session's counters.
+    """
 
-        return timed_fetch, timed_result
+    _stopping = False
+    _recorder: FetchRecorder | None = None
+
+    @abstractmethod
+    def admit(self, plan: BatchPlan) -> None:
+        """Take on a plan; its `RawBatch` is delivered later."""
+
+    def missing(self, plan: BatchPlan) -> Sequence[object]:
+        """The indices of a plan whose samples have not arrived, if known; otherwise all of them."""
+        return plan.indices
+
+    def fetched_at_once(self, plan: BatchPlan) -> int | None:
+        """The number of samples that are fetched at once, in batches like this one, if it is known."""
+        return None
+
+    def load(self) -> FetchLoad:
+        """The fetches that run and wait now."""
+        return FetchLoad()
+
+    def trace(self, recorder: FetchRecorder | None) -> None:
+        """Record the times of single fetches from now on, or no longer; a stage without single fetches has none."""
+        self._recorder = recorder
+
+    def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
+        """Note that a delivered batch was assembled; may change whether it ends the stream."""
+        return host
+
+    def stop(self) -> None:
+        """Begin no more fetches. Cancellation follows; exceptions raised after this are ignored."""
+        self._stopping = True
 
 
-class FetchPolicy(Protocol):
-    """The part of a fetch that differs between stages: its request, and the use of its result."""
-
-    def fetch(self, argument: Any, /) -> Awaitable[Any]:
-        """Fetch; errors go to `on_error`."""
-
-    def on_result(self, target: Any, slot: int, result: Any, /) -> bool:
-        """Take a result; returns whether it completes a batch. Runs once for each job unless `on_error` raises."""
-
-    def on_first(self, target: Any, began: float, seconds: float, /) -> None:
-        """Take when the job of slot 0 began, by `time.perf_counter`, and its duration; called before `on_result`."""
-
-    def on_error(self, error: BaseException, target: Any, argument: Any, /) -> Any:
-        """The result in place of an error of user code; raises an error of our own."""
-
-
-class FetcherPool:
-    """At most `size` fetchers, each of which runs one job after the other; idle ones park.
+class FetcherPool(FetchStage):
+    """A stage with at most `_size` fetchers, each of which runs one job after the other; idle ones park.
 
     A fetcher that starts wakes the next one while more jobs are queued. So the pool grows as fast as fetches begin to
     wait, and a store that answers at once is served by one fetcher without waking others.
 
     Args:
         concurrency: the number of fetchers, or an `AdaptiveLimit` that finds it.
-        requests: the session's counters, whose throttle events lower an `AdaptiveLimit`.
+        hedge: whether slow requests are repeated.
 
     Attributes:
-        size: fetchers that may run.
-        stopped: no job is begun any more; errors of running ones are those of their cancellation.
+        fetch: makes the request of a job from its argument.
     """
+
+    fetch: Callable[[Any], Awaitable[Any]]
 
     def __init__(
         self,
         concurrency: int | AdaptiveLimit,
-        policy: FetchPolicy,
+        deliver: Deliver,
         spawn: Spawn,
         requests: RequestStats,
+        *,
+        hedge: bool = False,
     ) -> None:
         self._limit = concurrency if isinstance(concurrency, AdaptiveLimit) else None
-        self.size = concurrency.limit if isinstance(concurrency, AdaptiveLimit) else concurrency
-        self.stopped = False
-        self._policy = policy
+        self._size = concurrency.limit if isinstance(concurrency, AdaptiveLimit) else concurrency
+        self._deliver = deliver
         self._spawn = spawn
         self._requests = requests
+        self._hedged = HedgedRequests(spawn, requests) if hedge else None
         self._queue: deque[Job] = deque()
         self._parked: list[asyncio.Future[None]] = []
         self._spawned = 0
-        self._fetch, self._on_result = policy.fetch, policy.on_result
-        self._traced = False
-        self._interrupted = False  # fetchers must check whether to park, and which functions to call
+        self._surplus = False  # fetchers must check whether to park
         self._submitted = 0
         self._controlled = False
 
-    def submit(self, jobs: Iterable[Job], *, first: bool = False) -> None:
+    @abstractmethod
+    def on_result(self, target: Any, slot: int, result: Any, /) -> bool:
+        """Take a result; returns whether it completes a batch. Runs once for each job unless `on_error` raises."""
+
+    @abstractmethod
+    def on_error(self, error: BaseException, target: Any, slot: int, /) -> Any:
+        """The result in place of an error of user code; raises an error of our own."""
+
+    def on_timed(self, target: Any, slot: int, began: float) -> None:
+        """Note a job that ends now: that of slot 0 of each batch, and all while a trace is written."""
+        if not slot:
+            target.began, target.fetch_seconds = began, time.perf_counter() - began
+        if self._recorder is not None:
+            self._recorder.add(target.plan.number, slot, began)
+
+    def load(self) -> FetchLoad:
+        busy, queued = self._busy, len(self._queue)
+        return FetchLoad(busy, self._size, queued, unused=0 if queued else max(0, self._size - busy))
+
+    def stop(self) -> None:
+        super().stop()
+        self._queue.clear()
+
+    @property
+    def _busy(self) -> int:
+        """Fetchers that are not parked."""
+        return self._spawned - len(self._parked)
+
+    def _submit(self, jobs: Iterable[Job], *, first: bool = False) -> None:
         """Queue jobs, with `first` ahead of all others and in reverse order."""
         queue = self._queue
         before = len(queue)
@@ -126,64 +163,40 @@ class FetcherPool:
             self._controlled = True
             self._spawn(functools.partial(self._control, self._limit))
 
-    def stop(self) -> None:
-        """Begin no more jobs; the owner of the tasks cancels them next."""
-        self.stopped = True
-        self._queue.clear()
-
-    def count_timeout(self, error: BaseException) -> None:
+    def _count_timeout(self, error: BaseException) -> None:
         """Count an error if it is a time-out, which is a sign of too many requests."""
         if isinstance(error, TimeoutError):
             self._requests.throttle_events += 1
 
-    def resize(self, size: int) -> None:
-        """Change `size`; surplus fetchers park after their current job."""
-        grows = size > self.size
-        self.size = size
-        self._interrupted = self._traced or self.busy > size
-        if grows:
+    def _resize(self, size: int) -> None:
+        """Change `_size`; surplus fetchers park after their current job."""
+        self._size = size
+        self._surplus = self._busy > size
+        if self._queue:
             self._wake_one()
 
-    def trace(self, recorder: FetchRecorder | None) -> None:
-        """Record the times of each job from now on, or no longer."""
-        self._fetch, self._on_result = self._policy.fetch, self._policy.on_result
-        if recorder is not None:
-            self._fetch, self._on_result = recorder.around(self._fetch, self._on_result)
-        self._traced = self._interrupted = True  # from now on: it takes some 0.1 µs for each fetch
-
-    def load(self) -> FetchLoad:
-        busy, queued = self.busy, len(self._queue)
-        return FetchLoad(busy, self.size, queued, unused=0 if queued else max(0, self.size - busy))
-
-    @property
-    def busy(self) -> int:
-        """Fetchers that are not parked."""
-        return self._spawned - len(self._parked)
-
     async def _run(self) -> None:
-        queue, clock = self._queue, time.perf_counter
+        queue, clock, fetch, on_result = self._queue, time.perf_counter, self.fetch, self.on_result
         while True:
-            fetch, on_result = self._fetch, self._on_result
             if len(queue) > 1:
                 self._wake_one()
             while queue:
                 target, slot, argument = queue.popleft()
-                began = 0.0 if slot else clock()  # of one job of each batch: that is enough for percentiles
+                began = 0.0 if slot and self._recorder is None else clock()  # one of each batch: enough for percentiles
                 try:
                     result = await fetch(argument)
                 except BaseException as error:  # user code
-                    if self.stopped:
+                    if self._stopping:
                         return
-                    self.count_timeout(error)
-                    result = self._policy.on_error(error, target, argument)
+                    self._count_timeout(error)
+                    result = self.on_error(error, target, slot)
                 if began:
-                    self._policy.on_first(target, began, clock() - began)
+                    self.on_timed(target, slot, began)
                 if on_result(target, slot, result):
                     await asyncio.sleep(0)  # the batch gets its turn, also if no fetch ever waits
-                if self._interrupted:
-                    fetch, on_result = self._fetch, self._on_result
-                    self._interrupted = self._traced or self.busy > self.size
-                    if self.busy > self.size:
+                if self._surplus:
+                    self._surplus = self._busy > self._size
+                    if self._surplus:
                         break
             woken = asyncio.get_running_loop().create_future()
             self._parked.append(woken)
@@ -191,7 +204,7 @@ class FetcherPool:
 
     def _wake_one(self) -> None:
         """Wake a parked fetcher, or spawn one."""
-        if self.busy >= self.size:
+        if self._busy >= self._size:
             return
         if self._parked:
             fetcher = self._parked.pop()
@@ -203,15 +216,15 @@ class FetcherPool:
 
     async def _control(self, limit: AdaptiveLimit) -> None:
         """Measure at intervals while there is work; nothing is counted for a single job."""
-        while self._queue or self.busy:
+        while self._queue or self._busy:
             await asyncio.sleep(CONTROL_INTERVAL)
             queued = len(self._queue)
             size = limit.update(
                 time.monotonic(),
-                completed=self._submitted - queued - self.busy,
+                completed=self._submitted - queued - self._busy,
                 throttle_events=self._requests.throttle_events,
-                full=bool(queued) and self.busy >= self.size,
+                full=bool(queued) and self._busy >= self._size,
             )
-            if size != self.size:
-                self.resize(size)
+            if size != self._size:
+                self._resize(size)
         self._controlled = False

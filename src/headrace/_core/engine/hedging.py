@@ -10,13 +10,13 @@ import functools
 import heapq
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from headrace._core.engine.fetch_pool import Spawn
 from headrace._core.store.request_stats import RequestStats
 
 T = TypeVar("T")
+Spawn = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
 
 PERCENTILE = 0.95  # of the latencies; a request is slow above `SLOWER` times this
 # By definition 5 % of all requests are above that percentile, most of them by little; repeating those would leave

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, Rows
-from headrace._core.engine.fetch import Deliver, FetchStage
-from headrace._core.engine.fetch_pool import FetchRecorder
 from headrace._core.failure import Failure
 
 # Bytes of a sample before one has arrived: much for an image, little for a volume.
@@ -44,10 +41,8 @@ class SampleSizes:
     def on_fetched(self, raw: RawBatch) -> None:
         """Measure the samples of a batch, if it is one of the first or one in so many."""
         self._fetched_batches += 1
-        if _is_measured(self._fetched_batches):
-            size = size_of_a_sample(raw.samples or ())
-            if size is not None:
-                self.fetched = _mean(self.fetched, size)
+        if _is_measured(self._fetched_batches) and (size := size_of_a_sample(raw.samples or ())) is not None:
+            self.fetched = _mean(self.fetched, size)
 
     def on_assembled(self, host: HostBatch) -> None:
         """Measure a batch, if it is one of the first or one in so many."""
@@ -65,8 +60,8 @@ def _mean(mean: float | None, value: float) -> float:
     return value if mean is None else mean + WEIGHT * (value - mean)
 
 
-class BoundedFetch(FetchStage):
-    """Admits plans to another stage while the budget allows it, by the running mean of a sample's size.
+class MemoryBudget:
+    """Admits plans while their memory is within the budget, by the running mean of a sample's size.
 
     Memory is counted by batches, from the first fetch until the consumer has taken the batch. Each plan says which
     those are, of any engine. (Out of order, a late one counts as taken when it arrives, a little early.) The consumer
@@ -77,105 +72,54 @@ class BoundedFetch(FetchStage):
     is not known before.
 
     Args:
-        make: makes the other stage from its `deliver`.
-        budget: bytes.
-        deliver: called with each complete batch.
+        nbytes: the budget.
         sizes: of the samples; those of earlier epochs are the first guess.
     """
 
-    def __init__(
-        self,
-        make: Callable[[Deliver], FetchStage],
-        budget: int,
-        deliver: Deliver,
-        sizes: SampleSizes,
-    ) -> None:
-        self._stage = make(self._delivered)
-        self._budget = budget
-        self._deliver = deliver
+    def __init__(self, nbytes: int, sizes: SampleSizes) -> None:
+        self._nbytes = nbytes
         self._sizes = sizes
         self._assembled = sizes.assembled is not None  # a batch, of this epoch or before
         self._consumed = -1  # the number of the last batch that has been taken
-        self._waiting: deque[BatchPlan] = deque()  # ascending
-        self._for_memory = False  # whether these wait for it, and not for the first batch
-        self._fetching: dict[int, int] = {}  # samples of each batch that is being fetched, by its number
-        self._ready: dict[int, int] = {}  # of each that was delivered and not taken
-        self._held = 0  # the sum of both
+        self._samples: dict[int, int] = {}  # of each batch that is being fetched, or fetched and not taken
+        self._fetched: set[int] = set()  # of these
+        self._short = False  # whether plans wait for memory, and not for the first batch
 
-    def admit(self, plan: BatchPlan) -> None:
-        in_order = not self._waiting or self._waiting[-1].number < plan.number
-        self._waiting.append(plan)
-        if not in_order:  # of an engine that has ended
-            self._waiting = deque(sorted(self._waiting, key=lambda waiting: waiting.number))
-        self.on_consumed(plan.taken)
+    def take(self, plan: BatchPlan, at_once: int | None) -> bool:
+        """Count the memory of a plan, if it may be admitted; `at_once` samples are fetched at once."""
+        held, samples = sum(self._samples.values()), len(plan.indices)
+        self._short = (held + samples) * (self._sizes.larger or FIRST_GUESS) > self._nbytes
+        waits = self._short or (not self._assembled and at_once is not None and held > at_once)
+        if held and waits and plan.number > min(self._samples):  # an engine that has ended may have had it first
+            return False
+        self._samples[plan.number] = samples
+        return True
+
+    def on_fetched(self, number: int) -> None:
+        """Note that all samples of a batch have arrived."""
+        self._fetched.add(number)
+        self.on_consumed(self._consumed)
+
+    def on_assembled(self) -> None:
+        """Note that a batch has its size, or none: the next must not wait for one without samples."""
+        self._assembled = True
 
     def on_consumed(self, number: int) -> None:
-        """Admit plans that wait for the memory of these batches."""
+        """Free the memory of all batches up to this number."""
         self._consumed = max(self._consumed, number)
-        self._count_consumed()
-        self._admit_waiting()
+        for taken in [each for each in self._fetched if each <= self._consumed]:
+            self._fetched.remove(taken)
+            del self._samples[taken]
 
-    def missing(self, plan: BatchPlan) -> Sequence[Any]:
-        """The missing indices; all of them for a plan that is held back."""
-        return plan.indices if plan in self._waiting else self._stage.missing(plan)
-
-    def load(self) -> FetchLoad:
-        """That of the other stage, with the plans that wait for memory, and the memory."""
-        load = self._stage.load()
+    def load(self, load: FetchLoad, waiting: int) -> FetchLoad:
+        """A stage's load, with the memory, and with the plans that wait here."""
+        held = sum(self._samples.values())
         return load._replace(
-            held_plans=len(self._waiting) if self._for_memory else 0,
-            memory=int(self._held * self._sizes.larger),
-            memory_samples=self._held,
-            unused=0 if self._waiting else load.unused,
+            held_plans=waiting if self._short else 0,
+            memory=int(held * self._sizes.larger),
+            memory_samples=held,
+            unused=0 if waiting else load.unused,
         )
-
-    def trace(self, recorder: FetchRecorder | None) -> None:
-        self._stage.trace(recorder)
-
-    def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
-        """Admit what waited for the first batch, and do as the other stage does."""
-        if not self._assembled:
-            self._assembled = True  # also by one without samples, which has no size: the next must not wait for it
-            self._admit_waiting()
-        return self._stage.on_assembled(raw, host)
-
-    def stop(self) -> None:
-        super().stop()
-        self._waiting.clear()
-        self._stage.stop()
-
-    def _count_consumed(self) -> None:
-        for number in [number for number in self._ready if number <= self._consumed]:
-            self._held -= self._ready.pop(number)
-
-    def _admit_waiting(self) -> None:
-        while self._waiting:
-            plan = self._waiting[0]
-            samples = len(plan.indices)
-            size = self._sizes.larger or FIRST_GUESS
-            self._for_memory = (self._held + samples) * size > self._budget
-            waits = self._for_memory or self._waits_for_sizes(plan)
-            if self._held and waits and not self._is_next(plan):
-                return
-            self._fetching[plan.number] = samples
-            self._held += samples
-            self._stage.admit(self._waiting.popleft())
-
-    def _waits_for_sizes(self, plan: BatchPlan) -> bool:
-        """Whether no batch was assembled yet, and more samples are held than are fetched at once."""
-        at_once = None if self._assembled else self._stage.fetched_at_once(plan)
-        return at_once is not None and self._held > at_once
-
-    def _is_next(self, plan: BatchPlan) -> bool:
-        """Whether it comes before all that is held: an engine that has ended may have had it first."""
-        return all(plan.number < min(held) for held in (self._fetching, self._ready) if held)
-
-    def _delivered(self, raw: RawBatch) -> None:
-        number = raw.plan.number
-        self._ready[number] = self._fetching.pop(number)
-        self._deliver(raw)
-        self._count_consumed()
-        self._admit_waiting()
 
 
 def size_of_a_sample(samples: Sequence[Any]) -> float | None:

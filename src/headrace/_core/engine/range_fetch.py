@@ -6,18 +6,17 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from headrace._core.batches import BatchPlan, FetchLoad, RawBatch, Rows
+from headrace._core.batches import BatchPlan, RawBatch, Rows
 from headrace._core.engine.concurrency import AdaptiveLimit
-from headrace._core.engine.fetch import Deliver, FetchStage, PartialBatch
-from headrace._core.engine.fetch_pool import FetcherPool, FetchRecorder, Spawn
-from headrace._core.engine.hedging import HedgedRequests
+from headrace._core.engine.fetch import PartialBatch
+from headrace._core.engine.fetch_pool import Deliver, FetcherPool
+from headrace._core.engine.hedging import Spawn
 from headrace._core.failure import Failure, Stage
 from headrace._core.store.ranges import Ranges, Span, plan_spans
 from headrace._core.store.request_stats import RequestStats
@@ -25,110 +24,10 @@ from headrace._core.store.request_stats import RequestStats
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Batch = TypeVar("Batch")
+    Positions = Sequence[int] | NDArray[np.intp]
+
 _EMPTY = memoryview(b"")
-CACHE_SLICE = 256  # samples that are looked up, or taken from a response, before other tasks get a turn
-
-
-class ReadPlan(Generic[Batch]):
-    """Batches whose ranges are read by joint requests.
-
-    A response is not divided before a batch is complete: a range of 4 KB is read in 2 µs.
-
-    Args:
-        batches: the caller's objects for the batches.
-        wanted: for each batch, its ranges.
-
-    Attributes:
-        ranges: the ranges of all batches, concatenated; a range is referred to by its position here.
-        spans: the requests, after `plan`, the one that the first batch needs first. Their members are positions.
-
-    Example:
-        >>> reads = ReadPlan(["first", "second"], [Ranges.of([(0, 2), (9_000_000, 9_000_001)]), Ranges.of([(2, 4)])])
-        >>> reads.plan()
-        >>> [(span.start, span.stop) for span in reads.spans]
-        [(0, 4), (9000000, 9000001)]
-        >>> reads.on_response(0, memoryview(b"abcd"))
-        ['second']
-        >>> [bytes(view) for view in reads.pop_batch(1)]
-        [b'cd']
-    """
-
-    def __init__(self, batches: Sequence[Batch], wanted: Sequence[Ranges]) -> None:
-        self.ranges = Ranges.joined(wanted)
-        self.spans: list[Span] = []
-        self._batches = batches
-        sizes = [len(each.starts) for each in wanted]
-        self._borders = np.cumsum([0, *sizes]).tolist()
-        self._owners = np.repeat(np.arange(len(sizes)), sizes)
-        self._missing = np.array(sizes, np.int64)  # ranges of each batch that have not arrived
-        # Of each range the number of its response, and begin and end in it. Response 0 is that of ranges without one.
-        self._responses: list[memoryview | None] = [_EMPTY]
-        self._numbers, self._begins, self._ends = np.zeros((3, len(self._owners)), np.int64)
-        self._unused = np.zeros(1, np.int64)  # ranges of each response that no batch has taken
-        self._singles: dict[int, memoryview] = {}
-
-    def __len__(self) -> int:
-        return len(self._owners)
-
-    def plan(self, positions: Sequence[int] | None = None) -> None:
-        """Plan the requests for all ranges, or for those at `positions`."""
-        chosen = np.arange(len(self)) if positions is None else np.array(positions, np.int64)
-        spans = plan_spans(self.ranges.at(chosen))
-        self.spans = [span._replace(members=chosen[span.members]) for span in spans]
-        self.spans.sort(key=lambda span: int(span.members.min()))
-        for number, span in enumerate(self.spans, 1):
-            self._numbers[span.members] = number
-            self._begins[span.members] = self.ranges.starts[span.members] - span.start
-            self._ends[span.members] = self.ranges.stops[span.members] - span.start
-        self._responses += [None] * len(self.spans)
-        self._unused = np.bincount(self._numbers, minlength=len(self._responses))
-
-    def on_response(self, number: int, data: memoryview) -> list[Batch]:
-        """Keep the response to a request; returns the batches that it completes."""
-        self._responses[number + 1] = data
-        return self.leave_out(self.spans[number].members)
-
-    def put(self, ranges: Sequence[tuple[int, memoryview]]) -> list[Batch]:
-        """As `on_response`, for ranges that were read in another way: their positions and bytes."""
-        self._singles.update(ranges)
-        return self.leave_out([position for position, _ in ranges])
-
-    def put_empty(self, positions: Sequence[int] | None = None) -> list[Batch]:
-        """As `on_response`, for those of the ranges that are empty and need no request."""
-        empty = self.ranges.stops == self.ranges.starts
-        return self.leave_out(np.flatnonzero(empty) if positions is None else [at for at in positions if empty[at]])
-
-    def leave_out(self, positions: Sequence[int] | NDArray[np.intp]) -> list[Batch]:
-        """Wait no longer for these ranges; returns the batches of which no other is missing."""
-        arrived = np.bincount(self._owners[positions], minlength=len(self._missing))
-        self._missing -= arrived
-        complete = np.flatnonzero((arrived > 0) & (self._missing == 0))
-        return [self._batches[owner] for owner in complete.tolist()]
-
-    def locate(self, positions: Sequence[int] | NDArray[np.intp]) -> Iterator[tuple[Batch, int]]:
-        """The batch of each position, and the slot in it."""
-        owners = self._owners[positions].tolist()
-        pairs = zip(owners, np.asarray(positions).tolist(), strict=True)
-        return ((self._batches[owner], position - self._borders[owner]) for owner, position in pairs)
-
-    def first(self, number: int) -> Batch:
-        """The first batch that needs a request."""
-        return self._batches[int(self._owners[self.spans[number].members].min())]
-
-    def pop_batch(self, batch: int) -> list[memoryview]:
-        """Remove and return the bytes of a batch, in the order of its ranges; empty where none have arrived."""
-        first, stop = self._borders[batch], self._borders[batch + 1]
-        numbers, responses = self._numbers[first:stop], self._responses
-        cuts = zip(numbers.tolist(), self._begins[first:stop].tolist(), self._ends[first:stop].tolist(), strict=True)
-        views = [_EMPTY if (whole := responses[number]) is None else whole[begin:end] for number, begin, end in cuts]
-        taken = np.bincount(numbers, minlength=len(responses))
-        self._unused -= taken
-        for number in np.flatnonzero((taken > 0) & (self._unused == 0)).tolist():
-            responses[number] = None
-        if self._singles:
-            views = [self._singles.pop(position, view) for position, view in enumerate(views, first)]
-        return views
+CACHE_SLICE = 256  # samples that are looked up before other tasks get a turn
 
 
 class RangedBatch(PartialBatch):
@@ -136,7 +35,7 @@ class RangedBatch(PartialBatch):
 
     Attributes:
         missing: the number of samples that `aget` fetches, and one more while ranges of `read_plan` are missing.
-        read_plan: the plan of its requests, and its position there; None if it has none, or its bytes were taken.
+        read_plan: the plan of its requests, and its number there; None if it has none, or its bytes were taken.
         single: slots whose samples are or were fetched by `aget`.
     """
 
@@ -145,15 +44,80 @@ class RangedBatch(PartialBatch):
     def __init__(self, plan: BatchPlan) -> None:
         super().__init__(plan)
         self.missing = 0
-        self.read_plan: tuple[ReadPlan[RangedBatch], int] | None = None
+        self.read_plan: tuple[ReadPlan, int] | None = None
         self.single: set[int] = set()
 
 
-class RangeFetch(FetchStage):
+class ReadPlan:
+    """Batches whose ranges are read by joint requests. A range is referred to by its position among those of all.
+
+    Attributes:
+        ranges: the ranges of all batches, concatenated.
+        spans: the requests, after `plan`, the one that the first batch needs first. Their members are positions.
+    """
+
+    def __init__(self, batches: Sequence[RangedBatch], ranges: Ranges) -> None:
+        self.ranges = ranges
+        self.spans: list[Span] = []
+        self._batches = batches
+        sizes = [len(batch.samples) for batch in batches]
+        self._borders = np.cumsum([0, *sizes]).tolist()
+        self._owners = np.repeat(np.arange(len(sizes)), sizes)
+        self._missing = np.array(sizes, np.int64)  # ranges of each batch that have not arrived
+        self._views = [_EMPTY] * len(self._owners)
+
+    def plan(self, positions: Sequence[int] | None) -> list[RangedBatch]:
+        """Plan the requests for the ranges at `positions`, or for all; returns the batches that need none."""
+        chosen = np.arange(len(self._owners)) if positions is None else np.array(positions, np.int64)
+        wanted = self.ranges.at(chosen)
+        self.spans = [span._replace(members=chosen[span.members]) for span in plan_spans(wanted)]
+        self.spans.sort(key=lambda span: int(span.members.min()))
+        return self.leave_out(chosen[wanted.stops == wanted.starts])
+
+    def on_response(self, span: Span, data: memoryview) -> list[RangedBatch]:
+        """Divide the response to a request; returns the batches that it completes."""
+        begins = (self.ranges.starts[span.members] - span.start).tolist()
+        ends = (self.ranges.stops[span.members] - span.start).tolist()
+        return self.put(span.members, (data[begin:end] for begin, end in zip(begins, ends, strict=True)))
+
+    def put(self, positions: Positions, views: Iterable[memoryview]) -> list[RangedBatch]:
+        """Keep the bytes of ranges; returns the batches that they complete."""
+        for position, view in zip(np.asarray(positions, np.int64).tolist(), views, strict=True):
+            self._views[position] = view
+        return self.leave_out(positions)
+
+    def leave_out(self, positions: Positions) -> list[RangedBatch]:
+        """Wait no longer for these ranges; returns the batches of which no other is missing."""
+        arrived = np.bincount(self._owners[positions], minlength=len(self._missing))
+        self._missing -= arrived
+        complete = np.flatnonzero((arrived > 0) & (self._missing == 0))
+        return [self._batches[owner] for owner in complete.tolist()]
+
+    def locate(self, positions: Positions) -> Iterator[tuple[RangedBatch, int]]:
+        """The batch of each position, and the slot in it."""
+        owners = self._owners[positions].tolist()
+        pairs = zip(owners, np.asarray(positions).tolist(), strict=True)
+        return ((self._batches[owner], position - self._borders[owner]) for owner, position in pairs)
+
+    def first(self, span: Span) -> RangedBatch:
+        """The first batch that needs a request."""
+        return self._batches[int(self._owners[span.members].min())]
+
+    def pop_batch(self, batch: int) -> list[memoryview]:
+        """Remove and return the bytes of a batch, in the order of its ranges; empty where none have arrived."""
+        first, stop = self._borders[batch], self._borders[batch + 1]
+        views = self._views[first:stop]
+        self._views[first:stop] = [_EMPTY] * len(views)  # frees the responses
+        return views
+
+
+class RangeFetch(FetcherPool):
     """Fetches by requests that serve several samples, in layers: the store, hedging around it, a cache around both.
 
     All batches that wait when a fetcher is free are planned together; the request that the oldest of them needs first
     is made first. The first batch is planned alone: joined with the others it would be complete when they are.
+
+    The jobs of its pool are coroutine functions that handle errors of user code, and time their requests.
 
     Args:
         concurrency: requests in flight, or an `AdaptiveLimit` that finds the number.
@@ -170,16 +134,12 @@ class RangeFetch(FetchStage):
         hedge: bool = False,
         cached: bool = False,
     ) -> None:
+        super().__init__(concurrency, deliver, spawn, requests, hedge=hedge)
         self._dataset = dataset
         self._cached = cached
-        self._deliver = deliver
-        self._hedged = HedgedRequests(spawn, requests) if hedge else None
         self._waiting: list[RangedBatch] = []
-        self._pool = FetcherPool(concurrency, self, spawn, requests)
         self._planning = False  # a job that plans is queued
-        self._singles: deque[tuple[RangedBatch, int]] = deque()
         self._first = True
-        self._recorder: FetchRecorder | None = None
 
     def admit(self, plan: BatchPlan) -> None:
         if not plan.indices:
@@ -191,10 +151,6 @@ class RangeFetch(FetchStage):
     def stop(self) -> None:
         super().stop()
         self._waiting.clear()
-        self._singles.clear()
-        self._pool.stop()
-
-    # The policy of the pool, whose jobs are coroutine functions that handle errors of user code.
 
     def fetch(self, job: Callable[[], Awaitable[None]]) -> Awaitable[None]:
         return job()
@@ -203,45 +159,37 @@ class RangeFetch(FetchStage):
         """Do nothing: the job has used its result."""
         return False
 
-    def on_first(self, _target: None, _began: float, _seconds: float) -> None:
+    def on_timed(self, _target: None, _slot: int, _began: float) -> None:
         """Do nothing: the job has timed its request."""
 
-    def trace(self, recorder: FetchRecorder | None) -> None:
-        """Record each range that is read, with the oldest batch that waits for it."""
-        self._recorder = recorder
-
-    def load(self) -> FetchLoad:
-        return self._pool.load()
-
-    def on_error(self, error: BaseException, _target: None, _job: Any) -> None:
+    def on_error(self, error: BaseException, _target: None, _slot: int) -> None:
         """Raise the error, which is ours."""
         raise error
 
-    def _submit(self, jobs: Iterable[Callable[[], Awaitable[None]]], *, first: bool = False) -> None:
-        self._pool.submit(((None, 0, job) for job in jobs), first=first)
+    def _queue_jobs(self, jobs: Iterable[Callable[[], Awaitable[None]]], *, first: bool = False) -> None:
+        self._submit(((None, 0, job) for job in jobs), first=first)
 
     def _plan_soon(self) -> None:
         if not self._planning:
             self._planning = True
-            self._submit((self._plan,))
+            self._queue_jobs((self._plan,))
 
     def _fetch_singly(self, members: Iterable[tuple[RangedBatch, int]]) -> None:
         """Queue single samples, ahead of requests; an error is then about one sample, and names it."""
-        before = len(self._singles)
+        jobs = []
         for batch, slot in members:
             batch.single.add(slot)
             batch.missing += 1
-            self._singles.append((batch, slot))
-        self._submit([self._fetch_single] * (len(self._singles) - before), first=True)
+            jobs.append(functools.partial(self._fetch_single, batch, slot))
+        self._queue_jobs(reversed(jobs), first=True)
 
-    def _fetch_left_out(self, plan: ReadPlan[RangedBatch], positions: Sequence[int] | NDArray[np.intp]) -> None:
+    def _fetch_left_out(self, plan: ReadPlan, positions: Positions) -> None:
         """Fetch singly ranges that their requests have not brought."""
         self._fetch_singly(plan.locate(positions))
         for batch in plan.leave_out(positions):
             self._on_arrival(batch)
 
-    async def _fetch_single(self) -> None:
-        batch, slot = self._singles.popleft()
+    async def _fetch_single(self, batch: RangedBatch, slot: int) -> None:
         index = batch.plan.indices[slot]
         began = time.perf_counter()
         try:
@@ -249,7 +197,7 @@ class RangeFetch(FetchStage):
         except BaseException as error:  # user code
             if self._stopping:
                 return
-            self._pool.count_timeout(error)
+            self._count_timeout(error)
             sample = Failure.caught(error, stage=Stage.FETCH, batch=batch.plan.number, index=index)
         if self._recorder is not None:
             self._recorder.add(batch.plan.number, slot, began)
@@ -264,22 +212,22 @@ class RangeFetch(FetchStage):
         if self._waiting:
             self._plan_soon()
         began = time.perf_counter()
-        batches, wanted = self._ranges_of(waiting)
-        if not batches:
+        found = self._ranges_of(waiting)
+        if not found:
             return
-        plan = ReadPlan(batches, wanted)
-        for position, batch in enumerate(batches):
-            batch.read_plan = plan, position
+        batches = [batch for group, _ in found for batch in group]
+        plan = ReadPlan(batches, Ranges.joined([ranges for _, ranges in found]))
+        for number, batch in enumerate(batches):
+            batch.read_plan = plan, number
             batch.missing += 1
             batch.began = began
-        missing = await self._read_cached(plan) if self._cached else None
-        plan.plan(missing)
+        complete = plan.plan(await self._read_cached(plan) if self._cached else None)
         read = self._read_and_cache if self._cached else self._read
-        self._submit(functools.partial(read, plan, number) for number in range(len(plan.spans)))
-        await self._on_ranges(plan.put_empty(missing))
+        self._queue_jobs(functools.partial(read, plan, span) for span in plan.spans)
+        await self._on_ranges(complete)
 
-    def _ranges_of(self, batches: list[RangedBatch]) -> tuple[list[RangedBatch], list[Ranges]]:
-        """The ranges of batches; those of a batch whose ranges are not known are fetched singly.
+    def _ranges_of(self, batches: list[RangedBatch]) -> list[tuple[list[RangedBatch], Ranges]]:
+        """The ranges of groups of batches; those of a batch whose ranges are not known are fetched singly.
 
         All are asked for in one call: of windows of tokens it takes a ninth of the time of a call for each batch of 64.
         """
@@ -289,54 +237,49 @@ class RangeFetch(FetchStage):
             ranges.check(len(indices))
         except Exception:  # user code, or a wrong index, which its own `aget` names
             if len(batches) > 1:
-                apart = [self._ranges_of([batch]) for batch in batches]
-                return [batch for found, _ in apart for batch in found], [each for _, found in apart for each in found]
-            for batch in batches:
-                self._fetch_singly((batch, slot) for slot in range(len(batch.samples)))
-            return [], []
-        stops = np.cumsum([len(batch.samples) for batch in batches]).tolist()
-        bounds = zip([0, *stops], stops, strict=False)
-        return batches, [Ranges(*(column[start:stop] for column in ranges)) for start, stop in bounds]
+                return [group for batch in batches for group in self._ranges_of([batch])]
+            self._fetch_singly((batches[0], slot) for slot in range(len(indices)))
+            return []
+        return [(batches, ranges)]
 
-    async def _read_cached(self, plan: ReadPlan[RangedBatch]) -> list[int]:
+    async def _read_cached(self, plan: ReadPlan) -> list[int]:
         """Take the ranges that are cached; returns the positions of the others."""
         missing: list[int] = []
-        for first in range(0, len(plan), CACHE_SLICE):
-            positions = range(first, min(first + CACHE_SLICE, len(plan)))
-            members = list(plan.locate(positions))
+        count = len(plan.ranges.starts)
+        for first in range(0, count, CACHE_SLICE):
+            positions = range(first, min(first + CACHE_SLICE, count))
+            indices = [batch.plan.indices[slot] for batch, slot in plan.locate(positions)]
             try:
-                views = await self._dataset.cached_reads([batch.plan.indices[slot] for batch, slot in members])
+                views = dict(zip(positions, await self._dataset.cached_reads(indices), strict=True))
             except BaseException:  # user code, or a folder that must not be read
                 if self._stopping:
                     raise
                 self._fetch_left_out(plan, positions)
                 continue
-            missing += [position for position, view in zip(positions, views, strict=True) if view is None]
-            found = [(position, view) for position, view in zip(positions, views, strict=True) if view is not None]
-            await self._on_ranges(plan.put(found))
+            missing += [position for position in positions if views[position] is None]
+            found = {position: view for position, view in views.items() if view is not None}
+            await self._on_ranges(plan.put(list(found), found.values()))
         return missing
 
-    async def _read(self, plan: ReadPlan[RangedBatch], number: int) -> None:
-        span = plan.spans[number]
+    async def _read(self, plan: ReadPlan, span: Span) -> None:
         began = time.perf_counter()
         try:
-            data = await self._read_range(plan.first(number), span.object, span.start, span.stop)
+            data = await self._read_range(plan.first(span), span.object, span.start, span.stop)
         except BaseException:  # user code; each member's own `aget` names the error and the sample
             if not self._stopping:
                 self._fetch_left_out(plan, span.members)
             return
         seconds = time.perf_counter() - began
-        complete = plan.on_response(number, data)
+        complete = plan.on_response(span, data)
         for batch in complete:
             batch.fetch_seconds = seconds
         await self._on_ranges(complete)
 
-    async def _read_and_cache(self, plan: ReadPlan[RangedBatch], number: int) -> None:
+    async def _read_and_cache(self, plan: ReadPlan, span: Span) -> None:
         """As `_read`, through the dataset's cache, which gives members in parts."""
-        span = plan.spans[number]
-        left: list[int | None] = span.members.tolist()
+        left = dict(enumerate(span.members.tolist()))
         indices = [batch.plan.indices[slot] for batch, slot in plan.locate(span.members)]
-        read_range = functools.partial(self._read_range, plan.first(number))
+        read_range = functools.partial(self._read_range, plan.first(span))
         reading = self._dataset.read_missing(span.object, plan.ranges.at(span.members), indices, read_range)
         async with contextlib.aclosing(reading) as parts:
             while True:
@@ -348,15 +291,10 @@ class RangeFetch(FetchStage):
                     if self._stopping:
                         return
                     break
-                read: list[tuple[int, memoryview]] = []
-                for member, view in zip(members, views, strict=True):
-                    position, left[member] = left[member], None
-                    if position is not None:
-                        read.append((position, view))
-                for first in range(0, len(read), CACHE_SLICE):
-                    await self._on_ranges(plan.put(read[first : first + CACHE_SLICE]))
-                    await asyncio.sleep(0)
-        self._fetch_left_out(plan, [position for position in left if position is not None])
+                read = {left.pop(member): view for member, view in zip(members, views, strict=True) if member in left}
+                await self._on_ranges(plan.put(list(read), read.values()))
+                await asyncio.sleep(0)
+        self._fetch_left_out(plan, list(left.values()))
 
     async def _read_range(self, batch: RangedBatch, number: int, start: int, stop: int) -> memoryview:
         """Read from the store, hedged if so configured; `batch` is the oldest that waits."""

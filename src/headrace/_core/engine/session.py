@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart, StageTimes
 from headrace._core.engine.assemble import Assembler
+from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.executors import Executor, Work
-from headrace._core.engine.fetch import Deliver, FetchStage
-from headrace._core.engine.fetch_pool import FetchRecorder, Spawn
-from headrace._core.engine.memory import SampleSizes
+from headrace._core.engine.fetch_pool import Deliver, FetchRecorder, FetchStage
+from headrace._core.engine.hedging import Spawn
+from headrace._core.engine.memory import MemoryBudget, SampleSizes
 from headrace._core.engine.stepping import AppliesSteps, session_compute
 from headrace._core.eventloop.watchdog import LoopWatch
 from headrace._core.failure import describe_samples
 from headrace._core.messages import Answer, Consumed, Request, SessionEnd, Status, StatusRequest, TraceRequest
 from headrace._core.randomized import CurrentSample, current_sample
+from headrace._core.retry_policy import as_policy
 from headrace._core.seeding import batch_seed
 from headrace._core.store.request_stats import BodyReader, RequestStats, session_stats
+from headrace._core.streams.kinds import DatasetKind, sample_key
 from headrace._core.streams.order import session_epoch
-from headrace._core.streams.steps import Compute, compute
+from headrace._core.streams.steps import compute
 
 
 class Reorder:
@@ -47,54 +52,57 @@ class Session:
     batch are its children, so nothing of the epoch remains when it has ended.
 
     Args:
-        start: where it begins within its epoch.
+        config: the loader's.
+        start: the epoch, and where it begins within that.
+        executor: runs the CPU work.
         work: the assembly of this session's batches, which `executor` runs.
         steps: the executor of a stream's functions before batching.
         seed: the seed of these functions; does not depend on where the session begins.
-        common_seed: their seed under `split`, equal on all ranks.
-        sample_key: the dataset's name of an index, for errors.
+        send: sends the consumer a message.
+        make_stage: makes the fetch stage.
         sizes: of the loader's samples.
         watch: how long user code has blocked the loop, and where.
     """
 
     def __init__(
         self,
-        *,
-        make_stage: Callable[[Deliver, Spawn, RequestStats], FetchStage],
+        config: EngineConfig,
         start: SessionStart,
-        assembler: Assembler,
+        *,
         executor: Executor,
         work: Work,
         steps: AppliesSteps | None,
         seed: int,
-        common_seed: int,
         send: Callable[[Answer], None],
-        in_order: bool,
-        sample_key: Callable[[Any], str | None],
+        make_stage: Callable[[SessionStart, Deliver, Spawn, RequestStats], FetchStage],
         sizes: SampleSizes,
-        requests: RequestStats,
         watch: LoopWatch,
     ) -> None:
+        self.start = start
         self._watch = watch
         self._make_stage = make_stage
-        self._assembler = assembler
+        self._assembler = config.assembler
         self._executor = executor
         self._work = work
         self._steps = steps
         self._seed = seed
-        self._common_seed = common_seed
+        self._common_seed = config.common_seed
         self._send = send
+        # Lanes take turns; those of several engines where their batches arrive.
+        in_order = config.in_order or (start.lanes > 1 and config.engines == 1)
         self._reorder = Reorder(start.batch) if in_order else None
-        self._sample_key = sample_key
+        self._sample_key = functools.partial(sample_key, config.dataset)
         self._sizes = sizes
-        self._requests = requests
-        self._plans: deque[BatchPlan] = deque()
-        self._outstanding: dict[int, BatchPlan] = {}  # admitted and not delivered
+        retry, budget = config.options["retry"], config.options["memory_budget"]
+        self._requests = RequestStats(None if retry is None else as_policy(retry))
+        bounded = None if config.kind is not DatasetKind.ASYNC_MAP else budget
+        self._memory = None if bounded is None else MemoryBudget(bounded, sizes)
+        self._plans: deque[BatchPlan] = deque()  # ascending, that wait for memory
+        self._outstanding: dict[int, BatchPlan] = {}  # received and not delivered
         self._admitted_at: dict[int, float] = {}  # of these
         self._assembling: dict[int, RawBatch] = {}
-        self._admitted = asyncio.Event()
+        self._changed = asyncio.Event()  # there are plans, or memory for them
         self._stage: FetchStage | None = None
-        self._consumed = -1  # the number of the last batch that has been taken, as far as the consumer has said
         self._recorder: FetchRecorder | None = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
@@ -103,7 +111,13 @@ class Session:
     def handle(self, message: Request) -> None:
         """Do what the consumer asks for."""
         if isinstance(message, list):
-            self._admit(message)
+            now = time.perf_counter()
+            for plan in message:
+                self._outstanding[plan.number], self._admitted_at[plan.number] = plan, now
+                self._on_consumed(plan.taken)
+            # Those of an engine that has ended come before others.
+            self._plans = deque(sorted((*self._plans, *message), key=operator.attrgetter("number")))
+            self._changed.set()
         elif isinstance(message, Consumed):
             self._on_consumed(message.number)
         elif isinstance(message, StatusRequest):
@@ -113,16 +127,10 @@ class Session:
             if self._stage is not None:
                 self._stage.trace(self._recorder)
 
-    def _admit(self, plans: Sequence[BatchPlan]) -> None:
-        self._plans.extend(plans)
-        self._outstanding.update((plan.number, plan) for plan in plans)
-        self._admitted_at.update(dict.fromkeys((plan.number for plan in plans), time.perf_counter()))
-        self._admitted.set()
-
     def _on_consumed(self, number: int) -> None:
-        self._consumed = max(self._consumed, number)  # said once, perhaps before there is a stage
-        if self._stage is not None and not self._cancelled:
-            self._stage.on_consumed(self._consumed)
+        if self._memory is not None:
+            self._memory.on_consumed(number)
+            self._changed.set()
 
     def _status(self, number: int) -> str:
         plan = self._outstanding.get(number)
@@ -132,7 +140,7 @@ class Session:
             return f"batch {number} has not begun: the workers are being started"
         raw = self._assembling.get(number)
         if raw is None:
-            missing = self._stage.missing(plan)
+            missing = plan.indices if plan in self._plans else self._stage.missing(plan)
             samples = describe_samples(missing, self._sample_key)
             count = "1 sample" if len(missing) == 1 else f"{len(missing)} samples"
             return f"batch {number} is in stage fetch, and waits for {count}: {samples}"
@@ -174,22 +182,20 @@ class Session:
         # Not anyio's task group, which cancels a task again at each await, and so interrupts `finally` blocks of user
         # code. asyncio's cancels once; the engine bounds the time of closing.
         async with asyncio.TaskGroup() as self._tasks:
-            compute.set(self._compute())  # in this task's context, which its fetchers copy
+            if self._steps is not None:  # in this task's context, which its fetchers copy
+                common = batch_seed(self._common_seed, session_epoch.get() or 0, 0)
+                compute.set(session_compute(self._steps, self._seed, common))
             current_sample.set(CurrentSample(0))  # of an unknown position, since fetches overlap
-            self._stage = self._make_stage(self._assemble_soon, self._spawn, self._requests)
-            if self._recorder is not None:
-                self._stage.trace(self._recorder)
-            self._stage.on_consumed(self._consumed)
+            self._stage = stage = self._make_stage(self.start, self._assemble_soon, self._spawn, self._requests)
+            stage.trace(self._recorder)
             while True:
-                self._admitted.clear()
+                self._changed.clear()
                 while self._plans:
-                    self._stage.admit(self._plans.popleft())
-                await self._admitted.wait()
-
-    def _compute(self) -> Compute | None:
-        if self._steps is None:
-            return None
-        return session_compute(self._steps, self._seed, batch_seed(self._common_seed, session_epoch.get() or 0, 0))
+                    plan = self._plans[0]
+                    if self._memory is not None and not self._memory.take(plan, stage.fetched_at_once(plan)):
+                        break
+                    stage.admit(self._plans.popleft())
+                await self._changed.wait()
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if not self._cancelled:  # user code may outlast that, and the task group is closed
@@ -202,6 +208,10 @@ class Session:
         fetched = time.perf_counter()
         self._sizes.on_fetched(raw)
         load = self._stage.load()
+        if self._memory is not None:
+            self._memory.on_fetched(raw.plan.number)
+            load = self._memory.load(load, len(self._plans))
+            self._changed.set()
         # Where batches stay in this process, a task and a thread would take longer than the work.
         host = self._work.passed_on(raw) if isinstance(self._work, Assembler) else None
         if host is None:
@@ -225,6 +235,9 @@ class Session:
         """Hand over a batch, with its times, and those that waited for it."""
         assert self._stage is not None
         self._sizes.on_assembled(host)
+        if self._memory is not None:
+            self._memory.on_assembled()
+            self._changed.set()
         host = self._stage.on_assembled(raw, host).located(self._sample_key)
         state = host.stream_state if raw.stream_state is None else raw.stream_state
         admitted, work = self._admitted_at.pop(host.plan.number), host.times
@@ -248,21 +261,8 @@ class Session:
             self._blocked_before,
             work.worked_by,
         )
-        requests = self._requests.take()
         fetches = None if self._recorder is None else self._recorder.take()
-        host = HostBatch(  # not `replace`, which takes three times as long
-            host.plan,
-            host.data,
-            host.size,
-            host.failures,
-            host.end,
-            host.empty,
-            requests,
-            host.worker,
-            state,
-            times,
-            fetches,
-        )
+        host = host._replace(requests=self._requests.take(), stream_state=state, times=times, fetches=fetches)
         for ready in self._reorder.put(host) if self._reorder else (host,):
             del self._outstanding[ready.plan.number]
             self._send(ready)

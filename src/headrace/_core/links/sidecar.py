@@ -172,7 +172,7 @@ class _Sidecar:
         engine = self._engines[-1]
         propagate_epoch(config.dataset, begin.start.epoch, only_wanted=not begin.start.set_epoch)
         session = engine.session(server.send, self._functions(config, begin.work), begin.start, begin.seed)
-        engine.start(session, begin.start)
+        engine.start(session)
         if self._task.engines > 1:
             server.send(Started())
         return session

@@ -126,7 +126,7 @@ class ThreadPlacement(Placement):
         functions = shipped if config.has_processes else config.assembler
         session = self._engine.session(mailbox.put, functions, start, config.steps_seed(start.epoch), steps)
         link = ThreadLink(session, mailbox, self._loop)
-        self._loop.call_soon(self._engine.start, session, start, config.pipe_seed)
+        self._loop.call_soon(self._engine.start, session, config.pipe_seed)
         return Session(
             lambda _: link,
             work=WorkOnConsumersThread(config) if config.deferred or steps is not None else None,

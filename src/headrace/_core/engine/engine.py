@@ -9,7 +9,7 @@ from collections.abc import Callable
 from headrace._core.batches import SessionStart
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.config import EngineConfig
-from headrace._core.engine.executors import ProcessExecutor, Work, make_executor
+from headrace._core.engine.executors import Executor, ProcessExecutor, ThreadExecutor, Work
 from headrace._core.engine.fetch import BatchFetch, SampleFetch
 from headrace._core.engine.fetch_pool import Deliver, FetchStage
 from headrace._core.engine.hedging import Spawn
@@ -55,8 +55,12 @@ class Engine:
         self.watch = LoopWatch(type(config.dataset).__qualname__)
         self._control: AdaptiveLimit | None = None  # the last epoch's
         self._sample_sizes = SampleSizes()
-        self._executor = executor = make_executor(config, first_task, owns_process=owns_process)
-        self._applies = executor if isinstance(executor, AppliesSteps) else None
+        self._executor: Executor
+        if config.has_processes:
+            self._executor = ProcessExecutor(config, first_task)
+        else:
+            threads = 0 if config.deferred else max(1, config.num_workers)
+            self._executor = ThreadExecutor(threads, config.rank, seeds=owns_process and threads == 1)
         self._opening: asyncio.Task[None] | None = None
         self._entered = EnteredDatasets()
         self._running: dict[Session, asyncio.Task[None]] = {}
@@ -83,7 +87,7 @@ class Engine:
             start,
             executor=self._executor,
             work=work,
-            steps=steps or self._applies,
+            steps=steps or self._executor,
             seed=seed,
             send=send,
             make_stage=self._make_stage,

@@ -1,4 +1,4 @@
-"""Executors, which turn a `RawBatch` into a `HostBatch` off the loop."""
+"""Executors, which turn a `RawBatch` into a `HostBatch` off the loop. The engine owns one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch
+from headrace._core.batches import HostBatch, RawBatch
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import PickledSteps, StepsRequest
 from headrace._core.engine.worker_tasks import not_picklable, unpicklable_state
 from headrace._core.failure import Failure, Stage, as_exception
-from headrace._core.pool.supervisor import Pool, Reply
-from headrace._core.pool.worker import Answer
+from headrace._core.pool.supervisor import Pool
 from headrace._core.ranks.rankinfo import RankInfo, provide_rank
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -30,87 +29,21 @@ Work = Callable[[RawBatch], HostBatch] | SharedPickle | None
 _STEPS = "on samples that are not yet in a batch"  # a worker's task, for `WorkerDiedError`
 
 
-class Executor:
-    """Runs the CPU work of batches. The engine owns it."""
-
-    @property
-    def usable(self) -> bool:
-        """False once it assembles nothing any more."""
-        return True
-
-    async def open(self) -> None:
-        """Start on the running loop."""
-
-    async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
-        """Assemble one batch by `work`; errors become its failures."""
-        raise NotImplementedError  # each executor has its own
-
-    async def close(self, deadline: float) -> None:
-        """End everything within `deadline` seconds."""
-
-    def worker_of(self, batch: int) -> int | None:
-        """The worker that a batch was sent to; None without workers, or while the batch waits for one."""
-        return None
-
-    def take_deaths(self) -> int:
-        """The number of worker processes that died since the last call."""
-        return 0
-
-    def kill(self) -> None:
-        """End at once what can be; from any thread, when the loop no longer runs."""
-
-    def release(self) -> None:
-        """Close the remaining descriptors, after the loop is closed."""
-
-
-def make_executor(config: EngineConfig, first_task: SharedPickle | None, *, owns_process: bool) -> Executor:
-    """The executor that a configuration asks for; worker processes are started here, before there is a loop."""
-    if config.has_processes:
-        return ProcessExecutor(_launched(config, first_task))
-    if config.deferred:
-        return DeferringExecutor()
-    threads = max(1, config.num_workers)
-    return ThreadExecutor(threads, config.rank, seeds=owns_process and threads == 1)
-
-
-def _launched(config: EngineConfig, first_task: SharedPickle | None) -> Pool:
-    torchs = not config.kind.is_async  # which lives in the workers
-    stateful = torchs and (config.kind.is_iterable or is_stateful(config.dataset))
-    try:
-        first = config.worker_task() if first_task is None else first_task
-        pool = Pool(
-            first,
-            workers=config.num_workers,
-            launcher=config.launcher(),
-            stateful=stateful,
-            first=config.first_worker,
-            of=config.all_workers or None,
-        )
-        pool.launch()
-    except Exception as error:
-        name_unpicklable(config, error)
-    return pool
-
-
-class DeferringExecutor(Executor):
-    """Defers the CPU work to the consumer's thread: the data of each batch is the `RawBatch` itself."""
-
-    async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
-        return HostBatch(raw.plan, raw, len(raw.plan.indices), end=raw.end)
-
-
-class ThreadExecutor(Executor):
+class ThreadExecutor:
     """Threads beside the loop: one without workers, or several for decoders that release the GIL.
 
     They share the process's random generators; the functions they call seed them where that is right.
+
+    Args:
+        threads: with 0, the CPU work is deferred to the consumer's thread: a batch's data is the `RawBatch` itself.
     """
+
+    usable = True
 
     def __init__(self, threads: int, rank: RankInfo, *, seeds: bool) -> None:
         self._rank = rank
         self._seeds = seeds
-        self._requests: queue.SimpleQueue[tuple[Callable[[], object], asyncio.Future[object]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._requests: queue.SimpleQueue[tuple[Callable[[], object], asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self.parallel = threads
         self._threads = [
             # In the caller's context, which has the settings of `numpy.seterr`.
@@ -124,6 +57,7 @@ class ThreadExecutor(Executor):
         ]
 
     async def open(self) -> None:
+        """Start on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._running = len(self._threads)
         self._ended = asyncio.Event()
@@ -131,6 +65,9 @@ class ThreadExecutor(Executor):
             thread.start()
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
+        """Assemble one batch by `work`; errors of user code become its failures."""
+        if not self._threads:
+            return HostBatch(raw.plan, raw, len(raw.plan.indices), end=raw.end)
         assert callable(work)
         host: HostBatch = await self._call(functools.partial(work, raw))
         return host
@@ -140,26 +77,33 @@ class ThreadExecutor(Executor):
         return outcomes
 
     async def _call(self, work: Callable[[], object]) -> Any:
-        answer: asyncio.Future[object] = self._loop.create_future()
+        answer: asyncio.Future[Any] = self._loop.create_future()
         self._requests.put((work, answer))
         return await answer
 
     async def close(self, deadline: float) -> None:
         """Let the threads finish their current work; after the deadline they remain, as daemons."""
-        if self._threads[0].ident is None:
+        if not self._threads or self._threads[0].ident is None:
             return
         self.kill()
-        try:
+        with contextlib.suppress(TimeoutError):  # user code holds one of them
             await asyncio.wait_for(self._ended.wait(), deadline)
-        except TimeoutError:  # user code holds one of them
-            return
-        for thread in self._threads:
-            thread.join()
+            for thread in self._threads:
+                thread.join()
+
+    def worker_of(self, batch: int) -> int | None:
+        return None
+
+    def take_deaths(self) -> int:
+        return 0
 
     def kill(self) -> None:
         """Let each thread end at its next request; a thread cannot be killed."""
         for _ in self._threads:
             self._requests.put(None)
+
+    def release(self) -> None:
+        """Do nothing: there are no descriptors."""
 
     def _work(self) -> None:
         provide_rank(self._rank)
@@ -167,9 +111,9 @@ class ThreadExecutor(Executor):
             work, answer = request
             if not answer.done():
                 try:
-                    self._call_on_loop(_settle, answer, work())
+                    self._call_on_loop(_settle, answer, work(), None)
                 except BaseException as error:  # not of user code, whose errors are in the result: a failed import, say
-                    self._call_on_loop(_fail, answer, as_exception(error))
+                    self._call_on_loop(_settle, answer, None, as_exception(error))
             del request, work, answer  # hold no batch while waiting for the next
         self._call_on_loop(self._on_thread_end)
 
@@ -183,33 +127,52 @@ class ThreadExecutor(Executor):
             self._loop.call_soon_threadsafe(callback, *args)
 
 
-class ProcessExecutor(Executor):
-    """The pool's worker processes."""
+def _settle(answer: asyncio.Future[object], result: object, error: Exception | None) -> None:
+    if answer.done():
+        return
+    if error is None:
+        answer.set_result(result)
+    else:
+        answer.set_exception(error)
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+
+class ProcessExecutor(Pool):
+    """The pool's worker processes, started here, before there is a loop.
+
+    Raises:
+        NotPicklableError: the first task has to be sent and cannot.
+    """
+
+    def __init__(self, config: EngineConfig, first_task: SharedPickle | None) -> None:
+        torchs = not config.kind.is_async  # which lives in the workers
         self._steps: PickledSteps = PickledSteps()
+        try:
+            super().__init__(
+                config.worker_task() if first_task is None else first_task,
+                workers=config.num_workers,
+                launcher=config.launcher(),
+                stateful=torchs and (config.kind.is_iterable or is_stateful(config.dataset)),
+                first=config.first_worker,
+                of=config.all_workers or None,
+            )
+            self.launch()
+        except Exception as error:
+            name_unpicklable(config, error)
 
     @property
     def usable(self) -> bool:
-        return self._pool.broken is None
-
-    async def open(self) -> None:
-        await self._pool.open()
-
-    def broadcast(self, request: Callable[[int], object]) -> None:
-        """Send each worker, by its number, a request ahead of later ones; its errors come with its next batch."""
-        self._pool.broadcast(request)
+        """False once it assembles nothing any more."""
+        return self.broken is None
 
     @property
     def parallel(self) -> int:
-        return self._pool.workers
+        return self.workers
 
     async def apply(self, request: StepsRequest) -> list[object]:
         """Apply steps in the first free worker. The functions are sent only to a worker that lacks them."""
-        reply = await self._pool.run(request.to_worker(self._steps, with_functions=False), doing=_STEPS)
+        reply = await self.run(request.to_worker(self._steps, with_functions=False), doing=_STEPS)
         if reply.answer.value is None and reply.answer.error is None:
-            reply = await self._pool.run(request.to_worker(self._steps, with_functions=True), doing=_STEPS)
+            reply = await self.run(request.to_worker(self._steps, with_functions=True), doing=_STEPS)
         answer = reply.answer
         if answer.error is None:
             outcomes: list[object] = answer.value
@@ -220,12 +183,13 @@ class ProcessExecutor(Executor):
         raise answer.error
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
+        """As `ThreadExecutor.assemble`."""
         assert work is None or isinstance(work, SharedPickle)
-        plan = raw.plan
+        plan, pinned = raw.plan, raw.worker is not None
         if raw.stream_state is not None:
             raw = raw._replace(stream_state=None)  # it stays here
         try:
-            reply = await self._pool.run(
+            reply = await self.run(
                 raw.flat(),
                 work,
                 worker=raw.worker,
@@ -234,66 +198,40 @@ class ProcessExecutor(Executor):
                 plain=raw.is_plain,
             )
         except WorkerDiedError as died:
-            return HostBatch.failed(plan, died, stage=Stage.ASSEMBLE)._replace(end=raw.worker is not None)
+            return HostBatch.failed(plan, died, stage=Stage.ASSEMBLE)._replace(end=pinned)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # user code: __reduce__ of a sample's class
-            return HostBatch.failed(plan, _unpicklable_sample(error), stage=Stage.ASSEMBLE)
-        return self._host_batch(raw, reply)
-
-    def worker_of(self, batch: int) -> int | None:
-        return self._pool.worker_of(batch)
-
-    def take_deaths(self) -> int:
-        """The workers that died since the last call, also those whose batch another worker has assembled since."""
-        deaths, self._pool.deaths = self._pool.deaths, 0
-        return deaths
-
-    async def close(self, deadline: float) -> None:
-        await self._pool.close(deadline)
-
-    def kill(self) -> None:
-        self._pool.kill()
-
-    def release(self) -> None:
-        self._pool.release()
-
-    def _host_batch(self, raw: RawBatch, reply: Reply) -> HostBatch:
-        answer, plan = reply.answer, raw.plan
+        except BaseException as caught:  # user code: __reduce__ of a sample's class
+            return HostBatch.failed(plan, _unpicklable_sample(caught), stage=Stage.ASSEMBLE)
+        answer = reply.answer
         if answer.error is None:
             host = HostBatch.from_flat(answer.value, plan)
-        elif answer.step == "start":
-            # The worker cannot run, so its stream cannot continue.
-            host = _failed(plan, answer, stage=Stage.WORKER_START)._replace(end=raw.worker is not None)
-        elif answer.step == "pack" and raw.worker is not None:  # its data and failures are pickled before
-            # Whether the worker's stream has ended is lost with the answer, so that it has to be ended here.
-            host = HostBatch.failed(plan, unpicklable_state(answer.error), stage=Stage.SAVE_STATE)._replace(end=True)
-        elif answer.step == "receive":
-            host = HostBatch.failed(plan, _unpicklable_sample(answer.error), stage=Stage.ASSEMBLE)
         else:
-            host = _failed(plan, answer, stage=Stage.ASSEMBLE)
+            stage, error, end = Stage.ASSEMBLE, answer.error, False
+            if answer.step == "start":  # the worker cannot run, so its stream cannot continue
+                stage, end = Stage.WORKER_START, pinned
+            elif answer.step == "pack" and pinned:  # its data and failures are pickled before
+                # Whether the worker's stream has ended is lost with the answer, so that it has to be ended here.
+                stage, error, end = Stage.SAVE_STATE, unpicklable_state(answer.error), True
+            elif answer.step == "receive":
+                error = _unpicklable_sample(answer.error)
+            failure = Failure.caught(error, stage=stage, batch=plan.number)
+            traceback = answer.traceback if error is answer.error else None
+            host = HostBatch.nothing(plan, (replace(failure, traceback=traceback),), end=end)
         if not host.failures:
             return host
         located = (replace(f, worker=reply.worker, attempt=reply.attempt) for f in host.failures)
         return host._replace(failures=tuple(located))
 
+    def take_deaths(self) -> int:
+        """The workers that died since the last call, also those whose batch another worker has assembled since."""
+        deaths, self.deaths = self.deaths, 0
+        return deaths
 
-def _failed(plan: BatchPlan, answer: Answer, *, stage: Stage) -> HostBatch:
-    assert answer.error is not None
-    failure = Failure.caught(answer.error, stage=stage, batch=plan.number)
-    return HostBatch.nothing(plan, (replace(failure, traceback=answer.traceback),))
+
+Executor = ThreadExecutor | ProcessExecutor
 
 
 def _unpicklable_sample(reason: BaseException) -> NotPicklableError:
     remedy = "The result of aget is sent to a worker process: return bytes or arrays, or use num_workers=0."
     return not_picklable("a fetched sample", reason, remedy)
-
-
-def _settle(answer: asyncio.Future[object], result: object) -> None:
-    if not answer.done():
-        answer.set_result(result)
-
-
-def _fail(answer: asyncio.Future[object], error: Exception) -> None:
-    if not answer.done():
-        answer.set_exception(error)

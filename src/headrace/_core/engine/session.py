@@ -71,7 +71,7 @@ class Session:
         *,
         executor: Executor,
         work: Work,
-        steps: AppliesSteps | None,
+        steps: AppliesSteps,
         seed: int,
         send: Callable[[Answer], None],
         make_stage: Callable[[SessionStart, Deliver, Spawn, RequestStats], FetchStage],
@@ -182,9 +182,8 @@ class Session:
         # Not anyio's task group, which cancels a task again at each await, and so interrupts `finally` blocks of user
         # code. asyncio's cancels once; the engine bounds the time of closing.
         async with asyncio.TaskGroup() as self._tasks:
-            if self._steps is not None:  # in this task's context, which its fetchers copy
-                common = batch_seed(self._common_seed, session_epoch.get() or 0, 0)
-                compute.set(session_compute(self._steps, self._seed, common))
+            common_seed = batch_seed(self._common_seed, session_epoch.get() or 0, 0)
+            compute.set(session_compute(self._steps, self._seed, common_seed))  # in this context, which fetchers copy
             current_sample.set(CurrentSample(0))  # of an unknown position, since fetches overlap
             self._stage = stage = self._make_stage(self.start, self._assemble_soon, self._spawn, self._requests)
             stage.trace(self._recorder)

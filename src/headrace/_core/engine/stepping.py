@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from headrace._core.engine.assemble import CONSUMER_CATCH
 from headrace._core.engine.stream_batch import Catch
@@ -103,7 +103,6 @@ class StepsRequest(NamedTuple):
         return WorkerRequest(shared.number, shared if with_functions else None, *self[1:])
 
 
-@runtime_checkable
 class AppliesSteps(Protocol):
     """The part of an executor that a session needs for this."""
 

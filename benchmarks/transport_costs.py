@@ -36,6 +36,7 @@ from headrace._core.pool.worker import INHERITED, _answer_next, _Tasks
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.transport.channel import BlockingChannel, Connection
 from headrace._core.transport.pickling import dump_message
+from headrace.collate import destined
 
 UNITS = (
     "µs, the bare loop",
@@ -74,15 +75,14 @@ def small_tensors() -> Work:
 
 def measure(work: Work, batches: int) -> tuple[float, ...]:
     """The figures in `UNITS`, in this process."""
-    assembler = Assembler((), work.collate, batched=True, tolerance=Tolerance(skips=False))
+    assembler = Assembler((), destined(work.collate), batched=True, tolerance=Tolerance(skips=False))
     task = ReadTask(
-        work.dataset,
+        dataset=work.dataset,
         iterable=False,
         assembler=assembler,
         drop_last=False,
         base_seed=0,
         rank=RankInfo(0, 1, "none"),
-        worker_init_fn=None,
         seeds=False,
     )
     tasks = _Tasks(0, 1, lambda: None)

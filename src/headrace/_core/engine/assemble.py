@@ -64,37 +64,34 @@ class Assembler:
         current = CurrentSample(raw.plan.random_key)
         token = current_sample.set(current)
         try:
-            began = began or now()
-            return self._collate_whole(raw, current, began) if raw.whole else self._assemble(raw, current, began)
+            return self._assemble(raw, current, began or now())
         finally:
             current_sample.reset(token)
 
     def _assemble(self, raw: RawBatch, current: CurrentSample, began: Moment) -> HostBatch:
-        assert raw.samples is not None
-        samples, failures = self._transform(raw.plan, raw.samples, current)
-        if failures and (not self.tolerance.skips or not samples):
-            return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
-        current.start_batch(raw.plan.positions)
+        plan, size = raw.plan, len(raw.plan.indices)
+        samples: Any = raw.samples
+        failures: list[Failure] = []
+        if raw.whole and self.transforms:
+            got = type(samples).__name__
+            error = TypeError(f"__getitems__ returned a {got}; a transform takes samples, and needs a list of them")
+            return HostBatch.failed(plan, error, stage=Stage.TRANSFORM)
+        if not raw.whole:
+            samples, failures = self._transform(plan, samples, current)
+            size = len(samples)
+            if failures and (not self.tolerance.skips or not samples):
+                return HostBatch.nothing(plan, tuple(failures), end=raw.end)
+        current.start_batch(plan.positions)
         try:
             with collating(self.transforms):
-                data = collated(self.collate, samples) if self.batched else self.collate(samples[0])
+                if not self.batched:
+                    data = self.collate(samples[0])
+                else:
+                    data = self.collate(samples) if raw.whole else collated(self.collate, samples)
         except self.catch as error:
-            failures.append(Failure.caught(error, stage=Stage.COLLATE, batch=raw.plan.number))
-            return HostBatch.nothing(raw.plan, tuple(failures), end=raw.end)
-        return HostBatch(raw.plan, data, len(samples), tuple(failures), raw.end, times=times_since(began))
-
-    def _collate_whole(self, raw: RawBatch, current: CurrentSample, began: Moment) -> HostBatch:
-        if self.transforms:
-            got = type(raw.samples).__name__
-            error = TypeError(f"__getitems__ returned a {got}; a transform takes samples, and needs a list of them")
-            return HostBatch.failed(raw.plan, error, stage=Stage.TRANSFORM)
-        current.start_batch(raw.plan.positions)
-        try:
-            with collating(()):
-                data = self.collate(raw.samples)
-            return HostBatch(raw.plan, data, len(raw.plan.indices), end=raw.end, times=times_since(began))
-        except self.catch as error:
-            return HostBatch.failed(raw.plan, error, stage=Stage.COLLATE)
+            failures.append(Failure.caught(error, stage=Stage.COLLATE, batch=plan.number))
+            return HostBatch.nothing(plan, tuple(failures), end=raw.end)
+        return HostBatch(plan, data, size, tuple(failures), raw.end, times=times_since(began))
 
     def passed_on(self, raw: RawBatch) -> HostBatch | None:
         """The batch, if no work is left: a list of samples, the rows of a tensor, or a single sample; else None.

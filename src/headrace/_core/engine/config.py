@@ -11,7 +11,6 @@ from torch import multiprocessing
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.worker_tasks import AssembleTask, ReadTask
 from headrace._core.pool.launch import ContextLauncher, Launcher, ZygoteLauncher
-from headrace._core.pool.worker import WorkerTask
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import DatasetKind
@@ -104,28 +103,20 @@ class EngineConfig(NamedTuple):
         """The seed of a stream's functions before batching; the same wherever a session of the epoch begins."""
         return batch_seed(self.base_seed, epoch, self.rank.rank) if self.kind is DatasetKind.ASYNC_ITERABLE else 0
 
-    def seeding_assembler(self) -> AssembleTask:
-        """The CPU work of an async dataset's batch, in a process whose random generators are ours."""
-        assembler = replace(self.assembler, collate=destined(self.assembler.collate))
-        return AssembleTask(assembler, self.rank, self.worker_init_fn)
-
-    def helper(self, *, seeds: bool) -> AssembleTask:
-        """The same in a thread there, which does not wait until a batch is sent, and seeds only if it is alone."""
-        default = destined(self.assembler.collate) is not self.assembler.collate
-        return replace(self.seeding_assembler(), copies=not default, seeds=seeds)
-
-    def worker_task(self) -> WorkerTask:
+    def worker_task(self) -> AssembleTask:
+        """The CPU work of a batch in a worker process; a torch dataset is read there too."""
+        collate = destined(self.assembler.collate)
+        task = AssembleTask(
+            assembler=replace(self.assembler, collate=collate), rank=self.rank, worker_init_fn=self.worker_init_fn
+        )
         if self.kind.is_async:
-            return self.seeding_assembler()
+            return task
         return ReadTask(
-            self.dataset,
+            **vars(task) | {"seeds": self.seeds_batches},
+            dataset=self.dataset,
             iterable=self.kind.is_iterable,
-            assembler=self.assembler,
             drop_last=self.drop_last,
             base_seed=self.base_seed,
-            rank=self.rank,
-            worker_init_fn=self.worker_init_fn,
-            seeds=self.seeds_batches,
         )
 
     @property
@@ -140,7 +131,12 @@ class EngineConfig(NamedTuple):
 
     def work(self) -> Any:
         """The assembly of batches outside this thread: a task for workers, or a function for threads."""
-        return self.worker_task() if self.has_processes else self.helper(seeds=self.num_workers <= 1)
+        task = self.worker_task()
+        if self.has_processes:
+            return task
+        # A thread does not wait until a batch is sent, and seeds only if it is alone.
+        default = task.assembler.collate is not self.assembler.collate
+        return replace(task, copies=not default, seeds=self.num_workers <= 1)
 
     def without_functions(self) -> EngineConfig:
         """The other parts of the config, which fetching needs."""

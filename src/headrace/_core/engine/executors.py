@@ -15,7 +15,7 @@ from typing import Any
 from headrace._core.batches import HostBatch, RawBatch
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import PickledSteps, StepsRequest
-from headrace._core.engine.worker_tasks import not_picklable, unpicklable_state
+from headrace._core.engine.worker_tasks import not_picklable
 from headrace._core.failure import Failure, Stage, as_exception
 from headrace._core.pool.supervisor import Pool
 from headrace._core.ranks.rankinfo import RankInfo, provide_rank
@@ -207,17 +207,13 @@ class ProcessExecutor(Pool):
         if answer.error is None:
             host = HostBatch.from_flat(answer.value, plan)
         else:
-            stage, error, end = Stage.ASSEMBLE, answer.error, False
-            if answer.step == "start":  # the worker cannot run, so its stream cannot continue
-                stage, end = Stage.WORKER_START, pinned
-            elif answer.step == "pack" and pinned:  # its data and failures are pickled before
-                # Whether the worker's stream has ended is lost with the answer, so that it has to be ended here.
-                stage, error, end = Stage.SAVE_STATE, unpicklable_state(answer.error), True
-            elif answer.step == "receive":
-                error = _unpicklable_sample(answer.error)
+            unread = answer.step == "receive"
+            error = _unpicklable_sample(answer.error) if unread else answer.error
+            cannot_start = answer.step == "start"  # the worker cannot run, so its stream cannot continue
+            stage = Stage.WORKER_START if cannot_start else Stage.ASSEMBLE
             failure = Failure.caught(error, stage=stage, batch=plan.number)
-            traceback = answer.traceback if error is answer.error else None
-            host = HostBatch.nothing(plan, (replace(failure, traceback=traceback),), end=end)
+            failure = replace(failure, traceback=None if unread else answer.traceback)
+            host = HostBatch.nothing(plan, (failure,), end=cannot_start and pinned)
         if not host.failures:
             return host
         located = (replace(f, worker=reply.worker, attempt=reply.attempt) for f in host.failures)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,8 +12,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, RawBatch
 from headrace._core.engine.assemble import Assembler, Moment, now, times_since
-from headrace._core.engine.stream_batch import Catch, Progress, StreamBatch, without_state
-from headrace._core.error_policy import Tolerance
+from headrace._core.engine.stream_batch import Progress, StreamBatch, without_state
 from headrace._core.failure import Failure, Stage
 from headrace._core.seeding import TransformGenerators, seed_everything
 from headrace._core.streams.resumable import Reread, State, UserState, expect_int, expect_state, is_stateful, name_of
@@ -64,43 +63,67 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and on_cpu and not tensor.requires_grad
 
 
-class MapReader:
-    """Reads a map-style dataset, by `__getitems__` where it has one and batches are automatic.
+class BatchReader:
+    """Reads and assembles the batches of one epoch of a torch dataset; made by `batch_reader`."""
 
-    Args:
-        state: a stateful dataset's, from another reader after one of its batches.
-
-    Raises:
-        StateError: the dataset is not stateful.
-    """
-
-    def __init__(
-        self, dataset: Any, tolerance: Tolerance, *, batched: bool, catch: Catch, state: State | None = None
-    ) -> None:
+    def __init__(self, dataset: Any, assembler: Assembler, *, seeds: bool) -> None:
         self._dataset = dataset
-        self._many = getattr(dataset, "__getitems__", None) if batched else None
-        self._tolerance = tolerance
-        self._border = catch
-        user = UserState(dataset)
-        if state is not None:
-            user.restore(state, lambda: None)
-        self._state = functools.partial(user.of, None, 0) if is_stateful(dataset) else None
-
-    @property
-    def has_state(self) -> bool:
-        """Whether the dataset is stateful: its state comes with each batch."""
-        return self._state is not None
+        self._assembler = assembler
+        self._tolerance, self._catch = assembler.tolerance, assembler.catch
+        self._user = UserState(dataset)
+        self._generators = TransformGenerators((*assembler.transforms, assembler.collate)) if seeds else None
 
     def state_dict(self) -> State | None:
-        return None if self._state is None else self._state()
+        """The state of a stateful dataset, or of its iterator; None if there is none."""
+        raise NotImplementedError  # each kind has its own
 
-    def __call__(self, plan: BatchPlan) -> RawBatch:
+    def __call__(self, plan: BatchPlan) -> HostBatch:
+        """The batch of one plan, with the times of its reading and assembling."""
+        began = now()
+        if self._generators is not None:
+            seed_everything(plan.seed)
+            self._generators.seed(plan.seed)
+        host = self._made(plan, began)
+        return host if host.times is not NO_TIMES else host._replace(times=times_since(began))
+
+    def _made(self, plan: BatchPlan, began: Moment) -> HostBatch:
+        raw = self._read(plan)
+        host = self._assembler.assemble(raw, began)
+        return host if raw.stream_state is None else host._replace(stream_state=raw.stream_state)
+
+    def _read(self, plan: BatchPlan) -> RawBatch:
+        raise NotImplementedError  # each kind has its own
+
+
+class MapReader(BatchReader):
+    """Reads a map-style dataset, by `__getitems__` where it has one and batches are automatic."""
+
+    def __init__(self, dataset: Any, assembler: Assembler, state: State | None, *, seeds: bool) -> None:
+        super().__init__(dataset, assembler, seeds=seeds)
+        self._many = getattr(dataset, "__getitems__", None) if assembler.batched else None
+        if state is not None:
+            self._user.restore(state, lambda: None)
+        self._stateful = is_stateful(dataset)
+        default = assembler.batched and not assembler.transforms and is_default(assembler.collate) and stacks_tensors()
+        self._gather = tensor_fast_path(dataset) if default and not self._stateful else None
+
+    def state_dict(self) -> State | None:
+        return self._user.of(None, 0) if self._stateful else None
+
+    def _made(self, plan: BatchPlan, began: Moment) -> HostBatch:
+        if self._gather is not None:
+            # An index is wrong, or of an odd type: one by one says which, or knows what it means.
+            with contextlib.suppress(Exception):
+                return HostBatch(plan, self._gather(plan.indices), len(plan.indices), times=times_since(began))
+        return super()._made(plan, began)
+
+    def _read(self, plan: BatchPlan) -> RawBatch:
         raw = self._fetch(plan)
-        if self._state is None:
+        if not self._stateful:
             return raw
         try:
-            return raw._replace(stream_state=self._state())
-        except self._border as error:
+            return raw._replace(stream_state=self.state_dict())
+        except self._catch as error:
             return without_state(raw, error)
 
     def _fetch(self, plan: BatchPlan) -> RawBatch:
@@ -108,7 +131,7 @@ class MapReader:
             return RawBatch(plan, self._one_by_one(plan))
         try:
             samples = self._many(list(plan.indices))
-        except self._border as error:
+        except self._catch as error:
             if self._tolerance.skips and hasattr(self._dataset, "__getitem__"):
                 return RawBatch(plan, self._one_by_one(plan))  # to find the sample that failed
             return RawBatch(plan, [Failure.caught(error, stage=Stage.FETCH, batch=plan.number)])
@@ -122,32 +145,21 @@ class MapReader:
             try:
                 for index in indices:
                     samples.append(self._dataset[index])
-            except self._border as error:
+            except self._catch as error:
                 samples.append(Failure.caught(error, stage=Stage.FETCH, batch=plan.number, index=index))
                 if not self._tolerance.skips:
                     break
         return samples
 
 
-class StreamReader:
-    """Reads an iterable-style dataset, from its beginning or from a state.
-
-    Args:
-        dataset: the dataset; `iter()` is called on it here.
-        state: that of an earlier reader, after one of its batches; None for the beginning.
-
-    Raises:
-        StateError: the state is of another stream, or damaged.
-    """
+class StreamReader(BatchReader):
+    """Reads an iterable-style dataset, from its beginning or from a state; `iter()` is called on it here."""
 
     def __init__(
-        self, dataset: Any, tolerance: Tolerance, *, drop_last: bool, catch: Catch, state: State | None = None
+        self, dataset: Any, assembler: Assembler, state: State | None, *, drop_last: bool, seeds: bool
     ) -> None:
-        self._dataset = dataset
-        self._user = UserState(dataset)
+        super().__init__(dataset, assembler, seeds=seeds)
         self._drop_last = drop_last
-        self._tolerance = tolerance
-        self._border = catch
         self._progress = Progress() if state is None else Progress.restored(state)
         self._read_before = 0  # samples that `position` does not count
         self._errors = 0  # of those read
@@ -176,7 +188,7 @@ class StreamReader:
             else:
                 again.sample()
 
-    def __call__(self, plan: BatchPlan) -> RawBatch:
+    def _read(self, plan: BatchPlan) -> RawBatch:
         """Read as many samples as the plan has slots, or as are left; the first repeated plan restarts the stream."""
         if plan.repeat and not self._progress.repeats:
             self._stream = iter(self._dataset)
@@ -188,10 +200,10 @@ class StreamReader:
                     batch.add(next(self._stream))
             except StopIteration:
                 self._progress.ended = True
-            except self._border as error:
+            except self._catch as error:
                 self._errors += 1
                 batch.fail(error)
-        return batch.raw(self._state, drop_last=self._drop_last, catch=self._border)
+        return batch.raw(self._state, drop_last=self._drop_last, catch=self._catch)
 
     def state_dict(self) -> State | None:
         """The progress, with the state of a stateful dataset and iterator; None if nothing was read of another."""
@@ -202,6 +214,33 @@ class StreamReader:
         state = self._user.of(self._stream, self._read_before + self._progress.position)
         state["errors"] = self._errors
         return state
+
+
+def batch_reader(
+    dataset: Any,
+    *,
+    iterable: bool,
+    assembler: Assembler,
+    drop_last: bool,
+    state: State | None = None,
+    seeds: bool = False,
+) -> BatchReader:
+    """The reader of a torch dataset for one epoch.
+
+    Args:
+        dataset: the dataset.
+        iterable: whether it is a stream, which is started here.
+        assembler: the CPU work.
+        drop_last: whether a stream's last batch is dropped if it is not full.
+        state: that of an earlier reader, after one of its batches; None for the beginning.
+        seeds: whether random generators are seeded for each batch, before it is read.
+
+    Raises:
+        StateError: the state is of another dataset, or damaged.
+    """
+    if iterable:
+        return StreamReader(dataset, assembler, state, drop_last=drop_last, seeds=seeds)
+    return MapReader(dataset, assembler, state, seeds=seeds)
 
 
 class CannotStart:
@@ -218,63 +257,3 @@ class CannotStart:
             return HostBatch.nothing(plan, end=True)
         stage, index = (Stage.RESTORE, None) if self._restoring else (Stage.FETCH, 0)
         return HostBatch.nothing(plan, (Failure.caught(error, stage=stage, batch=plan.number, index=index),), end=True)
-
-
-class BatchReader:
-    """Reads and assembles the batches of one epoch.
-
-    Args:
-        iterable: which of the two; a stream is started here.
-        state: that of an earlier reader, after one of its batches; None for the beginning.
-        seeds: whether random generators are seeded for each batch, before it is read.
-
-    Raises:
-        StateError: the state is of another dataset, or damaged.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        iterable: bool,
-        assembler: Assembler,
-        drop_last: bool,
-        state: State | None = None,
-        seeds: bool = False,
-    ) -> None:
-        self._seeds = TransformGenerators((*assembler.transforms, assembler.collate)) if seeds else None
-        self._assemble = assembler.assemble
-        self._gather = None
-        self._read: MapReader | StreamReader
-        tolerance, catch = assembler.tolerance, assembler.catch
-        if iterable:
-            self._read = StreamReader(dataset, tolerance, drop_last=drop_last, catch=catch, state=state)
-            return
-        self._read = reader = MapReader(dataset, tolerance, batched=assembler.batched, catch=catch, state=state)
-        default = assembler.batched and not assembler.transforms and is_default(assembler.collate) and stacks_tensors()
-        if default and not reader.has_state:
-            self._gather = tensor_fast_path(dataset)
-
-    def state_dict(self) -> State | None:
-        """The state of a stateful dataset, or of its iterator; None if there is none."""
-        return self._read.state_dict()
-
-    def __call__(self, plan: BatchPlan) -> HostBatch:
-        """The batch of one plan, with the times of its reading and assembling."""
-        began = now()
-        host = self._made(plan, began)
-        return host if host.times is not NO_TIMES else host._replace(times=times_since(began))
-
-    def _made(self, plan: BatchPlan, began: Moment) -> HostBatch:
-        if self._seeds is not None:
-            seed_everything(plan.seed)
-            self._seeds.seed(plan.seed)
-        if self._gather is not None:
-            try:
-                data = self._gather(plan.indices)
-            except Exception:  # an index is wrong, or of an odd type: one by one says which, or knows what it means
-                return self._assemble(self._read(plan), began)
-            return HostBatch(plan, data, len(plan.indices), times=times_since(began))
-        raw = self._read(plan)
-        host = self._assemble(raw, began)
-        return host if raw.stream_state is None else host._replace(stream_state=raw.stream_state)

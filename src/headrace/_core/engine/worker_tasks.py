@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, dump_state
 from headrace._core.engine.assemble import Assembler, SeededAssembler, set_worker
 from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
-from headrace._core.engine.torch_readers import BatchReader, CannotStart
+from headrace._core.engine.torch_readers import BatchReader, CannotStart, batch_reader
 from headrace._core.failure import Failure, Stage
 from headrace._core.pool.worker import Plain
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
@@ -25,22 +24,26 @@ from headrace._core.streams.resumable import State
 from headrace._core.torchcompat.datapipes import divide_pipe, seed_pipe
 from headrace._core.torchcompat.private import become_worker, numpy_seed
 from headrace._core.transport.pickling import PickledPayload, format_error, picklable_error
-from headrace.collate import destined
 from headrace.errors import NotPicklableError
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class AssembleTask:
-    """Transforms and collates what was fetched on the loop; randomness belongs to the batch, not to the worker."""
+    """Transforms and collates what was fetched on the loop; randomness belongs to the batch, not to the worker.
+
+    Attributes:
+        rank: the rank of the consumer's process.
+        worker_init_fn: called with the worker's number.
+        seeds: whether the process's random generators are seeded by this task.
+        copies: whether the next batch may be made before this one is sent: in the same memory, if `collate_fn` keeps
+            some.
+    """
 
     assembler: Assembler
     rank: RankInfo
-    """The rank of the consumer's process."""
     worker_init_fn: Callable[[int], Any] | None = None
     seeds: bool = True
-    """Whether the process's random generators are seeded by this task."""
     copies: bool = False
-    """Whether the next batch may be made before this one is sent: in the same memory, if `collate_fn` keeps some."""
 
     def start(self, worker: int, workers: int) -> None:
         """Set the rank and call `worker_init_fn`."""
@@ -49,26 +52,22 @@ class AssembleTask:
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
 
-    def __call__(self, request: tuple[Any, ...] | WorkerRequest) -> Any:
+    def __call__(self, request: Any) -> Any:
         """Assemble one batch, sent flat, or apply steps to samples that are not yet in one."""
         if type(request) is WorkerRequest:
             return self._steps(request)
         if type(request) is RawBatch:  # in a thread
-            return self.assemble(request)
+            return to_wire(self._assemble(request), copied=self.copies)
         raw = RawBatch.from_flat(request)
-        return _flat(self.assemble(raw), raw.plan)
-
-    def assemble(self, raw: RawBatch) -> HostBatch:
-        assemble = self._seeded if self.seeds else self.assembler
-        return to_wire(assemble(raw), copied=self.copies)
+        return _flat(self._assemble(raw), raw.plan)
 
     @functools.cached_property
     def _steps(self) -> StepsInWorker:
         return StepsInWorker(seeds=self.seeds)
 
     @functools.cached_property
-    def _seeded(self) -> SeededAssembler:
-        return SeededAssembler(self.assembler)
+    def _assemble(self) -> Callable[[RawBatch], HostBatch]:
+        return SeededAssembler(self.assembler) if self.seeds else self.assembler
 
 
 class StartEpoch(NamedTuple):
@@ -90,78 +89,59 @@ class StartEpoch(NamedTuple):
     state: PickledPayload | None = None
 
 
-class ReadTask:
+@dataclass(kw_only=True)
+class ReadTask(AssembleTask):
     """Reads a torch dataset inside the worker, as torch's own loader does, then transforms and collates.
 
-    Args:
-        base_seed: worker `w` is seeded with ``base_seed + w``, by torch's rules.
-        worker_init_fn: called with the worker's number after seeding.
+    Attributes:
+        seeds: whether random generators are seeded for each batch, before it is read.
+        base_seed: worker `w` is seeded with ``base_seed + w`` at its start, by torch's rules.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        iterable: bool,
-        assembler: Assembler,
-        drop_last: bool,
-        base_seed: int,
-        rank: RankInfo,
-        worker_init_fn: Callable[[int], Any] | None,
-        seeds: bool,
-    ) -> None:
-        self._dataset = dataset
-        self._iterable = iterable
-        self._assembler = replace(assembler, collate=destined(assembler.collate))
-        self._drop_last = drop_last
-        self._base_seed = base_seed
-        self._rank = rank
-        self._worker_init_fn = worker_init_fn
-        self._seeds = seeds
-        self._readers: dict[int, Callable[[BatchPlan], HostBatch]] = {}
+    dataset: Any
+    iterable: bool
+    drop_last: bool
+    base_seed: int
+    _readers: dict[int, BatchReader | CannotStart] = field(default_factory=dict)
 
     def start(self, worker: int, workers: int) -> None:
         """Set the rank, seed as torch does, set `get_worker_info()`, and call `worker_init_fn`."""
-        adopt_rank(self._rank)
-        set_worker(worker)
         self._worker = worker
-        seed = self._base_seed + worker
+        seed = self.base_seed + worker
         random.seed(seed)
         torch.manual_seed(seed)
-        np.random.seed(numpy_seed(self._base_seed, worker))
-        become_worker(worker, workers, seed=seed, dataset=self._dataset)
-        divide_pipe(self._dataset, self._rank, worker=worker, workers=workers)
-        if self._worker_init_fn is not None:
-            self._worker_init_fn(worker)
+        np.random.seed(numpy_seed(self.base_seed, worker))
+        become_worker(worker, workers, seed=seed, dataset=self.dataset)
+        divide_pipe(self.dataset, self.rank, worker=worker, workers=workers)
+        super().start(worker, workers)
 
-    def __call__(self, request: tuple[Any, ...] | StartEpoch) -> Any:
+    def __call__(self, request: Any) -> Any:
         """Start an epoch, or read and assemble one batch, sent flat, of the epoch that its plan names."""
         if type(request) is StartEpoch:
             self._readers = {epoch: self._readers[epoch] for epoch in request.running & self._readers.keys()}
-            seed_pipe(self._dataset, request.pipe_seed)
+            seed_pipe(self.dataset, request.pipe_seed)
             self._readers[request.epoch] = self._reader(request.epoch, request.state, set_epoch=request.set_epoch)
             return None
         plan = RawBatch.from_flat(request).plan
-        if self._iterable:  # each worker counts the samples of its own part
+        if self.iterable:  # each worker counts the samples of its own part
             plan = plan._replace(random_key=plan.random_key ^ self._worker)
         epoch = plan.epoch
-        reader = self._readers.get(epoch)
-        if reader is None:  # the worker was replaced in mid-epoch
-            reader = self._readers[epoch] = self._reader(epoch, None, set_epoch=False)
+        if epoch not in self._readers:  # the worker was replaced in mid-epoch
+            self._readers[epoch] = self._reader(epoch, None, set_epoch=False)
         session_epoch.set(epoch)
-        return _flat(to_wire(reader(plan)), plan)
+        return _flat(self._readers[epoch](plan), plan)
 
-    def _reader(self, epoch: int, state: PickledPayload | None, *, set_epoch: bool) -> Callable[[BatchPlan], HostBatch]:
+    def _reader(self, epoch: int, state: PickledPayload | None, *, set_epoch: bool) -> BatchReader | CannotStart:
         session_epoch.set(epoch)
         try:
-            propagate_epoch(self._dataset, epoch, only_wanted=not set_epoch)
-            return BatchReader(
-                self._dataset,
-                iterable=self._iterable,
-                assembler=self._assembler,
-                drop_last=self._drop_last,
+            propagate_epoch(self.dataset, epoch, only_wanted=not set_epoch)
+            return batch_reader(
+                self.dataset,
+                iterable=self.iterable,
+                assembler=self.assembler,
+                drop_last=self.drop_last,
                 state=None if state is None else cast(State, state.loads()),
-                seeds=self._seeds,
+                seeds=self.seeds,
             )
         except BaseException as error:  # user code: set_epoch, __iter__ of a stream, load_state_dict
             return CannotStart(error, restoring=state is not None)
@@ -169,16 +149,13 @@ class ReadTask:
 
 def _flat(host: HostBatch, plan: BatchPlan) -> Any:
     """The answer to the request for a batch."""
-    if host.stream_state is not None:
-        with contextlib.suppress(BaseException):  # user code: __reduce__; raised where the answer is pickled
-            host = host._replace(stream_state=dump_state(host.stream_state))
+    host = to_wire(host)
     flat = host.flat(plan)
-    plain = not host.failures and (host.stream_state is None or isinstance(host.stream_state, bytes))
-    return Plain(flat) if plain else flat
+    return flat if host.failures else Plain(flat)
 
 
 def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
-    """The batch with pickled data and picklable errors, to be sent to another process.
+    """The batch with pickled data and state, and picklable errors, to be sent to another process.
 
     Args:
         host: the batch.
@@ -191,6 +168,13 @@ def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
             remedy = "Return tensors, arrays, or classes that both processes can import, from transform and collate_fn."
             unpicklable = not_picklable("the return value of collate_fn", error, remedy)
             host = HostBatch.failed(host.plan, unpicklable, stage=Stage.COLLATE).with_failures_of(host)
+    try:
+        host = host._replace(stream_state=dump_state(host.stream_state))
+    except BaseException as error:  # user code: __reduce__ of an object in the state
+        remedy = "It is sent with each batch to the consumer's process: return plain values or arrays from state_dict."
+        unpicklable = not_picklable("the state of the dataset", error, remedy)
+        failed = HostBatch.failed(host.plan, unpicklable, stage=Stage.SAVE_STATE)
+        host = failed.with_failures_of(host._replace(stream_state=None))
     if host.failures:
         host = host._replace(failures=tuple(map(_with_picklable_error, host.failures)))
     return host
@@ -201,12 +185,6 @@ def not_picklable(what: str, reason: BaseException, remedy: str) -> NotPicklable
     error = NotPicklableError(what=what, reason=f"{type(reason).__name__}: {reason}", remedy=remedy)
     error.__cause__ = reason
     return error
-
-
-def unpicklable_state(reason: BaseException) -> NotPicklableError:
-    """The error for a state that cannot be sent to another process."""
-    remedy = "It is sent with each batch to the consumer's process: return plain values or arrays from state_dict."
-    return not_picklable("the state of the dataset", reason, remedy)
 
 
 def _with_picklable_error(failure: Failure) -> Failure:

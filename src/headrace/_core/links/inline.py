@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
 from headrace._core.engine.assemble import CONSUMER_CATCH, Assembler, SeededAssembler
 from headrace._core.engine.config import EngineConfig
-from headrace._core.engine.torch_readers import BatchReader, CannotStart
+from headrace._core.engine.torch_readers import BatchReader, CannotStart, batch_reader
 from headrace._core.messages import Answer, Request
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.seeding import isolated_generators
@@ -55,7 +55,7 @@ class InlineLink:
         self._rank = rank
         self._isolates = seeds
         make = functools.partial(
-            BatchReader, dataset, iterable=iterable, assembler=inline, drop_last=drop_last, seeds=seeds
+            batch_reader, dataset, iterable=iterable, assembler=inline, drop_last=drop_last, seeds=seeds
         )
         self._read: BatchReader | CannotStart
         self._read = self._in_context(make) if not start.streams else self._restored(make, start)

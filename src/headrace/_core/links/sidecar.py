@@ -13,16 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart, dump_state
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
 from headrace._core.descriptors import Reserve, explained, shortage
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.engine import Engine
 from headrace._core.engine.executors import Work
 from headrace._core.engine.session import Session
-from headrace._core.engine.worker_tasks import to_wire, unpicklable_state
+from headrace._core.engine.worker_tasks import to_wire
 from headrace._core.eventloop.loop_thread import end_tasks, new_event_loop
 from headrace._core.eventloop.per_loop import close_resources
-from headrace._core.failure import Stage
 from headrace._core.links.placement import CLOSE_DEADLINE
 from headrace._core.messages import Answer, Request, SessionEnd, Started
 from headrace._core.pool.launch import adopt_control
@@ -261,11 +260,6 @@ class _SessionServer:
 def dump_batch(host: HostBatch, plan: BatchPlan) -> Message:
     """Pickle a batch for a process that knows its plan."""
     host = to_wire(host)
-    try:
-        host = host._replace(stream_state=dump_state(host.stream_state))
-    except BaseException as error:  # user code: `__reduce__` of an object in the state of a stream
-        failed = HostBatch.failed(host.plan, unpicklable_state(error), stage=Stage.SAVE_STATE)
-        host = to_wire(failed.with_failures_of(host._replace(stream_state=None)))
     return dump_message(host.flat(plan), plain=not host.failures)
 
 

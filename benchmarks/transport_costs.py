@@ -27,7 +27,7 @@ from harness import describe_machine, interleave_figures, parse_arguments
 from many_tensors import BATCH as FEW
 from many_tensors import Numbers, many
 
-from headrace._core.batches import BatchPlan, RawBatch
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.consumer.deliver import opened
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.worker_tasks import ReadTask
@@ -103,7 +103,7 @@ def measure(work: Work, batches: int) -> tuple[float, ...]:
         times.append(time.thread_time())
         answer = engine.receive()
         times.append(time.thread_time())
-        batch = opened(answer.value)
+        batch = opened(HostBatch.from_flat(answer[0], raw.plan))
         times.append(time.thread_time())
         pairs = zip(values(batch), values(expected), strict=True)
         if not all(torch.equal(came, made) for came, made in pairs):

@@ -58,52 +58,44 @@ class StreamFetch(FetchStage):
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue the plan; after the stream's end its batch is empty. The first repeated plan restarts the stream."""
-        restarts = plan.repeat and not self._progress.repeats
-        if self._progress.ended and not restarts:
-            self._deliver(RawBatch(plan._replace(indices=()), (), end=True))
-        else:
-            self._plans.append(plan)
-            self._admitted.set()
-            if not self._reading:
-                self._reading = True
-                self._spawn(self._read)
+        self._plans.append(plan)
+        self._admitted.set()
+        if not self._reading:
+            self._reading = True
+            self._spawn(self._read)
 
     def missing(self, plan: BatchPlan) -> Sequence[int]:
         return (self._progress.position,)
 
     async def _read(self) -> None:
         current_lane.set(self._lane)  # in this task's context, which the tasks that it starts copy
-        while True:
-            while self._plans:
-                if self._plans[0].repeat and not self._progress.repeats:
-                    self._progress, self._state = Progress(repeats=True, drawn=self._progress.drawn), None
-                await self._read_pass()
-            await self._wait_for_plan()
-
-    async def _wait_for_plan(self) -> None:
-        self._admitted.clear()
-        await self._admitted.wait()
-
-    async def _read_pass(self) -> None:
         stream: ResumableIterator[Any] | None = None
         try:
-            while not self._progress.ended:
-                while self._plans and not self._progress.ended:
-                    plan = self._plans.popleft()
-                    if self._progress.drawn is not None:
-                        self._progress.drawn += len(plan.indices)
-                    batch = StreamBatch(plan, self._progress, self._tolerance)
-                    stream = stream or self._start(batch)
-                    while stream is not None and batch.room:
-                        await self._read_batch(stream, batch)
-                    self._deliver(batch.raw(None if stream is None else stream.state_dict, drop_last=self._drop_last))
-                if not self._progress.ended:
-                    await self._wait_for_plan()
+            while True:
+                while not self._plans:
+                    self._admitted.clear()
+                    await self._admitted.wait()
+                plan, progress = self._plans.popleft(), self._progress
+                if plan.repeat and not progress.repeats:
+                    await self._close(stream)
+                    stream = None
+                    progress, self._state = Progress(repeats=True, drawn=progress.drawn), None
+                    self._progress = progress
+                if progress.ended:
+                    self._deliver(RawBatch(plan._replace(indices=()), (), end=True))
+                    continue
+                if progress.drawn is not None:
+                    progress.drawn += len(plan.indices)
+                batch = StreamBatch(plan, progress, self._tolerance)
+                stream = stream or self._start(batch)
+                while stream is not None and batch.room:
+                    await self._read_batch(stream, batch)
+                self._deliver(batch.raw(None if stream is None else stream.state_dict, drop_last=self._drop_last))
+                if self._progress.ended:
+                    await self._close(stream)
+                    stream = None
         finally:
             await self._close(stream)
-        plans, self._plans = self._plans, deque()
-        for plan in plans:
-            self.admit(plan)
 
     def _start(self, batch: StreamBatch) -> ResumableIterator[Any] | None:
         state, self._state = self._state, None
@@ -128,10 +120,9 @@ class StreamFetch(FetchStage):
 
     async def _read_batch(self, stream: ResumableIterator[Any], batch: StreamBatch) -> None:
         """Read until the batch is full, the stream ends, or an error."""
-        add = batch.add_new if batch.drops else batch.add
         try:
             for _ in range(batch.room):
-                add(await anext(stream))
+                batch.add(await anext(stream))
         except StopAsyncIteration:
             self._progress.ended = True
         except BaseException as error:  # user code
@@ -140,10 +131,9 @@ class StreamFetch(FetchStage):
             batch.fail(error)
 
     async def _close(self, stream: ResumableIterator[Any] | None) -> None:
-        if stream is None:
-            return
         try:
-            await stream.aclose()
+            if stream is not None:
+                await stream.aclose()
         except BaseException as error:  # user code; its samples are delivered, or no longer needed
             message = f"closing a stream of {type(self._dataset).__name__} failed"
             asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})

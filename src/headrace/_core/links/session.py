@@ -19,7 +19,7 @@ import anyio
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, StageTimes
 from headrace._core.engine.config import EngineConfig
-from headrace._core.engine.session import Reorder
+from headrace._core.engine.engine import Reorder
 from headrace._core.eventloop.waiting import CloseGuard, wait_readable
 from headrace._core.links.dealing import DEATHS_ALONE, Dealer, LaneDealer
 from headrace._core.links.inline import WorkOnConsumersThread

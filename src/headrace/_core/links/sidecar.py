@@ -16,9 +16,8 @@ from typing import cast
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
 from headrace._core.descriptors import Reserve, explained, shortage
 from headrace._core.engine.config import EngineConfig
-from headrace._core.engine.engine import Engine
+from headrace._core.engine.engine import Engine, Session
 from headrace._core.engine.executors import Work
-from headrace._core.engine.session import Session
 from headrace._core.engine.worker_tasks import to_wire
 from headrace._core.eventloop.loop_thread import end_tasks, new_event_loop
 from headrace._core.eventloop.per_loop import close_resources
@@ -170,7 +169,7 @@ class _Sidecar:
                 self._engines.append(Engine(config, begin.work, owns_process=True))
         engine = self._engines[-1]
         propagate_epoch(config.dataset, begin.start.epoch, only_wanted=not begin.start.set_epoch)
-        session = engine.session(server.send, self._functions(config, begin.work), begin.start, begin.seed)
+        session = Session(engine, server.send, self._functions(config, begin.work), begin.start, begin.seed)
         engine.start(session)
         if self._task.engines > 1:
             server.send(Started())

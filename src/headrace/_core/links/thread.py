@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.engine import Engine
-from headrace._core.engine.session import Session as EngineSession
+from headrace._core.engine.engine import Session as EngineSession
 from headrace._core.engine.stepping import StepsOnConsumersThread
 from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.links.inline import WorkOnConsumersThread
@@ -124,7 +124,7 @@ class ThreadPlacement(Placement):
         shipped = work if config.context is None else None
         steps = StepsOnConsumersThread(mailbox.put) if config.steps_on_consumers_thread else None
         functions = shipped if config.has_processes else config.assembler
-        session = self._engine.session(mailbox.put, functions, start, config.steps_seed(start.epoch), steps)
+        session = EngineSession(self._engine, mailbox.put, functions, start, config.steps_seed(start.epoch), steps)
         link = ThreadLink(session, mailbox, self._loop)
         self._loop.call_soon(self._engine.start, session, config.pipe_seed)
         return Session(

@@ -30,7 +30,7 @@ from headrace._core.consumer.deliver import opened
 from headrace._core.consumer.epoch import Epoch
 from headrace._core.engine import assemble
 from headrace._core.engine.engine import Session
-from headrace._core.engine.fetch_pool import FetcherPool
+from headrace._core.engine.fetch import FetcherPool
 
 BATCH = 64
 BUDGET = BATCH / 10_000 * 1e6  # µs of a batch

@@ -151,16 +151,6 @@ class EngineConfig(NamedTuple):
         )
         return self.dataset is other.dataset and mine == theirs
 
-    def parts(self) -> dict[str, Any]:
-        """What travels to worker processes, by the name the user knows it by."""
-        functions = {f"transform {fn!r}": fn for fn in self.assembler.transforms}
-        parts = {**functions, f"collate_fn {self.assembler.collate!r}": self.assembler.collate}
-        if self.worker_init_fn is not None:
-            parts[f"worker_init_fn {self.worker_init_fn!r}"] = self.worker_init_fn
-        if not self.kind.is_async:
-            parts[f"dataset {type(self.dataset).__name__}"] = self.dataset
-        return parts
-
     def launcher(self) -> Launcher:
         """How the workers are started: a torch dataset's by torch's start method, functions by the zygote."""
         if self.context is not None:
@@ -176,7 +166,11 @@ def _part(number: int, engine: int, engines: int) -> int:
 
 def name_unpicklable(config: EngineConfig, error: Exception) -> NoReturn:
     """Raise the error that says what in the config cannot be pickled; `error` itself if each part can."""
-    for what, part in config.parts().items():
+    kept = f"dataset {type(config.dataset).__name__}", config.dataset
+    parts: list[tuple[str, Any]] = [(f"transform {function!r}", function) for function in config.assembler.transforms]
+    parts.append((f"collate_fn {config.assembler.collate!r}", config.assembler.collate))
+    parts.append((f"worker_init_fn {config.worker_init_fn!r}", config.worker_init_fn))
+    for what, part in parts if config.kind.is_async else (*parts, kept):
         if (reason := why_not_picklable(part)) is not None:
             remedy = (
                 "Worker processes need a copy of it, and it holds something that cannot leave this process (a lock, a "
@@ -189,6 +183,5 @@ def name_unpicklable(config: EngineConfig, error: Exception) -> NoReturn:
             "The loader's process needs a copy of it: open connections in `async def __aenter__` of the dataset, or by "
             "headrace.per_loop; or use placement='thread'."
         )
-        what = f"dataset {type(config.dataset).__name__}"
-        raise NotPicklableError(what=what, reason=reason, remedy=remedy) from error
+        raise NotPicklableError(what=kept[0], reason=reason, remedy=remedy) from error
     raise error

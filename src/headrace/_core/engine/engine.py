@@ -15,8 +15,7 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.executors import Executor, ProcessExecutor, ThreadExecutor, Work
-from headrace._core.engine.fetch import BatchFetch, SampleFetch
-from headrace._core.engine.fetch_pool import Deliver, FetchRecorder, FetchStage
+from headrace._core.engine.fetch import BatchFetch, Deliver, FetchRecorder, FetchStage, SampleFetch
 from headrace._core.engine.hedging import Spawn
 from headrace._core.engine.memory import MemoryBudget, SampleSizes
 from headrace._core.engine.range_fetch import RangeFetch

@@ -11,6 +11,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from headrace._core.store.request_stats import RequestStats
@@ -34,20 +35,17 @@ MIN_INTERVAL, MAX_INTERVAL = 0.001, 0.02  # seconds between two checks
 BYTES_LIKE_A_REQUEST = 2**20
 
 
+@dataclass(slots=True, eq=False)
 class _Race:
     """One request and its attempts."""
 
-    __slots__ = ("answer", "attempts", "batch", "began", "extra", "request", "weight")
-
-    def __init__(self, batch: int, size: int, request: Callable[[], Awaitable[Any]]) -> None:
-        self.batch = batch
-        self.weight = 1 + size / BYTES_LIKE_A_REQUEST
-        self.request = request
-        self.began = time.perf_counter()  # of the last attempt
-        self.extra = 0
-        self.attempts: list[asyncio.Task[Any]] = []
-        # The result, or an error: no future holds a StopIteration.
-        self.answer: asyncio.Future[tuple[Any, BaseException | None]] = asyncio.get_running_loop().create_future()
+    batch: int
+    weight: float
+    request: Callable[[], Awaitable[Any]]
+    answer: asyncio.Future[tuple[Any, BaseException | None]]  # result or error: no future holds a StopIteration
+    began: float  # the last attempt
+    extra: int = 0
+    attempts: list[asyncio.Task[Any]] = field(default_factory=list)
 
 
 class HedgedRequests:
@@ -73,9 +71,10 @@ class HedgedRequests:
             size: bytes requested.
             request: makes the request.
         """
-        race = _Race(batch, size, request)
+        weight = 1 + size / BYTES_LIKE_A_REQUEST
+        race = _Race(batch, weight, request, asyncio.get_running_loop().create_future(), time.perf_counter())
         self._total += 1
-        self._total_weight += race.weight
+        self._total_weight += weight
         self._running[race] = None
         if not self._watching:
             self._watching = True

@@ -14,8 +14,7 @@ import torch
 
 from headrace._core.batches import BatchPlan, RawBatch, Rows
 from headrace._core.engine.concurrency import AdaptiveLimit
-from headrace._core.engine.fetch import PartialBatch
-from headrace._core.engine.fetch_pool import Deliver, FetcherPool
+from headrace._core.engine.fetch import Deliver, FetcherPool, PartialBatch
 from headrace._core.engine.hedging import Spawn
 from headrace._core.failure import Failure, Stage
 from headrace._core.store.ranges import Ranges, Span, plan_spans

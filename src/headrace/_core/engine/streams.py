@@ -8,7 +8,7 @@ from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Any
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart, load_state
-from headrace._core.engine.fetch_pool import Deliver, FetchStage
+from headrace._core.engine.fetch import Deliver, FetchStage
 from headrace._core.engine.hedging import Spawn
 from headrace._core.engine.stream_batch import Progress, StreamBatch
 from headrace._core.error_policy import Tolerance

@@ -95,12 +95,11 @@ STORES = {
 
 
 @pytest.mark.parametrize("store", STORES.values(), ids=STORES.keys())
-def test_what_it_finds_is_within_a_tenth_of_the_best_fixed_setting(store):
+def test_rate_is_within_a_tenth_of_what_the_store_gives(store):
+    _, capacity, allowed = store
     # Behind 4 s: doubling from 64 to 512 at 100 ms takes 2 s.
-    best = max(
-        SimulatedStore(*store).run(20, lambda *_, n=n: n, 4.0) for n in (1, 2, 4, 8, 16, 32, 40, 64, 128, 256, 512)
-    )
-    assert SimulatedStore(*store).run(20, steered(AdaptiveLimit(START, MOST)), 4.0) >= 0.9 * best
+    rate = SimulatedStore(*store).run(12, steered(AdaptiveLimit(START, MOST)), 4.0)
+    assert rate >= 0.9 * (allowed or capacity)
 
 
 def test_a_doubling_takes_one_latency_where_latency_is_the_limit():
@@ -168,14 +167,14 @@ def test_engines_that_were_throttled_once_do_not_climb_where_it_brings_nothing()
 
 
 def test_a_store_that_grows_stronger_is_found_out():
-    store = SimulatedStore(0.02, 1000)
+    store = SimulatedStore(0.1, 200)
     control = AdaptiveLimit(START, MOST)
 
     def limit_at(now, completed, refused):
-        store.capacity = 1000 if now < 10 else 6000
+        store.capacity = 200 if now < 10 else 1200
         return control.update(now, completed=completed, throttle_events=refused, full=True)
 
-    assert store.run(120, limit_at, 80.0) >= 0.9 * 6000
+    assert store.run(120, limit_at, 80.0) >= 0.9 * 1200
 
 
 def test_refusals_halve_it_at_most_and_are_not_heard_twice():

@@ -44,7 +44,7 @@ def fetching_batches(agets, concurrency):
     return Stage(lambda deliver, spawn: BatchFetch(agets, concurrency, deliver, spawn, RequestStats()))
 
 
-@pytest.mark.parametrize("concurrency", [1, 2, 7, 8, 100])
+@pytest.mark.parametrize("concurrency", [1, 7, 100])
 def test_the_window_is_full_and_never_fuller(on_loop, concurrency):
     async def scenario():
         store = Store()
@@ -116,14 +116,10 @@ class Batches:
         return [-index for index in indices]
 
 
-def steered(agets, control):
-    return Stage(lambda deliver, spawn: BatchFetch(agets, control, deliver, spawn, RequestStats()))
-
-
 def test_a_call_counts_as_one_fetch_where_the_number_is_found_out(on_loop):
     async def scenario():
         batches = Batches()
-        async with steered(batches.agets, AdaptiveLimit(3, 8)) as stage:
+        async with fetching_batches(batches.agets, AdaptiveLimit(3, 8)) as stage:
             await stage.admit(*plans(20, 5))
             assert batches.running == 3
             batches.gate.set()
@@ -135,14 +131,13 @@ def test_a_call_counts_as_one_fetch_where_the_number_is_found_out(on_loop):
     on_loop(scenario)
 
 
-@pytest.mark.parametrize("make", ["fixed", "steered"])
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_agets_must_answer_for_every_index(on_loop, count, make):
+def test_agets_must_answer_for_every_index(on_loop, count):
     async def agets(indices):
         return list(range(count))
 
     async def scenario():
-        async with fetching_batches(agets, 4) if make == "fixed" else steered(agets, AdaptiveLimit(4, 8)) as stage:
+        async with fetching_batches(agets, 4) as stage:
             await stage.admit(plan(0, [5, 6]))
         ((failure,),) = stage.batches
         assert isinstance(failure.error, ValueError)

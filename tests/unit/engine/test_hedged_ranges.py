@@ -136,8 +136,7 @@ def test_an_epoch_that_is_left_ends_all_attempts(engine_loop):
     assert len(dataset.ended) == dataset.attempts
 
 
-@pytest.mark.parametrize("placement", ["thread", "process"])
-@pytest.mark.parametrize("is_cached", [False, True], ids=["plain", "cached"])
+@pytest.mark.parametrize(("placement", "is_cached"), [("thread", False), ("process", True)], ids=["plain", "cached"])
 def test_windows_are_read_together_and_a_request_that_is_never_answered_holds_nobody_up(tmp_path, placement, is_cached):
     tokens = np.arange(1000, dtype=np.uint16)
     with ObjectServer({f"{shard:03}.bin": tokens.tobytes() for shard in range(OBJECTS)}) as server:

@@ -9,11 +9,10 @@ import torch
 
 import headrace as hr
 
-# Where the transform runs: on the consumer's thread, in the sidecar's helper thread, in one worker, in two.
+# Where the transform runs: on the consumer's thread, in the sidecar's helper thread, in two workers.
 PLACES = [
     {"num_workers": 0},
     {"num_workers": 0, "placement": "process"},
-    {"num_workers": 1},
     {"num_workers": 2},
     {"num_workers": 2, "placement": "thread"},
 ]

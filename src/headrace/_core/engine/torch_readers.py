@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -112,9 +111,10 @@ class MapReader(BatchReader):
 
     def _made(self, plan: BatchPlan, began: Moment) -> HostBatch:
         if self._gather is not None:
-            # An index is wrong, or of an odd type: one by one says which, or knows what it means.
-            with contextlib.suppress(Exception):
+            try:
                 return HostBatch(plan, self._gather(plan.indices), len(plan.indices), times=times_since(began))
+            except Exception:  # an index is wrong, or of an odd type: one by one says which, or knows what it means
+                pass
         return super()._made(plan, began)
 
     def _read(self, plan: BatchPlan) -> RawBatch:

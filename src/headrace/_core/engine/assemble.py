@@ -47,12 +47,9 @@ class Assembler:
     @property
     def runs_user_code(self) -> bool:
         """Whether a transform or a collate function of the user's runs, which may draw random numbers."""
-        return bool(self.transforms) or not (self._lists or draws_nothing(self.collate))
-
-    @property
-    def _lists(self) -> bool:
-        """Whether a batch is a list of samples; not of the items of one sample, whose iterator is the user's."""
-        return self.batched and (self.collate is list or self.collate is tuple)
+        # A list of the items of one sample calls the user's iterator.
+        lists = self.batched and self.collate in (list, tuple)
+        return bool(self.transforms) or not (lists or draws_nothing(self.collate))
 
     def __call__(self, raw: RawBatch, began: Moment | None = None) -> HostBatch:
         """Assemble a batch whose samples are all there; errors of user code become its failures.
@@ -105,7 +102,7 @@ class Assembler:
         if self.batched:
             if type(samples) is Rows and destined(self.collate) is not self.collate:  # a default collate
                 return HostBatch(raw.plan, samples.tensor, len(samples), end=raw.end)
-            if not self._lists or any(isinstance(sample, Failure) for sample in samples):
+            if self.collate not in (list, tuple) or any(isinstance(sample, Failure) for sample in samples):
                 return None
             return HostBatch(raw.plan, self.collate(samples), len(samples), end=raw.end)
         if self.collate is not default_convert or isinstance(samples[0], Failure | Mapping | Sequence):

@@ -1,15 +1,8 @@
 """A search for the best number of fetches in flight, as in congestion control. Pure: time is an argument.
 
-Growth while the rate grows, by doubling first, is slow start; multiplicative decrease on throttling is Jacobson's
-("Congestion Avoidance and Control", 1988). The decrease is proportional to the throttled share: by Little's law, a
-store that takes 2,000 of 3,200 requests a second is used fully by 2,000/3,200 of the fetches in flight.
-
-Several engines that share a store do not see each other. At a store that is used fully, an engine that doubles its
-fetches gets a larger share, and would take that for a better rate; so a trial has to win more than the share that it
-takes from engines with as many fetches. One with more than its share wins less by a trial, and one with less wins more.
-After throttling they add a little at a time and decrease by a factor. That converges to equal shares where the addition
-depends less on the limit than the decrease does (Chiu and Jain, "Analysis of the Increase and Decrease Algorithms",
-1989; Bansal and Balakrishnan, "Binomial Congestion Control Algorithms", 2001). docs/design/0002 has the reasons.
+Slow start, then trials up and down, and a decrease by the throttled share. Several engines that share a store do not
+see each other: a trial has to win more than a larger share of a store that is used fully. docs/design/0002 has the
+reasons.
 """
 
 from __future__ import annotations
@@ -157,7 +150,8 @@ class AdaptiveLimit:
                 elif self._doubling and rate >= before * LATENCY_BOUND_GAIN:
                     self._next_probe_at = now + LONGEST_HOLD
                 return
-        elif rate >= before * self._least_rest(self.limit / window):  # as good with less memory, or a fairer share
+        elif rate >= before * (1 - MAX_LOSS * (1 - self._gain_of_share(self.limit / window))):
+            # As good with less memory, or a fairer share.
             self._settle_on(self.limit, now, wait=False)
             return
         self._doubling = False
@@ -200,9 +194,6 @@ class AdaptiveLimit:
         share = self._gain_of_share(step)
         return share + MIN_GAIN * (step - share)
 
-    def _least_rest(self, step: float) -> float:
-        return 1.0 - MAX_LOSS * (1.0 - self._gain_of_share(step))
-
     def _try_another(self, now: float, rate: float) -> None:
         if self._doubling:
             wanted = self.limit * 2
@@ -220,12 +211,10 @@ class AdaptiveLimit:
     def _settle_on(self, window: int, now: float, *, wait: bool) -> None:
         self._base = None
         self._doubling = self._doubling and not wait
-        self._next_probe_at = now + (self._hold * self._jitter() if wait else 0.0)
+        # A trial of several engines at once does not show what one would win by it.
+        jitter = 1.0 if self._peers == 1 else 0.5 + self._draw()
+        self._next_probe_at = now + (self._hold * jitter if wait else 0.0)
         self._go_to(window, now)
-
-    def _jitter(self) -> float:
-        """A factor of holds: a trial of several engines at once does not show what one would win by it."""
-        return 1.0 if self._peers == 1 else 0.5 + self._draw()
 
     def _go_to(self, window: int, now: float) -> None:
         # The fetches in flight at the change must end before the rate at the new limit can be measured.

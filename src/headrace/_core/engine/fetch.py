@@ -131,13 +131,13 @@ class FetcherPool(FetchStage):
         self._submitted = 0
         self._controlled = False
 
-    @abstractmethod
     def on_result(self, target: Any, slot: int, result: Any, /) -> bool:
-        """Take a result; returns whether it completes a batch. Runs once for each job unless `on_error` raises."""
+        """Take a result; returns whether it completes a batch. By default a job uses its own."""
+        return False
 
-    @abstractmethod
     def on_error(self, error: BaseException, target: Any, slot: int, /) -> Any:
-        """The result in place of an error of user code; raises an error of our own."""
+        """The result in place of an error of user code; by default jobs handle these, and the error is ours."""
+        raise error
 
     def on_timed(self, target: Any, slot: int, began: float) -> None:
         """Note a job that ends now: that of slot 0 of each batch, and all while a trace is written."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, Rows
@@ -29,9 +29,8 @@ class SampleSizes:
     def __init__(self) -> None:
         self.fetched: float | None = None
         self.assembled: float | None = None
-        # Counted here: the numbers of an engine's batches may all leave the same rest.
-        self._fetched_batches = 0
-        self._assembled_batches = 0
+        # Batches so far. Counted here: the numbers of an engine's batches may all leave the same rest.
+        self._counts = {"fetched": 0, "assembled": 0}
 
     @property
     def larger(self) -> float:
@@ -39,25 +38,18 @@ class SampleSizes:
         return max(self.fetched or 0.0, self.assembled or 0.0)
 
     def on_fetched(self, raw: RawBatch) -> None:
-        """Measure the samples of a batch, if it is one of the first or one in so many."""
-        self._fetched_batches += 1
-        if _is_measured(self._fetched_batches) and (size := size_of_a_sample(raw.samples or ())) is not None:
-            self.fetched = _mean(self.fetched, size)
+        self._measure("fetched", lambda: size_of_a_sample(raw.samples or ()))
 
     def on_assembled(self, host: HostBatch) -> None:
-        """Measure a batch, if it is one of the first or one in so many."""
         if host.size:
-            self._assembled_batches += 1
-            if _is_measured(self._assembled_batches):
-                self.assembled = _mean(self.assembled, bytes_in(host.data) / host.size)
+            self._measure("assembled", lambda: bytes_in(host.data) / host.size)
 
-
-def _is_measured(count: int) -> bool:
-    return count <= MEASURED_BATCHES or not count % MEASURED_BATCHES
-
-
-def _mean(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + WEIGHT * (value - mean)
+    def _measure(self, name: str, size_of: Callable[[], float | None]) -> None:
+        """Measure a batch, if it is one of the first or one in so many."""
+        self._counts[name] = count = self._counts[name] + 1
+        if (count <= MEASURED_BATCHES or not count % MEASURED_BATCHES) and (size := size_of()) is not None:
+            mean = getattr(self, name)
+            setattr(self, name, size if mean is None else mean + WEIGHT * (size - mean))
 
 
 class MemoryBudget:

@@ -154,16 +154,8 @@ class RangeFetch(FetcherPool):
     def fetch(self, job: Callable[[], Awaitable[None]]) -> Awaitable[None]:
         return job()
 
-    def on_result(self, _target: None, _slot: int, _result: None) -> bool:
-        """Do nothing: the job has used its result."""
-        return False
-
     def on_timed(self, _target: None, _slot: int, _began: float) -> None:
         """Do nothing: the job has timed its request."""
-
-    def on_error(self, error: BaseException, _target: None, _slot: int) -> None:
-        """Raise the error, which is ours."""
-        raise error
 
     def _queue_jobs(self, jobs: Iterable[Callable[[], Awaitable[None]]], *, first: bool = False) -> None:
         self._submit(((None, 0, job) for job in jobs), first=first)

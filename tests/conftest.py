@@ -1,6 +1,7 @@
 """Fixtures of all tests: event loops of the consumer and of the engine, and a timeout for each test."""
 
 import asyncio
+import contextlib
 import faulthandler
 import os
 import shutil
@@ -9,7 +10,6 @@ import tempfile
 
 import anyio
 import cloudpickle
-import hypothesis
 import pytest
 import trio
 import uvloop
@@ -21,9 +21,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # be deaf to the Ctrl-C that some tests are about.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A machine that is busy generates slowly, and that is no fault of a test.
-hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("busy")
+with contextlib.suppress(ModuleNotFoundError):  # of the environment of trainers
+    import hypothesis
+
+    # A machine that is busy generates slowly, and that is no fault of a test.
+    hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    hypothesis.settings.load_profile("busy")
 
 # Seconds: no test takes nearly as long. After TIMEOUT a signal handler raises in the test; a test that is blocked in C
 # code, where no handler runs, is ended KILL_DELAY later with its whole process, after a traceback of every thread.

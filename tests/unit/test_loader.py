@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader
 
 import headrace as hr
 
@@ -27,45 +26,8 @@ class Numbers(hr.AsyncDataset):
         return index
 
 
-class Duck:
-    def __len__(self):
-        return 10
-
-    async def aget(self, index):
-        return index
-
-
-class DuckStream:
-    async def __aiter__(self):
-        for i in range(10):
-            yield i
-
-
-class TorchDuck:
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, index):
-        return index
-
-
-class TorchDuckStream:
-    def __iter__(self):
-        return iter(range(10))
-
-
 def lists(batches):
     return [batch.tolist() for batch in batches]
-
-
-@pytest.mark.parametrize(
-    ("dataset", "num_workers"), [(Duck(), 0), (DuckStream(), 1), (TorchDuck(), 1), (TorchDuckStream(), 0)]
-)
-def test_no_base_class_is_needed(dataset, num_workers):
-    with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers) as loader:
-        assert lists(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-        assert isinstance(loader, TorchDataLoader)
-        assert isinstance(loader.dataset, type(dataset))
 
 
 @pytest.mark.parametrize("thing", [3, None, object(), lambda: None])

@@ -157,14 +157,6 @@ def test_cancelled_anext_loses_no_batch(consumer_loop):
     assert consumer_loop(scenario) == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(12), 2), (Count(12), 0)])
-def test_iterators_of_one_loader_do_not_disturb_each_other(dataset, num_workers):
-    with hr.DataLoader(dataset, batch_size=3, num_workers=num_workers) as loader:
-        left, right = iter(loader), iter(loader)
-        turns = [(a.tolist(), b.tolist()) for a, b in zip(left, right, strict=True)]
-        assert [a for a, _ in turns] == [b for _, b in turns] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-
-
 def test_dropping_an_iterator_half_way_leaves_the_loader_usable():
     with hr.DataLoader(Numbers(100), batch_size=2, num_workers=1) as loader:
         for _ in range(20):
@@ -611,25 +603,6 @@ def test_workers_that_always_die_are_not_skipped_in_silence():
         list(loader)
 
 
-def test_batch_that_kills_its_worker_is_the_only_one_lost():
-    class Dies(Fails):
-        def __call__(self, sample):
-            if sample in (2, 4):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return sample
-
-    with failing("transform", Dies(None, None), num_workers=1) as loader:
-        first, *died, last = drain(iter(loader))
-        assert lists([first, last]) == [[0, 1], [6, 7]]
-        assert [(type(error), error.batch, error.indices) for error in died] == [
-            (hr.errors.WorkerDiedError, 1, (2, 3)), (hr.errors.WorkerDiedError, 2, (4, 5))
-        ]  # fmt: skip
-        assert [note_of(error) for error in died] == [
-            "headrace: stage assemble, batch 1, indices [2, 3], keys ['key-2', 'key-3']",
-            "headrace: stage assemble, batch 2, indices [4, 5], keys ['key-4', 'key-5']",
-        ]
-
-
 @pytest.mark.parametrize("kind", ["async", "torch"])
 def test_stream_that_only_fails_ends_when_skipping(kind):
     class OnlyFails:
@@ -685,49 +658,6 @@ def test_agets_is_used_if_defined():
     assert sorted(dataset.asked) == [[0, 1], [2, 3], [4]]
     with hr.DataLoader(dataset, batch_size=None) as loader:
         assert list(loader) == [0, 1, 2, 3, 4], "without batches there is nothing to fetch at once"
-
-
-@WORKERS
-@pytest.mark.parametrize("dataset", [Numbers(), Count()], ids=lambda d: type(d).__name__)
-def test_map_runs_as_the_loaders_transform(dataset, num_workers):
-    def where(sample):
-        return sample * 2, os.getpid(), threading.get_ident()
-
-    mapped = hr.DataLoader(dataset.map(lambda x: x + 1).map(where), batch_size=5, num_workers=num_workers)
-    given = hr.DataLoader(dataset.map(lambda x: x + 1), batch_size=5, num_workers=num_workers, transform=where)
-    with mapped, given:
-        for (left, pid, thread), (right, *_) in zip(mapped, given, strict=True):
-            assert left.tolist() == right.tolist()
-            assert (os.getpid() in pid.tolist()) == (not num_workers)
-            assert (threading.get_ident() in thread.tolist()) == (not num_workers)
-
-
-@WORKERS
-def test_without_batches_samples_come_one_by_one(num_workers):
-    for dataset in (Numbers(4), Count(4), TorchNumbers(4), TorchCount(4)):
-        with hr.DataLoader(dataset, batch_size=None, num_workers=num_workers, transform=str) as loader:
-            assert list(loader) == ["0", "1", "2", "3"]
-
-
-@WORKERS
-def test_batch_sampler_may_be_ragged_and_give_empty_batches(num_workers):
-    sampler = [[0], [], [1, 2, 3], [], [4, 4]]
-    for dataset in (Numbers(), TorchNumbers()):
-        with hr.DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=list) as loader:
-            assert list(loader) == sampler
-
-
-@WORKERS
-def test_incomplete_last_batch_can_be_left_out(num_workers):
-    for dataset in (Numbers(7), Count(7), TorchNumbers(7), TorchCount(7)):
-        with hr.DataLoader(dataset, batch_size=3, drop_last=True, num_workers=num_workers) as loader:
-            assert lists(loader) == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_empty_sampler_makes_no_plans():
-    for dataset in (Numbers(0), Count(0), TorchNumbers(0), TorchCount(0)):
-        with hr.DataLoader(dataset, batch_size=3) as loader:
-            assert list(loader) == []
 
 
 # Leaving early

@@ -15,6 +15,7 @@ import trio
 import uvloop
 
 from headrace._core.eventloop.loop_thread import EVENT_LOOP_VARIABLE
+from tests.forks import Forks
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a job in the background of a shell script has it. The programs that tests start would inherit it, and with it
@@ -85,6 +86,13 @@ def _timeout():
     faulthandler.cancel_dump_traceback_later()
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """The interpreter from which programs of tests are forked; an optimizer and a checkpoint import for two seconds."""
+    with Forks(FORK_SERVER_IMPORTS="torch._dynamo torch.distributed.checkpoint") as parent:
+        yield parent
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])

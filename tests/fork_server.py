@@ -5,14 +5,18 @@ It only imports. What a process makes once, a thread or a descriptor for example
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
 import pickle
+import select
 import signal
 import socket
+import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import cloudpickle
@@ -21,8 +25,9 @@ import pytest  # noqa: F401
 import torch  # noqa: F401
 import uvloop  # noqa: F401
 
-import headrace  # noqa: F401
 import tests
+from headrace._core.links import sidecar  # noqa: F401
+from headrace._core.pool import launch, zygote
 
 MOST_DESCRIPTORS = 16
 
@@ -42,6 +47,8 @@ def main() -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")
     with open(program, "rb") as file:
         os.environ.update(pickle.load(file))
+        if not os.environ.pop("OWN_ZYGOTE", ""):
+            fork_zygote()
         run = pickle.load(file)
     # Programs send what `tests` defines to their workers by value, as a notebook does: these import nothing of it.
     cloudpickle.register_pickle_by_value(tests)
@@ -71,6 +78,48 @@ def serve(control: socket.socket) -> tuple[int, list[int]]:
             os._exit(0)
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+class _Child:
+    """A fork, with the part of the interface of `subprocess.Popen` that headrace uses of its zygote."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self.returncode is None:
+            if not select.select([self._ended], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a zygote", timeout or 0.0)
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            os.close(self._ended)
+
+    def kill(self) -> None:
+        signal.pidfd_send_signal(self._ended, signal.SIGKILL)
+
+
+def fork_zygote() -> None:
+    """Give this process a zygote that is a fork of it.
+
+    headrace starts one with an interpreter of its own, which has to import torch: a program of a test would take three
+    times as long. This process has imported the same, and has started nothing yet.
+    """
+    control, theirs = socket.socketpair()
+    if (pid := os.fork()) == 0:
+        os.setpgid(0, 0)
+        warnings.simplefilter("ignore", ResourceWarning)  # -X dev is for the program, not for its zygote
+        os.closerange(3, theirs.fileno())
+        os.closerange(theirs.fileno() + 1, 1024)
+        zygote.main(theirs.detach())
+        os._exit(0)
+    theirs.close()
+    launch._zygote = launch._Zygote(control, _Child(pid))  # type: ignore[arg-type]
 
 
 def run_source(source: str) -> None:

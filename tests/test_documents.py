@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import tomllib
@@ -36,17 +35,22 @@ SAVED, KILLED, *RESUMING = python_blocks("docs/resuming.md")
 
 
 @pytest.fixture(scope="module")
-def run():
+def forks():
+    with Forks("-X", "dev", OMP_NUM_THREADS="1", FORK_SERVER_IMPORTS="torch._dynamo") as forks:
+        yield forks
+
+
+@pytest.fixture(scope="module")
+def run(forks):
     """Run a program; it must end well, and print no warning about what it left open."""
-    with Forks("-X", "dev", OMP_NUM_THREADS="1") as forks:
 
-        def run(program):
-            done = forks.run_source(program, timeout=80)
-            errors = [line for line in done.stderr.splitlines() if not line.startswith("Executing ")]  # a busy machine
-            assert (done.returncode, errors) == (0, [])
-            return done.stdout.split()
+    def run(program, status=0):
+        done = forks.run_source(program, timeout=80)
+        errors = [line for line in done.stderr.splitlines() if not line.startswith("Executing ")]  # a busy machine
+        assert (done.returncode, errors) == (status, [])
+        return done.stdout.split()
 
-        yield run
+    return run
 
 
 def located(program, written, real):
@@ -220,8 +224,9 @@ thread.join()
         assert line in printed
 
 
-def test_progress_program_shows_its_line():
-    done = subprocess.run([sys.executable, "-c", PROGRESS], capture_output=True, text=True, timeout=80, check=True)
+def test_progress_program_shows_its_line(forks):
+    done = forks.run_source(PROGRESS, timeout=80)
+    assert done.returncode == 0
     assert done.stdout == "step 50: loss 0.02\nstep 100: loss 0.01\n"
     last = done.stderr.replace("\r", "\n").splitlines()[-1]
     shape = r"train epoch 0: 100%.* 100/100 .*, [\d,]+ samples/s, waiting \d+ %, limit: [a-z-]+"
@@ -251,16 +256,13 @@ def test_killed_program_of_the_resuming_page_goes_on_with_the_losses_of_a_whole_
     for folder in (killed, whole):
         folder.mkdir()
     lines = []
-    for number, step in ((signal.SIGKILL, 37), (signal.SIGTERM, 81)):
+    for number, step, status in ((signal.SIGKILL, 37, -signal.SIGKILL), (signal.SIGTERM, 81, 0)):
         # The signal comes right after a step is printed: one from here could come between a checkpoint and its line.
         signals = KILLED_AT.format(step=step, number=int(number))
-        done = subprocess.run(
-            [sys.executable, "-c", signals + KILLED], cwd=killed, stdout=subprocess.PIPE, text=True, check=False
-        )
-        lines.append(done.stdout)
+        lines += run(f"import os\nos.chdir({str(killed)!r})\n{signals}{KILLED}", status)
     rest = run(f"import os\nos.chdir({str(killed)!r})\n{KILLED}")
     expected = run(f"import os\nos.chdir({str(whole)!r})\n{KILLED}")
-    steps = dict(re.findall(r"step (\d+): (\S+)", "".join(lines) + " ".join(rest)))
+    steps = dict(re.findall(r"step (\d+): (\S+)", " ".join(lines + rest)))
     assert steps == dict(re.findall(r"step (\d+): (\S+)", " ".join(expected)))
     assert len(steps) == 150
     assert len(rest) // 5 < 70  # the last run began after SIGTERM's checkpoint

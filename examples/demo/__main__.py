@@ -26,6 +26,7 @@ def main() -> int:
     add("--workers", type=int, default=2, metavar="N", help="processes for decoding and augmenting (2)")
     add("--concurrency", type=_concurrency, default=256, metavar="N", help='fetches in flight, or "auto" (256)')
     add("--seed", type=int, default=0, metavar="N", help="of the order, the augmentation and the model (0)")
+    add("--copies", type=int, default=10, metavar="N", help="of each object, for the comparison of loaders (10)")
     options = vars(parser.parse_args())
     if missing := missing_packages():
         print(f"this needs {', '.join(missing)}: pip install 'headrace[demo]'", file=sys.stderr)

@@ -17,7 +17,6 @@ import headrace as hr
 
 __all__ = [
     "CLASSES",
-    "COPIES",
     "HELD_OUT",
     "MANY",
     "TRAIN",
@@ -32,7 +31,6 @@ __all__ = [
 
 CLASSES = 10
 TRAIN, HELD_OUT, MANY = "train", "held-out", "many"
-COPIES = 10
 BRIGHTEST = 16.0  # of scikit-learn's grey levels
 
 # Limits of the augmentation; larger ones turn a 0 into a 6 on 8 × 8 pixels.
@@ -65,7 +63,7 @@ def digit_objects() -> dict[str, bytes]:
     }
 
 
-def with_copies(objects: dict[str, bytes], times: int = COPIES) -> dict[str, bytes]:
+def with_copies(objects: dict[str, bytes], times: int) -> dict[str, bytes]:
     """The objects, and copies of those under ``train/`` under ``many/``, for the comparison of loaders.
 
     Example:

@@ -33,7 +33,7 @@ def run_demo(options: DemoOptions, display: Display) -> bool:
     """
     began = time.perf_counter()
     display.title("headrace demo", "handwritten digits, from an object store into a small CNN")
-    server = ObjectServer(with_copies(digit_objects()), bucket="digits", latency=options.latency)
+    server = ObjectServer(with_copies(digit_objects(), options.copies), bucket="digits", latency=options.latency)
     with interrupts_held():
         server.start()
     try:

@@ -19,6 +19,7 @@ class DemoOptions:
         workers: processes that decode and augment.
         concurrency: fetches in flight.
         seed: of all random numbers.
+        copies: of each training object, for the comparison.
     """
 
     latency: float
@@ -27,3 +28,4 @@ class DemoOptions:
     workers: int
     concurrency: int | Literal["auto"]
     seed: int
+    copies: int

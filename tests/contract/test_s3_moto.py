@@ -1,9 +1,10 @@
-"""`ObjectDataset` against moto's S3 server, filled by boto3."""
+"""`ObjectDataset` against moto's S3 server, filled by itself and by boto3."""
 
 import gzip
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
 
 from headrace._core.store.store import Store
 from headrace.datasets.lines import LinesDataset
@@ -13,7 +14,7 @@ from tests.contract.places import moto_bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of boto3 and moto themselves
 
-COUNT = 1100  # more than a page of a listing
+COUNT = 1010  # more than a page of a listing
 
 
 def body_of(i):
@@ -24,12 +25,9 @@ def body_of(i):
 def s3():
     """A bucket with more objects than fit one page, and its store options."""
     with moto_bucket("photos") as (client, options):
-
-        def put(i):
-            client.put_object(Bucket="photos", Key=f"train/{i % 7}/{i:05}.bin", Body=body_of(i))
-
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(put, range(COUNT)))
+        bucket = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]  # 10 s faster than by requests
+        for i in range(COUNT):
+            bucket.put_object("photos", f"train/{i % 7}/{i:05}.bin", body_of(i))
         client.put_object(Bucket="photos", Key="other.txt", Body=b"")
         yield client, options
 
@@ -43,16 +41,13 @@ def test_listing_of_several_pages_is_complete_and_sorted(photos):
     assert tuple(photos.keys) == tuple(sorted(f"{i % 7}/{i:05}.bin" for i in range(COUNT)))
 
 
-def test_parallel_prefix_listing_gives_the_same_keys(s3, photos):
-    """Empty objects that stand for a directory are no samples; an object with the name of a directory is one."""
+def test_placeholders_of_directories_are_no_samples(s3):
+    """An empty object whose key ends in a slash is none; an object with the name of a directory is one."""
     client, options = s3
-    for key, body in (("split/3", b""), ("split/3/", b""), ("split/5/", b""), ("split/6", b"a sample")):
-        client.put_object(Bucket="photos", Key=key, Body=body)
-    for i in range(COUNT):
-        client.copy_object(Bucket="photos", Key=f"split/{i % 7}/{i:05}", CopySource=f"photos/train/{i % 7}/{i:05}.bin")
+    for key, body in (("3", b""), ("3/", b""), ("3/a", b"1"), ("5/", b""), ("5/a", b"2"), ("6", b"3")):
+        client.put_object(Bucket="photos", Key=f"split/{key}", Body=body)
     split = ObjectDataset(Store("s3://photos/split", options=options))
-    assert split.keys == ObjectDataset(Store("s3://photos/split", options=options)).keys
-    assert set(split.keys) == {"6", *(f"{i % 7}/{i:05}" for i in range(COUNT))}
+    assert set(split.keys) == {"3/a", "5/a", "6"}
 
 
 def test_empty_prefix_and_missing_bucket_are_different_errors(s3):

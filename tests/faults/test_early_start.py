@@ -44,7 +44,7 @@ def is_gone(pid):
 
 @pytest.fixture(scope="module")
 def run():
-    with Forks() as forks:
+    with Forks(OWN_ZYGOTE="1") as forks:
         yield functools.partial(forks.run, timeout=60)
 
 

@@ -81,7 +81,7 @@ def test_many_interrupted_epochs_leave_nothing(script: Callable[..., Any]) -> No
 
         once()
         with watch():
-            for _ in range(50):
+            for _ in range(20):
                 once()
 
     script(program)

@@ -312,7 +312,7 @@ def test_memory_is_not_reused_while_any_view_of_it_lives(case: Any, placement: s
             return np.asarray(view).tobytes()
 
         kept = []
-        with hr.DataLoader(Numbers(1200), 4, num_workers=2, transform=row, placement=placement) as loader:
+        with hr.DataLoader(Numbers(600), 4, num_workers=2, transform=row, placement=placement) as loader:
             for epoch in range(2):
                 for number, batch in enumerate(loader):
                     check(number, batch)

@@ -328,8 +328,7 @@ def test_exception_keeps_every_part_that_can_be_pickled(case: Any, placement: st
     case(program)
 
 
-@pytest.mark.parametrize("ignores", [False, True])
-@PLACEMENTS
+@pytest.mark.parametrize(("placement", "ignores"), [("thread", True), ("process", False)])
 def test_close_ends_a_worker_in_an_endless_loop(case: Any, placement: str, ignores: bool, tmp_path: Path) -> None:
     folder = str(tmp_path)
 
@@ -352,17 +351,16 @@ def test_close_ends_a_worker_in_an_endless_loop(case: Any, placement: str, ignor
     case(program)
 
 
-@PLACEMENTS
-def test_close_ends_a_stopped_worker(case: Any, placement: str) -> None:
+def test_close_ends_a_stopped_worker(case: Any) -> None:
     def program() -> None:
         def state(pid):
             with open(f"/proc/{pid}/stat") as file:
                 return file.read().rpartition(")")[2].split()[0]
 
-        loader = hr.DataLoader(Numbers(), 4, num_workers=2, transform=abs, placement=placement)
+        loader = hr.DataLoader(Numbers(), 4, num_workers=2, transform=abs, placement="process")
         assert drain(loader) == (once_each(range(32)), [])
-        wait_until(lambda: len(workers()) == 2 + (placement == "process"))
-        stopped = [pid for pid in workers() if placement == "thread" or pid != sidecar(loader)]
+        wait_until(lambda: len(workers()) == 3)
+        stopped = [pid for pid in workers() if pid != sidecar(loader)]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: all(state(pid) == "T" for pid in stopped))

@@ -10,7 +10,6 @@ import torch
 from torch.utils import data
 
 import headrace as hr
-from tests.forks import Forks
 from tests.parity.datasets import Indices
 from tests.parity.harness import NAMES, Raised, drained, parity
 
@@ -269,12 +268,6 @@ def child(same, ours):
     options = dict(same.setting.ours if ours else same.setting.torchs)
     loader_class = "hr.DataLoader" if ours else "data.DataLoader"
     return PRELUDE.format(asynchronous=asynchronous, loader_class=loader_class, options=options)
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with Forks() as parent:
-        yield parent
 
 
 @pytest.fixture(scope="module")

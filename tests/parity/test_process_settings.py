@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from tests.forks import Forks
-
 # Each function prints a worker's view of the settings above it.
 SETTINGS = """
 import headrace_test_module
@@ -117,17 +115,16 @@ NOT_IN_WORKER_PROCESSES = {"aget", "aget, no workers", "threads"}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(forks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("modules")
     (folder / "headrace_test_module.py").write_text(MODULE)
-    with Forks() as forks:
 
-        def ran(loader):
-            done = forks.run_source(f"FOLDER = {str(folder)!r}\n{PROGRAM.replace('LOADER', loader)}", timeout=80)
-            assert done.returncode == 0, done.stderr
-            return json.loads(done.stdout)
+    def ran(loader):
+        done = forks.run_source(f"FOLDER = {str(folder)!r}\n{PROGRAM.replace('LOADER', loader)}", timeout=80)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
 
-        yield ran
+    return ran
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import Forks
 from tests.ranks import checkpoint_job as job
 from tests.ranks.jobs import outputs
 
@@ -22,15 +21,14 @@ def run(forks, step, ranks, folder):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(forks, tmp_path_factory):
     """The batches of each loader on each rank: before saving on 4 ranks, and after loading on 2, 4 and 8."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for shard in range(8):
         lines = WHOLE[shard * 13 : (shard + 1) * 13]
         (folder / f"{shard}.txt").write_text("".join(f"{line}\n" for line in lines))
-    with Forks() as forks:
-        saved = run(forks, "save", 4, folder)
-        return saved, {ranks: run(forks, "load", ranks, folder) for ranks in (2, 4, 8)}
+    saved = run(forks, "save", 4, folder)
+    return saved, {ranks: run(forks, "load", ranks, folder) for ranks in (2, 4, 8)}
 
 
 def samples(ranks, name):

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 import headrace as hr
-from tests.forks import Forks
 from tests.ranks import jobs
 
 JOB = Path(__file__).parent / "coordinated_job.py"
@@ -27,12 +26,6 @@ STEPS = {
     "resumed": [3, 2, 5],
     "resumed, process": [3, 2, 5],
 }
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with Forks() as forks:
-        yield forks
 
 
 @pytest.fixture(scope="module")

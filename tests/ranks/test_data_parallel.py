@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import headrace as hr
-from tests.forks import Forks
 from tests.ranks import jobs
 
 JOB = Path(__file__).parent / "mesh_job.py"
@@ -28,13 +27,12 @@ LOADERS = [f"{name}, {place}" for name in ASYNC for place in PLACES] + [
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(forks, tmp_path_factory):
     """What the ranks print, data parallel by tensor parallel."""
     folder = tmp_path_factory.mktemp("shards")
     for shard in range(4):
         (folder / f"{shard}.txt").write_text("".join(f"{shard * 6 + line}\n" for line in range(6)))
-    with Forks() as forks:
-        first, second, third, fourth = jobs.outputs(forks, JOB, 4, LINES=str(folder / "*.txt"))
+    first, second, third, fourth = jobs.outputs(forks, JOB, 4, LINES=str(folder / "*.txt"))
     return [[first, second], [third, fourth]]
 
 

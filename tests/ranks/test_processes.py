@@ -6,7 +6,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.forks import Forks
 from tests.ranks import reader
 from tests.ranks.jobs import outputs_of
 
@@ -18,12 +17,6 @@ LAUNCHERS = {
 }
 WHOLE = {"gloo", "torchrun"}  # with these all scenarios are read; the others have only to be recognised
 PROGRAM = Path(reader.__file__)
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with Forks() as forks:
-        yield forks
 
 
 @pytest.fixture(scope="module", params=LAUNCHERS)

@@ -2,15 +2,13 @@
 
 from pathlib import Path
 
-from tests.forks import Forks
 from tests.ranks.jobs import outputs
 
 JOB = Path(__file__).parent / "skipping_job.py"
 
 
-def test_ranks_under_ddp_take_the_same_number_of_steps():
-    with Forks() as forks:
-        first, second = outputs(forks, JOB, 2)  # a rank without a partner for its step would hang
+def test_ranks_under_ddp_take_the_same_number_of_steps(forks):
+    first, second = outputs(forks, JOB, 2)  # a rank without a partner for its step would hang
     assert first == {setting: [16, 4] for setting in first}
     assert second == {setting: [16, 0] for setting in second}
     assert len(first) == len(second) == 4

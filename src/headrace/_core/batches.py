@@ -44,24 +44,31 @@ class BatchPlan(NamedTuple):
     """The content of one batch, as sampled; made without I/O.
 
     Attributes:
+        number: the batch's position in its epoch, from 0.
         indices: the sampler's index for each slot. Of a stream, None for each slot until it is read, then its position.
+        seed: the seed of `random`, NumPy and torch for the batch's transforms.
+        epoch: the epoch's number, from 0.
         positions: for each slot, the sample's position among the samples of all ranks in the epoch. Of a stream, those
             of all its samples until the batch is read.
         repeat: whether it replaces a batch that lost all its samples; a stream is read from its beginning for these.
+        random_key: the key of the epoch's `randomized` functions, a number of 128 bits.
+        planned: when it was sampled, by `time.perf_counter`, as in `StageTimes`.
+        lane: the part of a stream that it is read from; None where the stream is not divided.
         resume: the state of the lane before it, for an engine that takes the lane over from another; None otherwise.
+        taken: when it was sampled, the consumer had taken the batches up to this number; out of order, so many.
     """
 
-    number: int  # the batch's position in its epoch, from 0
+    number: int
     indices: Sequence[object]
-    seed: int  # the seed of `random`, NumPy and torch for the batch's transforms
-    epoch: int = 0  # the epoch's number, from 0
+    seed: int
+    epoch: int = 0
     positions: Sequence[int] = ()
     repeat: bool = False
-    random_key: int = 0  # the key of the epoch's `randomized` functions, a number of 128 bits
-    planned: float = 0.0  # when it was sampled, by `time.perf_counter`, as in `StageTimes`
-    lane: int | None = None  # the part of a stream that it is read from; None where the stream is not divided
+    random_key: int = 0
+    planned: float = 0.0
+    lane: int | None = None
     resume: StreamState | None = None
-    taken: int = -1  # when it was sampled, the consumer had taken the batches up to this number; out of order, so many
+    taken: int = -1
 
     @property
     def is_plain(self) -> bool:

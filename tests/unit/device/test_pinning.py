@@ -102,9 +102,3 @@ def test_error_of_a_users_pin_memory_has_the_batchs_number(memory, options):
             next(batches)
         assert caught.value.__notes__[-1] == "headrace: stage pin, batch 1"
         assert next(batches)[0, 0] == 4
-
-
-async def test_async_loops_get_pinned_batches(memory):
-    async with hr.DataLoader(Rows(6), batch_size=2, pin_memory=True) as loader:
-        pinned = [batch.data_ptr() async for batch in loader]
-    assert pinned == [tensor.data_ptr() for tensor in memory.kept]

@@ -224,18 +224,6 @@ def test_batch_is_followed_over_all_processes_by_sql(processor):
     assert rows[3:] == [("delivery", "consumer")]
 
 
-def test_fetches_overlap_and_are_bounded_by_the_concurrency(processor):
-    ((most,),) = processor.query("""
-        WITH fetches AS (
-            SELECT ts, dur FROM slice WHERE name = 'single fetch' AND category = 'Photos'
-        )
-        SELECT max(n) AS most FROM (
-            SELECT (SELECT count() FROM fetches b WHERE b.ts <= a.ts AND b.ts + b.dur > a.ts) AS n FROM fetches a
-        )
-    """)
-    assert 2 <= most <= 16
-
-
 # The block.
 
 

@@ -88,12 +88,8 @@ class TransformGenerators:
     """The random generators that transforms and a collate function hold, reseeded for each batch.
 
     A generator that travels to several workers would otherwise draw the same numbers in each of them. Found are, in
-    attributes, containers, closures, defaults, `functools.partial` and globals that a function uses: NumPy's
-    `Generator` and `RandomState`, `random.Random`, `torch.Generator` on the CPU, and every object with a method
-    ``set_random_seed(seed)``, as albumentations' `Compose` has it. Each gets a seed of its own.
-
-    Args:
-        functions: the transforms and the collate function.
+    all that the functions refer to: NumPy's `Generator` and `RandomState`, `random.Random`, `torch.Generator` on the
+    CPU, and every object with a method ``set_random_seed(seed)``, as albumentations' `Compose` has it.
 
     Example:
         >>> rng = random.Random()
@@ -180,9 +176,11 @@ def _held_by(part: Any) -> Iterable[object]:
         return ()
     if isinstance(part, dict | list | tuple) and len(part) > _LARGEST_CONTAINER:
         return ()
+    held = gc.get_referents(part)
     classes = [vars(cls).items() for cls in type(part).__mro__ if not _is_opaque(cls.__module__)]
     methods = [value for items in classes for _, value in sorted(items)]  # which use globals
-    return (*getattr(part, "__dict__", {}).values(), *gc.get_referents(part), *methods)
+    # An instance's attributes first, in the order of its `__dict__`: the collector's may differ between processes.
+    return *getattr(part, "__dict__", {}).values(), *(held if len(held) <= 2 * _LARGEST_CONTAINER else ()), *methods
 
 
 def _held_by_function(function: types.FunctionType) -> Iterator[object]:

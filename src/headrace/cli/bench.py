@@ -229,19 +229,16 @@ async def _list(store: Store, most: int) -> dict[str, list[Any]]:
     return {"key": [e["path"] for e in found], "size": [e["size"] for e in found], "etag": [e["e_tag"] for e in found]}
 
 
-def sweep(
-    measure: Callable[[int, float], Trial], most: int, seconds_left: Callable[[], float], seconds: float | None = None
-) -> Iterator[Trial]:
+def sweep(measure: Callable[[int, float], Trial], most: int, seconds_left: Callable[[], float]) -> Iterator[Trial]:
     """Double the fetches in flight until the rate no longer grows, then repeat settings around the best one in turn.
 
     Args:
         measure: measures a setting for so many seconds.
         most: the highest setting.
         seconds_left: seconds until the end of the sweep.
-        seconds: of a trial; a fortieth of all if None, at most 1.
     """
     total = seconds_left()
-    seconds = min(1.0, total / 40) if seconds is None else seconds
+    seconds = min(1.0, total / 40)  # of a trial
     trials: list[Trial] = []
     setting, stalled, top = min(FIRST, most), 0, 0.0
     while seconds_left() > total / 2:

@@ -25,12 +25,7 @@ class DeviceBatch(NamedTuple):
 
 
 class Copier:
-    """Copies batches on one side stream, each as one region where possible.
-
-    Args:
-        streams: the device.
-        registry: which slabs are page-locked.
-    """
+    """Copies batches on one side stream, each as one region where possible."""
 
     def __init__(self, streams: Streams, registry: Registry = REGISTRY) -> None:
         self._streams = streams

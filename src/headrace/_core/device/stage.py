@@ -14,14 +14,7 @@ from headrace._core.messages import OpenSession
 
 
 class DeviceStage:
-    """Copies batches to a device before they are taken.
-
-    Args:
-        session: where the batches come from; this owns it.
-        copier: this owns it.
-        depth: the number of batches whose copies may be enqueued before they are taken.
-        unpickled: returns the data of a batch; called on the consumer's thread.
-    """
+    """Copies batches of a session to a device, up to `depth` of them before they are taken; owns session and copier."""
 
     def __init__(
         self, session: OpenSession, copier: Copier, depth: int, unpickled: Callable[[HostBatch], object]

@@ -32,10 +32,7 @@ class Owner(Generic[T]):
     One task does both, as task groups and cancel scopes require. It closes after `close`, and when it is cancelled, as
     `asyncio.run` and headrace's own loops cancel all tasks at their end: then in the reverse order of opening.
 
-    Args:
-        manager: entered to open, exited to close.
-        what: names the resource in warnings.
-        on_end: called when the resource is closed, or could not be opened.
+    `what` names the resource in warnings; `on_end` is called when it is closed, or could not be opened.
     """
 
     def __init__(

@@ -102,17 +102,12 @@ class LoopWatch:
 
     Args:
         dataset: the name of the dataset's class, for warnings.
-
-    Attributes:
-        blocked_seconds: seconds that user code is known to have blocked the loop so far.
-        place: the line of user code that has blocked it longest, as text; None if none has.
-        queued_seconds: seconds for which its thread could have computed and had no core; 0.0 where the system does not
-            say.
     """
 
     def __init__(self, dataset: str) -> None:
-        self.blocked_seconds = self.queued_seconds = 0.0
-        self.place: str | None = None
+        self.blocked_seconds = 0.0  # for which user code is known to have blocked the loop so far
+        self.queued_seconds = 0.0  # for which its thread could have computed and had no core; 0.0 if that is unknown
+        self.place: str | None = None  # the line of user code that has blocked it longest
         self.due = math.inf  # time of the next beat; infinite while no session runs
         self._dataset = dataset
         self._schedstat: int | None = None  # descriptor

@@ -247,7 +247,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_damaged_states_raise_no_other_error(options, data):
     states = json.loads(json.dumps(asyncio.run(stopped(2, 4, **options))))

@@ -213,7 +213,7 @@ def outcome(data, pieces):
     at=st.integers(0, 99),
     right=st.booleans(),
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 def test_fast_path_equals_general_path(field, noise, at, right):
     data = bytearray(archive([*SMALL, ("three.txt", b"3" * 90)]))
     second = 2 * TAR_BLOCK

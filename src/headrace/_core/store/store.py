@@ -36,7 +36,7 @@ from headrace._core.store.options import PROFILE, StoreTraits, traits_of
 from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import redact_text, redact_url, secrets_in, url_of
 from headrace._core.store.request_stats import RequestStats, session_stats
-from headrace.errors import ForkedError, StoreError, StoreUnreachableError
+from headrace.errors import ForkedError, NotPicklableError, StoreError, StoreUnreachableError
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
@@ -149,6 +149,12 @@ class Store:
         self._own_stats = RequestStats()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if not self.traits.shared:
+            raise NotPicklableError(
+                what=repr(self),
+                reason="its store is the memory of this process",
+                remedy="Use a directory or another store to take a dataset to other processes.",
+            )
         options = self._options if self._backend is None else None
         more: dict[str, Any] = {
             "backend": self._backend,

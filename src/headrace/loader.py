@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import anyio
 import anyio.to_thread
@@ -29,7 +29,6 @@ from headrace._core.torchcompat.portable_collate import PortableCollate, same
 from headrace.collate import default_collate
 from headrace.options import (
     OPTIONS,
-    KeywordArguments,
     LoaderOptions,
     Samples,
     Unset,
@@ -40,12 +39,17 @@ from headrace.options import (
 from headrace.telemetry.counters import LoaderStats
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
     from headrace.telemetry.report import Report
+
+    B = TypeVarWithDefault("B", default=Any)  # of `typing` from Python 3.13 on
+else:
+    B = TypeVar("B")
 
 __all__ = ["DataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
-B = TypeVar("B")
 
 
 @documented
@@ -101,50 +105,16 @@ class DataLoader(TorchDataLoader[T_co]):
 
     dataset: Any
 
-    @overload
+    @shown_in_signature
     def __init__(
         self: DataLoader[B],
         dataset: Samples,
         batch_size: int | None = 1,
         shuffle: bool | None = None,
-        *,
-        collate_fn: Callable[[Any], B],
-        **arguments: Unpack[KeywordArguments],
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: DataLoader[Any],
-        dataset: Samples,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], object] | None = None,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: object = None,
-        generator: torch.Generator | None = None,
-        *,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory_device: str = "",
-        in_order: bool = True,
-        transform: Callable[[Any], object] | None = None,
-        **options: Unpack[LoaderOptions],
-    ) -> None: ...
-    @shown_in_signature
-    def __init__(
-        self,
-        dataset: Samples,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Sampler[Any] | Iterable[Any] | None = None,
-        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], object] | None = None,
+        collate_fn: Callable[[Any], B] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
@@ -159,10 +129,11 @@ class DataLoader(TorchDataLoader[T_co]):
         transform: Callable[[Any], object] | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None:
-        rebuilt = isinstance(collate_fn, PortableCollate)  # with the arguments of another loader
-        if isinstance(collate_fn, PortableCollate):
-            transform = collate_fn.transform if transform is None else transform
-            collate_fn = collate_fn.collate
+        collate: Any = collate_fn
+        rebuilt = isinstance(collate, PortableCollate)  # with the arguments of another loader
+        if rebuilt:
+            transform = collate.transform if transform is None else transform
+            collate = collate.collate
         if isinstance(prefetch_factor, Unset):  # another loader's
             prefetch_factor = None
         dataset = without_adapter(dataset)
@@ -192,8 +163,8 @@ class DataLoader(TorchDataLoader[T_co]):
             sampler, shuffle = SeededRandomSampler(shown, seed=seed), False
         elif type(sampler) is DistributedSampler and seed is not None and rebuilt:
             sampler = SeededRankSampler(sampler, seed=seed)
-        if collate_fn is None and batch_size is not None and kind.is_async:
-            collate_fn = default_collate
+        if collate is None and batch_size is not None and kind.is_async:
+            collate = default_collate
         super().__init__(
             shown,
             batch_size,
@@ -201,7 +172,7 @@ class DataLoader(TorchDataLoader[T_co]):
             sampler,
             batch_sampler,
             num_workers,
-            collate_fn,
+            collate,
             pin_memory,
             drop_last,
             timeout,

@@ -10,7 +10,6 @@ import inspect
 import math
 import textwrap
 from collections.abc import AsyncIterable, Callable, Iterable
-from multiprocessing.context import BaseContext
 from typing import (
     Annotated,
     Any,
@@ -42,7 +41,6 @@ __all__ = [
     "FetchedByIndex",
     "Hedge",
     "Indexed",
-    "KeywordArguments",
     "LoaderOptions",
     "Option",
     "Placement",
@@ -298,25 +296,6 @@ class Indexed(Protocol):
 
 
 Samples: TypeAlias = Dataset[Any] | FetchedByIndex | AsyncIterable[Any] | Iterable[Any] | Indexed
-
-
-class KeywordArguments(LoaderOptions, total=False):
-    """All keyword arguments but `collate_fn`, on which the type of a batch depends."""
-
-    transform: Callable[[Any], object] | None
-    sampler: Iterable[object] | None
-    batch_sampler: Iterable[list[Any]] | None
-    num_workers: int
-    pin_memory: bool
-    drop_last: bool
-    timeout: float
-    worker_init_fn: Callable[[int], None] | None
-    multiprocessing_context: str | BaseContext | None
-    generator: torch.Generator | None
-    prefetch_factor: int | None
-    persistent_workers: bool
-    pin_memory_device: str
-    in_order: bool
 
 
 class AllOptions(LoaderOptions, total=False):

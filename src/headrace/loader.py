@@ -126,19 +126,19 @@ class DataLoader(TorchDataLoader[T_co]):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        transform: Callable[[Any], object] | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None:
         collate: Any = collate_fn
         rebuilt = isinstance(collate, PortableCollate)  # with the arguments of another loader
         if rebuilt:
-            transform = collate.transform if transform is None else transform
+            if options.get("transform") is None:
+                options["transform"] = collate.transform
             collate = collate.collate
         if isinstance(prefetch_factor, Unset):  # another loader's
             prefetch_factor = None
         dataset = without_adapter(dataset)
         options.pop("snapshot_every_n_steps", None)  # type: ignore[typeddict-item]  # of torchdata's StatefulDataLoader
-        checked = checked_options({"transform": transform, **options})
+        checked = checked_options(options)
         device = resolve(checked["device"])
         if device is not None and pin_memory_device:
             check_pin_memory_device(pin_memory_device, device)

@@ -36,7 +36,6 @@ from headrace._core.retry_policy import RetryPolicy, as_policy
 __all__ = [
     "MEMORY_BUDGET",
     "OPTIONS",
-    "AllOptions",
     "ExecutorKind",
     "FetchedByIndex",
     "Hedge",
@@ -140,6 +139,10 @@ def _on_error(name: str, value: OnError) -> object:
 class LoaderOptions(TypedDict, total=False):
     """headrace's own keyword arguments of `DataLoader`."""
 
+    transform: Annotated[
+        Callable[[Any], object] | None,
+        Option(None, _callable_or_none, "CPU work for each sample, done in the workers."),
+    ]
     concurrency: Annotated[
         int | Literal["auto"],
         Option(
@@ -298,23 +301,11 @@ class Indexed(Protocol):
 Samples: TypeAlias = Dataset[Any] | FetchedByIndex | AsyncIterable[Any] | Iterable[Any] | Indexed
 
 
-class AllOptions(LoaderOptions, total=False):
-    """`LoaderOptions`, and the one that stands in `DataLoader`'s signature because the batches' type depends on it."""
-
-    transform: Annotated[
-        Callable[[Any], object] | None,
-        Option(None, _callable_or_none, "CPU work for each sample, done in the workers."),
-    ]
+_HINTS = get_type_hints(LoaderOptions, include_extras=True)
+OPTIONS: dict[str, Option] = {name: get_args(hint)[1] for name, hint in _HINTS.items()}
 
 
-_HINTS = get_type_hints(AllOptions, include_extras=True)
-# The definitions, `transform` first.
-OPTIONS: dict[str, Option] = {
-    name: get_args(_HINTS[name])[1] for name in sorted(_HINTS, key=lambda name: name != "transform")
-}
-
-
-def checked_options(given: AllOptions) -> AllOptions:
+def checked_options(given: LoaderOptions) -> LoaderOptions:
     """All options: those that are given, checked, and the defaults of the others.
 
     Raises:
@@ -325,10 +316,10 @@ def checked_options(given: AllOptions) -> AllOptions:
     if unknown := values.keys() - OPTIONS.keys():
         raise TypeError(f"DataLoader.__init__() got an unexpected keyword argument {min(unknown)!r}")
     checked = {name: option.check(name, values.get(name, option.default)) for name, option in OPTIONS.items()}
-    return cast(AllOptions, checked)
+    return cast(LoaderOptions, checked)
 
 
-def engine_options(options: AllOptions) -> LoaderOptions:
+def engine_options(options: LoaderOptions) -> LoaderOptions:
     """The options that the engine is sent."""
     return cast(LoaderOptions, {name: value for name, value in options.items() if OPTIONS[name].for_engine})
 

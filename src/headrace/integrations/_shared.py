@@ -18,7 +18,7 @@ from headrace._core.order.state import LoaderState
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace.errors import StateError
 from headrace.loader import DataLoader
-from headrace.options import AllOptions
+from headrace.options import LoaderOptions
 from headrace.state import merge_states
 
 State = Mapping[str, Any]
@@ -30,7 +30,7 @@ def copied(loader: DataLoader[Any], device: torch.device | None) -> DataLoader[A
     spec, target = made._control.spec, resolve(device)
     if spec.options["device"] is None and target is not None:
         made.__dict__.setdefault("device", device)  # a subclass may have an attribute of this name
-        options = cast(AllOptions, {**spec.options, "device": device})
+        options = cast(LoaderOptions, {**spec.options, "device": device})
         made._control = made._control.on_device(dataclasses.replace(spec, options=options, device=target))
     return made
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from headrace._core.error_policy import ErrorPolicy
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import DatasetKind
-from headrace.options import AllOptions, number_of_engines
+from headrace.options import LoaderOptions, number_of_engines
 
 TorchLoader: TypeAlias = TorchDataLoader[object]
 
@@ -33,7 +33,7 @@ class LoaderSpec:
     source: Any
     kind: DatasetKind
     maps: tuple[Callable[[Any], Any], ...]
-    options: AllOptions
+    options: LoaderOptions
     policy: ErrorPolicy
     device: torch.device | None
 

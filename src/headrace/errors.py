@@ -95,8 +95,8 @@ class HeadraceError(Exception):
 
     _text: ClassVar[str] = ""  # the message, with the names of its fields
 
-    def __init__(self, message: str | None = None, /, **fields: object) -> None:
-        super().__init__(self._text.format(**fields) if message is None else message)
+    def __init__(self, *args: object, **fields: object) -> None:
+        super().__init__(*(args or (self._text.format(**fields),)))
         self.__dict__.update({name: value for name, value in fields.items() if hasattr(type(self), name)})
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -279,14 +279,12 @@ class UnknownRankError(HeadraceError, RuntimeError):
 
     def __init__(
         self,
-        message: str | None = None,
-        /,
-        *,
+        *args: object,
         why: str = "",
         remedy: str = "Set RANK and WORLD_SIZE, as torchrun does, or call torch.distributed.init_process_group() "
         "before the loader is iterated over",
     ) -> None:
-        super().__init__(message, why=why, remedy=remedy)
+        super().__init__(*args, why=why, remedy=remedy)
 
 
 class CoordinationError(HeadraceError, RuntimeError):

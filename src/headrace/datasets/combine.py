@@ -6,7 +6,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 from headrace._core.streams.iterable_style import AsyncIterableDataset, ConcatenatedStreams, MixedStreams
-from headrace._core.streams.map_style import ConcatenatedDatasets
+from headrace._core.streams.map_style import IndexedParts
 from headrace._core.streams.operators import Stop
 from headrace._core.streams.resumable import is_stateful, start_stream
 from headrace._core.streams.torch_views import require_async
@@ -44,7 +44,7 @@ def concat(datasets: Sequence[object]) -> Any:
         (5, 2)
     """
     datasets, are_streams = require_async(datasets)
-    return ConcatenatedStreams(datasets) if are_streams else ConcatenatedDatasets(datasets)
+    return ConcatenatedStreams(datasets) if are_streams else IndexedParts(datasets)
 
 
 def mix(datasets: Sequence[object], weights: Sequence[float], *, seed: int = 0, stop: Stop = "first") -> Any:

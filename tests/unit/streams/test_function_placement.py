@@ -163,41 +163,34 @@ def assert_functions_run_off_the_loop(dataset, **options):
         assert functions == {here()}
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("inner", MAP_STYLE)
-@pytest.mark.parametrize("outer", MAP_STYLE)
-def test_functions_of_a_map_style_composition_run_on_the_consumers_thread(outer, inner, source):
-    dataset = MAP_STYLE[outer](MAP_STYLE[inner](SOURCES[source]().map(mapped)))
-    assert_functions_run_off_the_loop(dataset, num_workers=0, placement="thread")
-
-
-def split_again(outer, inner):
-    return outer == inner == "split"  # an error: the outer one would drop samples of the other ranks
-
-
-@pytest.mark.parametrize(
-    ("outer", "inner"), [pair for pair in itertools.product(STREAMS, STREAMS) if not split_again(*pair)]
-)
-def test_functions_of_a_stream_composition_run_on_the_consumers_thread(outer, inner):
-    dataset = STREAMS[outer](STREAMS[inner](Stream().map(mapped)))
-    assert_functions_run_off_the_loop(dataset, num_workers=0, placement="thread")
-
-
-@pytest.mark.parametrize(("num_workers", "placement"), [(2, "thread"), (0, "process"), (2, "process")])
-@pytest.mark.parametrize("outer", MAP_STYLE)
-def test_functions_of_a_map_style_composition_run_in_the_workers(outer, num_workers, placement):
+def around_all(outer):
+    """One composition around each of the others, of each kind of source."""
     inner = [compose(make().map(mapped)) for compose in MAP_STYLE.values() for make in SOURCES.values()]
-    dataset = hr.concat([MAP_STYLE[outer](each) for each in inner])
-    assert_functions_run_off_the_loop(dataset, num_workers=num_workers, placement=placement)
+    return [MAP_STYLE[outer](each) for each in inner]
 
 
-@pytest.mark.parametrize(("num_workers", "placement"), [(2, "thread"), (0, "process"), (2, "process")])
-@pytest.mark.parametrize("outer", STREAMS)
-def test_functions_of_a_stream_composition_run_in_the_workers(outer, num_workers, placement):
-    streams = [
-        STREAMS[outer](STREAMS[inner](Stream().map(mapped))) for inner in STREAMS if not split_again(outer, inner)
+def around_all_streams(outer):
+    # A split of a split is an error: the outer one would drop samples of the other ranks.
+    return [
+        STREAMS[outer](STREAMS[inner](Stream().map(mapped))) for inner in STREAMS if inner != outer or inner != "split"
     ]
-    assert_functions_run_off_the_loop(hr.concat(streams), num_workers=num_workers, placement=placement)
+
+
+@pytest.mark.parametrize("outer", MAP_STYLE)
+def test_functions_of_a_map_style_composition_run_on_the_consumers_thread(outer):
+    assert_functions_run_off_the_loop(hr.concat(around_all(outer)), num_workers=0, placement="thread")
+
+
+@pytest.mark.parametrize("outer", STREAMS)
+def test_functions_of_a_stream_composition_run_on_the_consumers_thread(outer):
+    assert_functions_run_off_the_loop(hr.concat(around_all_streams(outer)), num_workers=0, placement="thread")
+
+
+@pytest.mark.parametrize(("num_workers", "placement"), [(0, "process"), (2, "process")])
+@pytest.mark.parametrize(("compositions", "sources"), [(MAP_STYLE, SOURCES), (STREAMS, {"": Stream})])
+def test_functions_run_in_the_workers(compositions, sources, num_workers, placement):
+    parts = [compose(make().map(mapped)) for compose in compositions.values() for make in sources.values()]
+    assert_functions_run_off_the_loop(hr.concat(parts), num_workers=num_workers, placement=placement)
 
 
 KEEPS_READS = {
@@ -209,12 +202,10 @@ KEEPS_READS = {
 }
 
 
-@pytest.mark.parametrize("outer", KEEPS_READS)
-@pytest.mark.parametrize("inner", KEEPS_READS)
 @pytest.mark.parametrize("source", SOURCES)
-def test_compositions_keep_batched_and_joined_reads(source, inner, outer):
+def test_compositions_keep_batched_and_joined_reads(source):
     dataset = SOURCES[source]()
-    composed = hr.concat([KEEPS_READS[inner](dataset)])
-    composed = hr.concat([KEEPS_READS[outer](composed)])
-    assert capabilities(composed).agets == capabilities(dataset).agets
-    assert capabilities(composed).ranges == capabilities(dataset).ranges
+    for inner, outer in itertools.product(KEEPS_READS.values(), repeat=2):
+        composed = hr.concat([outer(hr.concat([inner(dataset)]))])
+        assert capabilities(composed).agets == capabilities(dataset).agets
+        assert capabilities(composed).ranges == capabilities(dataset).ranges

@@ -1,6 +1,6 @@
 """The algebra of composed datasets: sources to fetch from on the event loop, and functions to apply in the workers.
 
-A composition (`map`, `take`, `concat`, torch's `Subset`, …) knows its parts and how to rebuild itself over other parts.
+A composition (`map`, `take`, `concat`, torch's `Subset`, …) knows its sources and how to rebuild itself over others.
 `plan` moves the functions of `map` from the parts to the outside, so that only fetching is left on the loop.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,38 +17,36 @@ Functions = tuple[Callable[[Any], object], ...]
 """Functions that are applied to a sample, the first one first."""
 
 
-class Composition(ABC):
-    """A dataset that is made of other datasets."""
+class Composition:
+    """A dataset that is made of other datasets, its sources."""
 
-    @property
-    @abstractmethod
-    def parts(self) -> Sequence[object]: ...
+    sources: Sequence[Any]
 
-    @abstractmethod
     def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
-        """This composition over other parts, whose functions are applied afterwards.
+        """This composition over other sources, whose functions are applied afterwards.
 
         Args:
-            sources: a source for each part.
-            functions: for each part, the functions that its samples still need.
+            sources: in place of those of now.
+            functions: for each source, the functions that its samples still need.
 
         Returns:
             A dataset, and the functions that each of its samples still needs.
         """
+        raise NotImplementedError  # each composition has its own
 
     def set_epoch(self, epoch: int) -> None:
-        for part in self.parts:
-            propagate_epoch(part, epoch)
+        for source in self.sources:
+            propagate_epoch(source, epoch)
 
 
 class MapComposition(Composition):
     """A function applied to each sample of a dataset."""
 
     dataset: Any
-    fn: Callable[[object], Any]
+    fn: Callable[[Any], Any]
 
     @property
-    def parts(self) -> Sequence[object]:
+    def sources(self) -> Sequence[Any]:  # type: ignore[override]
         return (self.dataset,)
 
     def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
@@ -57,20 +54,14 @@ class MapComposition(Composition):
 
 
 class ConcatComposition(Composition):
-    """One dataset, or several one after the other.
+    """Samples each of which is one of a source.
 
     Attributes:
-        sources: the parts.
-        numbered: whether a sample is a pair of its part's number and the part's sample, for `PartFunctions`. They are
-            if the parts have different functions.
+        numbered: whether a sample is a pair of its source's number and the source's sample, for `PartFunctions`. They
+            are if the sources have different functions.
     """
 
-    sources: Sequence[Any]
     numbered = False
-
-    @property
-    def parts(self) -> Sequence[object]:
-        return self.sources
 
     def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
         first, *others = functions
@@ -90,7 +81,7 @@ def plan(dataset: object) -> tuple[Any, Functions]:
     """
     if not isinstance(dataset, Composition):
         return dataset, ()
-    planned = [plan(part) for part in dataset.parts]
+    planned = [plan(source) for source in dataset.sources]
     return dataset.over([source for source, _ in planned], [functions for _, functions in planned])
 
 
@@ -101,7 +92,7 @@ def apply_functions(functions: Functions, sample: object) -> Any:
 
 
 class PartFunctions:
-    """Applies the functions of one part to a pair of the part's number and a sample of it."""
+    """Applies the functions of one source to a pair of the source's number and a sample of it."""
 
     def __init__(self, functions: Sequence[Functions]) -> None:
         self._functions = functions
@@ -111,13 +102,8 @@ class PartFunctions:
         return apply_functions(self._functions[part], sample)
 
 
-class StackFunctions:
-    """Makes a dict or a tuple, as torch's `StackDataset`, of one sample of each part, with each part's functions."""
-
-    def __init__(self, names: list[str] | None, functions: Sequence[Functions]) -> None:
-        self._names = names
-        self._functions = functions
+class RowFunctions(PartFunctions):
+    """Applies each source's functions to one sample of each."""
 
     def __call__(self, samples: Sequence[object]) -> object:
-        row = tuple(map(apply_functions, self._functions, samples))
-        return row if self._names is None else dict(zip(self._names, row, strict=True))
+        return tuple(map(apply_functions, self._functions, samples))

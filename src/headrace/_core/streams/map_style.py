@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
-from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ from torch.utils.data import Dataset
 
 from headrace._core.store.ranges import Ranges, read_ranges
 from headrace._core.streams.blocking import read_blocking
-from headrace._core.streams.composition import Composition, ConcatComposition, MapComposition, apply_functions, plan
+from headrace._core.streams.composition import ConcatComposition, MapComposition, apply_functions, plan
 from headrace._core.streams.kinds import (
     Capabilities,
     ReadRange,
@@ -69,15 +68,19 @@ class AsyncDataset(Dataset[T_co]):
         """
         return MappedDataset(self, fn)
 
-    def take(self, count: int) -> FirstSamples:
+    def take(self, count: int) -> AsyncDataset[T_co]:
         """The first `count` samples of this dataset; all of them if it has fewer.
 
         Raises:
             ValueError: `count` is negative.
         """
-        return FirstSamples(self, count)
+        if count < 0:
+            raise ValueError(f"count={count} must not be negative")
+        dataset: Any = self
+        count = min(count, len(dataset))
+        return IndexedParts([dataset], count, f".take({count})")
 
-    def repeat(self, times: int) -> RepeatedSamples:
+    def repeat(self, times: int) -> AsyncDataset[T_co]:
         """This dataset several times in one epoch: each sample has `times` indices.
 
         For an endless epoch, give the loader an endless sampler, as
@@ -97,14 +100,29 @@ class AsyncDataset(Dataset[T_co]):
             >>> len(Numbers(3).repeat(4)), Numbers(3).repeat(4)[10]
             (12, 1)
         """
-        return RepeatedSamples(self, times)
+        check_times(times)
+        dataset: Any = self
+        return IndexedParts([dataset], times * len(dataset), f".repeat({times})")
 
     def __getitem__(self, index: Any) -> T_co:
-        return read_blocking(self, lambda: self.aget(index))
+        sample: T_co = get_item(self, index)
+        return sample
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T_co]:
         """The samples at `indices`, fetched concurrently; torch's loader calls this for a batch."""
-        return read_blocking(self, lambda: fetch_all(self, indices))
+        source, functions = plan(self)
+        return [apply_functions(functions, each) for each in read_blocking(self, lambda: fetch_all(source, indices))]
+
+
+def get_item(dataset: Any, index: Any) -> Any:
+    """One sample, read on the background loop; functions of `map` run on this thread."""
+    if isinstance(dataset, IndexedParts):  # in place of a plan of all parts
+        part, inner = dataset.locate(index)
+        return get_item(dataset.sources[part], inner)
+    if isinstance(dataset, MappedDataset):
+        return dataset.fn(get_item(dataset.dataset, index))
+    source, functions = plan(dataset)
+    return apply_functions(functions, read_blocking(dataset, lambda: source.aget(index)))
 
 
 class RangedDataset(AsyncDataset[T_co]):
@@ -220,23 +238,7 @@ def positions(indices: Sequence[Any], length: int) -> np.ndarray[Any, np.dtype[n
     return np.where(found < 0, found + length, found).astype(np.int64, copy=False)
 
 
-class ComposedDataset(Composition, AsyncDataset[T_co]):
-    """A map-style dataset made of others; its functions run on the thread that asks for a sample, not on a loop."""
-
-    def __getitems__(self, indices: Sequence[object]) -> list[T_co]:
-        source, functions = plan(self)
-        samples = read_blocking(source, lambda: fetch_all(source, indices))
-        return [apply_functions(functions, sample) for sample in samples]
-
-
-def get_item(dataset: Any, index: object) -> Any:
-    """One sample, read on the background loop; functions of `map` run on this thread."""
-    if isinstance(dataset, AsyncDataset):
-        return dataset[index]
-    return read_blocking(dataset, lambda: dataset.aget(index))
-
-
-class MappedDataset(MapComposition, ComposedDataset[T_co]):
+class MappedDataset(MapComposition, AsyncDataset[T_co]):
     """A map-style dataset with a function applied to each sample; made by `AsyncDataset.map`."""
 
     def __init__(self, dataset: object, fn: Callable[[Any], T_co]) -> None:
@@ -254,10 +256,6 @@ class MappedDataset(MapComposition, ComposedDataset[T_co]):
         sample: T_co = self.fn(await self.dataset.aget(index))
         return sample
 
-    def __getitem__(self, index: object) -> T_co:
-        sample: T_co = self.fn(get_item(self.dataset, index))
-        return sample
-
     def sample_key(self, index: object) -> str | None:
         return sample_key(self.dataset, index)
 
@@ -265,19 +263,41 @@ class MappedDataset(MapComposition, ComposedDataset[T_co]):
         return Capabilities(aget=True, set_epoch=True, sample_key=True)
 
 
-class IndexedParts(ConcatComposition, ComposedDataset[Any]):
-    """Samples of one dataset or several, found by an index map.
+class IndexedParts(ConcatComposition, AsyncDataset[Any]):
+    """Samples of one dataset or several, one after the other; made by `take`, `repeat` and `headrace.concat`.
 
     Reads batches with `agets` if all parts can, and byte ranges if all parts can. Objects of byte ranges are numbered
     in turn: the first of each part, then the second of each.
+
+    Args:
+        sources: the parts.
+        length: the number of samples, if it is not that of all parts; a single part then ends earlier, or repeats.
+        method: the call that made it of a single part, for its repr.
     """
 
-    def __init__(self, sources: Sequence[object]) -> None:
-        self.sources = sources
+    def __init__(self, sources: Sequence[Any], length: int | None = None, method: str = "") -> None:
+        self.sources = tuple(sources)
+        self._ends = list(itertools.accumulate(map(len, self.sources)))
+        self._length = self._ends[-1] if length is None else length
+        self._method = method
 
-    @abstractmethod
+    def __repr__(self) -> str:
+        shown = ", ".join(map(dataset_repr, self.sources))
+        return f"{shown}{self._method}" if self._method else f"concat([{shown}])"
+
+    def __len__(self) -> int:
+        return self._length
+
     def locate(self, index: Any) -> tuple[int, Any]:
         """The number of a part, and the index in it; raises if `index` is out of range."""
+        length = self._length
+        if not -length <= index < length:
+            raise IndexError(f"index {index} is out of range for {length} samples of {self!r}")
+        index %= length
+        if len(self.sources) == 1:
+            return 0, index % self._ends[0]
+        part = bisect.bisect_right(self._ends, index)
+        return part, index - (self._ends[part - 1] if part else 0)
 
     def _capabilities(self) -> Capabilities:
         parts = [capabilities(source) for source in self.sources]
@@ -318,10 +338,6 @@ class IndexedParts(ConcatComposition, ComposedDataset[Any]):
         await asyncio.gather(*itertools.starmap(fetch, self._by_part(indices)))
         return samples
 
-    def __getitem__(self, index: object) -> object:
-        part, inner = self.locate(index)
-        return get_item(self.sources[part], inner)
-
     def sample_key(self, index: object) -> str | None:
         part, inner = self.locate(index)
         return sample_key(self.sources[part], inner)
@@ -331,11 +347,8 @@ class IndexedParts(ConcatComposition, ComposedDataset[Any]):
     def ranges(self, indices: Sequence[object]) -> Ranges:
         order: list[int] = []
         several: list[Ranges] = []
-        if len(self.sources) == 1:
-            ranges: Ranges = self.sources[0].ranges([self.locate(index)[1] for index in indices])
-            return ranges
         for part, slots, inner in self._by_part(indices):
-            ranges = self.sources[part].ranges(inner)
+            ranges: Ranges = self.sources[part].ranges(inner)
             order.extend(slots)
             several.append(ranges._replace(objects=ranges.objects * len(self.sources) + part))
         return Ranges.joined(several).at(np.argsort(order)) if several else Ranges.of([])
@@ -374,65 +387,3 @@ class IndexedParts(ConcatComposition, ComposedDataset[Any]):
             number, ranges, inner, lambda number, start, stop: read_range(number * count + part, start, stop)
         )
         return views
-
-
-class FirstSamples(IndexedParts):
-    """The first samples of a map-style dataset; made by `take`."""
-
-    def __init__(self, dataset: Any, count: int) -> None:
-        if count < 0:
-            raise ValueError(f"count={count} must not be negative")
-        super().__init__((dataset,))
-        self._length = min(count, len(dataset))
-
-    def __repr__(self) -> str:
-        return f"{dataset_repr(self.sources[0])}.take({self._length})"
-
-    def __len__(self) -> int:
-        return self._length
-
-    def locate(self, index: int) -> tuple[int, int]:
-        if not -self._length <= index < self._length:
-            raise IndexError(f"index {index} is out of range for the first {self._length} samples")
-        return 0, index % self._length
-
-
-class RepeatedSamples(IndexedParts):
-    """A map-style dataset several times; made by `repeat`."""
-
-    def __init__(self, dataset: object, times: int) -> None:
-        check_times(times)
-        super().__init__((dataset,))
-        self._times = times
-
-    def __repr__(self) -> str:
-        return f"{dataset_repr(self.sources[0])}.repeat({self._times})"
-
-    def __len__(self) -> int:
-        return self._times * len(self.sources[0])
-
-    def locate(self, index: int) -> tuple[int, int]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} is out of range for {len(self)} samples, each of them {self._times} times")
-        return 0, index % len(self.sources[0])
-
-
-class ConcatenatedDatasets(IndexedParts):
-    """Map-style datasets one after the other; made by `headrace.concat`."""
-
-    def __init__(self, datasets: Sequence[object]) -> None:
-        super().__init__(tuple(datasets))
-        self._ends = list(itertools.accumulate(map(len, self.sources)))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __repr__(self) -> str:
-        return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
-
-    def locate(self, index: int) -> tuple[int, int]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} is out of range for {len(self)} samples of {len(self.sources)} datasets")
-        index %= len(self)
-        part = bisect.bisect_right(self._ends, index)
-        return part, index - (self._ends[part - 1] if part else 0)

@@ -12,7 +12,6 @@ they ask for, and yields every sample once in such a loader.
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
@@ -22,10 +21,10 @@ from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Stack
 
 from headrace._core.ranks.rankinfo import reader_divides, reading_divided
 from headrace._core.streams.blocking import SyncStream
-from headrace._core.streams.composition import Functions, StackFunctions, plan
+from headrace._core.streams.composition import Composition, Functions, RowFunctions, plan
 from headrace._core.streams.iterable_style import ConcatenatedStreams
 from headrace._core.streams.kinds import Capabilities, DatasetKind, capabilities, fetch_all, kind_of, sample_key
-from headrace._core.streams.map_style import AsyncDataset, ComposedDataset, ConcatenatedDatasets, IndexedParts
+from headrace._core.streams.map_style import AsyncDataset, IndexedParts
 from headrace._core.streams.resumable import State
 from headrace._core.torchcompat.private import outside_workers
 
@@ -66,20 +65,26 @@ def require_async(datasets: Sequence[object]) -> tuple[list[object], bool]:
 
 
 def _subset(dataset: Subset[object]) -> object:
-    (source,) = _async_parts([dataset.dataset]) or (None,)
-    return None if source is None else SubsetView(dataset, source)
+    sources = _async_parts([dataset.dataset])
+    return None if sources is None else SubsetView(dataset, sources)
 
 
 def _concatenated(dataset: ConcatDataset[object]) -> object:
     sources = _async_parts(dataset.datasets)
-    return None if sources is None else ConcatenatedDatasets(sources)
+    return None if sources is None else IndexedParts(sources)
 
 
 def _stacked(dataset: StackDataset[Any]) -> object:
     parts = dataset.datasets
-    names = list(parts) if isinstance(parts, dict) else None
-    sources = _async_parts(parts.values() if isinstance(parts, dict) else parts)
-    return None if sources is None else StackView(dataset, names, sources)
+    if not isinstance(parts, dict):
+        sources = _async_parts(parts)
+        return None if sources is None else StackedParts(sources)
+    sources = _async_parts(parts.values())
+    return None if sources is None else StackedParts(sources).map(functools.partial(_named, [*parts]))
+
+
+def _named(names: Sequence[str], row: Sequence[object]) -> dict[str, object]:
+    return dict(zip(names, row, strict=True))
 
 
 def _chained(dataset: ChainDataset) -> object:
@@ -109,52 +114,39 @@ def _async_parts(datasets: Iterable[object]) -> list[object] | None:
 class SubsetView(IndexedParts):
     """`Subset`; its `indices` are read for each sample, since the user may change them."""
 
-    def __init__(self, composed: Subset[object], source: object) -> None:
-        super().__init__((source,))
-        self.composed = composed
+    def __init__(self, subset: Subset[object], sources: Sequence[Any]) -> None:
+        self.sources = sources
+        self._subset = subset
 
     def __len__(self) -> int:
-        return len(self.composed)
+        return len(self._subset)
 
     def locate(self, index: Any) -> tuple[int, Any]:
-        return 0, self.composed.indices[index]
+        return 0, self._subset.indices[index]
 
 
-class StackView(ComposedDataset[object]):
-    """`StackDataset`; the parts of a sample are fetched concurrently."""
+class StackedParts(Composition, AsyncDataset[tuple[object, ...]]):
+    """`StackDataset`: tuples of one sample of each part, fetched concurrently."""
 
-    def __init__(self, composed: StackDataset[Any], names: list[str] | None, sources: Sequence[Any]) -> None:
-        self.composed = composed
+    def __init__(self, sources: Sequence[Any]) -> None:
         self.sources = sources
-        self._names = names
-        self._finish: Callable[[Sequence[object]], object] = StackFunctions(names, [()] * len(sources))
 
     def __len__(self) -> int:
-        return len(self.composed)
-
-    @property
-    def parts(self) -> Sequence[object]:
-        return self.sources
+        return len(self.sources[0])
 
     def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
-        other = copy.copy(self)
-        other.sources = sources
-        other._finish = tuple
-        return other, (StackFunctions(self._names, functions),)
+        return StackedParts(sources), (RowFunctions(functions),) if any(functions) else ()
 
     def _capabilities(self) -> Capabilities:
         agets = any(capabilities(source).agets for source in self.sources)
         return Capabilities(aget=True, agets=agets, set_epoch=True, sample_key=True)
 
-    async def aget(self, index: object) -> object:
-        return self._finish(await asyncio.gather(*(source.aget(index) for source in self.sources)))
+    async def aget(self, index: object) -> tuple[object, ...]:
+        return tuple(await asyncio.gather(*(source.aget(index) for source in self.sources)))
 
-    async def agets(self, indices: Sequence[object]) -> object:
+    async def agets(self, indices: Sequence[object]) -> list[tuple[object, ...]]:
         columns = await asyncio.gather(*(fetch_all(source, indices) for source in self.sources))
-        return list(map(self._finish, zip(*columns, strict=True)))
-
-    def __getitem__(self, index: object) -> object:
-        return self.__getitems__([index])[0]
+        return list(zip(*columns, strict=True))
 
     def sample_key(self, index: object) -> str | None:
         keys = [key for source in self.sources if (key := sample_key(source, index)) is not None]

@@ -11,7 +11,6 @@ from typing import Any
 from headrace._core.streams.iterable_style import AsyncIterableDataset, OperatedStream
 from headrace._core.streams.operation import NOTHING, Mark, ReplayOperation
 from headrace._core.streams.torch_views import require_async
-from headrace._core.text import dataset_repr
 from headrace.errors import StateError
 
 __all__ = ["batch_by_tokens"]
@@ -64,7 +63,8 @@ def batch_by_tokens(
     (stream,), is_stream = require_async([dataset])
     if not is_stream:
         raise TypeError("batch_by_tokens() is for streams, but got a map-style dataset")
-    return _TokenBatches(stream, _TokenBatchIterator, max_tokens, length, tuple(boundaries), padded, drop_last)
+    options = {"max_tokens": max_tokens, "length": length, "boundaries": tuple(boundaries), "padded": padded}
+    return OperatedStream(stream, _TokenBatchIterator, **options, drop_last=drop_last)
 
 
 class _TokenBatchIterator(ReplayOperation[list[object]]):
@@ -101,11 +101,9 @@ class _TokenBatchIterator(ReplayOperation[list[object]]):
         self._longest = [0] * buckets  # tokens
         self._tokens = [0] * buckets
         self._first = [0] * buckets  # number of the read that gave the first sample
-        self._read = 0  # samples and errors
         self._marks: deque[tuple[int, Mark]] = deque()  # with the number read before them
 
     def _put(self, sample: object) -> Any:
-        self._read += 1
         tokens = self._tokens_of(sample)
         if tokens > self._max_tokens:
             raise ValueError(f"a sample of {tokens} tokens is over max_tokens={self._max_tokens}; cut it")
@@ -120,9 +118,6 @@ class _TokenBatchIterator(ReplayOperation[list[object]]):
         self._longest[bucket] = max(self._longest[bucket], tokens)
         self._tokens[bucket] += tokens
         return full
-
-    def _skip(self) -> None:
-        self._read += 1  # the sample is lost, and counts as read: a restore must not read it again
 
     async def _rest(self) -> list[object]:
         for bucket, count in enumerate(self._counts):
@@ -153,8 +148,3 @@ class _TokenBatchIterator(ReplayOperation[list[object]]):
         if len(self._marks) > _MOST_MARKS:
             self._marks = deque((*itertools.islice(self._marks, 0, _MOST_MARKS, 2), self._marks[-1]))
         return self._marks[0][1]
-
-
-class _TokenBatches(OperatedStream[list[object]]):
-    def __repr__(self) -> str:
-        return f"batch_by_tokens({dataset_repr(self.dataset)}, {self._options[0]})"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
-from headrace._core.streams.iterable_style import AsyncIterableDataset, ConcatenatedStreams, MixedStreams
+from headrace._core.streams.iterable_style import AsyncIterableDataset, ConcatenatedStreams, OperatedStream
 from headrace._core.streams.map_style import IndexedParts
-from headrace._core.streams.operators import Stop
+from headrace._core.streams.operators import Mix, Stop
 from headrace._core.streams.resumable import is_stateful, start_stream
 from headrace._core.streams.torch_views import require_async
 from headrace._core.text import function_name
@@ -81,7 +81,7 @@ def mix(datasets: Sequence[object], weights: Sequence[float], *, seed: int = 0, 
         raise ValueError(f"weights={list(weights)!r} must be {len(datasets)} numbers above zero")
     if stop not in ("first", "all"):
         raise ValueError(f"stop={stop!r} must be 'first' or 'all'")
-    return MixedStreams(datasets, weights, seed, stop)
+    return OperatedStream(tuple(datasets), Mix, weights=tuple(weights), stop=stop, seed=seed)
 
 
 def from_async_iterable(make: Callable[[], AsyncIterable[T]]) -> AsyncIterableDataset[T]:

@@ -59,8 +59,7 @@ from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import DatasetKind, capabilities, propagate_epoch, translates_epochs
 from headrace._core.streams.merged import remainder_of
-from headrace._core.streams.order import counted_epoch
-from headrace._core.streams.resumable import is_stateful
+from headrace._core.streams.resumable import counted_epoch, is_stateful
 from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import users_stacklevel
 from headrace._core.torchcompat.datapipes import divide_pipe

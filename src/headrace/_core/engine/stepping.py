@@ -17,7 +17,7 @@ from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.ranks.distributed import undivided
 from headrace._core.seeding import TransformGenerators, batch_seed, seed_everything
 from headrace._core.streams.operation import NOTHING
-from headrace._core.streams.order import spawn_key
+from headrace._core.streams.resumable import spawn_key
 from headrace._core.streams.steps import Compute, Raised, RunSteps, Step, apply_steps
 from headrace._core.text import add_note
 from headrace._core.transport.pickling import format_error, picklable_error
@@ -52,15 +52,29 @@ class Functions:
         """The random generators that the functions hold."""
         return TransformGenerators(step.function for step in self.steps)
 
+    def pickle(self, earlier: PickledSteps) -> SharedPickle:
+        """The pickle, that of `earlier` if nothing has changed; raises `NotPicklableError`."""
+        if self.pickled is None:
+            key = tuple(id(step.function) for step in self.steps)
+            try:
+                self.pickled = earlier[key] = SharedPickle.dumps(self.steps, earlier.pop(key, None))
+            except Exception as error:
+                failed = next((step for step in self.steps if why_not_picklable(step.function)), self.steps[0])
+                raise NotPicklableError(
+                    what=f"{'filter' if failed.is_filter else 'map'} function {failed.function!r}",
+                    reason=f"{type(error).__name__}: {error}",
+                    remedy="Worker processes need a copy of it: create unpicklable objects inside the function, or use "
+                    "num_workers=0.",
+                ) from error
+            if len(earlier) > KNOWN:
+                earlier.popitem(last=False)
+        return self.pickled
+
 
 class StepsRequest(NamedTuple):
-    """Some samples of a stream, and the functions to apply to them.
+    """Some samples of a stream, in order, and the functions to apply to them.
 
-    Attributes:
-        functions: the functions.
-        samples: in order.
-        seed: of the random generators, with a sample's position.
-        position: of the first sample in its stream.
+    The seed of the random generators is combined with a sample's position; `position` is that of the first.
     """
 
     functions: Functions
@@ -78,28 +92,8 @@ class StepsRequest(NamedTuple):
         return _apply(self.functions.steps, self, self.functions.generators if seeds else None, catch)
 
     def to_worker(self, earlier: PickledSteps, *, with_functions: bool) -> WorkerRequest:
-        """The request to a worker; a worker that lacks the functions answers None.
-
-        Raises:
-            NotPicklableError: one of the functions cannot be pickled.
-        """
-        shared = self.functions.pickled
-        if shared is None:
-            steps = self.functions.steps
-            key = tuple(id(step.function) for step in steps)
-            try:
-                shared = SharedPickle.dumps(steps, earlier.pop(key, None))
-            except Exception as error:
-                failed = next((step for step in steps if why_not_picklable(step.function)), steps[0])
-                raise NotPicklableError(
-                    what=f"{'filter' if failed.is_filter else 'map'} function {failed.function!r}",
-                    reason=f"{type(error).__name__}: {error}",
-                    remedy="Worker processes need a copy of it: create unpicklable objects inside the function, or use "
-                    "num_workers=0.",
-                ) from error
-            self.functions.pickled = earlier[key] = shared
-            if len(earlier) > KNOWN:
-                earlier.popitem(last=False)
+        """The request to a worker; a worker that lacks the functions answers None."""
+        shared = self.functions.pickle(earlier)
         return WorkerRequest(shared.number, shared if with_functions else None, *self[1:])
 
 
@@ -172,19 +166,18 @@ class StepsInWorker:
 
     def __init__(self, *, seeds: bool) -> None:
         self._seeds = seeds
-        self._known: OrderedDict[int, tuple[tuple[Step, ...], TransformGenerators]] = OrderedDict()
+        self._known: OrderedDict[int, Functions] = OrderedDict()
 
     def __call__(self, request: WorkerRequest) -> list[object] | None:
         """The outcomes, with errors that can be pickled; None if the functions are missing."""
         if request.number not in self._known:
             if request.shipped is None:
                 return None
-            steps: tuple[Step, ...] = request.shipped.loads()
-            self._known[request.number] = steps, TransformGenerators(step.function for step in steps)
+            self._known[request.number] = Functions(request.shipped.loads())
             if len(self._known) > KNOWN:
                 self._known.popitem(last=False)
-        steps, generators = self._known[request.number]
-        outcomes = _apply(steps, request, generators if self._seeds else None)
+        functions = self._known[request.number]
+        outcomes = _apply(functions.steps, request, functions.generators if self._seeds else None)
         for place, outcome in enumerate(outcomes):
             if type(outcome) is Raised:
                 text = format_error(outcome.error).rstrip()

@@ -12,7 +12,7 @@ from typing import Any
 from headrace._core.batches import BatchPlan, RawBatch
 from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
-from headrace._core.streams.buffering import Pipe
+from headrace._core.streams.operators import Pipe
 from headrace._core.streams.resumable import State, expect_int
 from headrace.errors import StateError
 

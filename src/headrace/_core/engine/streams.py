@@ -16,8 +16,7 @@ from headrace._core.pool.supervisor import PINNED_AHEAD
 from headrace._core.ranks.distributed import ShardOptions, current_lane
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.merged import resume_stream
-from headrace._core.streams.order import StreamSeeds, seeds_of
-from headrace._core.streams.resumable import ResumableIterator, expect_state, start_stream
+from headrace._core.streams.resumable import ResumableIterator, expect_state, keys_within, seeds_of, start_stream
 
 BEGINNING = SessionStart()
 
@@ -101,7 +100,7 @@ class StreamFetch(FetchStage):
         state, self._state = self._state, None
         stream: ResumableIterator[Any] | None = None
         try:
-            with seeds_of(StreamSeeds(self._key())):
+            with seeds_of(keys_within(self._key())):
                 if state is None:
                     stream = start_stream(self._dataset)
                 else:

@@ -186,7 +186,7 @@ class StreamReader(BatchReader):
             except Exception as error:
                 again.error(error)
             else:
-                again.sample()
+                again.left -= 1
 
     def _read(self, plan: BatchPlan) -> RawBatch:
         """Read as many samples as the plan has slots, or as are left; the first repeated plan restarts the stream."""

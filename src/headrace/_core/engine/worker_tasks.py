@@ -19,8 +19,7 @@ from headrace._core.failure import Failure, Stage
 from headrace._core.pool.worker import Plain
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
 from headrace._core.streams.kinds import propagate_epoch
-from headrace._core.streams.order import session_epoch
-from headrace._core.streams.resumable import State
+from headrace._core.streams.resumable import State, session_epoch
 from headrace._core.torchcompat.datapipes import divide_pipe, seed_pipe
 from headrace._core.torchcompat.private import become_worker, numpy_seed
 from headrace._core.transport.pickling import PickledPayload, format_error, picklable_error

@@ -16,8 +16,7 @@ from headrace._core.messages import Answer, Request
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.seeding import isolated_generators
 from headrace._core.streams.kinds import sample_key
-from headrace._core.streams.order import session_epoch
-from headrace._core.streams.resumable import State, warn_of_rereading
+from headrace._core.streams.resumable import State, session_epoch, warn_of_rereading
 
 P = ParamSpec("P")
 T = TypeVar("T")

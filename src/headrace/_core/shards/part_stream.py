@@ -11,11 +11,17 @@ from typing import ClassVar, TypeVar, cast
 from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
 from headrace._core.shards.division import Division, Readers, deal_parts, reader_of
 from headrace._core.shards.positions import Part, names_digest
-from headrace._core.streams.buffering import ShuffleBuffer, Split
 from headrace._core.streams.iterable_style import AsyncIterableDataset
-from headrace._core.streams.operators import EqualLength
-from headrace._core.streams.order import FollowsEpoch, Order
-from headrace._core.streams.resumable import ResumableIterator, State, expect_int, expect_list, expect_state
+from headrace._core.streams.operators import EqualLength, ShuffleBuffer, Split
+from headrace._core.streams.resumable import (
+    FollowsEpoch,
+    Order,
+    ResumableIterator,
+    State,
+    expect_int,
+    expect_list,
+    expect_state,
+)
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)

@@ -23,8 +23,9 @@ from headrace._core.eventloop.per_loop import Owner
 from headrace._core.ranks.rankinfo import reader_divides, reading_divided
 from headrace._core.streams.composition import Functions, apply_functions
 from headrace._core.streams.kinds import capabilities, children, walk_datasets
-from headrace._core.streams.resumable import ResumableIterator, State, expect_state, start_stream, warn_of_rereading
+from headrace._core.streams.resumable import start_stream
 from headrace._core.text import add_note
+from headrace._core.torchcompat.private import outside_workers
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -62,18 +63,26 @@ def read_blocking(dataset: Any, read: Callable[[], Awaitable[T]]) -> T:
 
 
 class SyncStream(Iterator[T_co], Generic[T_co]):
-    """An async stream, read from the background loop one sample at a time; `functions` run on the reading thread."""
+    """An async stream, read from the background loop one sample at a time.
 
-    def __init__(self, dataset: AsyncIterable[Any], functions: Functions = ()) -> None:
+    Args:
+        dataset: the stream.
+        functions: applied to each sample, on the reading thread.
+        whole: whether it yields all samples in a torch worker too, and not the worker's part.
+    """
+
+    def __init__(self, dataset: AsyncIterable[Any], functions: Functions = (), *, whole: bool = False) -> None:
         self._dataset = dataset
         self._functions = functions
+        self._place = outside_workers if whole else contextlib.nullcontext
         self._divided = reader_divides()  # a context variable of this thread
         # After `__aenter__`, if there is one: `__aiter__` may use resources that it opens.
-        self._stream: ResumableIterator[Any] | None = None if context_managers(dataset) else start_stream(dataset)
-        self._saved: State | None = None  # to be restored after `__aenter__`
+        with self._place():
+            self._stream = None if context_managers(dataset) else start_stream(dataset)
 
     def __next__(self) -> T_co:
-        sample = read_blocking(self._dataset, self._read)
+        with self._place():
+            sample = read_blocking(self._dataset, self._read)
         if sample is _END:
             raise StopIteration
         transformed: T_co = apply_functions(self._functions, sample)
@@ -83,31 +92,7 @@ class SyncStream(Iterator[T_co], Generic[T_co]):
         with reading_divided(self._divided):
             if self._stream is None:
                 self._stream = start_stream(self._dataset)
-                if self._saved is not None:
-                    self._stream.load_state_dict(self._saved)
             return await anext(self._stream, _END)
-
-    def state_dict(self) -> State:
-        """The position after the last sample, for `load_state_dict`; torchdata's `StatefulDataLoader` calls this."""
-
-        async def position() -> State | None:  # on the loop, where samples are read ahead
-            return self._saved if self._stream is None else self._stream.state_dict()
-
-        return {"stream": background_loop().run(position())}
-
-    def load_state_dict(self, state: State) -> None:
-        """Continue from a state; before the first sample.
-
-        Raises:
-            StateError: the state is of another stream, or damaged.
-        """
-        if "stream" in state and state["stream"] is None:
-            return
-        warn_of_rereading(state)
-        self._saved = expect_state(state, "stream")
-        if self._stream is not None:
-            with reading_divided(self._divided):
-                self._stream.load_state_dict(self._saved)
 
 
 def context_managers(dataset: object) -> list[object]:
@@ -125,53 +110,42 @@ def _is_dataset(part: object, nested: list[object]) -> bool:
     return any(part is held for holder in ours for held in children(holder))
 
 
-class _Entry:
+class _Entry(Owner[None]):
     """A dataset that is entered, or is being entered or exited."""
 
     def __init__(self, dataset: object) -> None:
         self.users = 0  # engines and blocking reads
         self.exiting = False
         self.dataset = dataset
-        self.owner: Owner[object] = Owner(_context_of(dataset), f"dataset {type(dataset).__name__}", self._end)
+        self._key = _key_of(dataset)
+        super().__init__(_context_of(dataset), f"dataset {type(dataset).__name__}", self._end)
 
     def _end(self) -> None:
-        if _entries.get(id(self.dataset)) is self:
-            del _entries[id(self.dataset)]
+        if _entries.get(self._key) is self:
+            del _entries[self._key]
 
 
-_entries: dict[int, _Entry] = {}
-_lock = threading.Lock()
+_entries: dict[tuple[int, int], _Entry] = {}
 
 
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.Lock()
-    _entries.clear()  # entered on loops of the parent
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+def _key_of(dataset: object) -> tuple[int, int]:
+    return os.getpid(), id(dataset)  # a forked child has entered nothing
 
 
 async def _enter(dataset: object) -> _Entry:
-    loop = asyncio.get_running_loop()
     while True:
-        with _lock:
-            entry = _entries.get(id(dataset))
-            if entry is None or entry.owner.loop.is_closed():
-                entry = _entries[id(dataset)] = _Entry(dataset)
-            elif entry.owner.loop is not loop:
-                raise RuntimeError(
-                    f"dataset {type(dataset).__name__} is in use on another event loop, for which its __aenter__ was "
-                    f"called. It was added to a loader's dataset after that loader had started: close() the loader, "
-                    f"or give it its own copy of the dataset; or open connections by headrace.per_loop, which works on "
-                    f"several loops."
-                )
-            if not entry.exiting:
-                entry.users += 1
-                break
-        await asyncio.wait([entry.owner.task])
-    return entry
+        entry = _entries.get(_key_of(dataset))
+        if entry is None or entry.loop.is_closed():
+            entry = _entries[_key_of(dataset)] = _Entry(dataset)
+        elif entry.loop is not asyncio.get_running_loop():
+            raise RuntimeError(
+                f"dataset {type(dataset).__name__} was entered on another event loop: close() the loader of that, "
+                f"or open connections by headrace.per_loop, which works on several loops"
+            )
+        if not entry.exiting:
+            entry.users += 1
+            return entry
+        await asyncio.wait([entry.task])
 
 
 class EnteredDatasets:
@@ -192,30 +166,27 @@ class EnteredDatasets:
         managers = context_managers(dataset)
         for manager in managers:
             entry = next((entry for entry in self._entries if entry.dataset is manager), None)
-            if entry is None or entry.owner.task.done():
+            if entry is None or entry.task.done():
                 entry = await _enter(manager)
                 self._entries.append(entry)
-            await asyncio.shield(entry.owner.opened)
+            await asyncio.shield(entry.opened)
         return bool(managers)
 
     async def exit(self, deadline: float) -> None:
         """Exit the datasets that have no other user, in reverse order, within `deadline` seconds."""
-        until = asyncio.get_running_loop().time() + deadline
-        for entry in self._released():
-            if not entry.users and not entry.owner.task.done():
+        now = asyncio.get_running_loop().time
+        until = now() + deadline
+        for entry in self.release():
+            if not entry.users and not entry.task.done():
                 entry.exiting = True
-                await entry.owner.close(max(0.0, until - asyncio.get_running_loop().time()))
+                await entry.close(max(0.0, until - now()))
 
-    def release(self) -> None:
-        """Release the datasets without exiting them."""
-        for _ in self._released():
-            pass
-
-    def _released(self) -> Iterator[_Entry]:
-        while self._entries:
-            entry = self._entries.pop()
+    def release(self) -> list[_Entry]:
+        """Release the datasets without exiting them; returns their entries, the last one first."""
+        released, self._entries = self._entries[::-1], []
+        for entry in released:
             entry.users -= 1
-            yield entry
+        return released
 
 
 @contextlib.asynccontextmanager

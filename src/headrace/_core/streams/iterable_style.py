@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch.utils.data import IterableDataset
 
 from headrace._core.ranks.distributed import RankChoice, Remainder, check_remainder, undivided
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.blocking import SyncStream
-from headrace._core.streams.buffering import Pipe, ShuffleBuffer, Split
 from headrace._core.streams.composition import ConcatComposition, MapComposition, plan
 from headrace._core.streams.kinds import check_times, propagate_epoch
 from headrace._core.streams.operation import InContext
-from headrace._core.streams.operators import Concat, Mix, Repeat, Stop, Take
-from headrace._core.streams.order import FollowsEpoch
-from headrace._core.streams.resumable import start_stream
+from headrace._core.streams.operators import Concat, Pipe, Repeat, ShuffleBuffer, Split, Take
+from headrace._core.streams.resumable import FollowsEpoch, start_stream
 from headrace._core.streams.steps import Step, Steps
 from headrace._core.text import dataset_repr, function_name
 
@@ -46,7 +44,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
 
     def map(self, fn: Callable[[T_co], U]) -> AsyncIterableDataset[U]:
         """This stream with `fn` applied to each sample, in the loader's CPU workers; the same as its `transform`."""
-        return MappedIterableDataset(self, fn)
+        return MappedStream(self, fn)
 
     def filter(self, fn: Callable[[T_co], object]) -> AsyncIterableDataset[T_co]:
         """The samples of this stream for which ``fn(sample)`` is true.
@@ -83,7 +81,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """
         if times is not None:
             check_times(times)
-        return OperatedStream(self, Repeat, times)
+        return OperatedStream(self, Repeat, times=times)
 
     def take(self, count: int) -> AsyncIterableDataset[T_co]:
         """The first `count` samples of this stream, or all if it has fewer; of each rank, if split over ranks.
@@ -93,7 +91,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """
         if count < 0:
             raise ValueError(f"count={count} must not be negative")
-        return OperatedStream(self, Take, count)
+        return OperatedStream(self, Take, count=count)
 
     def shuffle(self, buffer_size: int, seed: int = 0) -> AsyncIterableDataset[T_co]:
         """This stream in another order at each epoch: each window of `buffer_size` samples is permuted.
@@ -117,7 +115,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """
         if buffer_size < 1:
             raise ValueError(f"buffer_size={buffer_size} must be at least 1")
-        return ShuffledStream(self, buffer_size, seed)
+        return OperatedStream(self, ShuffleBuffer, buffer_size=buffer_size, seed=seed)
 
     def split(
         self, *, rank: int | None = None, world_size: int | None = None, remainder: Remainder = "drop"
@@ -178,21 +176,21 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """
         if not callable(function):
             raise TypeError(f"function must be an async generator function, but got {function!r}")
-        return OperatedStream(self, Pipe, function)
+        return OperatedStream(self, Pipe, function=function)
 
     def __iter__(self) -> Iterator[T_co]:
         return SyncStream(*plan(self))
 
 
 class _SteppedStream(AsyncIterableDataset[T_co]):
-    """A stream with a function applied to each sample.
+    """A stream with a function applied to each sample, or with the samples for which a predicate holds.
 
     A loader applies the last functions of the expression together with `transform`; those before another operation, in
     its workers before batching.
     """
 
-    is_filter = False
-    """Whether the function is a predicate."""
+    step: ClassVar[str]
+    """``"map"`` or ``"filter"``."""
 
     same_by_lanes = True
     """Whether it does the same to a part of the shards as to all of them."""
@@ -202,14 +200,14 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
         self.fn = fn
 
     def __repr__(self) -> str:
-        return f"{dataset_repr(self.dataset)}.{'filter' if self.is_filter else 'map'}({function_name(self.fn)})"
+        return f"{dataset_repr(self.dataset)}.{self.step}({function_name(self.fn)})"
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Read, and apply adjacent functions in one request."""
         steps: list[Step] = []
         dataset: Any = self
         while isinstance(dataset, _SteppedStream):
-            steps.append(Step(dataset.fn, dataset.is_filter))
+            steps.append(Step(dataset.fn, dataset.step == "filter"))
             dataset = dataset.dataset
         return Steps(dataset, tuple(reversed(steps)))
 
@@ -217,8 +215,10 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
         propagate_epoch(self.dataset, epoch)
 
 
-class MappedIterableDataset(MapComposition, _SteppedStream[T_co]):
+class MappedStream(MapComposition, _SteppedStream[T_co]):
     """An async stream with a function applied to each sample; made by `AsyncIterableDataset.map`."""
+
+    step = "map"
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -227,48 +227,40 @@ class MappedIterableDataset(MapComposition, _SteppedStream[T_co]):
 class FilteredStream(_SteppedStream[T_co]):
     """The samples of a stream for which a predicate holds; made by `filter`."""
 
-    is_filter = True
+    step = "filter"
 
 
 class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
-    """An operation on one stream.
+    """An operation on one stream or several.
 
     Args:
-        dataset: the stream.
-        operator: the class of its iterators, a `StreamOperation`, made of the stream and `options`.
-        options: of the operation.
+        dataset: the stream, or a tuple of streams.
+        operator: the class of its iterators, a `StreamOperation`, made of `dataset` and `options`.
+        options: of the operation; in place of a `seed` it gets the `order` of the epoch.
     """
 
-    def __init__(self, dataset: Any, operator: Any, *options: Any) -> None:
+    def __init__(self, dataset: Any, operator: Any, **options: Any) -> None:
         self.dataset = dataset
         self._operator = operator
         self._options = options
 
     def __repr__(self) -> str:
-        shown = [function_name(one) if callable(one) else repr(one) for one in self._options if one is not None]
-        return f"{dataset_repr(self.dataset)}.{self._operator.operation}({', '.join(shown)})"
+        shown = [f"{name}={function_name(one) if callable(one) else repr(one)}" for name, one in self._options.items()]
+        if not isinstance(self.dataset, tuple):
+            return f"{dataset_repr(self.dataset)}.{self._operator.operation}({', '.join(shown)})"
+        parts = ", ".join(map(dataset_repr, self.dataset))
+        return f"{self._operator.operation}([{parts}], {', '.join(shown)})"
 
     @property
     def same_by_lanes(self) -> bool:
         return bool(self._operator.same_by_lanes)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        iterator: AsyncIterator[T_co] = self._operator(self.dataset, *self._options)
+        options = dict(self._options)
+        if "seed" in options:
+            options["order"] = self._order_for(options.pop("seed"))
+        iterator: AsyncIterator[T_co] = self._operator(self.dataset, **options)
         return iterator
-
-
-class ShuffledStream(OperatedStream[T_co]):
-    """A stream whose samples are permuted in windows of a buffer's size; made by `shuffle`."""
-
-    def __init__(self, dataset: Any, buffer_size: int, seed: int) -> None:
-        super().__init__(dataset, ShuffleBuffer, buffer_size, seed)
-
-    def __repr__(self) -> str:
-        return f"{dataset_repr(self.dataset)}.shuffle({self._options[0]}, seed={self._options[1]})"
-
-    def __aiter__(self) -> AsyncIterator[T_co]:
-        buffer_size, seed = self._options
-        return ShuffleBuffer(self.dataset, buffer_size, self._order_for(seed))
 
 
 class SplitStream(OperatedStream[T_co]):
@@ -283,12 +275,9 @@ class SplitStream(OperatedStream[T_co]):
 
     def __init__(self, dataset: Any, ranks: RankChoice, remainder: Remainder) -> None:
         check_remainder(remainder)
-        super().__init__(dataset, Split, remainder)
+        super().__init__(dataset, Split, remainder=remainder)
         self._ranks = ranks
-        self._remainder: Remainder = remainder
-
-    def __repr__(self) -> str:
-        return f"{dataset_repr(self.dataset)}.split(remainder={self._remainder!r})"
+        self._remainder = remainder
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         shard = self._ranks.shard().in_worker()
@@ -311,20 +300,3 @@ class ConcatenatedStreams(ConcatComposition, AsyncIterableDataset[object]):
 
     def __aiter__(self) -> AsyncIterator[object]:
         return Concat(self.sources, numbered=self.numbered)
-
-
-class MixedStreams(FollowsEpoch, AsyncIterableDataset[object]):
-    """Samples drawn from several streams by weight; made by `headrace.mix`."""
-
-    def __init__(self, datasets: Sequence[object], weights: Sequence[float], seed: int, stop: Stop) -> None:
-        self.sources = tuple(datasets)
-        self._weights = tuple(weights)
-        self._seed = seed
-        self._stop = stop
-
-    def __repr__(self) -> str:
-        datasets = ", ".join(map(dataset_repr, self.sources))
-        return f"mix([{datasets}], {list(self._weights)}, seed={self._seed}, stop={self._stop!r})"
-
-    def __aiter__(self) -> AsyncIterator[object]:
-        return Mix(self.sources, self._weights, self._order_for(self._seed), self._stop)

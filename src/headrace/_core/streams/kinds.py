@@ -64,8 +64,7 @@ class Capabilities(NamedTuple):
 
 def capabilities(dataset: object) -> Capabilities:
     """The capabilities of a dataset or sampler; a class whose instances differ defines `_capabilities`."""
-    of_instance = getattr(type(dataset), "_capabilities", None)
-    found: Capabilities = capabilities_by_methods(dataset) if of_instance is None else of_instance(dataset)
+    found: Capabilities = getattr(type(dataset), "_capabilities", capabilities_by_methods)(dataset)
     return found
 
 
@@ -171,30 +170,21 @@ def _is_dataset(value: Any) -> bool:
     return can.is_async or can.set_epoch
 
 
-def walk_datasets(dataset: Any) -> Iterator[Any]:
+def walk_datasets(dataset: Any, visited: set[int] | None = None) -> Iterator[Any]:
     """A dataset and all datasets in its attributes, each once, parts before the dataset that holds them.
 
     Example:
         >>> from torch.utils.data import ConcatDataset, Subset
-        >>> from headrace import AsyncDataset
-        >>> class Numbers(AsyncDataset):
-        ...     def __init__(self, count): self.count = count
-        ...     def __len__(self): return self.count
-        ...     async def aget(self, index): return index
-        >>> inner = Numbers(4)
-        >>> [type(part).__name__ for part in walk_datasets(ConcatDataset([inner, Subset(inner, [0])]))]
-        ['Numbers', 'Subset', 'ConcatDataset']
+        >>> inner = [1, 2]
+        >>> [type(part).__name__ for part in walk_datasets(ConcatDataset([Subset(inner, [0]), Subset(inner, [1])]))]
+        ['Subset', 'Subset', 'ConcatDataset']
     """
-    yield from _walk(dataset, set())
-
-
-def _walk(dataset: Any, visited: set[int]) -> Iterator[Any]:
-    if id(dataset) in visited:
-        return
-    visited.add(id(dataset))
-    for part in children(dataset):
-        yield from _walk(part, visited)
-    yield dataset
+    visited = set() if visited is None else visited
+    if id(dataset) not in visited:
+        visited.add(id(dataset))
+        for part in children(dataset):
+            yield from walk_datasets(part, visited)
+        yield dataset
 
 
 def translates_epochs(dataset: Any) -> bool:

@@ -15,16 +15,15 @@ from typing import Any, TypeVar, cast, get_args
 
 from headrace._core.ranks.distributed import Remainder, ShardOptions, current_lane
 from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
-from headrace._core.streams.buffering import Split
 from headrace._core.streams.kinds import walk_datasets
 from headrace._core.streams.operation import InContext, StreamOperation
+from headrace._core.streams.operators import Split
 from headrace._core.streams.resumable import (
     ResumableIterator,
     State,
     expect_int,
     expect_list,
     is_stateful,
-    name_of,
     start_stream,
 )
 from headrace.errors import StateError
@@ -66,7 +65,7 @@ def divided_state(states: Sequence[State], ranks: int, new: ShardOptions, remain
     group = new.index % groups
     share = [new.index // groups, new.count // groups]
     numbers = list(range(group, len(states), groups))
-    inner: State = {
+    readers: State = {
         "operation": _Readers.operation,
         "world_size": ranks,
         "lanes": len(states) // ranks,
@@ -75,10 +74,9 @@ def divided_state(states: Sequence[State], ranks: int, new: ShardOptions, remain
         "ended": [False] * len(numbers),
         "readers": [states[number] for number in numbers],
     }
-    if share[1] > 1:
-        inner = {"operation": Split.operation, "world_size": share[1], "ended": False, "inner": inner}
-        inner |= {"given": 0, "errors": 0}
+    inner: State = {"operation": Split.operation, "world_size": share[1], "ended": False, "inner": readers}
     policy = "pad" if remainder == "repeat" else remainder  # the first samples were given out before
+    inner |= {"given": 0, "errors": 0}
     return {"operation": Merged.operation, "share": share, "remainder": policy, "inner": inner}
 
 
@@ -100,8 +98,7 @@ class Merged(StreamOperation[object]):
     def __init__(self, dataset: AsyncIterable[object], share: ShardOptions, remainder: Remainder) -> None:
         self._share = [share.index, share.count]
         self._remainder = remainder
-        readers = _Readers(dataset)
-        super().__init__(readers if share.count == 1 else Split(lambda: readers, share, remainder))
+        super().__init__(Split(lambda: _Readers(dataset), share, remainder))
 
 
 class _Readers(StreamOperation[object]):
@@ -154,13 +151,4 @@ class _Readers(StreamOperation[object]):
 
 def _copied(dataset: AsyncIterable[T]) -> AsyncIterable[T]:
     """The dataset for one more reader: a copy, if users' datasets in it have a state, which is of one reader alone."""
-    stateful = next(filter(is_stateful, walk_datasets(dataset)), None)
-    if stateful is None:
-        return dataset
-    try:
-        return copy.deepcopy(dataset)
-    except Exception as error:  # user code
-        raise StateError(
-            f"{name_of(stateful)} has a state_dict, so that the streams of several ranks are read from copies of it; "
-            f"but it cannot be copied: {error!r}. Give state_dict and load_state_dict to its iterator instead."
-        ) from error
+    return copy.deepcopy(dataset) if any(map(is_stateful, walk_datasets(dataset))) else dataset

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterable, Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 from headrace._core.ranks.rankinfo import bound
-from headrace._core.streams.order import Order
 from headrace._core.streams.resumable import (
+    Order,
     Reread,
     ResumableIterator,
     State,
@@ -42,13 +42,6 @@ class StreamOperation(ResumableIterator[T]):
 
     Args:
         source: the stream, or its iterator; None to start it later.
-
-    Example:
-        >>> class EverySecond(StreamOperation[T]):
-        ...     operation = "every second"
-        ...     options = ("offset",)
-        ...     fields = (("read", int),)
-        ...     streams = ("inner",)
     """
 
     operation: ClassVar[str]
@@ -75,12 +68,7 @@ class StreamOperation(ResumableIterator[T]):
         return sample
 
     def _open(self, number: int, state: State) -> ResumableIterator[Any]:
-        """Start a stream that the state to be loaded is in the midst of; the fields are restored already.
-
-        Args:
-            number: of the stream in a list; else 0.
-            state: of the stream.
-        """
+        """Start the stream (`number` of a list) that a state is in the midst of; the fields are restored already."""
         raise StateError("the state is damaged: it is in the midst of a stream that there is not")
 
     def _restored(self) -> None:
@@ -107,27 +95,22 @@ class StreamOperation(ResumableIterator[T]):
             for name in self.options:
                 expect_same(state, name, getattr(self, f"_{name}"))
             for name, kind in self.fields:
-                attribute = f"_{name}"
-                setattr(self, attribute, _restored_value(state, name, kind, getattr(self, attribute)))
+                setattr(self, f"_{name}", _restored_value(state, name, kind, getattr(self, f"_{name}")))
             self._restored()
             for name in self.streams:
-                self._restore_streams(state, name)
-
-    def _restore_streams(self, state: State, name: str) -> None:
-        present = getattr(self, f"_{name}")
-        if type(present) is list:
-            for number, saved in enumerate(expect_list(state, name, length=len(present) or None)):
-                with in_state_of(f"part {number}"):
-                    inner = expect_state({name: saved}, name)
-                    if number == len(present):
-                        present.append(self._open(number, inner))
-                    present[number].load_state_dict(inner)
-        elif present is not None or state.get(name) is not None:
-            inner = expect_state(state, name)
-            if present is None:
-                present = self._open(0, inner)
-                setattr(self, f"_{name}", present)
-            present.load_state_dict(inner)
+                present = getattr(self, f"_{name}")
+                if type(present) is list:
+                    for number, saved in enumerate(expect_list(state, name, length=len(present) or None)):
+                        with in_state_of(f"part {number}"):
+                            inner = expect_state({name: saved}, name)
+                            if number == len(present):
+                                present.append(self._open(number, inner))
+                            present[number].load_state_dict(inner)
+                elif present is not None or state.get(name) is not None:
+                    inner = expect_state(state, name)
+                    stream = self._open(0, inner) if present is None else present
+                    setattr(self, f"_{name}", stream)
+                    stream.load_state_dict(inner)
 
     async def aclose(self) -> None:
         self._closed = True
@@ -143,10 +126,9 @@ def _restored_value(state: State, name: str, kind: object, present: Any) -> obje
     if kind is bool:
         return expect_bool(state, name)
     if kind is Order:
-        order: Order = present
         saved = expect_state(state, name)
-        expect_same(saved, "seed", order.seed)
-        return order._replace(epoch=expect_int(saved, "epoch"), repetition=expect_int(saved, "repetition"))
+        expect_same(saved, "seed", present.seed)
+        return present._replace(epoch=expect_int(saved, "epoch"), repetition=expect_int(saved, "repetition"))
     (kind,) = cast("list[object]", kind)
     values = expect_list(state, name, length=len(present) or None)
     return [_restored_value({name: value}, name, kind, None) for value in values]
@@ -177,18 +159,12 @@ async def read_again(iterator: ResumableIterator[T], first: int | None) -> list[
     return list(kept)
 
 
-def snapshot(take: Callable[[], State]) -> Callable[[], State]:
+def snapshot(take: Callable[[], State]) -> State | Exception:
     """The position now; an error of a user's `state_dict` is raised when the position is asked for."""
     try:
-        state = take()
+        return take()
     except Exception as error:  # user code; reading goes on
-        failure = error
-
-        def failed() -> State:
-            raise failure
-
-        return failed
-    return lambda: state
+        return error
 
 
 class Mark(NamedTuple):
@@ -196,7 +172,7 @@ class Mark(NamedTuple):
 
     given: int
     errors: int
-    position: Callable[[], State]
+    position: State | Exception
 
 
 class ReplayOperation(StreamOperation[T]):
@@ -211,11 +187,12 @@ class ReplayOperation(StreamOperation[T]):
     def __init__(self, source: AsyncIterable[Any]) -> None:
         super().__init__(source)
         self._ended = False
-        self._mark: Mark | None = None
+        self._read = 0  # samples and errors of the stream
         self._given = 0  # samples and errors, since the start or the restored position
         self._errors = 0  # of those
+        self._mark: Mark | None = None
         self._reread = Reread()
-        self._saved: State | None = None  # the state while samples are read again
+        self._saved: State = {}  # the state while samples are read again
 
     async def __anext__(self) -> T:
         reread = self._reread
@@ -236,9 +213,10 @@ class ReplayOperation(StreamOperation[T]):
                     except StopAsyncIteration:
                         self._ended = True
                         continue
-                    except Exception:  # of user code
-                        self._skip()
+                    except Exception:  # of user code; in place of a sample
+                        self._read += 1
                         raise
+                    self._read += 1
                     sample = self._put(sample)
                     if sample is NOTHING:
                         continue
@@ -257,21 +235,23 @@ class ReplayOperation(StreamOperation[T]):
                 if not reread.left:
                     given: T = sample
                     return given
-                reread.sample()
+                reread.left -= 1
 
     def state_dict(self) -> State:
-        if self._reread.left and self._saved is not None:
+        if self._reread.left:
             return self._saved
         self._mark = self._latest_mark()
         given, errors, position = self._mark
-        return {**position(), "given": self._given - given, "errors": self._errors - errors}
+        if isinstance(position, Exception):
+            raise position
+        return {**position, "given": self._given - given, "errors": self._errors - errors}
 
     def load_state_dict(self, state: State) -> None:
         check_operation(state, self.operation, repr(self.operation))
         self._reread = Reread(expect_int(state, "given"), expect_int(state, "errors"))
         super().load_state_dict(state)
         self._saved = state
-        self._mark = Mark(0, 0, lambda: {**state})
+        self._mark = Mark(0, 0, state)
 
     def _new_mark(self) -> Mark:
         return Mark(self._given, self._errors, snapshot(self._exact_state))
@@ -291,9 +271,6 @@ class ReplayOperation(StreamOperation[T]):
     def _put(self, sample: Any) -> Any:
         """Take the stream's next sample; returns the one to give, or `NOTHING`."""
         raise NotImplementedError  # not called where `_rest` reads the stream
-
-    def _skip(self) -> None:
-        """Note an error of the stream in place of its next sample; it is raised."""
 
     async def _rest(self) -> T:
         """The next sample after the end of the stream."""

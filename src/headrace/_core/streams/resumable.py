@@ -1,4 +1,7 @@
-"""The position of a stream's iterator as a state that can be saved, and iterators that continue from one."""
+"""The position of a stream's iterator as a state that can be saved, and iterators that continue from one.
+
+Also the epoch that a stream is read in, the order that follows from it, and the seeds of the functions in it.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,18 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import warnings
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
-from typing import Protocol, TypeGuard, TypeVar, cast, runtime_checkable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import NamedTuple, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
-from headrace._core.streams.kinds import has_method
-from headrace._core.streams.order import StreamSeeds, seeds_of, spawn_key, stream_seeds
+from headrace._core.ranks.rankinfo import bound
+from headrace._core.seeding import batch_seed
+from headrace._core.streams.kinds import children, has_method, propagate_epoch
 from headrace._core.text import add_note, dataset_repr, users_stacklevel
 from headrace.errors import StateError
 
@@ -37,28 +44,105 @@ class Stateful(Protocol):
 
 def is_stateful(part: object) -> TypeGuard[Stateful]:
     """As `isinstance` with `Stateful`, which takes 2 µs; False for a `state_dict` with arguments, as litdata's."""
-    if not (has_method(part, "state_dict") and has_method(part, "load_state_dict")):
-        return False
-    return not _needs_arguments(type(part))  # type: ignore[arg-type]  # mypy takes the __hash__ of the type's instances
-
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = has_method(part, "state_dict") and has_method(part, "load_state_dict")
+    return named and _has_state_without_arguments(type(part))  # type: ignore[arg-type]  # mypy takes its __hash__
 
 
 @functools.lru_cache(maxsize=256)
-def _needs_arguments(kind: type) -> bool:
-    try:
-        _, *parameters = inspect.signature(kind.state_dict).parameters.values()  # type: ignore[attr-defined]
-    except (AttributeError, TypeError, ValueError):  # an attribute of the instance, a static method, a builtin
-        return False
-    return any(each.default is each.empty and each.kind not in _VARIADIC for each in parameters)
+def _has_state_without_arguments(kind: type) -> bool:
+    with contextlib.suppress(AttributeError, ValueError):  # an attribute of the instance, a builtin
+        try:
+            inspect.signature(kind.state_dict).bind(None)  # type: ignore[attr-defined]
+        except TypeError:
+            return False
+    return True
+
+
+session_epoch: ContextVar[int | None] = ContextVar("headrace_epoch", default=None)
+"""The epoch of the loader that the running code reads for."""
+
+counted_epoch: ContextVar[int | None] = ContextVar("headrace_counted_epoch", default=None)
+"""The epoch whose length a loader asks for; None: that of `set_epoch`, which may be the one before."""
+
+current_repetition: ContextVar[int] = ContextVar("headrace_repetition", default=0)
+"""A number that differs for each repetition of a stream within one epoch; 0 for the first."""
+
+
+class Order(NamedTuple):
+    """The order of a stream in one pass, by the user's seed; `number` distinguishes several orders of one stream."""
+
+    seed: int
+    epoch: int
+    repetition: int
+    number: int = 0
+
+    def key(self) -> int:
+        """The seed of the order's random generator."""
+        derived = batch_seed(self.seed, self.epoch, self.number)
+        return batch_seed(derived, self.repetition, 0) if self.repetition else derived
+
+
+class FollowsEpoch:
+    """A stream whose order differs from epoch to epoch.
+
+    The epoch is the one passed to `set_epoch`; without a call (the stream is made inside a generator function, say)
+    that of the loader that reads the stream; without a loader 0.
+    """
+
+    wants_epoch = True
+    """Loaders call `set_epoch` before each epoch."""
+
+    _epoch: int | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next epoch, of the streams inside, too; loaders call this."""
+        self._epoch = epoch
+        for part in children(self):
+            propagate_epoch(part, epoch)
+
+    def _current_epoch(self) -> int:
+        counted = counted_epoch.get()
+        if counted is not None:
+            return counted
+        return self._epoch if self._epoch is not None else session_epoch.get() or 0
+
+    def _order_for(self, seed: int) -> Order:
+        return Order(seed, self._current_epoch(), current_repetition.get())
+
+
+# The place of a stream in its composition decides its seeds, and not the order in which streams happen to start: a
+# restored stream has the seeds that it had. Keys are spawned as by NumPy's `SeedSequence`: each composition takes one,
+# and derives its children's from that.
+
+stream_seeds: ContextVar[Iterator[int] | None] = ContextVar("headrace_stream_seeds", default=None)
+"""The keys of the streams that start now; None without a loader."""
+
+
+def keys_within(key: int) -> Iterator[int]:
+    """Keys for the streams that start within the place that has `key`, in the order in which they start."""
+    return (batch_seed(key, 0, number) for number in itertools.count())
+
+
+def spawn_key() -> int | None:
+    """The key of the stream that starts now; None without a loader."""
+    keys = stream_seeds.get()
+    return None if keys is None else next(keys)
+
+
+def child_seeds(key: int | None, child: int) -> AbstractContextManager[None]:
+    """Start a child of the stream that has a key; again with the same number, it gets the same seeds."""
+    return seeds_of(None if key is None else keys_within(batch_seed(key, 1, child)))
+
+
+def seeds_of(keys: Iterator[int] | None) -> AbstractContextManager[None]:
+    """Start streams with `keys`; no change if there are none."""
+    return contextlib.nullcontext() if keys is None else bound(stream_seeds, keys)
 
 
 class ResumableIterator(AsyncIterator[T_co]):
-    """An async iterator whose position can be saved and restored.
+    """An async iterator whose position can be saved: after the last sample, or error, that `anext` gave.
 
-    The position is that after the last sample, or error, that `anext` gave; samples read ahead are read again. A
-    `state_dict` also works after the end, after `aclose`, and after a cancelled `anext`.
+    Samples read ahead are read again. It can be saved after the end, after `aclose`, and after a cancelled `anext` too.
     """
 
     @abstractmethod
@@ -86,7 +170,7 @@ def start_stream(dataset: AsyncIterable[T]) -> ResumableIterator[T]:
     if isinstance(dataset, ResumableIterator):
         return dataset
     key = spawn_key()
-    seeds = None if key is None else StreamSeeds(key)
+    seeds = None if key is None else keys_within(key)
     with seeds_of(seeds):
         iterator = aiter(dataset)
     return iterator if isinstance(iterator, ResumableIterator) else _UserIterator(dataset, iterator, key, seeds)
@@ -100,11 +184,7 @@ async def close_iterator(iterator: object) -> None:
 
 
 class UserState:
-    """The state of a user's dataset and of its iterator, sync or async.
-
-    Args:
-        dataset: the dataset.
-    """
+    """The state of a user's dataset and of its iterator, sync or async."""
 
     def __init__(self, dataset: object) -> None:
         self._dataset = dataset
@@ -119,7 +199,7 @@ class UserState:
         for name, part in (("dataset", self._dataset), ("iterator", iterator)):
             # A dataset that is its own iterator may have a state only from `iter()` on.
             if is_stateful(part) and (name == "iterator" or part is not iterator):
-                state[name] = _copied(part.state_dict())
+                state[name] = copy.deepcopy(part.state_dict())
         if len(state) == 1 and read:
             state["read_again"] = self._name
         return state
@@ -128,31 +208,20 @@ class UserState:
         """An iterator made by `start` from a state, and the number of samples to read again and drop."""
         check_operation(state, None, self._name)
         read = expect_int(state, "read")
-        saved = [name for name in ("dataset", "iterator") if name in state]
         self.restore_dataset(state)
         iterator = start()
-        if "iterator" in saved:
-            self._load(iterator, state["iterator"])
-        return iterator, 0 if saved else read
+        self._load(iterator, state, "iterator")
+        return iterator, 0 if "iterator" in state or "dataset" in state else read
 
     def restore_dataset(self, state: State) -> None:
         """Restore the dataset alone, if the state has one of it."""
-        if "dataset" in state:
-            self._load(self._dataset, state["dataset"])
+        self._load(self._dataset, state, "dataset")
 
-    def _load(self, part: object, state: object) -> None:
-        if not is_stateful(part):
-            raise StateError(f"the state has one of {type(part).__name__}, which has no load_state_dict now")
-        part.load_state_dict(cast(State, copy.deepcopy(state)))
-
-
-_IMMUTABLE = frozenset({int, str, float, bool, bytes, type(None)})
-
-
-def _copied(state: State) -> State:
-    """A deep copy; 3 µs faster where there is little to copy."""
-    plain = type(state) is dict and _IMMUTABLE.issuperset(map(type, state.values()))
-    return state.copy() if plain else copy.deepcopy(state)
+    def _load(self, part: object, state: State, name: str) -> None:
+        if name in state:
+            if not is_stateful(part):
+                raise StateError(f"the state has one of {type(part).__name__}, which has no load_state_dict now")
+            part.load_state_dict(cast(State, copy.deepcopy(state[name])))
 
 
 def state_of_dataset(state: Mapping[str, object]) -> State | None:
@@ -182,25 +251,16 @@ class Reread:
         errors: how many of them were errors; others would be new ones.
 
     Attributes:
-        left: how many are not read yet.
+        left: how many are not read yet; the reader counts samples.
     """
 
     def __init__(self, count: int = 0, errors: int = 0) -> None:
-        self.left = count
-        self._count = count
+        self.left = self._count = count
         self._errors = errors
         self._failed: StateError | None = None
 
-    def sample(self) -> None:
-        """Count a sample that was read again."""
-        self.left = max(0, self.left - 1)
-
     def error(self, error: Exception) -> None:
-        """Count an error.
-
-        Raises:
-            StateError: there was a sample in its place.
-        """
+        """Count an error; raises `StateError` if there was a sample in its place."""
         if isinstance(error, StateError):
             raise error
         if not self._errors:
@@ -228,13 +288,12 @@ class Reread:
 
 class _UserIterator(ResumableIterator[T]):
     def __init__(
-        self, dataset: AsyncIterable[T], iterator: AsyncIterator[T], key: int | None, seeds: StreamSeeds | None
+        self, dataset: AsyncIterable[T], iterator: AsyncIterator[T], key: int | None, seeds: Iterator[int] | None
     ) -> None:
         self._dataset = dataset
         self._state = UserState(dataset)
         self._iterator = iterator
-        self._key = key
-        self._seeds = seeds
+        self._key, self._seeds = key, seeds
         self._read = 0
         self._errors = 0  # of those read
         self._reread = Reread()
@@ -260,35 +319,33 @@ class _UserIterator(ResumableIterator[T]):
 
     async def _read_again(self) -> None:
         replaced, self._replaced = self._replaced, None
-        if replaced is not None:
-            await close_iterator(replaced)
-        self._reread.check()
-        while self._reread.left:
+        await close_iterator(replaced)
+        again = self._reread
+        again.check()
+        while again.left:
             try:
                 await anext(self._iterator)
             except StopAsyncIteration:
-                self._reread.fail(name_of(self._dataset))
+                again.fail(name_of(self._dataset))
             except Exception as error:  # of user code
-                self._reread.error(error)
+                again.error(error)
             else:
-                self._reread.sample()
+                again.left -= 1
 
     def state_dict(self) -> State:
         return {**self._state.of(self._iterator, self._read), "errors": self._errors}
 
     def load_state_dict(self, state: State) -> None:
-        replaced = self._iterator
-        self._seeds = None if self._key is None else StreamSeeds(self._key)
+        self._replaced = self._iterator
+        self._seeds = None if self._key is None else keys_within(self._key)
         with seeds_of(self._seeds):
             self._iterator, count = self._state.restore(state, lambda: aiter(self._dataset))
-        self._errors = expect_int(state, "errors")
+        self._read, self._errors = expect_int(state, "read"), expect_int(state, "errors")
         self._reread = Reread(count, self._errors)
-        self._replaced = replaced
-        self._read = expect_int(state, "read")
 
     async def aclose(self) -> None:
-        for iterator in (self._replaced, self._iterator):
-            await close_iterator(iterator)
+        await close_iterator(self._replaced)
+        await close_iterator(self._iterator)
 
 
 def warn_of_rereading(state: object) -> None:
@@ -358,8 +415,8 @@ def expect_int(state: Mapping[str, object], name: str, *, least: int = 0, most: 
     """The int `name` of a state, from `least` to `most`."""
     value = cast(int, _expect(state, name, int, f"an int of at least {least}"))
     if value < least or (most is not None and value > most):
-        bounds = f"an int of at least {least}" if value < least else f"at most {most}"
-        raise StateError(f"the state is damaged: {name!r} must be {bounds}, but is {value!r}")
+        upper = "" if most is None else f" and at most {most}"
+        raise StateError(f"the state is damaged: {name!r} must be at least {least}{upper}, but is {value!r}")
     return value
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
-from headrace._core.streams.operation import NOTHING, Mark, ReplayOperation
+from headrace._core.streams.operation import NOTHING, Mark, ReplayOperation, snapshot
 from headrace._core.streams.resumable import State, close_iterator
 from headrace._core.text import add_note
 
@@ -74,19 +74,19 @@ def apply_steps(
 
 
 class _Chunk(NamedTuple):
-    """Samples in one request; `position` before them, if it was noted."""
+    """Samples in one request, and the position before them, if it is known."""
 
-    outcomes: asyncio.Future[list[object]]
+    outcomes: asyncio.Task[list[object]]
     size: int
-    position: Callable[[], State] | None
+    position: State | Exception | None
 
 
 class Steps(ReplayOperation[Any]):
     """A stream with steps applied.
 
     In a loader one task reads ahead, and sends chunks of the samples that arrived while earlier chunks were in
-    progress. The position that is saved is one of those noted for each `CHUNK` samples; the outcomes given since are
-    computed again after a restore, with the same seeds, and dropped.
+    progress. The position that is saved is that before a chunk; the outcomes given of it are computed again after a
+    restore, with the same seeds, and dropped.
     """
 
     operation = "map, filter"
@@ -95,16 +95,15 @@ class Steps(ReplayOperation[Any]):
     def __init__(self, source: AsyncIterable[object], steps: tuple[Step, ...]) -> None:
         super().__init__(source)
         self._steps = steps
-        self._read = 0  # samples and errors
         prepare, parallel = compute.get() or (None, 0)
         self._run = None if prepare is None else prepare(steps)
         self._limit = parallel + 1  # chunks in flight
-        self._sent = 0  # of those read
         self._held = 0  # samples read whose outcomes are not received
-        self._buffer: deque[object] = deque()  # samples that are not sent yet
-        self._noted: deque[tuple[int, Callable[[], State]]] = deque()  # positions in it, by the number read before
+        self._chunk: list[object] = []  # samples that are not sent yet; an error is the last
+        self._first = 0  # number of its first sample
+        self._position: State | Exception | None = None  # before it; None if it is not known
         self._chunks: deque[_Chunk] = deque()  # in order
-        self._in_flight: set[asyncio.Future[list[object]]] = set()
+        self._in_flight: set[asyncio.Task[list[object]]] = set()
         self._outcomes: deque[object] = deque()
         self._reader: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -113,55 +112,40 @@ class Steps(ReplayOperation[Any]):
         self._ended = self._run is not None  # a task reads the stream
 
     def _put(self, sample: object) -> object:
-        self._read += 1
         outcome = apply_steps(self._steps, sample)
         if type(outcome) is Raised:
             raise outcome.error
         return outcome
 
-    def _skip(self) -> None:
-        self._read += 1
-
     async def _rest(self) -> object:
         if self._run is not None and self._reader is None:
             self._reader = asyncio.get_running_loop().create_task(self._read_ahead())
-        if not (self._outcomes or (self._reader is not None and await self._receive())):
-            raise StopAsyncIteration
+        while not self._outcomes:
+            if self._closed or self._reader is None or (self._read_all and not (self._chunks or self._chunk)):
+                raise StopAsyncIteration
+            if self._chunks:
+                await asyncio.wait((self._chunks[0].outcomes,))  # loses nothing when it is cancelled
+                if not self._closed:
+                    self._mark = self._latest_mark()
+                    chunk = self._chunks.popleft()
+                    self._outcomes.extend(chunk.outcomes.result())
+                    self._held -= chunk.size
+                    self._has_room.set()
+            else:
+                self._changed.clear()
+                await self._changed.wait()
         outcome = self._outcomes.popleft()
         if type(outcome) is Raised:
             raise outcome.error
         return outcome
 
-    async def _receive(self) -> bool:
-        """Wait for outcomes; returns whether there are any."""
-        while not self._outcomes:
-            if self._chunks:
-                chunk = self._chunks[0]
-                await asyncio.wait((chunk.outcomes,))  # loses nothing when it is cancelled
-                if self._closed:
-                    return False
-                self._mark = self._latest_mark()
-                self._chunks.popleft()
-                self._outcomes.extend(chunk.outcomes.result())
-                self._held -= chunk.size
-                self._has_room.set()
-            elif self._closed or (self._read_all and not self._buffer):
-                return False
-            else:
-                self._changed.clear()
-                await self._changed.wait()
-        return True
-
     async def _read_ahead(self) -> None:
-        noted = self._read
         try:
             while True:
-                while self._held >= CHUNK * self._limit:
+                while self._held >= CHUNK * self._limit or self._is_full():
                     self._has_room.clear()
                     await self._has_room.wait()
-                if self._read >= noted + CHUNK:
-                    noted = self._read
-                    self._noted.append((noted, self._new_mark().position))
+                position = None if self._chunk else snapshot(self._exact_state)
                 sample: object
                 try:
                     sample = await anext(self._inner)
@@ -171,39 +155,39 @@ class Steps(ReplayOperation[Any]):
                     if self._closed:
                         raise
                     sample = Raised(as_exception(error))
-                    noted = -CHUNK  # an error may not be raised when it is read again: the next position is noted
+                if not self._chunk:
+                    self._first, self._position = self._read, position
                 self._held += 1
                 self._read += 1
-                self._buffer.append(sample)
+                self._chunk.append(sample)
                 self._send()
         finally:
             self._read_all = True
             self._changed.set()
             await close_iterator(self._inner)
 
-    def _send(self, *_done: object) -> None:
-        loop = asyncio.get_running_loop()
-        while self._buffer and len(self._in_flight) < self._limit and not self._closed:
-            position = self._noted.popleft()[1] if self._noted and self._noted[0][0] == self._sent else None
-            most = min(CHUNK, self._noted[0][0] - self._sent) if self._noted else CHUNK
-            chunk: list[object] = list(itertools.islice(itertools.takewhile(_is_sample, self._buffer), most))
-            if chunk:
-                future: asyncio.Future[list[object]] = loop.create_task(self._outcomes_of(chunk, self._sent))
-                self._in_flight.add(future)
-                future.add_done_callback(self._in_flight.discard)
-                future.add_done_callback(self._send)
-            else:  # an error of the stream itself
-                chunk = [self._buffer[0]]
-                future = loop.create_future()
-                future.set_result(chunk)
-            self._chunks.append(_Chunk(future, len(chunk), position))
-            self._sent += len(chunk)
-            for _ in chunk:
-                self._buffer.popleft()
-            self._changed.set()
+    def _is_full(self) -> bool:
+        """Whether the next sample belongs to another chunk, before which the position is saved."""
+        chunk = self._chunk
+        return len(chunk) >= CHUNK or (bool(chunk) and (self._position is None or type(chunk[-1]) is Raised))
 
-    async def _outcomes_of(self, chunk: Sequence[object], position: int) -> list[object]:
+    def _send(self, *_done: object) -> None:
+        """Send the samples that have arrived, unless there are enough requests."""
+        if not self._chunk or len(self._in_flight) >= self._limit or self._closed:
+            return
+        task = asyncio.get_running_loop().create_task(self._outcomes_of(self._chunk, self._first))
+        self._in_flight.add(task)
+        task.add_done_callback(self._in_flight.discard)
+        task.add_done_callback(self._send)
+        self._chunks.append(_Chunk(task, len(self._chunk), self._position))
+        self._chunk = []
+        self._changed.set()
+        self._has_room.set()
+
+    async def _outcomes_of(self, chunk: list[object], position: int) -> list[object]:
         assert self._run is not None
+        if type(chunk[-1]) is Raised:  # an error of the stream itself
+            return [*(await self._outcomes_of(chunk[:-1], position) if chunk[1:] else ()), chunk[-1]]
         try:
             return await self._run(chunk, position)
         except asyncio.CancelledError:
@@ -222,9 +206,6 @@ class Steps(ReplayOperation[Any]):
             return Mark(self._given, self._errors, self._chunks[0].position)
         return self._mark
 
-    def _restored(self) -> None:
-        self._sent = self._read
-
     async def aclose(self) -> None:
         """Cancel pending requests, and close the stream."""
         self._closed = True
@@ -232,10 +213,6 @@ class Steps(ReplayOperation[Any]):
         if self._reader is None:
             await super().aclose()
             return
-        await end_all([self._reader, *self._in_flight])  # type: ignore[list-item]  # all of them are tasks
+        await end_all([self._reader, *self._in_flight])
         if not self._reader.cancelled() and (error := self._reader.exception()) is not None:
             raise error
-
-
-def _is_sample(entry: object) -> bool:
-    return type(entry) is not Raised

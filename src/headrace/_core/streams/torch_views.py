@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -25,8 +25,6 @@ from headrace._core.streams.composition import Composition, Functions, RowFuncti
 from headrace._core.streams.iterable_style import ConcatenatedStreams
 from headrace._core.streams.kinds import Capabilities, DatasetKind, capabilities, fetch_all, kind_of, sample_key
 from headrace._core.streams.map_style import AsyncDataset, IndexedParts
-from headrace._core.streams.resumable import State
-from headrace._core.torchcompat.private import outside_workers
 
 
 def unwrap(dataset: object) -> tuple[object, Functions]:
@@ -34,14 +32,34 @@ def unwrap(dataset: object) -> tuple[object, Functions]:
     return plan(as_async(dataset))
 
 
-def as_async(dataset: object) -> object:
+def as_async(dataset: Any) -> Any:
     """An async dataset with the samples of a torch composition of async datasets; any other dataset itself.
 
     Only torch's own classes are replaced: a subclass may do more in `__getitem__`.
     """
-    replacement = _COMPOSITIONS.get(type(dataset))
-    view = None if replacement is None else replacement(dataset)
-    return dataset if view is None else view
+    kind = type(dataset)
+    if kind is ChainDataset:
+        parts = dataset.datasets  # an iterator may be consumed by torch alone
+        if not isinstance(parts, Sequence) or not all(isinstance(part, IterableDataset) for part in parts):
+            return dataset
+        sources = list(map(as_async, parts))
+        return ConcatenatedStreams(sources) if sources and all(capabilities(one).aiter for one in sources) else dataset
+    if kind not in (Subset, ConcatDataset, StackDataset):
+        return dataset
+    parts = [dataset.dataset] if kind is Subset else dataset.datasets
+    sources = list(map(as_async, parts.values() if isinstance(parts, dict) else parts))
+    if not all(capabilities(source).aget for source in sources):
+        return dataset
+    if kind is Subset:
+        return SubsetView(dataset, sources)
+    if kind is ConcatDataset:
+        return IndexedParts(sources)
+    rows = StackedParts(sources)
+    return rows.map(functools.partial(_named, [*parts])) if isinstance(parts, dict) else rows
+
+
+def _named(names: Sequence[str], row: Sequence[object]) -> dict[str, object]:
+    return dict(zip(names, row, strict=True))
 
 
 def require_async(datasets: Sequence[object]) -> tuple[list[object], bool]:
@@ -62,53 +80,6 @@ def require_async(datasets: Sequence[object]) -> tuple[list[object], bool]:
     if len(kinds) > 1:
         raise TypeError("map-style datasets and streams cannot be combined")
     return found, next(iter(kinds)).is_iterable
-
-
-def _subset(dataset: Subset[object]) -> object:
-    sources = _async_parts([dataset.dataset])
-    return None if sources is None else SubsetView(dataset, sources)
-
-
-def _concatenated(dataset: ConcatDataset[object]) -> object:
-    sources = _async_parts(dataset.datasets)
-    return None if sources is None else IndexedParts(sources)
-
-
-def _stacked(dataset: StackDataset[Any]) -> object:
-    parts = dataset.datasets
-    if not isinstance(parts, dict):
-        sources = _async_parts(parts)
-        return None if sources is None else StackedParts(sources)
-    sources = _async_parts(parts.values())
-    return None if sources is None else StackedParts(sources).map(functools.partial(_named, [*parts]))
-
-
-def _named(names: Sequence[str], row: Sequence[object]) -> dict[str, object]:
-    return dict(zip(names, row, strict=True))
-
-
-def _chained(dataset: ChainDataset) -> object:
-    if not isinstance(dataset.datasets, Sequence):
-        return None  # an iterator, which only torch may consume
-    sources = [as_async(part) for part in dataset.datasets]
-    are_streams = all(isinstance(part, IterableDataset) for part in dataset.datasets)
-    if not (sources and are_streams and all(capabilities(source).aiter for source in sources)):
-        return None
-    return ConcatenatedStreams(sources)
-
-
-_COMPOSITIONS: dict[type, Callable[[Any], object]] = {
-    Subset: _subset,
-    ConcatDataset: _concatenated,
-    StackDataset: _stacked,
-    ChainDataset: _chained,
-}
-
-
-def _async_parts(datasets: Iterable[object]) -> list[object] | None:
-    """The parts of a map-style composition; None unless all of them have `aget`."""
-    sources = list(map(as_async, datasets))
-    return sources if all(capabilities(source).aget for source in sources) else None
 
 
 class SubsetView(IndexedParts):
@@ -229,28 +200,12 @@ class _StreamAdapter(_Adapter, IterableDataset[object]):
             if _splits_over_workers(stream):
                 return SyncStream(*plan(stream))
             worker = get_worker_info()
-            return _OnlyReader(*plan(stream)) if worker is None or worker.id == 0 else iter(())
+            return SyncStream(*plan(stream), whole=True) if worker is None or worker.id == 0 else iter(())
 
 
 class _SizedStreamAdapter(_StreamAdapter):
     def __len__(self) -> int:
         return len(self._adapted)
-
-
-class _OnlyReader(SyncStream[object]):
-    """Hides the torch worker from a stream, so that the stream yields all samples and not a worker's part."""
-
-    def __init__(self, source: Any, functions: Functions) -> None:
-        with outside_workers():
-            super().__init__(source, functions)
-
-    def __next__(self) -> object:
-        with outside_workers():
-            return super().__next__()
-
-    def load_state_dict(self, state: State) -> None:
-        with outside_workers():
-            super().load_state_dict(state)
 
 
 def _splits_over_workers(stream: Any) -> bool:

@@ -157,7 +157,7 @@ def test_mix_ends_with_the_first_stream_or_with_all():
     assert every[0] > 1
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_stream_without_a_sample_is_left_out_of_a_mix_that_ends_with_all(seed):
     rejected = stream(*range(9)).filter(lambda number: False)
     for parts in (
@@ -193,8 +193,7 @@ def test_stream_whose_second_pass_is_empty_is_left_out_of_a_mix():
 # Ranks
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 7])
-@pytest.mark.parametrize("length", [0, 1, 5, 6, 7, 20])
+@pytest.mark.parametrize(("world_size", "length"), [(2, 0), (2, 7), (3, 1), (3, 6), (7, 5), (7, 20)])
 @pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
 def test_split_gives_every_rank_the_same_number(world_size, length, policy):
     whole = stream(*range(length))

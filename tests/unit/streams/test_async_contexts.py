@@ -206,7 +206,6 @@ AROUND_STREAM = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "placement": "process"}], ids=["thread", "process"])
 @pytest.mark.parametrize(
     ("kind", "around"),
     [(Rows, around) for around in AROUND_ROWS.values()]
@@ -214,8 +213,8 @@ AROUND_STREAM = {
     + [(Duck, Holder)],
     ids=[*AROUND_ROWS, *(f"{name} of a stream" for name in AROUND_STREAM), "duck"],
 )
-def test_dataset_inside_others_is_entered(diary, kind, around, options):
-    with hr.DataLoader(around(kind(diary)), batch_size=4, **options) as loader:
+def test_dataset_inside_others_is_entered(diary, kind, around):
+    with hr.DataLoader(around(kind(diary)), batch_size=4) as loader:
         assert samples_of(loader) == list(range(8))
         assert samples_of(loader) == list(range(8))
     assert diary.read() == ONCE

@@ -8,7 +8,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 import headrace as hr
 from headrace._core.streams.kinds import propagate_epoch
 
-PLACES = [("thread", 0), ("thread", 2), ("process", 0), ("process", 2)]
+PLACES = [("thread", 0), ("process", 2)]
 
 
 async def numbers():
@@ -122,10 +122,9 @@ def lines(folder):
 LENGTHS = [10, 10, 13, 11, 7, 10]  # batches of two, by epoch
 
 
-@pytest.mark.parametrize("placement", ["thread", "process"])
 @pytest.mark.parametrize("wrapped", [lambda stream: stream, lambda stream: stream.map(str)], ids=["itself", "map"])
-def test_length_before_an_iteration_is_that_of_the_epoch_it_begins(rank_of_two, placement, wrapped):
-    with hr.DataLoader(wrapped(lines(rank_of_two)), 2, placement=placement) as loader:
+def test_length_before_an_iteration_is_that_of_the_epoch_it_begins(rank_of_two, wrapped):
+    with hr.DataLoader(wrapped(lines(rank_of_two)), 2) as loader:
         assert [(len(loader), len(list(loader))) for _ in LENGTHS] == [(length, length) for length in LENGTHS]
 
 

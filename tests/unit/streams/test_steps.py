@@ -21,12 +21,10 @@ WHERE = pytest.mark.parametrize(
     "options",
     [
         {"num_workers": 0},
-        {"num_workers": 0, "placement": "process"},
         {"num_workers": 2},
-        {"num_workers": 2, "placement": "thread"},
         {"num_workers": 2, "executor": "thread", "placement": "thread"},
     ],
-    ids=["0", "0-process", "2-process", "2-thread", "threads"],
+    ids=["consumer's thread", "workers", "threads"],
 )
 
 
@@ -108,50 +106,6 @@ def test_map_below_a_filter_comes_first_and_map_above_it_last(options):
     assert list(stream) == expected
 
 
-@pytest.mark.parametrize(
-    "around",
-    [
-        lambda s: s.shuffle(8),
-        lambda s: s.take(100),
-        lambda s: hr.concat([s, s]).take(60),
-        lambda s: hr.mix([s, s], [1, 1]),
-        lambda s: s.split(rank=0, world_size=1),
-        lambda s: s.pipe(in_pairs),
-        lambda s: s.repeat(2),
-        lambda s: hr.batch_by_tokens(s, 1000, length=lambda sample: 1),
-    ],
-    ids=["shuffle", "take", "concat", "mix", "split", "pipe", "repeat", "tokens"],
-)
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_functions_of_users_never_run_on_the_fetch_loop(around, num_workers):
-    """Also functions of `map` with other operations around it."""
-
-    def where(_):
-        return os.getpid(), threading.get_ident()
-
-    class Loop(hr.AsyncIterableDataset):
-        async def __aiter__(self):
-            for _ in range(60):
-                yield os.getpid(), threading.get_ident()
-
-    def ran(sample):
-        return sample, where(sample), None
-
-    def kept(sample):
-        loop, mapped, _ = sample
-        return loop != mapped and where(sample) != loop
-
-    inner = Loop().map(ran).filter(kept).map(lambda sample: (*sample[:2], where(sample)))
-    with hr.DataLoader(around(inner), batch_size=None, num_workers=num_workers, collate_fn=list) as loader:
-        batches = list(loader)
-    assert batches
-    samples = [batch for batch in batches if len(batch) == 3] or list(itertools.chain.from_iterable(batches))
-    for loop, *others in samples:
-        assert all(other != loop for other in others)
-        if num_workers:
-            assert all(other[0] != loop[0] for other in others), "in another process"
-
-
 @WHERE
 def test_error_of_a_predicate_is_raised_in_order_and_later_samples_follow(options):
     def check(sample):
@@ -160,7 +114,7 @@ def test_error_of_a_predicate_is_raised_in_order_and_later_samples_follow(option
         return True
 
     with hr.DataLoader(Count(40).filter(check), batch_size=None, collate_fn=int, **options) as loader:
-        batches, came = iter(loader), []
+        batches = iter(loader)
         assert list(itertools.islice(batches, 25)) == list(range(25))
         with pytest.raises(Mine, match="no") as caught:
             next(batches)
@@ -169,7 +123,6 @@ def test_error_of_a_predicate_is_raised_in_order_and_later_samples_follow(option
         assert "in filter(" in notes
         assert "check), before batching" in notes
         assert list(batches) == list(range(26, 40))
-        assert came == []
 
 
 @WHERE
@@ -231,7 +184,7 @@ def test_unpicklable_result_loses_no_other_sample():
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_workers": 0}, {"num_workers": 0, "placement": "process"}, {"num_workers": 2}, {"num_workers": 3}]
+    "options", [{"num_workers": 0}, {"num_workers": 0, "placement": "process"}, {"num_workers": 3}]
 )
 def test_random_predicates_are_the_same_for_every_number_of_workers(options):
     stream = (
@@ -288,7 +241,6 @@ def test_interrupted_predicate_is_called_again_for_the_same_samples():
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_stream_is_read_no_further_ahead_than_the_bound(num_workers):
     reads = []
-    release = asyncio.Event()
 
     class Feed(hr.AsyncIterableDataset):
         async def __aiter__(self):
@@ -302,7 +254,6 @@ def test_stream_is_read_no_further_ahead_than_the_bound(num_workers):
         for _ in range(20):
             next(batches)
         assert max(reads) < 20 + 10 + 4 * CHUNK
-    assert not release.is_set()
 
 
 def test_live_feed_delivers_a_sample_before_the_next_arrives():
@@ -486,8 +437,6 @@ def test_wrong_numbers_of_times_are_errors(times, error):
 
 def test_abandoned_wait_before_batching_loses_nothing():
     async def scenario():
-        more = asyncio.Event()
-
         class Feed(hr.AsyncIterableDataset):
             async def __aiter__(self):
                 yield 0
@@ -504,6 +453,5 @@ def test_abandoned_wait_before_batching_loses_nothing():
                     await anext(batches)
             proceed.set()
             assert int(await anext(batches)) == 1
-        assert not more.is_set()
 
     asyncio.run(scenario())

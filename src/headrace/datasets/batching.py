@@ -64,7 +64,8 @@ def batch_by_tokens(
     if not is_stream:
         raise TypeError("batch_by_tokens() is for streams, but got a map-style dataset")
     options = {"max_tokens": max_tokens, "length": length, "boundaries": tuple(boundaries), "padded": padded}
-    return OperatedStream(stream, _TokenBatchIterator, **options, drop_last=drop_last)
+    shown = f"batch_by_tokens({{}}, {max_tokens})"
+    return OperatedStream(stream, shown, _TokenBatchIterator, **options, drop_last=drop_last)
 
 
 class _TokenBatchIterator(ReplayOperation[list[object]]):

@@ -81,7 +81,8 @@ def mix(datasets: Sequence[object], weights: Sequence[float], *, seed: int = 0, 
         raise ValueError(f"weights={list(weights)!r} must be {len(datasets)} numbers above zero")
     if stop not in ("first", "all"):
         raise ValueError(f"stop={stop!r} must be 'first' or 'all'")
-    return OperatedStream(tuple(datasets), Mix, weights=tuple(weights), stop=stop, seed=seed)
+    shown = f"mix({{}}, {list(weights)}, seed={seed}, stop={stop!r})"
+    return OperatedStream(tuple(datasets), shown, Mix, weights=tuple(weights), stop=stop, seed=seed)
 
 
 def from_async_iterable(make: Callable[[], AsyncIterable[T]]) -> AsyncIterableDataset[T]:

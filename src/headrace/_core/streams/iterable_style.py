@@ -81,7 +81,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """
         if times is not None:
             check_times(times)
-        return OperatedStream(self, Repeat, times=times)
+        return OperatedStream(self, f"{{}}.repeat({'' if times is None else times})", Repeat, times=times)
 
     def take(self, count: int) -> AsyncIterableDataset[T_co]:
         """The first `count` samples of this stream, or all if it has fewer; of each rank, if split over ranks.
@@ -91,7 +91,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """
         if count < 0:
             raise ValueError(f"count={count} must not be negative")
-        return OperatedStream(self, Take, count=count)
+        return OperatedStream(self, f"{{}}.take({count})", Take, count=count)
 
     def shuffle(self, buffer_size: int, seed: int = 0) -> AsyncIterableDataset[T_co]:
         """This stream in another order at each epoch: each window of `buffer_size` samples is permuted.
@@ -115,7 +115,8 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """
         if buffer_size < 1:
             raise ValueError(f"buffer_size={buffer_size} must be at least 1")
-        return OperatedStream(self, ShuffleBuffer, buffer_size=buffer_size, seed=seed)
+        shown = f"{{}}.shuffle({buffer_size}, seed={seed})"
+        return OperatedStream(self, shown, ShuffleBuffer, buffer_size=buffer_size, seed=seed)
 
     def split(
         self, *, rank: int | None = None, world_size: int | None = None, remainder: Remainder = "drop"
@@ -176,7 +177,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """
         if not callable(function):
             raise TypeError(f"function must be an async generator function, but got {function!r}")
-        return OperatedStream(self, Pipe, function=function)
+        return OperatedStream(self, f"{{}}.pipe({function_name(function)})", Pipe, function=function)
 
     def __iter__(self) -> Iterator[T_co]:
         return SyncStream(*plan(self))
@@ -235,21 +236,21 @@ class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     Args:
         dataset: the stream, or a tuple of streams.
+        shown: its repr, with ``{}`` in place of that of `dataset`.
         operator: the class of its iterators, a `StreamOperation`, made of `dataset` and `options`.
         options: of the operation; in place of a `seed` it gets the `order` of the epoch.
     """
 
-    def __init__(self, dataset: Any, operator: Any, **options: Any) -> None:
+    def __init__(self, dataset: Any, shown: str, operator: Any, **options: Any) -> None:
         self.dataset = dataset
+        self._shown = shown
         self._operator = operator
         self._options = options
 
     def __repr__(self) -> str:
-        shown = [f"{name}={function_name(one) if callable(one) else repr(one)}" for name, one in self._options.items()]
-        if not isinstance(self.dataset, tuple):
-            return f"{dataset_repr(self.dataset)}.{self._operator.operation}({', '.join(shown)})"
-        parts = ", ".join(map(dataset_repr, self.dataset))
-        return f"{self._operator.operation}([{parts}], {', '.join(shown)})"
+        if isinstance(self.dataset, tuple):
+            return self._shown.format(f"[{', '.join(map(dataset_repr, self.dataset))}]")
+        return self._shown.format(dataset_repr(self.dataset))
 
     @property
     def same_by_lanes(self) -> bool:
@@ -275,7 +276,7 @@ class SplitStream(OperatedStream[T_co]):
 
     def __init__(self, dataset: Any, ranks: RankChoice, remainder: Remainder) -> None:
         check_remainder(remainder)
-        super().__init__(dataset, Split, remainder=remainder)
+        super().__init__(dataset, f"{{}}.split(remainder={remainder!r})", Split)
         self._ranks = ranks
         self._remainder = remainder
 

@@ -26,7 +26,6 @@ class DatasetKind(enum.Enum):
 
     @property
     def is_async(self) -> bool:
-        """Whether samples are fetched on the engine's loop."""
         return self in (DatasetKind.ASYNC_MAP, DatasetKind.ASYNC_ITERABLE)
 
     @property
@@ -36,30 +35,15 @@ class DatasetKind(enum.Enum):
 
 
 class Capabilities(NamedTuple):
-    """The methods of a dataset that a loader may use.
-
-    Attributes:
-        aget: one sample by its index.
-        agets: a batch of samples by one call.
-        ranges: samples are byte ranges, so that neighbours are read by one request; see `RangedDataset`.
-        cached_reads: byte ranges may be on a local disk; see `RangedDataset.cached_reads`.
-        aiter: a stream, read with `async for`.
-        set_epoch: an epoch's number for the order of samples.
-        sample_key: a name of a sample for error messages.
-    """
+    """The methods of a dataset that a loader may use."""
 
     aget: bool = False
     agets: bool = False
-    ranges: bool = False
-    cached_reads: bool = False
+    ranges: bool = False  # samples are byte ranges, so that neighbours are read by one request; see `RangedDataset`
+    cached_reads: bool = False  # byte ranges may be on a local disk; see `RangedDataset.cached_reads`
     aiter: bool = False
     set_epoch: bool = False
     sample_key: bool = False
-
-    @property
-    def is_async(self) -> bool:
-        """Whether samples are fetched on the engine's loop."""
-        return self.aget or self.aiter
 
 
 def capabilities(dataset: object) -> Capabilities:
@@ -79,7 +63,7 @@ def capabilities_by_methods(dataset: object) -> Capabilities:
 
 
 def has_method(part: object, name: str) -> bool:
-    """Whether an object has a method; its `__getattr__` may give None for every name, or raise any error."""
+    """Whether an object has a method; its `__getattr__` may raise any error."""
     try:
         return callable(getattr(part, name, None))
     except Exception:  # user code
@@ -167,7 +151,7 @@ def _is_dataset(value: Any) -> bool:
     if isinstance(value, Dataset | Sampler):
         return True
     can = capabilities(value)
-    return can.is_async or can.set_epoch
+    return can.aget or can.aiter or can.set_epoch
 
 
 def walk_datasets(dataset: Any, visited: set[int] | None = None) -> Iterator[Any]:
@@ -203,7 +187,8 @@ def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False) -> None
         only_wanted: leave out torch datasets and samplers without ``wants_epoch = True``.
     """
     for follower in _epoch_followers(part, set()):
-        if not only_wanted or getattr(follower, "wants_epoch", capabilities(follower).is_async):
+        can = capabilities(follower)
+        if not only_wanted or getattr(follower, "wants_epoch", can.aget or can.aiter):
             follower.set_epoch(epoch)
 
 

@@ -35,11 +35,9 @@ State = dict[str, object]
 class Stateful(Protocol):
     """A user's dataset, iterator or sampler with a state of its own, as for torchdata's `StatefulDataLoader`."""
 
-    def state_dict(self) -> State:
-        """The state after the samples given out so far."""
+    def state_dict(self) -> State: ...
 
-    def load_state_dict(self, state_dict: State) -> None:
-        """Continue from a state."""
+    def load_state_dict(self, state_dict: State) -> None: ...
 
 
 def is_stateful(part: object) -> TypeGuard[Stateful]:
@@ -147,7 +145,7 @@ class ResumableIterator(AsyncIterator[T_co]):
 
     @abstractmethod
     def state_dict(self) -> State:
-        """The position, as JSON values; its size grows with the shards that are open, not with those read."""
+        """The position; its size grows with the shards that are open, not with those read."""
 
     @abstractmethod
     def load_state_dict(self, state: State) -> None:
@@ -177,7 +175,7 @@ def start_stream(dataset: AsyncIterable[T]) -> ResumableIterator[T]:
 
 
 async def close_iterator(iterator: object) -> None:
-    """Call an iterator's `aclose`, if it has one."""
+    """Close an iterator that can be closed."""
     close = getattr(iterator, "aclose", None)
     if close is not None:
         await close()

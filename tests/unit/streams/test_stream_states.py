@@ -505,7 +505,7 @@ def test_sample_that_cannot_be_read_again_ends_the_restored_stream(operation):
 
     async def run():
         iterator = in_a_loader(operation(Count(20, 1)))
-        await outcomes(iterator, 3)
+        await outcomes(iterator, 5)  # in the midst of what is held, or of a request
         state = saved(iterator)
         await iterator.aclose()
         restored = in_a_loader(operation(Count(20, 1, bad=range(20))))
@@ -524,7 +524,7 @@ def test_sample_that_cannot_be_read_again_ends_the_restored_stream(operation):
 def test_stream_that_has_become_shorter_is_an_error(operation):
     async def run():
         iterator = in_a_loader(operation(Count(20, 1)))
-        await outcomes(iterator, 3)
+        await outcomes(iterator, 5)  # in the midst of what is held, or of a request
         state = saved(iterator)
         await iterator.aclose()
         restored = in_a_loader(operation(Count(2, 1)))

@@ -115,7 +115,7 @@ def test_restored_epoch_survives_a_kill(case: Any, folder: str) -> None:
                 state, expected = loader.state_dict(), digest(iterator)
             with new(folder, engines=4) as loader, ignored_deaths():
                 loader.load_state_dict(state)
-                with pytest.warns(UserWarning, match=f"read by {lanes} engines? of 4, since its state was saved with"):
+                with pytest.warns(UserWarning, match=f"read by {lanes} of 4 engines, since its state was saved with"):
                     iterator = iter(loader)
                 engine = engines_of(loader)[0]
 

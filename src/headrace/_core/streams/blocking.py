@@ -53,11 +53,21 @@ atexit.register(_close_at_exit)  # at import: hooks run in reverse order, and en
 
 
 def read_blocking(dataset: Any, read: Callable[[], Awaitable[T]]) -> T:
-    """Await ``read()`` on the background loop, where `dataset` is entered first if it is a context manager."""
+    """Await ``read()`` on the background loop, where `dataset` is entered first if it is a context manager.
+
+    It stays entered for later reads, until an engine that reads it closes, or the loop ends.
+    """
 
     async def reading() -> T:
-        async with entered(dataset):
+        if _without_contexts.get(dataset):  # a walk over a thousand concatenated parts takes longer than reading
             return await read()
+        datasets = EnteredDatasets()
+        try:
+            if not await datasets.enter(dataset):
+                _without_contexts.set(dataset, True)
+            return await read()
+        finally:
+            datasets.release()
 
     return background_loop().run(reading())
 
@@ -187,24 +197,6 @@ class EnteredDatasets:
         for entry in released:
             entry.users -= 1
         return released
-
-
-@contextlib.asynccontextmanager
-async def entered(dataset: object) -> AsyncIterator[None]:
-    """Enter a dataset for a blocking read, and keep it entered for later ones.
-
-    It is exited when an engine that reads it closes, or at the end of the loop.
-    """
-    if _without_contexts.get(dataset):  # a walk over a thousand concatenated parts takes longer than reading a sample
-        yield
-        return
-    datasets = EnteredDatasets()
-    try:
-        if not await datasets.enter(dataset):
-            _without_contexts.set(dataset, True)
-        yield
-    finally:
-        datasets.release()
 
 
 @contextlib.asynccontextmanager

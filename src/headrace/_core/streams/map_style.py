@@ -151,19 +151,16 @@ class RangedDataset(AsyncDataset[T_co]):
         Raises:
             IndexError: an index is out of range.
         """
-        # Not an abstract method: the error is raised where it is used, with the remedy.
         raise NotImplementedError(f"{type(self).__name__} must define `def ranges(self, indices)`")
 
     async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
         """Read the bytes from `start` up to `stop` of an object; `index` is given if they are for one sample only."""
-        # Not an abstract method: the error is raised where it is used, with the remedy.
         raise NotImplementedError(
             f"{type(self).__name__} must define `async def read_range(self, number, start, stop)`"
         )
 
     def sample_of(self, index: Any, data: memoryview) -> T_co:
         """Make the sample at `index` of its bytes; copy what is kept, since `data` may be part of a larger buffer."""
-        # Not an abstract method: the error is raised where it is used, with the remedy.
         raise NotImplementedError(f"{type(self).__name__} must define `def sample_of(self, index, data)`")
 
     def samples_of(self, indices: Sequence[Any], data: Sequence[memoryview]) -> Sequence[T_co] | torch.Tensor:

@@ -5,6 +5,7 @@ It only imports. What a process makes once, a thread or a descriptor for example
 
 from __future__ import annotations
 
+import asyncio.coroutines
 import contextlib
 import gc
 import importlib
@@ -86,7 +87,6 @@ class _Child:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._ended = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -94,14 +94,15 @@ class _Child:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> None:
-        if self.returncode is None:
-            if not select.select([self._ended], [], [], timeout)[0]:
+        if self.returncode is not None:
+            return
+        with open(os.pidfd_open(self.pid)) as ended:
+            if not select.select([ended], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a zygote", timeout or 0.0)
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            os.close(self._ended)
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def kill(self) -> None:
-        signal.pidfd_send_signal(self._ended, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
 
 
 def fork_zygote() -> None:
@@ -113,7 +114,9 @@ def fork_zygote() -> None:
     control, theirs = socket.socketpair()
     if (pid := os.fork()) == 0:
         os.setpgid(0, 0)
-        warnings.simplefilter("ignore", ResourceWarning)  # -X dev is for the program, not for its zygote
+        # -X dev is for the program, and not for its engines and workers.
+        warnings.simplefilter("ignore", ResourceWarning)
+        asyncio.coroutines._is_debug_mode = bool  # type: ignore[attr-defined]
         os.closerange(3, theirs.fileno())
         os.closerange(theirs.fileno() + 1, 1024)
         zygote.main(theirs.detach())

@@ -99,13 +99,6 @@ def test_object_that_was_overwritten_by_one_of_the_same_length_is_an_object_chan
     assert (error.attempts, error.status) == (1, 412)
 
 
-def test_object_of_another_length_without_an_entity_tag_is_an_object_changed_error(kind):
-    kind.server.misbehave(Fault("bandwidth", rate=1e9, etag=False))
-    dataset = kind.dataset()
-    kind.server.put(kind.key, kind.data + b"more")
-    assert type(failure_of(dataset)) is hr.errors.ObjectChangedError
-
-
 def test_throttled_requests_are_retried_by_the_policy_of_the_store(kind):
     dataset = kind.dataset(retry=hr.RetryPolicy(max_attempts=3, initial_backoff=0.001))
     expected = samples(dataset)

@@ -177,7 +177,15 @@ class BlockShuffleSampler(RankSampler):
             raise ValueError(f"{shard.count} ranks must draw from the same order: give all of them the same seed=")
 
     def _order(self, epoch: int) -> Order:
-        self._warn_of_shared_blocks(self._shard().count)
+        ranks = self._shard().count
+        if self.blocks_at_once % ranks and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"blocks_at_once={self.blocks_at_once} is no multiple of {ranks} ranks: several ranks read each block. "
+                f"The order is right, but more is read; let blocks_at_once= be a multiple of the numbers of ranks.",
+                UserWarning,
+                stacklevel=3,
+            )
         if self.seed is not None:
             return BlockOrder(self._length, self.block_size, self.blocks_at_once, self.seed, epoch)
         restored = self._restored is not None
@@ -185,16 +193,6 @@ class BlockShuffleSampler(RankSampler):
             drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
             self._drawn = self._drawn if restored else drawn
         return BlockOrder(self._length, self.block_size, self.blocks_at_once, self._drawn, 0)
-
-    def _warn_of_shared_blocks(self, ranks: int) -> None:
-        if self.blocks_at_once % ranks and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"blocks_at_once={self.blocks_at_once} is no multiple of {ranks} ranks: several ranks read each block. "
-                f"The order is right, but more is read; let blocks_at_once= be a multiple of the numbers of ranks.",
-                UserWarning,
-                stacklevel=4,
-            )
 
     def state_dict(self) -> dict[str, object]:
         """The epoch and the cursor after the indices drawn so far, and without `seed` the seed that was drawn."""

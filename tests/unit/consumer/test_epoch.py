@@ -299,18 +299,6 @@ class FailingAtOnce(FailingNumbers):
         return [self.fails(index) for index in indices]
 
 
-class FailingTorchNumbers(TorchNumbers):
-    def __init__(self, length, fails):
-        super().__init__(length)
-        self.fails = fails
-
-    def __getitem__(self, index):
-        return self.fails(index)
-
-    def sample_key(self, index):
-        return f"key-{index}"
-
-
 class Collate:
     def __init__(self, fails):
         self.fails = fails
@@ -485,16 +473,6 @@ def test_no_batch_is_lost_to_ctrl_c_while_plans_are_drawn(at, placement):
             except StopIteration:
                 break
         assert (taken, interrupted) == ([*range(40)], 1)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("error", [Mine, StopIteration, StopAsyncIteration])
-def test_error_of_a_torch_dataset_has_its_location(num_workers, error):
-    with hr.DataLoader(FailingTorchNumbers(8, Fails(5, error)), batch_size=2, num_workers=num_workers) as loader:
-        first, second, caught, last = drain(iter(loader))
-        assert lists([first, second, last]) == [[0, 1], [2, 3], [6, 7]]
-        assert isinstance(caught, Mine if error is Mine else hr.errors.ControlFlowError)
-        assert "stage fetch, batch 2, index 5, key 'key-5'" in note_of(caught)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

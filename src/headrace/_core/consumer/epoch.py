@@ -35,7 +35,6 @@ from headrace._core.text import shorten_list
 from headrace._core.torchcompat.private import profiler_enabled
 from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import (
-    CoordinationError,
     DeadlockError,
     EngineDiedError,
     LoaderClosedError,
@@ -145,7 +144,9 @@ class Epoch:
         if step is WAIT:
             return WAIT
         if step is None:
-            self._end()
+            if agreement is not None:  # it has announced more
+                raise self._cut_short()
+            self._finish_epoch()
         self._next = None
         if agreement is not None:
             agreement.granted -= 1
@@ -292,14 +293,6 @@ class Epoch:
         self._session.send(TraceRequest(self._traced))
 
     # The end.
-
-    def _end(self) -> NoReturn:
-        """End the epoch; this rank has nothing left."""
-        if self._agreement is not None:  # it has announced more
-            error = CoordinationError("coordinated=True: fewer batches than were announced to the ranks: a bug")
-            self._stop(error)
-            raise error
-        self._finish_epoch()
 
     def _check_end(self) -> None:
         """Raise the error that ends this rank's epoch, if there is one; the other ranks then raise an error too."""

@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
 from headrace._core.engine.assemble import CONSUMER_CATCH, Assembler, SeededAssembler
 from headrace._core.engine.config import EngineConfig
-from headrace._core.engine.torch_readers import BatchReader, CannotStart, batch_reader
+from headrace._core.engine.worker_tasks import BatchReader, CannotStart, batch_reader
 from headrace._core.messages import Answer, Request
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.seeding import isolated_generators

@@ -22,6 +22,7 @@ from headrace.collate import collated, default_convert, destined, draws_nothing
 # handler there: Ctrl-C, or a SIGTERM that ends the job.
 CONSUMER_CATCH = (Exception, GeneratorExit, asyncio.CancelledError)
 
+Catch = type[BaseException] | tuple[type[BaseException], ...]
 Moment = tuple[float, float]  # by `time.perf_counter`, and the CPU time of the thread until then
 
 
@@ -42,7 +43,7 @@ class Assembler:
     collate: Callable[[Any], Any]
     batched: bool
     tolerance: Tolerance
-    catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException
+    catch: Catch = BaseException
 
     @property
     def runs_user_code(self) -> bool:

@@ -78,13 +78,13 @@ class EngineConfig(NamedTuple):
             return self
         options = self.options.copy()
         if options["concurrency"] != "auto":
-            options["concurrency"] = max(1, _part(options["concurrency"], engine, engines))
+            options["concurrency"] = max(1, _divided(options["concurrency"], engine, engines))
         if options["memory_budget"] is not None:
             options["memory_budget"] = max(1, options["memory_budget"] // engines)
         return self._replace(
             options=options,
-            num_workers=_part(self.num_workers, engine, engines),
-            first_worker=sum(_part(self.num_workers, before, engines) for before in range(engine)),
+            num_workers=_divided(self.num_workers, engine, engines),
+            first_worker=sum(_divided(self.num_workers, before, engines) for before in range(engine)),
             all_workers=self.num_workers,
             in_order=False,
             engines=engines,
@@ -160,7 +160,7 @@ class EngineConfig(NamedTuple):
         return ZygoteLauncher()
 
 
-def _part(number: int, engine: int, engines: int) -> int:
+def _divided(number: int, engine: int, engines: int) -> int:
     return number // engines + (engine < number % engines)
 
 

@@ -132,14 +132,6 @@ class Engine:
         await self.executor.close(deadline)
         return f"cancelled, and still running: {len(late)} epoch{'s' * (len(late) > 1)}" if late else None
 
-    def kill(self) -> None:
-        """End what can be ended when the loop no longer runs."""
-        self.executor.kill()
-
-    def release(self) -> None:
-        """Close the descriptors that `close` could not, once the loop is closed."""
-        self.executor.release()
-
     def make_stage(self, begin: SessionStart, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
         config, dataset, options = self.config, self.config.dataset, self.config.options
         if not config.kind.is_async:
@@ -238,7 +230,6 @@ class Session:
         self._blocked_before = self._watch.blocked_seconds
 
     def handle(self, message: Request) -> None:
-        """Do what the consumer asks for."""
         if isinstance(message, list):
             now = time.perf_counter()
             for plan in message:
@@ -397,7 +388,6 @@ class Session:
 
 
 def _single(error: BaseException) -> BaseException:
-    """The only error of a group, which is raised instead of the group."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

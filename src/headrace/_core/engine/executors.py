@@ -57,7 +57,6 @@ class ThreadExecutor:
         ]
 
     async def open(self) -> None:
-        """Start on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._running = len(self._threads)
         self._ended = asyncio.Event()
@@ -103,7 +102,7 @@ class ThreadExecutor:
             self._requests.put(None)
 
     def release(self) -> None:
-        """Do nothing: there are no descriptors."""
+        pass  # there are no descriptors
 
     def _work(self) -> None:
         provide_rank(self._rank)
@@ -183,7 +182,6 @@ class ProcessExecutor(Pool):
         raise answer.error
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
-        """As `ThreadExecutor.assemble`."""
         assert work is None or isinstance(work, SharedPickle)
         plan, pinned = raw.plan, raw.worker is not None
         if raw.stream_state is not None:

@@ -156,7 +156,6 @@ class FetcherPool(FetchStage):
 
     @property
     def _busy(self) -> int:
-        """Fetchers that are not parked."""
         return self._spawned - len(self._parked)
 
     def _submit(self, jobs: Iterable[Job], *, first: bool = False) -> None:
@@ -174,8 +173,7 @@ class FetcherPool(FetchStage):
             self._spawn(functools.partial(self._control, self._limit))
 
     def _count_timeout(self, error: BaseException) -> None:
-        """Count an error if it is a time-out, which is a sign of too many requests."""
-        if isinstance(error, TimeoutError):
+        if isinstance(error, TimeoutError):  # a sign of too many requests
             self._requests.throttle_events += 1
 
     def _resize(self, size: int) -> None:
@@ -213,7 +211,6 @@ class FetcherPool(FetchStage):
             await woken
 
     def _wake_one(self) -> None:
-        """Wake a parked fetcher, or spawn one."""
         if self._busy >= self._size:
             return
         if self._parked:
@@ -301,7 +298,6 @@ class SampleFetch(FetcherPool):
         return self._hedged.first(number, 0, functools.partial(self._aget, index))
 
     def on_result(self, batch: PartialBatch, slot: int, sample: object) -> bool:
-        """Put a sample into its batch, and deliver the batch when it is complete."""
         batch.samples[slot] = sample
         batch.missing -= 1
         if batch.missing:
@@ -344,7 +340,6 @@ class BatchFetch(FetcherPool):
         self._submit(((PartialBatch(plan), 0, list(plan.indices)),))
 
     def on_result(self, batch: PartialBatch, _slot: int, result: Any) -> bool:
-        """Deliver a batch."""
         wanted = len(batch.plan.indices)
         try:
             samples = [result] if isinstance(result, Failure) else list(result)

@@ -88,7 +88,6 @@ class MemoryBudget:
         return True
 
     def on_fetched(self, number: int) -> None:
-        """Note that all samples of a batch have arrived."""
         self._fetched.add(number)
         self.on_consumed(self._consumed)
 

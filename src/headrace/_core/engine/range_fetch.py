@@ -155,7 +155,7 @@ class RangeFetch(FetcherPool):
         return job()
 
     def on_timed(self, _target: None, _slot: int, _began: float) -> None:
-        """Do nothing: the job has timed its request."""
+        pass  # the job has timed its request
 
     def _queue_jobs(self, jobs: Iterable[Callable[[], Awaitable[None]]], *, first: bool = False) -> None:
         self._submit(((None, 0, job) for job in jobs), first=first)
@@ -175,7 +175,6 @@ class RangeFetch(FetcherPool):
         self._queue_jobs(reversed(jobs), first=True)
 
     def _fetch_left_out(self, plan: ReadPlan, positions: Positions) -> None:
-        """Fetch singly ranges that their requests have not brought."""
         self._fetch_singly(plan.locate(positions))
         for batch in plan.leave_out(positions):
             self._on_arrival(batch)
@@ -196,7 +195,6 @@ class RangeFetch(FetcherPool):
         self._on_arrival(batch)
 
     async def _plan(self) -> None:
-        """Plan the requests for all waiting batches."""
         waiting = self._waiting[:1] if self._first else self._waiting[:]
         del self._waiting[: len(waiting)]
         self._first = self._planning = False

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from headrace._core.engine.assemble import CONSUMER_CATCH
-from headrace._core.engine.stream_batch import Catch
+from headrace._core.engine.assemble import CONSUMER_CATCH, Catch
 from headrace._core.messages import Call
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.ranks.distributed import undivided

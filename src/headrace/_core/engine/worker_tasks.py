@@ -16,7 +16,7 @@ from torch.utils.data import Subset, TensorDataset
 from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, RawBatch, dump_state
 from headrace._core.engine.assemble import Assembler, Moment, SeededAssembler, now, set_worker, times_since
 from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
-from headrace._core.engine.stream_batch import Progress, StreamBatch, without_state
+from headrace._core.engine.streams import Progress, StreamBatch, without_state
 from headrace._core.failure import Failure, Stage
 from headrace._core.pool.worker import Plain
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
@@ -60,7 +60,6 @@ class AssembleTask:
     copies: bool = False
 
     def start(self, worker: int, workers: int) -> None:
-        """Set the rank and call `worker_init_fn`."""
         adopt_rank(self.rank)
         set_worker(worker)
         if self.worker_init_fn is not None:
@@ -162,7 +161,6 @@ class ReadTask(AssembleTask):
 
 
 def _flat(host: HostBatch, plan: BatchPlan) -> Any:
-    """The answer to the request for a batch."""
     host = to_wire(host)
     flat = host.flat(plan)
     return flat if host.failures else Plain(flat)

@@ -106,8 +106,8 @@ class ThreadPlacement(Placement):
         try:
             self._loop = background_loop() if self._shares_loop else LoopThread("headrace-engine")
         except BaseException:  # no thread could be started, or Ctrl-C: the engine has workers
-            self._engine.kill()
-            self._engine.release()
+            self._engine.executor.kill()
+            self._engine.executor.release()
             raise
         self._ended = False
 
@@ -152,12 +152,12 @@ class ThreadPlacement(Placement):
             left = self._loop.blocked_in()
         except EngineDiedError:
             pass
-        self._engine.kill()
+        self._engine.executor.kill()
         if not self._shares_loop:
             left = self._loop.close(CLOSE_DEADLINE)
         self._engine.watch.close()
         if left is None:
-            self._engine.release()
+            self._engine.executor.release()
         else:
             warnings.warn(
                 f"the loader did not end within its deadline: {left}. In aget and __aiter__, let CancelledError pass, "
@@ -169,7 +169,7 @@ class ThreadPlacement(Placement):
     async def _end_on_loop(self) -> None:
         """End the engine, and the loop after it, on that loop."""
         await self._engine.close(CLOSE_DEADLINE)
-        self._engine.kill()
+        self._engine.executor.kill()
         self._engine.watch.close()
         if not self._shares_loop:
             self._loop.close(CLOSE_DEADLINE)

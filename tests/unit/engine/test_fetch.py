@@ -99,30 +99,18 @@ def test_whole_batches_are_fetched_as_many_at_once_as_cover_the_concurrency(on_l
     on_loop(scenario)
 
 
-class Batches:
-    """Waits in each call until it is let go on, and counts."""
-
-    def __init__(self):
-        self.gate = asyncio.Event()
-        self.running = 0
-
-    async def agets(self, indices):
-        self.running += 1
-        try:
-            await self.gate.wait()
-            await asyncio.sleep(0)
-        finally:
-            self.running -= 1
-        return [-index for index in indices]
-
-
 def test_a_call_counts_as_one_fetch_where_the_number_is_found_out(on_loop):
     async def scenario():
-        batches = Batches()
-        async with fetching_batches(batches.agets, AdaptiveLimit(3, 8)) as stage:
+        store = Store()
+
+        async def agets(indices):
+            await store.aget(indices[0])
+            return [-index for index in indices]
+
+        async with fetching_batches(agets, AdaptiveLimit(3, 8)) as stage:
             await stage.admit(*plans(20, 5))
-            assert batches.running == 3
-            batches.gate.set()
+            assert store.in_flight == 3
+            store.let_go(*range(100))
             await anyio.wait_all_tasks_blocked()
         assert {raw.plan.number: raw.samples for raw in stage.delivered} == {
             one.number: [-index for index in one.indices] for one in plans(20, 5)

@@ -178,8 +178,8 @@ class LoopThread:
         if self._pid != os.getpid() or not self._thread.is_alive():
             return None
         if first:
-            with contextlib.suppress(EngineDiedError):  # it has ended by itself, and is closed
-                self.start(self._end(deadline))
+            with contextlib.suppress(RuntimeError):  # it has ended by itself, and is closed
+                self._loop.call_soon_threadsafe(self._stop, deadline)
         if self.is_current:
             return None
         # The loop keeps the deadline itself; one more second for a loop that a blocking call delays.
@@ -194,6 +194,9 @@ class LoopThread:
         stack = traceback.extract_stack(frame) if frame is not None else []
         place = f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "an unknown place"
         return f"thread {self._name!r} is blocked in {place}"
+
+    def _stop(self, deadline: float) -> None:  # makes the coroutine on the loop: one that has died never would run it
+        self._stopper = self._loop.create_task(self._end(deadline))
 
     async def _end(self, deadline: float) -> None:
         try:

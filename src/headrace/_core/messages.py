@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,27 +79,34 @@ class SessionEnd:
 Answer = HostBatch | Started | Status | Call | SessionEnd
 
 
-class Link(Protocol):
+class Link:
     """The consumer's end of a session in one engine, wherever that runs. Used by one thread, except for `leave`.
 
     Attributes:
-        sources: descriptors of which one is readable when there is a message, or the engine's process has ended.
+        messages: those that have been received, the oldest first; the caller removes them. A `SessionEnd` is the last.
+        source: a descriptor that is readable when there is something to receive; None if there is no wait.
+        guarded: whether `send` and `receive` must not overlap with `close`.
+        look_by: when `receive` is to be called even if nothing arrives, by `time.monotonic`; None for never.
     """
 
-    @property
-    def sources(self) -> Sequence[Readable]: ...
+    messages: deque[Answer]
+    source: Readable | None = None
+    guarded = False
+    look_by: float | None = None
 
     def send(self, message: Request) -> None:
         """Send a message, or drop it if the engine has ended; does not wait for an answer."""
+        raise NotImplementedError
 
-    def receive(self) -> deque[Answer]:
-        """The messages that have arrived, the oldest first; the caller removes them. A `SessionEnd` is the last."""
+    def receive(self) -> None:
+        """Add the messages that have arrived to `messages`."""
 
     def must_wait(self) -> bool:
-        """Look after the engine; whether nothing has arrived, and a source will be readable when something does."""
+        """Whether there is no message, and `source` will be readable when one arrives."""
+        return not self.messages
 
     def leave(self) -> None:
-        """End the session without waiting, and wake who waits for `sources`; from any thread, idempotent."""
+        """End the session without waiting, and wake who waits for `source`; from any thread, idempotent."""
 
     def close(self) -> None:
         """Close the descriptors, after `leave`; idempotent."""

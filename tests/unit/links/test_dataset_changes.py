@@ -4,7 +4,7 @@ import pytest
 from torch.utils import data
 
 import headrace as hr
-from headrace._core.links.placement import Snapshot
+from headrace._core.links.placement import snapshot
 
 
 class Keys(hr.AsyncDataset):
@@ -40,18 +40,18 @@ CHANGES = {
 def test_change_is_detected(change, around):
     keys = Keys()
     dataset = around(keys)
-    before = Snapshot(dataset)
-    assert before.same_as(Snapshot(dataset))
+    before = snapshot(dataset)
+    assert before == snapshot(dataset)
     CHANGES[change](keys)
-    assert not before.same_as(Snapshot(dataset))
+    assert before != snapshot(dataset)
 
 
 def test_equal_numbers_and_strings_are_no_change():
     keys = Keys()
-    before = Snapshot(keys)
+    before = snapshot(keys)
     keys.prefix = "".join(["p"])
     keys.epoch = int("0")
-    assert before.same_as(Snapshot(keys))
+    assert before == snapshot(keys)
 
 
 def test_error_of_len_is_ignored():
@@ -60,13 +60,13 @@ def test_error_of_len_is_ignored():
             raise TypeError("no length")
 
     dataset = Endless()
-    assert Snapshot(dataset).same_as(Snapshot(dataset))
+    assert snapshot(dataset) == snapshot(dataset)
 
 
 def test_datasets_that_hold_each_other_are_visited_once():
     one, other = Keys(), Keys()
     one.other, other.other = other, one
-    assert Snapshot(one).same_as(Snapshot(one))
+    assert snapshot(one) == snapshot(one)
 
 
 def test_attribute_set_on_a_dataset_reaches_its_copy_in_another_process():

@@ -1,97 +1,99 @@
-"""The bookkeeping of plans that several engines hold."""
+"""The bookkeeping of plans that several engines hold, and of the lanes of a stream that they read."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+
+import pytest
 
 from headrace._core.batches import BatchPlan, HostBatch
-from headrace._core.links.dealing import Dealer
+from headrace._core.links.dealing import DEATHS_ALONE, Dealer
 
 
-def plans(*numbers: int) -> list[BatchPlan]:
-    return [BatchPlan(number, [number], seed=number) for number in numbers]
+def plan(number: int, lanes: int | None) -> BatchPlan:
+    return BatchPlan(number, [None], seed=0, lane=None if lanes is None else number % lanes)
 
 
-def made(number: int) -> HostBatch:
-    return HostBatch(plans(number)[0], None, 1)
+def deal(dealer: Dealer, numbers: Sequence[int], engines: Sequence[int], lanes: int | None = None):
+    dealer.waiting.extend(plan(number, lanes) for number in numbers)
+    return {engine: [each.number for each in given] for engine, given in dealer.deal(engines).items()}
 
 
-def numbers(dealt: dict[int, list[BatchPlan]]) -> dict[int, list[int]]:
-    return {engine: [plan.number for plan in plans] for engine, plans in dealt.items()}
+def receive(dealer: Dealer, engine: int, number: int, lanes: int | None = None) -> list[int]:
+    made = HostBatch(plan(number, lanes), None, 1, stream_state=None if lanes is None else {"after": number})
+    return [host.plan.number for host in dealer.receive(engine, made)]
 
 
 def test_plans_go_to_the_engine_with_the_fewest_unfinished() -> None:
     dealer = Dealer(3)
-    assert numbers(dealer.deal(plans(0, 1, 2, 3), among=range(3))) == {0: [0, 3], 1: [1], 2: [2]}
-    dealer.receive(0, made(0))
-    dealer.receive(0, made(3))
-    assert numbers(dealer.deal(plans(4, 5, 6), among=range(3))) == {0: [4, 5], 1: [6]}
+    assert deal(dealer, range(4), range(3)) == {0: [0, 3], 1: [1], 2: [2]}
+    assert [receive(dealer, 0, number) for number in (3, 0)] == [[3], [0]]
+    assert deal(dealer, [4, 5, 6], range(3)) == {0: [4, 5], 1: [6]}
 
 
 def test_chunks_stay_together() -> None:
     dealer = Dealer(2, chunked=True)
-    assert numbers(dealer.deal(plans(*range(6)), among=range(2))) == {0: [0, 1, 2], 1: [3, 4, 5]}
-    assert numbers(dealer.deal(plans(6), among=range(2))) == {0: [6]}
+    assert deal(dealer, range(6), range(2)) == {0: [0, 1, 2], 1: [3, 4, 5]}
+    assert deal(dealer, [6], range(2)) == {0: [6]}
 
 
-def test_batch_that_was_lost_twice_is_made_alone() -> None:
-    dealer = Dealer(2)
-    dealer.deal(plans(0, 1), among=[0])
-    dealer.take_back([0])
-    dealer.deal(plans(2), among=[1])
-    dealer.take_back([1])  # 0 and 1 for the second time
-    assert numbers(dealer.deal([], among=[0, 1])) == {0: [0], 1: [1]}
-    assert dealer.deal(plans(3), among=[0, 1]) == {}
-    dealer.receive(0, made(0))
-    assert numbers(dealer.deal([], among=[0, 1])) == {0: [2, 3]}
-    dealer.receive(1, made(1))
-    assert numbers(dealer.deal(plans(4), among=[0, 1])) == {1: [4]}
+def test_batch_that_ends_engines_is_found_among_others() -> None:
+    dealer, deadly, deaths = Dealer(2), 11, 0
+    deal(dealer, range(40), range(2))
+    held = {engine: dealer.plans_of(engine) for engine in range(2)}
+    while True:
+        for engine in range(2):
+            while held[engine] and (number := held[engine].pop(0).number) != deadly:
+                receive(dealer, engine, number)
+                for other, given in dealer.deal(range(2)).items():
+                    held[other] += given
+            if dealer.engine_of(deadly) == engine:
+                break
+        deaths += 1
+        if (found := dealer.take_back([engine])) is not None:
+            break
+        held[engine] = []
+        for other, given in dealer.deal(range(2)).items():
+            held[other] += given
+    assert found == deadly
+    assert deaths <= DEATHS_ALONE + 8
 
 
-def test_an_engine_is_kept_free_for_a_batch_that_is_made_alone() -> None:
-    dealer = Dealer(2)
-    dealer.deal(plans(0), among=[0])
-    dealer.take_back([0])
-    dealer.deal([], among=[0])
-    dealer.deal(plans(1, 2), among=[1])
-    dealer.take_back([0])
-    assert numbers(dealer.deal(plans(3), among=[1])) == {}  # engine 1 finishes what it has
-    dealer.receive(1, made(1))
-    dealer.receive(1, made(2))
-    assert numbers(dealer.deal([], among=[1])) == {1: [0]}
-
-
-def test_each_plan_is_at_one_engine_or_waits_whatever_happens() -> None:
-    draw = random.Random(0)
-    dealer, alive, outstanding, number = Dealer(4), [0, 1, 2, 3], set[int](), 0
-    for _ in range(3000):
-        event, new = draw.random(), []
-        if event < 0.4 and len(outstanding) < 20:
-            new = plans(*range(number, number + draw.randrange(1, 5)))
-            number += len(new)
-            outstanding |= {plan.number for plan in new}
-        elif event < 0.9:
-            held = [each for each in sorted(outstanding) if dealer.engine_of(each) is not None]
-            if held:
-                batch = draw.choice(held)
-                engine = dealer.engine_of(batch)
-                assert engine is not None
-                dealer.receive(engine, made(batch))
-                outstanding.remove(batch)
-        else:
-            dealer.take_back([draw.choice(alive)])
-            alive = alive[1:] if draw.random() < 0.01 and len(alive) > 1 else alive
-        given = [plan.number for plans in dealer.deal(new, among=alive).values() for plan in plans]
-        assert len(given) == len(set(given))
-        assert set(given) <= outstanding
-        assert dealer.waits or all(dealer.engine_of(batch) is not None for batch in outstanding)
-    while outstanding:  # nothing is lost
-        held = [each for each in outstanding if dealer.engine_of(each) is not None]
-        for batch in held:
-            engine = dealer.engine_of(batch)
-            assert engine is not None
-            dealer.receive(engine, made(batch))
-            outstanding.remove(batch)
-        dealer.deal([], among=alive)
-        assert held
-    assert number > 500
+@pytest.mark.parametrize("lanes", [None, 1, 5])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_random_deaths_lose_and_double_nothing(in_order: bool, lanes: int | None) -> None:
+    """Each engine reads its lanes without a gap: from the beginning, or from the state that it was given."""
+    for seed in range(60):
+        draw = random.Random(seed)
+        engines = draw.randint(1, 4)
+        dealer = Dealer(engines, in_order=in_order, stream=lanes is not None)
+        pending, delivered = list(range(60)), list[int]()
+        held: dict[int, list[int]] = {engine: [] for engine in range(engines)}
+        position: dict[tuple[int, int], int] = {}  # of each lane: the engine that reads it, and the last batch begun
+        up = sorted(draw.sample(range(engines), draw.randint(1, engines)))
+        while len(delivered) < 60:
+            count = draw.randint(0, 4)
+            dealer.waiting.extend(plan(number, lanes) for number in pending[:count])
+            del pending[:count]
+            for engine, given in dealer.deal(up).items():
+                for each in given:
+                    if lanes is not None and each.lane is not None:
+                        place = engine, each.lane
+                        if place not in position or each.resume is not None:
+                            assert each.resume is None or isinstance(each.resume, dict)
+                            position[place] = each.lane - lanes if each.resume is None else each.resume["after"]
+                        assert each.number == position[place] + lanes
+                        position[place] = each.number
+                    held[engine].append(each.number)
+            engine = draw.randrange(engines)
+            if draw.random() < 0.05:
+                held[engine].clear()
+                position = {place: number for place, number in position.items() if place[0] != engine}
+                dealer.take_back([engine])
+                up = sorted({*up, engine} if len(up) == 1 or draw.random() < 0.7 else {*up} - {engine})
+            elif held[engine]:
+                number = held[engine].pop(draw.randrange(len(held[engine])) if draw.random() < 0.3 else 0)
+                delivered += receive(dealer, engine, number, lanes)
+        assert sorted(delivered) == list(range(60))
+        assert delivered == sorted(delivered) or not (in_order or lanes)

@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace._core.batches import SessionStart
-from headrace._core.links.ray_wire import IN_BAND, SessionRequest, pack, unpack, unpack_views
-from headrace._core.messages import SessionEnd
+from headrace._core.links.ray_wire import IN_BAND, pack, unpack, unpack_views
 
 
 def sample(size):
@@ -47,14 +45,3 @@ def test_views_are_equal_without_a_warning(size):
 def test_function_of_a_script_is_sent_by_value():
     double = unpack_views(pack(lambda value: 2 * value))
     assert double(4) == 8
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        SessionRequest(1, 3, SessionStart(batch=4, epoch=2), 5),
-        SessionEnd(None, "was killed by SIGKILL"),
-    ],
-)
-def test_messages_arrive_equal(message):
-    assert unpack(pack(message)) == message

@@ -9,22 +9,19 @@ import pytest
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.links.session import Session
 from headrace._core.links.thread import Mailbox
-from headrace._core.messages import SessionEnd
+from headrace._core.messages import Link, SessionEnd
 
 
-class Link:
+class Mail(Link):
     """A link to an engine that is a mailbox."""
 
     def __init__(self):
         self.mailbox = Mailbox()
-        self.sources = (self.mailbox.source,)
+        self.messages, self.source = self.mailbox.messages, self.mailbox.source
         self.put = self.mailbox.put
         self.must_wait = self.mailbox.must_wait
         self.leave = self.mailbox.wake
         self.close = self.mailbox.close
-
-    def receive(self):
-        return self.mailbox.messages
 
 
 def host(number):
@@ -33,12 +30,12 @@ def host(number):
 
 @pytest.fixture
 def link():
-    return Link()
+    return Mail()
 
 
 @pytest.fixture
 def session(link):
-    session = Session(lambda _: link)
+    session = Session(link)
     yield session
     session.close()
 
@@ -76,11 +73,11 @@ WAITS_WHILE_IT_IS_CLOSED = """
 import sys, anyio, uvloop
 sys.path.insert(0, "tests/unit/links")
 from headrace._core.links.session import Session
-from test_session import Link
+from test_session import Mail
 
 async def scenario():
-    link = Link()
-    session = Session(lambda _: link)
+    link = Mail()
+    session = Session(link)
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(session.wait_async, None)

@@ -31,7 +31,8 @@ class Received:
 async def connected():
     ours, theirs = Connection.pair()
     received = Received()
-    channel = await EngineChannel.connect(ours, received.objects.put_nowait, received.lost.set)
+    channel = EngineChannel(ours, received.objects.put_nowait, received.lost.set)
+    await channel.connect()
     return channel, BlockingChannel(theirs), received
 
 

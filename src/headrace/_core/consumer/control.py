@@ -412,7 +412,7 @@ class LoaderControl:
                 start=start,
                 seeds=options["seed"] is not None,
             )
-            return Session(lambda _: link, inline_state=link.state_dict)
+            return Session(link, inline_state=link.state_dict)
         if options["seed"] is not None and not self.spec.kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
             base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers

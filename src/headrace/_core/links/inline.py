@@ -12,7 +12,7 @@ from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
 from headrace._core.engine.assemble import CONSUMER_CATCH, Assembler, SeededAssembler
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.worker_tasks import BatchReader, CannotStart, batch_reader
-from headrace._core.messages import Answer, Request
+from headrace._core.messages import Answer, Link, Request
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.seeding import isolated_generators
 from headrace._core.streams.kinds import sample_key
@@ -22,7 +22,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class InlineLink:
+class InlineLink(Link):
     """A link to the dataset itself, which reads a batch when it is received.
 
     Args:
@@ -34,8 +34,6 @@ class InlineLink:
         start: the epoch, and where it begins within that.
         seeds: whether random generators are seeded for each batch; the program's own are restored after it.
     """
-
-    sources = ()
 
     def __init__(
         self,
@@ -59,6 +57,7 @@ class InlineLink:
         self._read: BatchReader | CannotStart
         self._read = self._in_context(make) if not start.streams else self._restored(make, start)
         self._sample_key = functools.partial(sample_key, dataset)
+        self.messages: deque[Answer] = deque()
         self._plans: deque[BatchPlan] = deque()
         self._interrupted: BatchPlan | None = None
 
@@ -77,28 +76,26 @@ class InlineLink:
         if isinstance(message, list):  # nothing is in progress here, and nothing is fetched
             self._plans.extend(message)
 
-    def receive(self) -> deque[Answer]:
+    def receive(self) -> None:
         """Read and assemble the next batch, now."""
         if not self._plans:
-            return deque()
+            return
         plan = self._plans.popleft()
         if self._interrupted is plan:
-            return deque((HostBatch.nothing(plan),))
+            self.messages.append(HostBatch.nothing(plan))
+            return
         try:
             host = self._in_epoch(self._read, plan)
         except BaseException:  # Ctrl-C: the consumer may continue after this batch
             self._interrupted = plan
             self._plans.appendleft(plan)
             raise
-        return deque((host.located(self._sample_key) if host.failures else host,))
+        self.messages.append(host.located(self._sample_key) if host.failures else host)
 
     def must_wait(self) -> bool:
         return False
 
     def leave(self) -> None:
-        self._plans.clear()
-
-    def close(self) -> None:
         self._plans.clear()
 
     def _in_context(self, work: Callable[[], T]) -> T:

@@ -7,13 +7,13 @@ import contextlib
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sized
+from collections.abc import Sized
 
 from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig
 from headrace._core.links.session import Session
 from headrace._core.streams.blocking import attributes_before_enter
-from headrace._core.streams.kinds import child_datasets, walk_datasets
+from headrace._core.streams.kinds import walk_datasets
 from headrace._core.transport.shared_pickle import SharedPickle, fingerprint
 
 CLOSE_DEADLINE = 1.0  # seconds for each step of closing: tasks, workers, loop, process
@@ -75,49 +75,33 @@ def _close_all() -> None:
         placement.close()
 
 
-class Snapshot:
-    """The length, attributes and functions of a dataset, and of the datasets it is made of.
+class _Identity:
+    """An object that is compared by identity: comparing each element would cost as much as copying them."""
 
-    It detects attributes that were set, containers that grew or shrank, and functions that changed; not an element that
-    was replaced. Attributes set by `__aenter__` are ignored: each process enters its own copy.
+    def __init__(self, obj: object) -> None:
+        self._obj = obj
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._obj is other._obj
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def snapshot(dataset: object) -> list[object]:
+    """What says whether a copy of a dataset is still true: equal lists if no difference is found.
+
+    It has the length, attributes and functions of the dataset, and of the datasets it is made of. So it detects
+    attributes that were set, containers that grew or shrank, and functions that changed; not an element that was
+    replaced. Attributes set by `__aenter__` are ignored: each process enters its own copy.
     """
-
-    def __init__(self, dataset: object) -> None:
-        self._seen = [*_features(dataset, set())]
-        values = (value for part in walk_datasets(dataset) for value in attributes_before_enter(part).values())
-        functions = (value for value in values if callable(value) and not isinstance(value, type))
-        self._functions = [*map(fingerprint, functions)]
-
-    def same_as(self, other: Snapshot) -> bool:
-        """Whether no difference is found."""
-        if len(self._seen) != len(other._seen) or self._functions != other._functions:
-            return False
-        return all(_same(*features) for features in zip(self._seen, other._seen, strict=True))
-
-
-_Feature = tuple[str, object, int | None]
-
-# Attributes of these classes are compared by value, others by identity and length: comparing each element would cost
-# as much as copying them.
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
-
-
-def _same(one: _Feature, other: _Feature) -> bool:
-    (name, value, length), (other_name, other_value, other_length) = one, other
-    if name != other_name or length != other_length or type(value) is not type(other_value):
-        return False
-    return value is other_value or (isinstance(value, _PLAIN) and value == other_value)
-
-
-def _features(dataset: object, visited: set[int]) -> Iterator[_Feature]:
-    yield "dataset", dataset, _length(dataset)
-    if id(dataset) in visited:
-        return
-    visited.add(id(dataset))
-    for name, value in attributes_before_enter(dataset).items():
-        yield name, value, _length(value)
-        for part in child_datasets(value):
-            yield from _features(part, visited)
+    found: list[object] = []
+    for part in walk_datasets(dataset):
+        for name, value in ("", part), *attributes_before_enter(part).items():
+            plain = isinstance(value, type(None) | bool | int | float | complex | str | bytes)
+            found.append((name, type(value), value if plain else _Identity(value), _length(value)))
+            if name and callable(value) and not isinstance(value, type):
+                found.append(fingerprint(value))
+    return found
 
 
 def _length(value: object) -> int | None:

@@ -13,16 +13,16 @@ import signal
 import socket
 import time
 import warnings
-import weakref
 from collections import deque
 
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.eventloop.waiting import wait_readable
+from headrace._core.links.group import link_to
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
-from headrace._core.links.session import Session, session_of
+from headrace._core.links.session import Session
 from headrace._core.links.sidecar import OPEN, SidecarTask, StartSession
-from headrace._core.messages import Answer, Request, SessionEnd, check_not_forked
+from headrace._core.messages import Answer, Link, Request, SessionEnd, check_not_forked
 from headrace._core.pool.launch import WorkerProcess, how_it_ended, launch_with_control
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.supervisor import WORK_DEADLINE
@@ -55,7 +55,6 @@ class ProcessPlacement(Placement):
         self._modules = (*self._pickled.modules, *work.modules)
         self._count = engines
         self._engines: dict[int, SidecarProcess] = {}  # those that have been started
-        self._replaced: list[SidecarProcess] = []  # those that died, until the links to them are closed
 
     @property
     def alive(self) -> bool:
@@ -64,29 +63,25 @@ class ProcessPlacement(Placement):
     def connect(self, config: EngineConfig, work: SharedPickle, start: SessionStart, engine: int = 0) -> ProcessLink:
         """A link to one engine's part of a session; an engine is started first, and again if it has died."""
         if engine in self._engines and self._engines[engine].ended and self._count > 1:
-            self._replaced.append(self._engines.pop(engine))
+            dead = self._engines.pop(engine)
+            dead.close()
+            dead.join()
         if engine not in self._engines:
             task = SidecarTask(self._pickled, self._config.rank, engine, self._count)
             self._engines[engine] = SidecarProcess(task, self._modules)
-        for dead in [each for each in self._replaced if each.idle]:
-            self._replaced.remove(dead)
-            dead.close()
-            dead.join()
         opening = StartSession(work, config.steps_seed(start.epoch), start)
         return self._engines[engine].connect(opening)
 
     def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
         assert work is not None
         connect = functools.partial(self.connect, config, work, start)
-        # The first batch needs a core: the processes of other engines are started when its engine has begun.
         later = [engine for engine in range(1, self._count) if engine not in self._engines]
-        return session_of(config, connect, self._count, first=start.batch, later=later)
+        return Session(link_to(config, connect, self._count, first=start.batch, later=later))
 
     def _end(self) -> None:
-        engines = [*self._engines.values(), *self._replaced]
-        for engine in engines:
+        for engine in self._engines.values():
             engine.close()
-        for engine in engines:
+        for engine in self._engines.values():
             engine.join()
 
 
@@ -99,7 +94,6 @@ class SidecarProcess:
     """
 
     def __init__(self, task: SidecarTask, modules: tuple[str, ...]) -> None:
-        self._links: weakref.WeakSet[ProcessLink] = weakref.WeakSet()
         settings = Settings.here()
         modules = tuple(dict.fromkeys((*settings.modules, *modules)))
         message = BootMessage(ProcessEnvironment.here(), settings, modules, task, None, 0)
@@ -108,10 +102,10 @@ class SidecarProcess:
             BlockingChannel(self._connection).send(message)
         except BaseException as error:
             self._connection.close()
-            ended = _ends_within(self._process, CLOSE_DEADLINE)
+            reason, death = _end_of(self._process)
             self._process.release()
-            if ended and isinstance(error, BrokenPipeError | ConnectionResetError):
-                raise _error_of_end(self._process) from error
+            if death is not None and isinstance(error, BrokenPipeError | ConnectionResetError):
+                raise reason from error
             raise
 
     @property
@@ -124,11 +118,6 @@ class SidecarProcess:
         """Whether the process has ended."""
         return self._process.ended()
 
-    @property
-    def idle(self) -> bool:
-        """Whether no link to it is open."""
-        return all(link.closed for link in self._links)
-
     def connect(self, opening: StartSession) -> ProcessLink:
         """Start a session; the process is sent one end of its connection."""
         ours, theirs = Connection.pair()
@@ -138,15 +127,13 @@ class SidecarProcess:
                 socket.send_fds(self._connection.descriptors, [OPEN], ends)
             finally:
                 theirs.close()
-            link = ProcessLink(ours, self._process, opening)
+            return ProcessLink(ours, self._process, opening)
         except OSError as error:
             ours.close()
-            raise _error_of_end(self._process) from error
+            raise _end_of(self._process)[0] from error
         except BaseException:  # user code: `__reduce__` of an object in a state
             ours.close()
             raise
-        self._links.add(link)
-        return link
 
     def close(self) -> None:
         """Let the process end; does not wait for it. Idempotent; `join` follows."""
@@ -169,29 +156,26 @@ class SidecarProcess:
         self._process.release()
 
 
-class ProcessLink:
-    """A link to an engine in a sidecar process.
+class ProcessLink(Link):
+    """A link to an engine in a sidecar process. Its end is that of the connection, which no other process has open.
 
     Args:
         connection: its own; this owns it.
         process: the sidecar.
         opening: the first message.
-
-    Attributes:
-        closed: whether its descriptors are closed.
     """
 
+    source: socket.socket
+
     def __init__(self, connection: Connection, process: WorkerProcess, opening: StartSession) -> None:
-        self._connection = connection
+        self.source = connection.frames
         self._channel = BlockingChannel(connection)
         self._channel.send(opening)
         self._process = process
         self._pid = os.getpid()
         self._plans: dict[int, BatchPlan] = {}  # of the batches that have not arrived
-        self._arrived: deque[Answer] = deque()
         self._over = False  # nothing more is read
-        self.sources = connection.frames, process.sentinel
-        self.closed = False
+        self.messages: deque[Answer] = deque()
 
     def send(self, message: Request) -> None:
         if self._over:
@@ -202,57 +186,41 @@ class ProcessLink:
         try:
             self._channel.send_message(dump_request(message))
         except (BrokenPipeError, ConnectionResetError):
-            self.receive()  # the batches that arrived before are still delivered
-            self._end_with_process()
+            return  # its end is received, after the batches that have arrived
+        except OSError:
+            if not self._over:  # otherwise another thread has closed it
+                raise
 
-    def receive(self) -> deque[Answer]:
+    def receive(self) -> None:
         if self._over:
-            return self._arrived
+            return
         try:
             for obj in self._channel.receive_ready():
-                self._arrived.append(answer := self._answer(obj))
-                if isinstance(answer, SessionEnd):
-                    break
+                if isinstance(obj, tuple):
+                    self.messages.append(HostBatch.from_flat(obj, self._plans.pop(obj[0])))
+                    continue
+                if isinstance(obj, BaseException):  # of unpickling: no batch may take the place of the missing one
+                    obj = SessionEnd(obj)
+                self.messages.append(obj)
+                if isinstance(obj, SessionEnd):
+                    self._over = True
+                    return
         except Disconnected:
-            self._end_with_process()
+            if not self._over:
+                self.messages.append(SessionEnd(*_end_of(self._process)))  # after Ctrl-C it is called again
+                self._over = True
         except OSError:
             check_not_forked(self._pid)  # a fork, in which the connection is closed
             if not self._over:  # otherwise another thread has closed it
                 raise
-        return self._arrived
-
-    def _answer(self, obj: object) -> Answer:
-        if isinstance(obj, tuple):
-            return HostBatch.from_flat(obj, self._plans.pop(obj[0]))
-        if isinstance(obj, BaseException):  # of unpickling: no batch may take the place of the one that is missing
-            obj = SessionEnd(obj)
-        self._over = isinstance(obj, SessionEnd)
-        return obj  # type: ignore[return-value]
-
-    def must_wait(self) -> bool:
-        if not self._over and self._process.ended():
-            self.receive()
-            self._end_with_process()
-        return not self._arrived
-
-    def _end_with_process(self) -> None:
-        if self._over:
-            return
-        ended = _ends_within(self._process, CLOSE_DEADLINE)  # may be interrupted by Ctrl-C, and is then called again
-        pid = "" if self._process.pid is None else f"(process {self._process.pid}) "
-        death = f"{pid}{how_it_ended(self._process)}" if ended else None
-        self._arrived.append(SessionEnd(_error_of_end(self._process), death))
-        self._over = True
 
     def leave(self) -> None:
-        if not self.closed:
-            self._over = True
-            with contextlib.suppress(OSError):  # closed at either end, which wakes waiters as well
-                self._connection.frames.shutdown(socket.SHUT_RDWR)
+        self._over = True
+        with contextlib.suppress(OSError):  # closed at either end, which wakes waiters as well
+            self.source.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.leave()
-        self.closed = True
         self._channel.close()
 
 
@@ -271,18 +239,16 @@ def _ends_within(process: WorkerProcess, seconds: float) -> bool:
     return True
 
 
-def _error_of_end(process: WorkerProcess) -> Exception:
-    """The error for a sidecar that has ended, or has closed a session without an error."""
-    ended = _ends_within(process, CLOSE_DEADLINE)  # which reads a refusal, too
+def _end_of(process: WorkerProcess) -> tuple[Exception, str | None]:
+    """The error of a sidecar that has ended, or has closed a session without one, and how it has ended."""
+    if not _ends_within(process, CLOSE_DEADLINE):  # which reads a refusal, too
+        return EngineDiedError(why=f"its process {process.pid} has closed the session"), None
+    how = how_it_ended(process)
     if process.refusal is not None:
-        return process.refusal
-    if not ended:
-        return EngineDiedError(why=f"its process {process.pid} has closed the session")
+        return process.refusal, how
     if process.pid is None:
-        return EngineDiedError(why="its process could not be started; its error is on standard error")
-    if (process.exit_code or 0) > 0:
-        return EngineDiedError(
-            why=f"its process {process.pid} {how_it_ended(process)}; the reason is on standard error"
-        )
-    oom = "if it was killed, look for the out-of-memory killer in the kernel's log"
-    return EngineDiedError(why=f"its process {process.pid} {how_it_ended(process)}; {oom}")
+        return EngineDiedError(why="its process could not be started; its error is on standard error"), how
+    where = "the reason is on standard error"
+    if (process.exit_code or 0) <= 0:
+        where = "if it was killed, look for the out-of-memory killer in the kernel's log"
+    return EngineDiedError(why=f"its process {process.pid} {how}; {where}"), f"(process {process.pid}) {how}"

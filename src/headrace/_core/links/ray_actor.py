@@ -12,20 +12,13 @@ import os
 
 import ray
 
-from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig
 from headrace._core.links.process import ProcessLink, ProcessPlacement
-from headrace._core.links.ray_wire import (
-    EnginePart,
-    Packed,
-    SessionRequest,
-    pack,
-    packed_message,
-    unpack,
-    unpack_views,
-)
+from headrace._core.links.ray_wire import Packed, pack, packed_message, unpack, unpack_views
 from headrace._core.links.sidecar import dump_batch, portable_error
-from headrace._core.messages import SessionEnd, Status, StatusRequest
+from headrace._core.messages import Answer, SessionEnd, Status, StatusRequest
+from headrace._core.pool.settings import Settings
 from headrace._core.transport.shared_pickle import SharedPickle
 
 
@@ -33,88 +26,90 @@ class EngineActor:
     """One engine of a loader, on the node where Ray has placed it.
 
     Args:
-        part: which engine it is.
+        engine: its number, from 0.
+        engines: how many the loader has.
+        settings: those of the consumer's process.
     """
 
-    def __init__(self, part: EnginePart) -> None:
-        self._part = part
+    def __init__(self, engine: int, engines: int, settings: Settings) -> None:
+        self._part = engine, engines
+        self._settings = settings
         self._config: EngineConfig | None = None
         self._placement: ProcessPlacement | None = None
-        self._work: tuple[int, SharedPickle] | None = None
+        self._work: SharedPickle | None = None
         self._sessions: dict[int, _Served] = {}
         self._ended: set[int] = set()
         self._opening = asyncio.Lock()
 
     def __repr__(self) -> str:
-        return f"headrace engine {self._part.engine}"  # Ray puts this before each line that the actor writes
+        return f"headrace engine {self._part[0]}"  # Ray puts this before each line that the actor writes
 
-    async def open(self, request: SessionRequest, config: Packed, work: Packed) -> tuple[str, str, int]:
-        """Start a session; its errors answer its plans. Returns the node's id and address, and the process id."""
-        served = self._served(request.number)
-        if served is not None:
+    async def open(
+        self, session: int, base_seed: int, start: SessionStart, config: Packed, work: Packed
+    ) -> tuple[str, str, int]:
+        """Start a session; its errors answer its plans.
+
+        Args:
+            session: its number, in the loader.
+            base_seed: of the epoch, as in `EngineConfig`.
+            start: the epoch, and where it begins within that.
+            config: the loader's.
+            work: the functions that assemble its batches.
+
+        Returns:
+            The node's id and address, and the process id.
+        """
+        if (served := self._served(session)) is not None:
             try:
                 async with self._opening:
-                    link = await asyncio.to_thread(self._connect, request, config, work)
+                    link = await asyncio.to_thread(self._connect, base_seed, start, config, work)
             except BaseException as error:  # user code: imports of its modules, unpickling
                 served.end(SessionEnd(error))
             else:
                 served.begin(link)
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
 
-    def _connect(self, request: SessionRequest, packed: Packed, work: Packed) -> ProcessLink:
+    def _connect(self, base_seed: int, start: SessionStart, packed: Packed, work: Packed) -> ProcessLink:
         if self._config is None:
-            self._part.settings.adopt()
+            self._settings.adopt()
             config: EngineConfig = unpack_views(packed)
-            self._config = config.part(self._part.engine, self._part.engines)._replace(in_order=False)
-        config = self._config._replace(base_seed=request.base_seed)
-        same = self._work is not None and self._work[0] == request.work
-        if self._work is None or not same:
-            self._work = request.work, SharedPickle.dumps(unpack_views(work))
-        functions = self._work[1]
-        if self._placement is None or not (self._placement.alive and (same or config.functions_of_epoch)):
+            self._config = config.part(*self._part)._replace(in_order=False)
+        config = self._config._replace(base_seed=base_seed)
+        self._work = SharedPickle.dumps(unpack_views(work), self._work)
+        if self._placement is None or not self._placement.alive:
             if self._placement is not None:
                 self._placement.close()
-            self._placement = ProcessPlacement(config, functions)
-        return self._placement.connect(config, functions, request.start)
+            self._placement = ProcessPlacement(config, self._work)
+        return self._placement.connect(config, self._work, start)
 
     def _served(self, number: int) -> _Served | None:
         """A session, also before it is open; None after its end."""
-        if number in self._ended:
-            return None
-        return self._sessions.setdefault(number, _Served())
+        return None if number in self._ended else self._sessions.setdefault(number, _Served())
 
-    async def send(self, session: int, sequence: int, message: Packed) -> str | None:
-        """Pass on a message; returns the answer to a `StatusRequest`.
+    async def send(self, session: int, sequence: int, message: Packed) -> None:
+        """Pass on a message.
 
         Args:
             session: the session's number.
             sequence: the message's: Ray may start calls in another order than they were made in.
             message: the message.
         """
-        served = self._served(session)
-        if served is None:
-            return None
-        request = served.send(sequence, message)
-        return await served.status if isinstance(request, StatusRequest) else None
+        if (served := self._served(session)) is not None:
+            served.send(sequence, message)
 
-    async def batch(self, session: int, number: int, sequence: int = -1, plans: Packed = b"") -> Packed | None:
-        """Make a batch.
+    async def answer(self, session: int, sequence: int = -1, message: Packed = b"") -> Packed | None:
+        """The next message from the engine; None if the consumer has left the session.
 
         Args:
             session: the session's number.
-            number: the batch's.
-            sequence: that of the message of plans that is sent with this call; -1 for none.
-            plans: these plans.
-
-        Returns:
-            The batch, or the `SessionEnd`; None if the consumer has left it.
+            sequence: that of a message that is passed on first; -1 for none.
+            message: this message.
         """
-        served = self._served(session)
-        if served is None:
+        if (served := self._served(session)) is None:
             return None
         if sequence >= 0:
-            served.send(sequence, plans)
-        return await served.batch(number)
+            served.send(sequence, message)
+        return await served.answer()
 
     async def end_session(self, session: int) -> None:
         """Leave a session: the consumer wants no more of its batches."""
@@ -131,11 +126,7 @@ class EngineActor:
 
 
 class _Served:
-    """A session in the actor.
-
-    Attributes:
-        status: the answer to the last `StatusRequest`.
-    """
+    """A session in the actor. It has as many answers as the consumer asks for: one for each plan or `StatusRequest`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -143,33 +134,27 @@ class _Served:
         self._plans: dict[int, BatchPlan] = {}  # of batches that have not arrived
         self._unsent: dict[int, object] = {}  # messages that came before an earlier one, or before the session
         self._next = 0
-        self._results: dict[int, asyncio.Future[HostBatch | SessionEnd | None]] = {}
-        self._end: tuple[SessionEnd | None] | None = None
-        self.status: asyncio.Future[str | None] = self._loop.create_future()
+        self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()  # the end, or None, is the last, and stays
+        self._over = False
 
     def begin(self, link: ProcessLink) -> None:
         """Run the session that has been opened; close it if it was left meanwhile."""
-        if self._end is not None:
+        if self._over:
             link.close()
             return
         self._link = link
-        for source in link.sources:
-            self._loop.add_reader(source, self._receive, link)
+        self._loop.add_reader(link.source, self._receive, link)
         self._send_next(link)
-        self._receive(link)
 
-    def send(self, sequence: int, packed: Packed) -> object:
-        """Pass on a message, after all before it; returns it."""
-        message = unpack(packed)
-        self._unsent[sequence] = message
-        if isinstance(message, StatusRequest):
-            self.status = self._loop.create_future()
-            if self._link is None:
-                self.status.set_result(f"batch {message.number} has not begun: the engine's process is being started")
+    def send(self, sequence: int, packed: Packed) -> None:
+        """Pass on a message, after all before it."""
+        message = self._unsent[sequence] = unpack(packed)
         if self._link is not None:
             self._send_next(self._link)
-            self._receive(self._link)
-        return message
+        elif isinstance(message, StatusRequest):
+            self._unsent[sequence] = []  # answered here
+            text = f"batch {message.number} has not begun: the engine's process is being started"
+            self._answers.put_nowait(Status(text))
 
     def _send_next(self, link: ProcessLink) -> None:
         while self._next in self._unsent:
@@ -180,51 +165,32 @@ class _Served:
             link.send(message)  # type: ignore[arg-type]
 
     def _receive(self, link: ProcessLink) -> None:
-        link.must_wait()  # looks after the process
-        messages = link.receive()
-        while messages:
-            message = messages.popleft()
-            if isinstance(message, HostBatch):
-                self._put(message.plan.number, message)
-            elif isinstance(message, Status):
-                if not self.status.done():
-                    self.status.set_result(message.text)
-            elif isinstance(message, SessionEnd):
+        link.receive()
+        while link.messages and not self._over:
+            message = link.messages.popleft()
+            if isinstance(message, SessionEnd):
                 self.end(message)
+            else:
+                self._answers.put_nowait(message)
 
-    def _put(self, number: int, answer: HostBatch | SessionEnd | None) -> None:
-        if not (result := self._result(number)).done():
-            result.set_result(answer)
-
-    def _result(self, number: int) -> asyncio.Future[HostBatch | SessionEnd | None]:
-        if number not in self._results:
-            self._results[number] = self._loop.create_future()
-        return self._results[number]
-
-    async def batch(self, number: int) -> Packed | None:
-        """A batch, when it is made."""
-        result = self._result(number)
-        if self._end is not None:
-            self._put(number, self._end[0])
-        answer = await result
-        del self._results[number]
+    async def answer(self) -> Packed | None:
+        """The next message from the engine, when there is one."""
+        answer = await self._answers.get()
         if isinstance(answer, HostBatch):
-            return packed_message(dump_batch(answer, self._plans.pop(number)))
-        if answer is None:
-            return None
-        error = portable_error(answer.error, f"on node {ray.util.get_node_ip_address()}")
-        return pack(SessionEnd(error, answer.death))
+            return packed_message(dump_batch(answer, self._plans.pop(answer.plan.number)))
+        if isinstance(answer, SessionEnd | None):
+            self._answers.put_nowait(answer)  # for all that wait, and that come
+        if isinstance(answer, SessionEnd):
+            error = portable_error(answer.error, f"on node {ray.util.get_node_ip_address()}")
+            return pack(SessionEnd(error, answer.death))
+        return None if answer is None else pack(answer)
 
     def end(self, end: SessionEnd | None) -> None:
-        """Answer all plans that wait, and all that come, with the end of the session."""
-        if self._end is not None:
+        """Let the end of the session be the last answer."""
+        if self._over:
             return
-        self._end = (end,)
+        self._over = True
+        self._answers.put_nowait(end)
         if self._link is not None:
-            for source in self._link.sources:
-                self._loop.remove_reader(source)
+            self._loop.remove_reader(self._link.source)
             self._link.close()
-        if not self.status.done():
-            self.status.set_result(None)
-        for number in list(self._results):
-            self._put(number, end)

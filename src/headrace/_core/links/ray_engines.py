@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,20 +21,14 @@ import ray.util.client
 
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
+from headrace._core.links.group import Quorum, link_to
 from headrace._core.links.placement import Placement
 from headrace._core.links.process import dump_request
 from headrace._core.links.ray_actor import EngineActor
-from headrace._core.links.ray_wire import (
-    EnginePart,
-    Packed,
-    SessionRequest,
-    pack,
-    packed_message,
-    unpack,
-)
-from headrace._core.links.session import Quorum, Session, session_of
+from headrace._core.links.ray_wire import Packed, pack, packed_message, unpack
+from headrace._core.links.session import Session
 from headrace._core.links.thread import Mailbox
-from headrace._core.messages import Answer, Request, SessionEnd, Started, Status
+from headrace._core.messages import Answer, Link, Request, SessionEnd, Started, Status, StatusRequest
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.ray_placement import RayPlacement
@@ -71,9 +66,7 @@ class RayEngines(Placement):
         packed = _packed(config, config.without_functions())
         self._connection = connection()
         self._config = ray.put(packed)
-        self._work: tuple[int, Packed, Any] | None = None  # number, pickle and reference of the last functions
-        self._numbers = itertools.count()
-        self._works = itertools.count()
+        self._numbers = itertools.count()  # of sessions
         self._settings = Settings.here()
         options = {
             "num_cpus": placement.cpus_per_engine,
@@ -86,37 +79,30 @@ class RayEngines(Placement):
             **placement.options,
         }
         self._actor_class = ray.remote(EngineActor).options(**options)
-        self._links: dict[int, list[RayLink]] = {number: [] for number in range(engines)}
+        self._lost: list[Any] = []  # actors, as any iterator has found
         self._actors = [self._start(number) for number in range(engines)]
 
     def _start(self, number: int) -> Any:
-        return self._actor_class.remote(EnginePart(number, self._engines, self._settings))
+        return self._actor_class.remote(number, self._engines, self._settings)
 
     @property
     def alive(self) -> bool:
         return self._pid == os.getpid() and self._connection == connection()
 
     def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
-        functions = _packed(config, config.work())
-        if self._work is None or not _same(self._work[1], functions):
-            self._work = next(self._works), functions, ray.put(functions)
-        number, _, reference = self._work
-        request = SessionRequest(next(self._numbers), config.base_seed, start, number)
+        functions = ray.put(_packed(config, config.work()))
+        opening = next(self._numbers), config.base_seed, start, self._config, functions
 
         def connect(engine: int) -> RayLink:
-            links = self._links[engine]
-            if any(link.lost for link in links):  # of any iterator
-                _kill(self._actors[engine])
-                links.clear()
-                self._actors[engine] = self._start(engine)
-            links[:] = [link for link in links if not link.closed]
-            link = RayLink(engine, self._actors[engine], request, self._config, reference)
-            links.append(link)
-            return link
+            actor = self._actors[engine]
+            if any(actor is lost for lost in self._lost):
+                _kill(actor)
+                actor = self._actors[engine] = self._start(engine)
+            return RayLink(engine, actor, opening, self._lost.append)
 
         asked = self._placement
         quorum = Quorum(min(asked.least, self._engines), asked.start_timeout, functools.partial(_shortage, asked))
-        return session_of(config, connect, self._engines, first=start.batch, quorum=quorum)
+        return Session(link_to(config, connect, self._engines, first=start.batch, quorum=quorum))
 
     def _end(self) -> None:
         actors, self._actors = self._actors, []
@@ -129,60 +115,52 @@ class RayEngines(Placement):
             _kill(actor)
 
 
-class RayLink:
+class RayLink(Link):
     """A link to an engine in an actor.
 
-    Each plan is a call of the actor, whose result is a batch: one object of Ray's, released when it is copied.
+    Each answer is the result of a call of the actor: a batch is one object of Ray's, released when it is copied.
 
     Args:
         engine: the engine's number.
         actor: the handle of its actor.
-        request: the session to open.
-        config: reference to the loader's configuration.
-        work: reference to the functions of this session.
-
-    Attributes:
-        lost: whether the engine was found to be lost.
-        closed: whether the link is closed.
+        opening: the arguments that open the session, of which its number is the first.
+        on_lost: called with the actor if it is found to be lost.
     """
 
-    def __init__(self, engine: int, actor: Any, request: SessionRequest, config: Any, work: Any) -> None:
+    def __init__(self, engine: int, actor: Any, opening: tuple[Any, ...], on_lost: Callable[[Any], object]) -> None:
         self._engine = engine
         self._actor = actor
+        self._on_lost = on_lost
         self._connection = connection()
-        self._number = request.number
-        self._mailbox: Mailbox[tuple[str, int, Future[Any]]] = Mailbox()
-        self._arrived: deque[Answer] = deque()
+        self._number = opening[0]
+        self._mailbox: Mailbox[Future[Any]] = Mailbox()
         self._plans: dict[int, BatchPlan] = {}  # of the batches that have not arrived
         self._sequence = itertools.count()
         self._ahead = -math.inf  # seconds by which its clock is ahead of this one, at least
         self._place = "a node that Ray has not chosen yet"
         self._elsewhere = False  # on another node than this process
-        self._over = False
-        self.sources = (self._mailbox.source,)
-        self.lost = False
-        self.closed = False
+        self._over = self._closed = False
+        self.messages: deque[Answer] = deque()
+        self.source = self._mailbox.source
         try:
-            self._call("open", 0, actor.open, request, config, work)
+            self._call(actor.open, *opening)
         except BaseException:  # of Ray: it is raised at the iteration
             self._mailbox.close()
             raise
 
     def send(self, message: Request) -> None:
-        packed = packed_message(dump_request(message))
-        order = (next(self._sequence), packed)
-        if not isinstance(message, list):
-            self._call("send", 0, self._actor.send, self._number, *order)
-            return
-        self._plans.update((plan.number, plan) for plan in message)
-        for position, plan in enumerate(message):
-            plans = order if position == 0 else ()
-            self._call("batch", plan.number, self._actor.batch, self._number, plan.number, *plans)
+        order = next(self._sequence), packed_message(dump_request(message))
+        if isinstance(message, list):
+            self._plans.update((plan.number, plan) for plan in message)
+            for arguments in (order, *[()] * (len(message) - 1)):
+                self._call(self._actor.answer, self._number, *arguments)
+        else:
+            method = self._actor.answer if isinstance(message, StatusRequest) else self._actor.send
+            self._call(method, self._number, *order)
 
-    def _call(self, what: str, number: int, method: Any, *arguments: object) -> None:
+    def _call(self, method: Any, *arguments: object) -> None:
         if self._connected():
-            future = method.remote(*arguments).future()
-            future.add_done_callback(lambda done: self._mailbox.put((what, number, done)))  # on Ray's thread
+            method.remote(*arguments).future().add_done_callback(self._mailbox.put)  # on Ray's thread
 
     def _connected(self) -> bool:
         if connection() == self._connection:
@@ -190,36 +168,35 @@ class RayLink:
         self._end(SessionEnd(EngineDiedError(why="the connection to its Ray cluster was closed, by ray.shutdown()")))
         return False
 
-    def receive(self) -> deque[Answer]:
+    def receive(self) -> None:
         answers = self._mailbox.messages
         while answers and not self._over:
-            what, number, future = answers.popleft()
+            future = answers.popleft()
             error = future.exception()
             if isinstance(error, _LOST):
                 self._lose(_reason(error))
             elif error is not None:
                 self._end(SessionEnd(error))
-            elif what == "open":
-                node, address, pid = future.result()
-                self._elsewhere = node != ray.get_runtime_context().get_node_id()
-                self._place = f"node {address}, process {pid}"
-                self._arrived.append(Started())
-            elif (answer := future.result()) is None:
-                continue
-            elif what == "send":
-                self._arrived.append(Status(f"{answer}, on {self._place}"))
-            else:
-                self._take_in(number, unpack(answer))
-        return self._arrived
+            elif (answer := future.result()) is not None:
+                self._take_in(answer)
 
-    def _take_in(self, number: int, answer: SessionEnd | tuple[Any, ...]) -> None:
-        if not isinstance(answer, SessionEnd):
-            host = HostBatch.from_flat(answer, self._plans.pop(number))
-            self._arrived.append(self._translated(host) if self._elsewhere else host)
-        elif answer.death is not None:
-            self._lose(f"its process {answer.death}")
+    def _take_in(self, answer: tuple[str, str, int] | Packed) -> None:
+        if len(answer) == 3 and isinstance(answer, tuple):  # it is open
+            node, address, pid = answer
+            self._elsewhere = node != ray.get_runtime_context().get_node_id()
+            self._place = f"node {address}, process {pid}"
+            self.messages.append(Started())
+            return
+        message = unpack(answer)
+        if isinstance(message, Status):
+            self.messages.append(Status(f"{message.text}, on {self._place}"))
+        elif not isinstance(message, SessionEnd):
+            host = HostBatch.from_flat(message, self._plans.pop(message[0]))
+            self.messages.append(self._translated(host) if self._elsewhere else host)
+        elif message.death is not None:
+            self._lose(f"its process {message.death}")
         else:
-            self._end(answer)
+            self._end(message)
 
     def _translated(self, host: HostBatch) -> HostBatch:
         """The batch of another node, its times by this process's clock, its processes with numbers that none has here.
@@ -238,27 +215,27 @@ class RayLink:
         return host._replace(times=times._replace(**moments), fetches=fetches)
 
     def _lose(self, reason: str) -> None:
-        self.lost = True
+        self._on_lost(self._actor)
         self._end(SessionEnd(None, f"(on {self._place}) was lost: {reason}"))
 
     def _end(self, end: SessionEnd) -> None:
         if not self._over:
             self._over = True
-            self._arrived.append(end)
+            self.messages.append(end)
 
     def must_wait(self) -> bool:
         self._connected()
-        return not self._arrived and self._mailbox.must_wait()
+        return not self.messages and self._mailbox.must_wait()
 
     def leave(self) -> None:
         self._over = True
         self._mailbox.wake()
 
     def close(self) -> None:
-        if self.closed:
+        if self._closed:
             return
         self.leave()
-        self.closed = True
+        self._closed = True
         self._mailbox.close()
         if connection() == self._connection:
             with contextlib.suppress(Exception):  # the actor is lost, or Ray is shutting down: so is the session
@@ -318,13 +295,6 @@ def _packed(config: EngineConfig, obj: object) -> Packed:
         return pack(obj)
     except Exception as error:
         name_unpicklable(config, error)
-
-
-def _same(one: Packed, other: Packed) -> bool:
-    if isinstance(one, bytes) or isinstance(other, bytes):
-        return one == other
-    same = one[0] == other[0] and len(one[1]) == len(other[1])
-    return same and all(map(np.array_equal, one[1], other[1]))
 
 
 def _reason(error: BaseException) -> str:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from headrace._core.batches import SessionStart
-from headrace._core.pool.settings import Settings
 from headrace._core.transport.pickling import Message, dump_message, load_message
 from headrace._core.transport.slabs import aligned
 
@@ -18,38 +15,6 @@ IN_BAND = 64 * 1024  # bytes of buffers up to which an object is one byte string
 
 Packed = bytes | tuple[bytes, list[np.ndarray[Any, Any]]]
 """An object as one byte string, or as a pickle with arrays of bytes that lie in Ray's object store without a copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class EnginePart:
-    """Which of the loader's engines an actor is, and the settings of the consumer's process.
-
-    Attributes:
-        engine: its number, from 0.
-        engines: how many the loader has.
-        settings: for its processes.
-    """
-
-    engine: int
-    engines: int
-    settings: Settings
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRequest:
-    """The request for a session.
-
-    Attributes:
-        number: the session's, in the loader.
-        base_seed: of the epoch, as in `EngineConfig`.
-        start: the epoch, and where it begins within that.
-        work: the number of the functions that assemble its batches.
-    """
-
-    number: int
-    base_seed: int
-    start: SessionStart
-    work: int
 
 
 def pack(obj: object) -> Packed:

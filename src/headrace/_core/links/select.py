@@ -8,7 +8,7 @@ import warnings
 
 from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.links.placement import Placement, Snapshot
+from headrace._core.links.placement import Placement, snapshot
 from headrace._core.links.session import Session
 from headrace._core.links.thread import ThreadPlacement
 from headrace._core.ray_placement import RayPlacement
@@ -50,7 +50,7 @@ class PlacementSelector:
         self._current: Placement | None = None
         self._config: EngineConfig | None = None  # of the current one, as it was made
         self._made_with: SharedPickle | None = None  # the functions it was made with
-        self._seen: Snapshot | None = None  # of the dataset that it has a copy of
+        self._seen: list[object] | None = None  # the snapshot of the dataset that it has a copy of
         self._retired: list[Placement] = []
         self._work: SharedPickle | None = None  # the functions of the last session
         self.where = "not started"
@@ -69,7 +69,7 @@ class PlacementSelector:
             NotPicklableError: a function has to go to another process and cannot.
         """
         warn_of_rereading(start.streams)
-        config, work = self._with_functions(config)
+        work = self._functions(config)
         forked = config.workers_are_forks and self._placement != "process"
         if not persistent and (forked or not config.kind.is_async):
             of_dataset = "forks of this process" if config.kind.is_async else "workers with a torch dataset"
@@ -90,7 +90,7 @@ class PlacementSelector:
         if self._current is None:
             self._current = self._place(config, work)
             self._config, self._made_with = config, work
-            self._seen = Snapshot(config.dataset) if self._current.has_copy else None
+            self._seen = snapshot(config.dataset) if self._current.has_copy else None
         if self._current.is_current:  # in aget: its session would start another, recursively
             raise DeadlockError(what="iter() of a loader")
         return self._current.open(config, work, start)
@@ -101,7 +101,7 @@ class PlacementSelector:
         same = config.functions_of_epoch or work is self._made_with
         if not (current.alive and same and self._config.same_engine(config)):
             return False
-        return self._seen is None or self._seen.same_as(Snapshot(config.dataset))
+        return self._seen is None or self._seen == snapshot(config.dataset)
 
     def set_epoch(self, dataset: object, epoch: int, *, only_wanted: bool) -> None:
         """Call a dataset's `set_epoch` in this process; a copy in another gets the epoch with its next session."""
@@ -109,10 +109,10 @@ class PlacementSelector:
             propagate_epoch(dataset, epoch, only_wanted=only_wanted)
             return
         copied = self._config.dataset
-        same = self._seen.same_as(Snapshot(copied))
+        same = self._seen == snapshot(copied)
         propagate_epoch(copied, epoch)
         if same:  # the copy stays valid
-            self._seen = Snapshot(copied)
+            self._seen = snapshot(copied)
 
     def drop(self) -> None:
         """As `close`, for a loader that is collected: on any thread, with any lock held.
@@ -132,37 +132,37 @@ class PlacementSelector:
         for engine in engines:
             engine.close()
 
-    def _with_functions(self, config: EngineConfig) -> tuple[EngineConfig, SharedPickle | None]:
-        """Pickle the current functions if they go to another process; also returns how that is started."""
+    def _functions(self, config: EngineConfig) -> SharedPickle | None:
+        """The current functions, pickled, if they go to another process."""
+        wants_process = self._placement == "process" or (self._placement == "auto" and config.num_workers > 0)
         if isinstance(self._placement, RayPlacement):  # which pickles them for other machines
             if config.context is not None:
                 raise ValueError(
                     "RayPlacement and multiprocessing_context= exclude each other. Leave out one of the two."
                 )
-            return config, None
-        stay = not config.has_processes and not self._may_be_process(config)
-        if stay or not config.kind.is_async:
-            return config, None
-        if config.workers_are_forks:
+        elif config.kind.is_async and config.workers_are_forks:
             if self._placement == "process":
                 raise ValueError(
                     "placement='process' and multiprocessing_context='fork' exclude each other: workers forked from "
                     "this process have their engine in a thread of it. Leave out one of the two."
                 )
-            return config, None
-        try:
-            self._work = SharedPickle.dumps(config.work(), self._work)
-        except Exception as error:
-            name_unpicklable(config, error)
-        return config, self._work
-
-    def _may_be_process(self, config: EngineConfig) -> bool:
-        return self._placement == "process" or (self._placement == "auto" and config.num_workers > 0)
+        elif config.kind.is_async and (config.has_processes or wants_process):
+            try:
+                self._work = SharedPickle.dumps(config.work(), self._work)
+            except Exception as error:
+                name_unpicklable(config, error)
+            return self._work
+        return None
 
     def _place(self, config: EngineConfig, work: SharedPickle | None) -> Placement:
         engines = min(self._asked, config.lanes) if config.kind.is_iterable else self._asked
         if isinstance(self._placement, RayPlacement):
-            return self._on_ray(self._placement, config, engines)
+            try:
+                from headrace._core.links.ray_engines import RayEngines
+            except ModuleNotFoundError:
+                raise MissingExtraError(what="placement=RayPlacement(...)", package="ray", extra="ray") from None
+            self.where = f"ray: {self._placement!r}"
+            return RayEngines(config, self._placement, engines)
         if not config.kind.is_async:
             why = "a torch dataset's workers do the reading"
         elif work is None and config.has_processes:
@@ -170,33 +170,22 @@ class PlacementSelector:
         elif self._placement == "thread":
             why = "placement='thread'"
         elif work is None:
-            why = "a function can only be used in this process" if config.num_workers else "num_workers=0"
+            why = "num_workers=0"
         else:
             from headrace._core.links.process import ProcessPlacement
 
+            asked = "placement='process'" if self._asked == 1 else f"engines={self._asked}"
+            self.where = f"process: {'an async dataset with workers' if self._placement == 'auto' else asked}"
             try:
-                placed = ProcessPlacement(config, work, engines)
+                return ProcessPlacement(config, work, engines)
             except NotPicklableError as error:
                 if self._placement == "process":
                     raise
                 why = str(error)
-                self._warn(f"in a thread of this process, where the trainer's Python slows it: {error}")
-            else:
-                auto = "an async dataset with workers"
-                asked = "placement='process'" if self._asked == 1 else f"engines={self._asked}"
-                self.where = f"process: {auto if self._placement == 'auto' else asked}"
-                return placed
+                warnings.warn(
+                    f"the loader runs in a thread of this process, where the trainer's Python slows it: {error}",
+                    RuntimeWarning,
+                    stacklevel=users_stacklevel(),
+                )
         self.where = f"thread: {why}"
         return ThreadPlacement(config, work)
-
-    def _on_ray(self, placement: RayPlacement, config: EngineConfig, engines: int) -> Placement:
-        try:
-            from headrace._core.links.ray_engines import RayEngines
-        except ModuleNotFoundError:
-            raise MissingExtraError(what="placement=RayPlacement(...)", package="ray", extra="ray") from None
-        placed = RayEngines(config, placement, engines)
-        self.where = f"ray: {placement!r}"
-        return placed
-
-    def _warn(self, message: str) -> None:
-        warnings.warn(f"the loader runs {message}", RuntimeWarning, stacklevel=users_stacklevel())

@@ -137,7 +137,7 @@ class _Sidecar:
             engine.watch.close()
         await close_resources(CLOSE_DEADLINE)
         for server in self._servers:
-            server.close()
+            server.channel.close()
 
     def _on_open(self) -> None:
         with self._reserve.given_up():
@@ -150,9 +150,9 @@ class _Sidecar:
             for each in sockets:
                 each.close()
             return
-        server = _SessionServer(self._begin, self._servers.discard)
+        server = _SessionServer(self._begin, self._servers.discard, Connection(*sockets))
         self._servers.add(server)
-        task = asyncio.ensure_future(server.connect(Connection(*sockets)))
+        task = asyncio.ensure_future(server.channel.connect())
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
@@ -191,20 +191,15 @@ class _SessionServer:
         self,
         begin: Callable[[_SessionServer, StartSession], Session],
         on_lost: Callable[[_SessionServer], None],
+        connection: Connection,
     ) -> None:
         self._begin = begin
         self._on_lost = on_lost
         self._session: Session | None = None
-        self._channel: EngineChannel | None = None
-        self._unsent: list[Message] = []  # until this end is connected
         self._plans: dict[int, BatchPlan] = {}  # as the consumer knows them, of the batches that were not sent
         self._ended = False
-
-    async def connect(self, connection: Connection) -> None:
         self._loop = asyncio.get_running_loop()
-        self._channel = await EngineChannel.connect(connection, self._on_object, self._on_close)
-        for packed in self._unsent:
-            self._channel.send(packed)
+        self.channel = EngineChannel(connection, self._on_object, self._on_close)
 
     def _on_object(self, obj: object) -> None:
         try:
@@ -224,7 +219,7 @@ class _SessionServer:
 
     def _send_record(self, record: Record) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._send, dump_plain(record))
+            self._loop.call_soon_threadsafe(self.channel.send, dump_plain(record))
 
     def _on_close(self) -> None:
         send_no_more_by(self._send_record)
@@ -243,17 +238,7 @@ class _SessionServer:
             packed = dump_message(SessionEnd(portable_error(message.error, "in the loader's process")))
         else:
             packed = dump_message(message)
-        self._send(packed)
-
-    def _send(self, packed: Message) -> None:
-        if self._channel is None:
-            self._unsent.append(packed)
-        else:
-            self._channel.send(packed)
-
-    def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
+        self.channel.send(packed)
 
 
 def dump_batch(host: HostBatch, plan: BatchPlan) -> Message:

@@ -18,7 +18,7 @@ from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.links.inline import WorkOnConsumersThread
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
 from headrace._core.links.session import Session
-from headrace._core.messages import Answer, Request, SessionEnd
+from headrace._core.messages import Answer, Link, Request, SessionEnd
 from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.streams.blocking import background_loop, context_managers
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -128,11 +128,10 @@ class ThreadPlacement(Placement):
         link = ThreadLink(session, mailbox, self._loop)
         self._loop.call_soon(self._engine.start, session, config.pipe_seed)
         return Session(
-            lambda _: link,
+            link,
             work=WorkOnConsumersThread(config) if config.deferred or steps is not None else None,
             is_current=lambda: self._loop.is_current,
             on_close=self.close if self._for_one_session else None,
-            mail=mailbox.messages,
         )
 
     def _end(self) -> None:
@@ -175,7 +174,7 @@ class ThreadPlacement(Placement):
             self._loop.close(CLOSE_DEADLINE)
 
 
-class ThreadLink:
+class ThreadLink(Link):
     """A link to an engine in a thread of this process.
 
     Args:
@@ -186,9 +185,13 @@ class ThreadLink:
 
     def __init__(self, session: EngineSession, mailbox: Mailbox[Answer], loop: LoopThread) -> None:
         self._session = session
-        self._mailbox = mailbox
         self._loop = loop
-        self.sources = (mailbox.source,)
+        self._wake = mailbox.wake
+        self._put = mailbox.put
+        self.source = mailbox.source
+        self.messages = mailbox.messages
+        self.must_wait = mailbox.must_wait  # type: ignore[method-assign]
+        self.close = mailbox.close  # type: ignore[method-assign]
         loop.on_death(self._on_death)
 
     def send(self, message: Request) -> None:
@@ -197,23 +200,14 @@ class ThreadLink:
         except EngineDiedError:  # whose message has the reason
             return
 
-    def receive(self) -> deque[Answer]:
-        return self._mailbox.messages
-
-    def must_wait(self) -> bool:
-        return self._mailbox.must_wait()
-
     def leave(self) -> None:
         self._loop.forget(self._on_death)
         if self._loop.alive:
             with contextlib.suppress(EngineDiedError):  # since the check, and the session with it
                 self._loop.call_soon(self._session.cancel)
-        self._mailbox.wake()
-
-    def close(self) -> None:
-        self._mailbox.close()
+        self._wake()
 
     def _on_death(self, error: BaseException) -> None:
         died = EngineDiedError(why=repr(error))
         died.__cause__ = error
-        self._mailbox.put(SessionEnd(died))
+        self._put(SessionEnd(died))

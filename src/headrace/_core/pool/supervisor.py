@@ -110,11 +110,8 @@ class NumberedWorker:
         """Connect to the process; False if it has exited meanwhile."""
         self.connecting = True
         try:
-            channel = await EngineChannel.connect(
-                self.connection,
-                on_object=on_object,
-                on_lost=self._on_lost,
-            )
+            channel = EngineChannel(self.connection, on_object, self._on_lost)
+            await channel.connect()
         finally:
             self.connecting = False
         if self.exited.is_set():  # it may have a successor

@@ -67,8 +67,13 @@ class Connection:
             for end in frames:
                 end.close()
             raise
-        _not_for_forks.update((frames[0], descriptors[0]))
-        return cls(frames[0], descriptors[0]), cls(frames[1], descriptors[1])
+        ours, theirs = cls(frames[0], descriptors[0]), cls(frames[1], descriptors[1])
+        ours.keep_from_forks()
+        return ours, theirs
+
+    def keep_from_forks(self) -> None:
+        """Close this end in forks of this process."""
+        _not_for_forks.update((self.frames, self.descriptors))
 
     def close(self) -> None:
         self.frames.close()
@@ -335,23 +340,18 @@ class EngineChannel(asyncio.BufferedProtocol):
     def __init__(
         self, connection: Connection, on_object: Callable[[object], None], on_lost: Callable[[], None]
     ) -> None:
+        connection.keep_from_forks()
         self._connection = connection
         self._frames = _Frames(connection.descriptors)
         self._on_object = on_object
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
 
-    @classmethod
-    async def connect(
-        cls, connection: Connection, on_object: Callable[[object], None], on_lost: Callable[[], None]
-    ) -> EngineChannel:
-        """A channel on `connection`, on the running loop."""
-        connection.frames.setblocking(False)
+    async def connect(self) -> None:
+        """Connect on the running loop."""
+        self._connection.frames.setblocking(False)
         loop = asyncio.get_running_loop()
-        _, channel = await loop.create_unix_connection(
-            lambda: cls(connection, on_object, on_lost), sock=connection.frames
-        )
-        return channel
+        await loop.create_unix_connection(lambda: self, sock=self._connection.frames)
 
     def send(self, packed: Message) -> None:
         """Send a message; the transport buffers what the worker has not yet read."""

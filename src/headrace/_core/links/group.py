@@ -1,0 +1,289 @@
+"""Several engines behind one link: plans are dealt, and an engine that dies beside others is replaced.
+
+Its batches are made by the others: each has its own number, seed and indices, so that it is the same from whichever
+engine it comes.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from headrace._core.batches import FetchLoad, HostBatch, StageTimes
+from headrace._core.engine.config import EngineConfig
+from headrace._core.links.dealing import DEATHS_ALONE, Dealer
+from headrace._core.messages import Answer, Consumed, Link, Request, SessionEnd, Started, Status, StatusRequest
+from headrace._core.streams.kinds import capabilities
+from headrace._core.text import users_stacklevel
+from headrace.errors import EngineDiedError, EngineStartError
+
+CHECK_EVERY = 5.0  # seconds after which engines elsewhere are looked at, if nothing arrives from them
+DEATHS_WITHOUT_BATCH = 3  # after which an engine is not replaced any more
+_GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")  # of `StageTimes`: sums since an engine's start
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """How many engines an epoch begins with, where they may take long to start, and are lost with their nodes.
+
+    Attributes:
+        least: engines that have to run.
+        seconds: for which fewer may run, before the epoch ends with an error.
+        shortage: says what the others wait for.
+    """
+
+    least: int
+    seconds: float
+    shortage: Callable[[], str]
+
+
+class EngineGroup(Link):
+    """The link to several engines.
+
+    Args:
+        connect: opens the link to an engine, by its number; replaces an engine that has died.
+        engines: their number.
+        dealer: of their plans.
+        quorum: of engines that have to run before plans are dealt; None where they start at once.
+        later: engines to which links are opened when another has begun: the first batch needs a core.
+    """
+
+    guarded = True
+
+    def __init__(
+        self,
+        connect: Callable[[int], Link],
+        engines: int,
+        dealer: Dealer,
+        *,
+        quorum: Quorum | None = None,
+        later: Sequence[int] = (),
+    ) -> None:
+        self.messages: deque[Answer] = deque()
+        self._connect = connect
+        self._engines = engines
+        self._dealer = dealer
+        self._quorum = quorum
+        self._least = 1 if quorum is None else max(1, quorum.least)  # engines without which no plan is dealt
+        self._deadline: float | None = None  # for that many
+        self._links: dict[int, Link] = {}
+        self._running = set(range(engines)) if quorum is None else set[int]()  # or will run within a moment
+        self._later = later
+        self._lost: dict[int, str] = {}  # engines that have died, and how
+        self._ends: dict[int, str] = {}  # how the last process of each engine has ended
+        self._times: dict[Link, StageTimes] = {}  # of the last batch of each link, also of a former one
+        self._standing: dict[type, Request] = {}  # the last request of each kind that is for all engines
+        self._over = False
+        self._selector = selectors.DefaultSelector()
+        self.source = self._selector.fileno()
+        try:
+            for number in range(engines):
+                if number not in later:
+                    self._add(number)
+        except BaseException:  # Ctrl-C too: nothing owns the links yet
+            self.leave()
+            self.close()
+            raise
+
+    def send(self, message: Request) -> None:
+        if isinstance(message, list):
+            self._dealer.waiting.extend(message)
+            self._deal()
+        elif isinstance(message, Consumed):
+            next_one = self._dealer.engine_of(message.number + 1)
+            for number, link in self._links.items():
+                times = self._times.get(link)
+                if number == next_one or (times is not None and times.load.held_plans):
+                    link.send(message)
+        elif isinstance(message, StatusRequest):
+            engine = self._dealer.engine_of(message.number)
+            if engine in self._links:
+                self._links[engine].send(message)
+            else:
+                self.messages.append(Status(f"batch {message.number} waits for an engine: {self._why_waiting()}"))
+        else:
+            self._standing[type(message)] = message
+            for link in self._links.values():
+                link.send(message)
+
+    def _why_waiting(self) -> str:
+        if self._quorum is None or len(self._running) >= self._least:
+            return "others have ended"
+        return self._quorum.shortage()
+
+    def receive(self) -> None:
+        """Take in the messages of all engines, replace those that have died, and deal the plans that wait."""
+        # Those elsewhere are looked after also if nothing arrives.
+        ready = [*self._links] if self._quorum else [key.data for key, _ in self._selector.select(0)]
+        arrived = self._take_in(ready)
+        if arrived and self._later:
+            later, self._later = self._later, ()
+            try:
+                for number in later:
+                    self._add(number)
+            except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
+                self._end(error)
+        while self._lost and not self._over:
+            self._take_in([*self._links])  # all that have died by now: none gets the batches of another
+            self._replace_lost()
+        self._deal()
+
+    def must_wait(self) -> bool:
+        return not self.messages and all(link.must_wait() for link in self._links.values())
+
+    @property
+    def look_by(self) -> float | None:  # type: ignore[override]
+        if self._quorum is None:
+            return None
+        soon = time.monotonic() + CHECK_EVERY
+        return soon if self._deadline is None else min(soon, self._deadline)
+
+    def leave(self) -> None:
+        for link in list(self._links.values()):
+            link.leave()
+
+    def close(self) -> None:
+        for link in list(self._links.values()):
+            link.close()
+        self._links.clear()
+        self._selector.close()
+
+    def _add(self, number: int) -> None:
+        link = self._links[number] = self._connect(number)
+        assert link.source is not None
+        self._selector.register(link.source, selectors.EVENT_READ, number)
+        if self._quorum is None:
+            self._running.add(number)
+        for message in self._standing.values():
+            link.send(message)
+        if plans := self._dealer.plans_of(number):
+            link.send(plans)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._over = True
+        self.messages.append(SessionEnd(error))
+
+    def _take_in(self, numbers: Iterable[int]) -> bool:
+        arrived = False
+        for number in numbers:
+            link = self._links[number]
+            link.receive()
+            while link.messages and not self._over:
+                arrived = True
+                message = link.messages.popleft()
+                if isinstance(message, HostBatch):
+                    host = message._replace(times=self._times_of_all(link, message.times))
+                    self.messages.extend(self._dealer.receive(number, host))
+                elif isinstance(message, Started):
+                    self._running.add(number)
+                elif isinstance(message, Status):
+                    self.messages.append(Status(f"{message.text}, in engine {number} of {self._engines}"))
+                elif isinstance(message, SessionEnd) and message.death is not None:
+                    self._lost[number] = message.death
+                elif isinstance(message, SessionEnd):  # user code: set_epoch, imports
+                    self._end(message.error)
+        return arrived
+
+    def _times_of_all(self, link: Link, times: StageTimes) -> StageTimes:
+        """The times of an engine's batch, with the sum of the engines' loads and the means of their times."""
+        self._times[link] = times
+        loads = [self._times[each].load for each in self._links.values() if each in self._times]
+        means = {name: sum(getattr(e, name) for e in self._times.values()) / self._engines for name in _GROWING}
+        return times._replace(load=FetchLoad(*map(sum, zip(*loads, strict=True))), **means)
+
+    def _deal(self) -> None:
+        if self._over or not self._dealer.waiting:
+            return
+        if len(self._running) < self._least:
+            self._check_deadline()
+            return
+        self._least, self._deadline = 1, None  # the epoch has begun: one is enough from now on
+        for number, plans in self._dealer.deal(sorted(self._running)).items():
+            if number in self._links:  # otherwise they are sent when it is started
+                self._links[number].send(plans)
+
+    def _check_deadline(self) -> None:
+        if self._quorum is None:
+            return
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._quorum.seconds
+        elif time.monotonic() >= self._deadline:
+            self._end(
+                EngineStartError(
+                    running=len(self._running),
+                    engines=self._engines,
+                    least=self._least,
+                    seconds=self._quorum.seconds,
+                    shortage=self._quorum.shortage(),
+                )
+            )
+
+    def _replace_lost(self) -> None:
+        if self._over:
+            return
+        lost, self._lost = self._lost, {}
+        self._ends |= lost
+        for number in lost:
+            link = self._links.pop(number)
+            assert link.source is not None
+            self._selector.unregister(link.source)
+            self._running.discard(number)
+            link.leave()
+            link.close()
+        batch = self._dealer.take_back(lost)
+        ends = "; ".join(f"engine {number} {how}" for number, how in sorted(self._ends.items()))
+        if batch is not None:
+            why = f"{DEATHS_ALONE} of its processes have ended while they made batch {batch} and nothing else: {ends}"
+            self._end(EngineDiedError(why=why))
+            return
+        # Those of a cluster are lost with their nodes, and replaced even if all are.
+        if not self._links and self._quorum is None:
+            self._end(EngineDiedError(why=f"all of its {self._engines} processes have ended: {ends}"))
+            return
+        results = {number: self._restart(number) for number in lost}
+        if not self._links:  # none could be started
+            self._end(EngineDiedError(why="; ".join(f"engine {number}: {why}" for number, why in results.items())))
+            return
+        self._deal()
+        for number, result in results.items():  # last, since a warning may be an error
+            warnings.warn(
+                f"engine {number} of {self._engines} {lost[number]}: {result}. Its batches are made again.",
+                RuntimeWarning,
+                stacklevel=users_stacklevel(),
+            )
+
+    def _restart(self, number: int) -> str:
+        """Start an engine in place of one that has died; returns the result, in words."""
+        if self._dealer.deaths_of(number) >= DEATHS_WITHOUT_BATCH:
+            return f"it has ended {DEATHS_WITHOUT_BATCH} times without a batch, and is not started again in this epoch"
+        try:
+            self._add(number)
+        except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
+            return f"it could not be started again ({error})"
+        return "it is started again" if self._quorum is None else "another is asked for"
+
+
+def link_to(
+    config: EngineConfig,
+    connect: Callable[[int], Link],
+    engines: int,
+    *,
+    first: int,
+    quorum: Quorum | None = None,
+    later: Sequence[int] = (),
+) -> Link:
+    """The link of a loader to its engines: a stream's plans are dealt by lanes, which take turns, others by batches."""
+    if engines == 1 and quorum is None:
+        return connect(0)
+    dealer = Dealer(
+        engines,
+        first=first,
+        in_order=config.in_order,
+        stream=config.kind.is_iterable,
+        chunked=not config.kind.is_iterable and capabilities(config.dataset).ranges,
+    )
+    return EngineGroup(connect, engines, dealer, quorum=quorum, later=later)

@@ -32,7 +32,7 @@ from headrace._core.consumer.deliver import opened
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.worker_tasks import ReadTask
 from headrace._core.error_policy import Tolerance
-from headrace._core.pool.worker import INHERITED, _answer_next, _Tasks
+from headrace._core.pool.worker import INHERITED, Worker
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.transport.channel import BlockingChannel, Connection
 from headrace._core.transport.pickling import dump_message
@@ -85,10 +85,10 @@ def measure(work: Work, batches: int) -> tuple[float, ...]:
         rank=RankInfo(0, 1, "none"),
         seeds=False,
     )
-    tasks = _Tasks(0, 1, lambda: None)
-    tasks.add(INHERITED, lambda: task)
     ours, theirs = Connection.pair()
-    engine, worker = BlockingChannel(ours), BlockingChannel(theirs)
+    engine, channel = BlockingChannel(ours), BlockingChannel(theirs)
+    worker = Worker(channel, 0, 1)
+    worker.add(INHERITED, lambda: task)
     smallest = [float("inf")] * 5
     generator = torch.Generator().manual_seed(0)
     for number in range(batches):
@@ -99,7 +99,7 @@ def measure(work: Work, batches: int) -> tuple[float, ...]:
         times.append(time.thread_time())
         engine.send_message(dump_message((raw.flat(), INHERITED, None, frozenset()), plain=True))
         times.append(time.thread_time())
-        _answer_next(worker, tasks)
+        worker.answer_next()
         times.append(time.thread_time())
         answer = engine.receive()
         times.append(time.thread_time())
@@ -112,7 +112,7 @@ def measure(work: Work, batches: int) -> tuple[float, ...]:
             min(least, after - before) for least, before, after in zip(smallest, times, times[1:], strict=False)
         ]
     engine.close()
-    worker.close()
+    channel.close()
     return *(1e6 * each for each in smallest), smallest[0] / sum(smallest[1:])
 
 

@@ -10,7 +10,6 @@ from torch import multiprocessing
 
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.worker_tasks import AssembleTask, ReadTask
-from headrace._core.pool.launch import ContextLauncher, Launcher, ZygoteLauncher
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import DatasetKind
@@ -151,13 +150,11 @@ class EngineConfig(NamedTuple):
         )
         return self.dataset is other.dataset and mine == theirs
 
-    def launcher(self) -> Launcher:
-        """How the workers are started: a torch dataset's by torch's start method, functions by the zygote."""
-        if self.context is not None:
-            return ContextLauncher(self.context)
-        if not self.kind.is_async:
-            return ContextLauncher(multiprocessing.get_context())
-        return ZygoteLauncher()
+    def starts_workers(self) -> Any:
+        """The context that starts workers: a torch dataset's, by torch's start method; None: functions' are forks."""
+        if self.context is not None or self.kind.is_async:
+            return self.context
+        return multiprocessing.get_context()
 
 
 def _divided(number: int, engine: int, engines: int) -> int:

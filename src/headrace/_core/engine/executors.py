@@ -149,7 +149,7 @@ class ProcessExecutor(Pool):
             super().__init__(
                 config.worker_task() if first_task is None else first_task,
                 workers=config.num_workers,
-                launcher=config.launcher(),
+                context=config.starts_workers(),
                 stateful=torchs and (config.kind.is_iterable or is_stateful(config.dataset)),
                 first=config.first_worker,
                 of=config.all_workers or None,

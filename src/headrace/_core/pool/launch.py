@@ -20,7 +20,6 @@ import threading
 from abc import ABC, abstractmethod
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Protocol
 
 import cloudpickle
 
@@ -74,55 +73,48 @@ def how_it_ended(process: WorkerProcess) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
-class Launcher(Protocol):
-    """Starts workers; may be called from any thread."""
+def launch_worker(
+    context: BaseContext | None, task: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
+) -> tuple[WorkerProcess, Connection]:
+    """Start a worker; may be called from any thread.
 
-    ships_task: bool
-    """Whether the pool must send a `BootMessage` first."""
+    Args:
+        context: `multiprocessing`'s fork, spawn or forkserver; None to fork the zygote, which is started on first use.
+        task: what it runs; None where the first message, a `BootMessage`, has it.
+        worker: its number.
+        workers: how many there are.
+        modules: those that the zygote imports first.
 
-    def launch(
-        self, task: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
-    ) -> tuple[WorkerProcess, Connection]:
-        """Start worker number `worker` of `workers`; returns its handle and the engine's end of its channel."""
+    Returns:
+        The handle of the process, and the engine's end of its channel.
+    """
+    if context is None:
+        return _forked(FORK, (), modules)
+    check_free(8)  # a connection, and multiprocessing's pipes, of which it leaks some if others cannot be opened
+    setup = None if context.get_start_method() == "fork" else cloudpickle.dumps(setups())
+    ours, theirs = Connection.pair()
 
-
-class ContextLauncher:
-    """Workers from a `multiprocessing` context: fork, spawn or forkserver."""
-
-    ships_task = False
-
-    def __init__(self, context: BaseContext) -> None:
-        self._context = context
-
-    def launch(
-        self, task: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
-    ) -> tuple[WorkerProcess, Connection]:
-        check_free(8)  # a connection, and multiprocessing's pipes, of which it leaks some if others cannot be opened
-        ours, theirs = Connection.pair()
-        try:
-            try:
-                process = self._process(theirs, task, worker, workers)
-            except (AttributeError, TypeError, pickle.PicklingError):  # a lambda, for example: cloudpickle can
-                process = self._process(theirs, cloudpickle.dumps(task), worker, workers)
-        except BaseException:  # Ctrl-C too: nothing owns the connection yet
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        return _ContextProcess(process), ours
-
-    def _process(
-        self, connection: Connection, task: WorkerTask | bytes | None, worker: int, workers: int
-    ) -> BaseProcess:
-        functions = None if self._context.get_start_method() == "fork" else cloudpickle.dumps(setups())
-        process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
+    def start(task: WorkerTask | bytes | None) -> BaseProcess:
+        process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=serve,
-            args=(connection, task, worker, workers, functions),
+            args=(theirs, task, worker, workers, setup),
             name=f"headrace-worker-{worker}",
             daemon=True,
         )
         process.start()
         return process
+
+    try:
+        try:
+            process = start(task)
+        except (AttributeError, TypeError, pickle.PicklingError):  # a lambda, for example: cloudpickle can
+            process = start(cloudpickle.dumps(task))
+    except BaseException:  # Ctrl-C too: nothing owns the connection yet
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return _ContextProcess(process), ours
 
 
 class _ContextProcess(WorkerProcess):
@@ -144,18 +136,6 @@ class _ContextProcess(WorkerProcess):
 
 # All of headrace that unpickling in a worker or in a loader's process needs: it is imported once, in the zygote.
 IMPORTED = "headrace, headrace._core.links.sidecar, headrace._core.pool.zygote"
-
-
-class ZygoteLauncher:
-    """Workers forked from this process's zygote, which is started on first use and kept for later loaders."""
-
-    ships_task = True
-
-    def launch(
-        self, task: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
-    ) -> tuple[WorkerProcess, Connection]:
-        assert task is None, "the task is shipped"
-        return _forked(FORK, (), modules)
 
 
 def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import signal
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.context import BaseContext
 from typing import NamedTuple
 
 from headrace._core.descriptors import explained
 from headrace._core.failure import as_exception
-from headrace._core.pool.launch import Launcher, WorkerProcess, how_it_ended
+from headrace._core.pool.launch import WorkerProcess, how_it_ended, launch_worker
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.worker import INHERITED, Answer, BootMessage, ProcessEnvironment, Request, Started, WorkerTask
 from headrace._core.transport.channel import Connection, EngineChannel
@@ -54,7 +56,6 @@ class Job:
     doing: str | None = None
     plain: bool = False
     attempt: int = 1
-    ships_task: bool = False
 
     def fail(self, error: Exception) -> None:
         """Answer with an error, unless it is answered or its caller was cancelled."""
@@ -68,11 +69,12 @@ class NumberedWorker:
 
     Attributes:
         pinned: jobs that have to go to this number.
-        jobs: jobs that were sent to it, in order.
         failed_starts: processes of this number that have died since the last answer, this one included.
+        started: whether it has begun to read jobs.
+        channel: None while it is not connected, and after it was closed by this end.
+        connecting: whether the channel, which owns the connection, is being connected.
         loaded: the numbers of the tasks that it has, if tasks are sent.
-        watched: whether the loop watches for its exit.
-        closed: the channel was closed by this end.
+        jobs: jobs that were sent to it, in order.
     """
 
     number: int
@@ -82,95 +84,24 @@ class NumberedWorker:
     failed_starts: int = 1
     started: bool = False
     channel: EngineChannel | None = None
+    connecting: bool = False
     loaded: set[int] = field(default_factory=set)
     jobs: deque[Job] = field(default_factory=deque)
     exited: asyncio.Event = field(default_factory=asyncio.Event)
-    watched: bool = False
-    connecting: bool = False
-    closed: bool = False
-
-    def watch(self, on_exit: Callable[[], None]) -> None:
-        """Call `on_exit` on the running loop when the process has ended."""
-
-        def check() -> None:
-            if self.process.ended():
-                self._unwatch()
-                self.exited.set()
-                on_exit()
-
-        asyncio.get_running_loop().add_reader(self.process.sentinel, check)
-        self.watched = True
-
-    def _unwatch(self) -> None:
-        if self.watched:
-            asyncio.get_running_loop().remove_reader(self.process.sentinel)
-            self.watched = False
-
-    async def connect(self, on_object: Callable[[object], None]) -> bool:
-        """Connect to the process; False if it has exited meanwhile."""
-        self.connecting = True
-        try:
-            channel = EngineChannel(self.connection, on_object, self._on_lost)
-            await channel.connect()
-        finally:
-            self.connecting = False
-        if self.exited.is_set():  # it may have a successor
-            channel.close()
-            return False
-        self.channel = channel
-        return True
-
-    def _on_lost(self) -> None:
-        if not self.closed:  # otherwise it ends by itself
-            self.process.signal(signal.SIGKILL)  # it cannot work without a channel
-
-    def boot(self, message: BootMessage) -> None:
-        """Send the first message, with the first task."""
-        assert self.channel is not None
-        assert isinstance(message.task, SharedPickle)
-        self.channel.send(dump_message(message))
-        self.loaded.add(message.task.number)
-
-    def send(self, job: Job, in_use: Iterable[int]) -> None:
-        """Send a job, with its task if the worker lacks it; an error of pickling is the job's answer."""
-        assert self.channel is not None
-        try:
-            number = INHERITED if job.task is None else job.task.number
-            request: Request = job.request, number, None, frozenset()
-            job.ships_task = job.task is not None and number not in self.loaded
-            if job.ships_task:
-                numbers = frozenset(in_use)
-                self.loaded &= numbers
-                request = job.request, number, job.task, numbers
-            self.channel.send(dump_message(request, plain=job.plain and not job.ships_task))
-        except BaseException as error:  # user code: __reduce__ of a sample's class; descriptors that cannot be sent
-            job.reply.set_exception(as_exception(error))
-            return
-        self.jobs.append(job)
-        if job.task is not None:
-            self.loaded.add(job.task.number)
-
-    def answered(self, answer: Answer) -> None:
-        """Give an answer to the first of the jobs that were sent."""
-        job = self.jobs.popleft() if self.jobs else None
-        if answer.step == "receive" and job is not None and job.task is not None and job.ships_task:
-            self.loaded.discard(job.task.number)
-        self.failed_starts = 0
-        if job is not None and not job.reply.done():
-            job.reply.set_result(Reply(answer, self.number, job.attempt))
 
     def close_channel(self) -> None:
-        self.closed = True
-        if self.channel is not None:
-            self.channel.close()
-            self.channel = None
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            channel.close()
+        elif not self.connecting:
+            self.connection.close()
 
     def release(self) -> None:
         """Close its handles, on the loop."""
-        self._unwatch()
+        if not self.exited.is_set():
+            asyncio.get_running_loop().remove_reader(self.process.sentinel)
         self.process.release()
-        if not self.connecting:
-            self.connection.close()
+        self.close_channel()
 
     def death(self, job: Job | None, obstacle: Exception | None = None) -> WorkerDiedError:
         """The error that reports the end of the process.
@@ -198,7 +129,8 @@ class Pool:
     Construct and `launch` from any thread; then `open`, `run` and `close` on one event loop.
 
     Args:
-        task: the first task of the workers; pickled here if the launcher sends tasks.
+        task: the first task of the workers; pickled here if tasks are sent.
+        context: starts the workers, which inherit the task; None where the zygote forks them, and tasks are sent.
         of: workers of all pools of a loader; None where this is the only one.
         stateful: the task has state that cannot be rebuilt (a stream's position): a dead worker is not replaced, and
             its requests are not tried again.
@@ -212,7 +144,7 @@ class Pool:
         task: WorkerTask | SharedPickle,
         *,
         workers: int,
-        launcher: Launcher,
+        context: BaseContext | None = None,
         stateful: bool = False,
         first: int = 0,
         of: int | None = None,
@@ -220,7 +152,7 @@ class Pool:
         self._inherited: WorkerTask | None = None
         self._latest: SharedPickle | None = None  # the first task of new workers
         self._in_use: weakref.WeakValueDictionary[int, SharedPickle] = weakref.WeakValueDictionary()
-        if launcher.ships_task:
+        if context is None:
             self._latest = task if isinstance(task, SharedPickle) else SharedPickle.dumps(task)
             self._in_use[self._latest.number] = self._latest
             self._settings = Settings.here()  # not in `open`: some belong to the caller's thread
@@ -228,7 +160,7 @@ class Pool:
             self._inherited = task.loads() if isinstance(task, SharedPickle) else task
         self._numbers = range(first, first + workers)
         self._of = workers if of is None else of
-        self._launcher = launcher
+        self._context = context
         self._attempts = 1 if stateful else ATTEMPTS
         self._stateful = stateful
         self._workers: list[NumberedWorker] = []
@@ -255,7 +187,7 @@ class Pool:
 
     def _start(self, number: int) -> tuple[WorkerProcess, Connection]:
         modules = () if self._latest is None else self._modules(self._latest)
-        return self._launcher.launch(self._inherited, number, self._of, modules)
+        return launch_worker(self._context, self._inherited, number, self._of, modules)
 
     def _modules(self, task: SharedPickle) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self._settings.modules, *task.modules)))
@@ -266,14 +198,36 @@ class Pool:
             await self._connect(worker)
 
     async def _connect(self, worker: NumberedWorker) -> None:
-        worker.watch(lambda: None if self._closing else self._on_death(worker))
-        if not await worker.connect(lambda obj: self._on_object(worker, obj)):
+        """Connect to a process, and send it the first task."""
+        self._watch(worker)
+        on_object, on_lost = functools.partial(self._on_object, worker), functools.partial(self._on_lost, worker)
+        channel = EngineChannel(worker.connection, on_object, on_lost)
+        worker.connecting = True
+        try:
+            await channel.connect()
+        finally:
+            worker.connecting = False
+        if worker.exited.is_set():  # it may have a successor
+            channel.close()
             return
-        if self._latest is not None:
-            task = self._latest
+        worker.channel = channel
+        if (task := self._latest) is not None:
             place = worker.number, self._of
-            worker.boot(BootMessage(ProcessEnvironment.here(), self._settings, self._modules(task), task, *place))
+            boot = BootMessage(ProcessEnvironment.here(), self._settings, self._modules(task), task, *place)
+            channel.send(dump_message(boot))
+            worker.loaded.add(task.number)
         self._next_job(worker)
+
+    def _watch(self, worker: NumberedWorker) -> None:
+        def check() -> None:
+            if worker.process.ended():
+                asyncio.get_running_loop().remove_reader(worker.process.sentinel)
+                worker.exited.set()
+                if not self._closing:
+                    self._on_death(worker)
+
+        if not worker.exited.is_set():
+            asyncio.get_running_loop().add_reader(worker.process.sentinel, check)
 
     async def run(
         self,
@@ -343,22 +297,18 @@ class Pool:
                 connecting.cancel()
             await asyncio.gather(*self._connecting, return_exceptions=True)
         for worker in self._workers:
-            if worker.channel is not None:
-                worker.close_channel()
-            else:
-                worker.connection.close()
-        living = [asyncio.ensure_future(worker.exited.wait()) for worker in self._workers if worker.watched]
-        if living:
-            for last, patience in ((signal.SIGTERM, WORK_DEADLINE), (signal.SIGKILL, deadline)):
-                _, late = await asyncio.wait(living, timeout=patience)
-                if not late:
-                    break
-                for worker in self._workers:
+            worker.close_channel()
+            self._watch(worker)  # if it could not be connected
+        living = [asyncio.ensure_future(worker.exited.wait()) for worker in self._workers]
+        for last, patience in ((signal.SIGTERM, WORK_DEADLINE), (signal.SIGKILL, deadline), (None, 1.0)):
+            late = (await asyncio.wait(living, timeout=patience))[1] if living else ()  # SIGKILL takes milliseconds
+            if not late:
+                break
+            for worker in self._workers:
+                if last is not None:
                     worker.process.signal(last)
-            else:
-                await asyncio.wait(living, timeout=1.0)  # s; SIGKILL takes milliseconds
-            for task in living:
-                task.cancel()
+        for task in living:
+            task.cancel()
         for worker in self._workers:
             worker.release()
         self._forget()
@@ -381,15 +331,32 @@ class Pool:
         self._latest = None
 
     def _next_job(self, worker: NumberedWorker) -> None:
-        while worker.channel is not None and (queue := self._queue_for(worker)):
+        while worker.channel is not None:
+            # Those that wait are first: for pinned requests, they are those of a dead worker.
+            queue, most = (self._waiting, 1) if self._waiting else (worker.pinned, PINNED_AHEAD)
+            if not queue or len(worker.jobs) >= most:
+                return
             job = queue.popleft()
             if not job.reply.done():  # otherwise its caller was cancelled
-                worker.send(job, self._in_use)
+                self._send(worker, worker.channel, job)
 
-    def _queue_for(self, worker: NumberedWorker) -> deque[Job] | None:
-        if self._waiting:  # first: for pinned requests, these are those of a dead worker
-            return None if worker.jobs else self._waiting
-        return worker.pinned if len(worker.jobs) < PINNED_AHEAD else None
+    def _send(self, worker: NumberedWorker, channel: EngineChannel, job: Job) -> None:
+        """Send a job, with its task if the worker lacks it; an error of pickling is the job's answer."""
+        task, number = job.task, INHERITED if job.task is None else job.task.number
+        ships = task is not None and number not in worker.loaded
+        try:
+            request: Request = job.request, number, None, frozenset()
+            if ships:
+                numbers = frozenset(self._in_use)
+                worker.loaded &= numbers
+                request = job.request, number, task, numbers
+            channel.send(dump_message(request, plain=job.plain and not ships))
+        except BaseException as error:  # user code: __reduce__ of a sample's class; descriptors that cannot be sent
+            job.reply.set_exception(as_exception(error))
+            return
+        worker.jobs.append(job)
+        if ships:
+            worker.loaded.add(number)
 
     def _on_object(self, worker: NumberedWorker, obj: object) -> None:
         if isinstance(obj, Started):
@@ -400,8 +367,17 @@ class Pool:
         elif isinstance(obj, BaseException):
             obj = Answer(error=obj, step="unpack")
         assert isinstance(obj, Answer)
-        worker.answered(obj)
+        worker.failed_starts = 0
+        if obj.step == "receive":  # the task may have been sent with it
+            worker.loaded.clear()
+        job = worker.jobs.popleft() if worker.jobs else None
+        if job is not None and not job.reply.done():
+            job.reply.set_result(Reply(obj, worker.number, job.attempt))
         self._next_job(worker)
+
+    def _on_lost(self, worker: NumberedWorker) -> None:
+        if worker.channel is not None:  # otherwise it was closed here, and the process ends by itself
+            worker.process.signal(signal.SIGKILL)  # it cannot work without a channel
 
     def _on_death(self, worker: NumberedWorker) -> None:
         refusal = worker.process.refusal

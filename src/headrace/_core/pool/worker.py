@@ -133,31 +133,37 @@ def serve_boot_message(connection: Connection, control: socket.socket | None) ->
         return
     if isinstance(message.task, SharedPickle):
         assert message.worker is not None
-        _prepare_process(message.worker)
+        _begin_worker(message.worker)
         send_records_by(channel.send_between)
-        tasks = _Tasks(message.worker, message.workers, message.prepare)
-        tasks.load(message.task)
+        worker = Worker(channel, message.worker, message.workers)
+        worker.prepare(message.prepare)
+        worker.add(message.task.number, message.task.loads)
         del message  # its shared memory is kept alive only by the objects loaded from it
-        _serve(channel, tasks)
+        worker.serve()
     else:
         assert control is not None
-        _ignore_interrupts()
-        current_process().name = "headrace-loader"
+        _begin_process("headrace-loader")
         message.task.run_process(channel, connection, control, message.prepare)
 
 
-def serve(connection: Connection, task: WorkerTask | bytes, worker: int, workers: int, setups: bytes | None) -> None:
+def serve(connection: Connection, task: WorkerTask | bytes, number: int, workers: int, setups: bytes | None) -> None:
     """The main function of a process started by `multiprocessing`, with a task that is inherited or pickled."""
     prefer_references()
-    _prepare_process(worker)
-    tasks = _Tasks(worker, workers, lambda: run_setups(None if setups is None else pickle.loads(setups)))
-    tasks.add(INHERITED, lambda: pickle.loads(task) if isinstance(task, bytes) else task)
-    _serve(BlockingChannel(connection), tasks)
+    _begin_worker(number)
+    worker = Worker(BlockingChannel(connection), number, workers)
+    worker.prepare(lambda: run_setups(None if setups is None else pickle.loads(setups)))
+    worker.add(INHERITED, lambda: pickle.loads(task) if isinstance(task, bytes) else task)
+    worker.serve()
 
 
-def _prepare_process(worker: int) -> None:
-    _ignore_interrupts()
-    current_process().name = f"headrace-worker-{worker}"
+def _begin_process(name: str) -> None:
+    current_process().name = name
+    # Ctrl-C goes to the whole process group; the consumer decides, and closes the channel.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _begin_worker(number: int) -> None:
+    _begin_process(f"headrace-worker-{number}")
     torch.set_num_threads(1)
     # Existing objects are the parent's, or modules. In a forked process a collection would copy each of their pages:
     # once in the first seconds, 165 ms in which no batch is made (170,000 objects after importing torch;
@@ -165,20 +171,21 @@ def _prepare_process(worker: int) -> None:
     gc.freeze()
 
 
-class _Tasks:
-    """The tasks of one worker, by number. An exception of `prepare`, which is called first, answers each request."""
+class Worker:
+    """The worker of this process, and its tasks by their numbers."""
 
-    def __init__(self, worker: int, workers: int, prepare: Callable[[], None]) -> None:
-        self._position = worker, workers
-        self._runnable: dict[int, WorkerTask | Answer] = {}
+    def __init__(self, channel: BlockingChannel, number: int, workers: int) -> None:
+        self._channel = channel
+        self._position = number, workers
+        self._tasks: dict[int, WorkerTask | Answer] = {}
         self._broken: BaseException | None = None
+
+    def prepare(self, prepare: Callable[[], None]) -> None:
+        """Call user code that is first; its error answers each request."""
         try:
             prepare()
         except BaseException as error:  # user code: worker_setup
             self._broken = error
-
-    def load(self, shipped: SharedPickle) -> None:
-        self.add(shipped.number, shipped.loads)
 
     def add(self, number: int, make: Callable[[], WorkerTask]) -> None:
         """Make and start a task; if that fails, the error answers each of its requests."""
@@ -188,68 +195,58 @@ class _Tasks:
             task = make()
             task.start(*self._position)
         except BaseException as error:  # user code: imports of the user's modules, worker_init_fn
-            self._runnable[number] = Answer.failed(error, step="start")
+            self._tasks[number] = Answer.failed(error, step="start")
         else:
-            self._runnable[number] = task
+            self._tasks[number] = task
 
-    def find(self, request: Request) -> tuple[WorkerTask | Answer, object]:
-        """The task of a request, loaded now if it is sent with it, and the task's argument."""
-        payload, number, shipped, in_use = request
+    def serve(self) -> None:
+        """Answer requests until the engine closes the channel."""
+        try:
+            self._channel.send(Started())
+            while self.answer_next():
+                pass
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the engine has ended
+        finally:
+            self._channel.close()
+
+    def answer_next(self) -> bool:
+        """Wait for a request, and answer it; False at the end of the channel."""
+        try:
+            payload, number, shipped, in_use = self._channel.receive()
+        except Disconnected:
+            return False
+        except BaseException as error:  # user code: __setstate__ of a sample's class
+            self._send(Answer.failed(error, step="receive"))
+            return True
         if shipped is not None:
-            self._runnable = {n: task for n, task in self._runnable.items() if n in in_use}
-            self.load(shipped)
-        return self._runnable[number], payload
+            self._tasks = {each: task for each, task in self._tasks.items() if each in in_use}
+            if number not in self._tasks:
+                self.add(number, shipped.loads)
+        task = self._tasks[number]
+        answer = task if isinstance(task, Answer) else self._run(task, payload)
+        del payload, shipped  # its slab is returned with this answer
+        self._send(answer)
+        return True
 
+    def _run(self, task: WorkerTask, request: object) -> Answer:
+        arena = self._channel.arena
+        arena.begin()
+        try:
+            with collating_into(arena):
+                return Answer(task(request))
+        except BaseException as error:  # user code: SystemExit and KeyboardInterrupt are errors here, see docs/design
+            return Answer.failed(error)
 
-def _serve(channel: BlockingChannel, tasks: _Tasks) -> None:
-    try:
-        channel.send(Started())
-        while _answer_next(channel, tasks):
-            pass
-    except (BrokenPipeError, ConnectionResetError):
-        return  # the engine has ended
-    finally:
-        channel.close()
-
-
-def _ignore_interrupts() -> None:
-    # Ctrl-C goes to the whole process group; the consumer decides, and closes the channel.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _answer_next(channel: BlockingChannel, tasks: _Tasks) -> bool:
-    try:
-        request = channel.receive()
-    except Disconnected:
-        return False  # the engine has closed the channel
-    except BaseException as error:  # user code: __setstate__ of a sample's class
-        answer = Answer.failed(error, step="receive")
-    else:
-        task, payload = tasks.find(request)
-        answer = task if isinstance(task, Answer) else _run(task, payload, channel)
-        del request, payload  # its slab is returned with this answer
-    _answer(channel, answer)
-    return True
-
-
-def _run(task: WorkerTask, request: object, channel: BlockingChannel) -> Answer:
-    channel.arena.begin()
-    try:
-        with collating_into(channel.arena):
-            return Answer(task(request))
-    except BaseException as error:  # user code: SystemExit and KeyboardInterrupt are errors here, see docs/design
-        return Answer.failed(error)
-
-
-def _answer(channel: BlockingChannel, answer: Answer) -> None:
-    try:
-        if answer.error is not None:
-            channel.send(answer)
-        elif type(answer.value) is Plain:
-            channel.send((answer.value.value,), plain=True)
-        else:
-            channel.send((answer.value,))
-    except OSError:
-        raise
-    except BaseException as error:  # user code: the result of transform or collate_fn cannot be pickled
-        channel.send(Answer.failed(error, step="pack"))
+    def _send(self, answer: Answer) -> None:
+        try:
+            if answer.error is not None:
+                self._channel.send(answer)
+            elif type(answer.value) is Plain:
+                self._channel.send((answer.value.value,), plain=True)
+            else:
+                self._channel.send((answer.value,))
+        except OSError:
+            raise
+        except BaseException as error:  # user code: the result of transform or collate_fn cannot be pickled
+            self._channel.send(Answer.failed(error, step="pack"))

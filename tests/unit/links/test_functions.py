@@ -23,10 +23,9 @@ PLACEMENTS = [
     {"num_workers": 1, "multiprocessing_context": "fork"},
     {"num_workers": 1, "multiprocessing_context": "spawn"},
 ]
-WITH_PROCESSES = PLACEMENTS[:2]
+IN_PROCESS, IN_THREAD = PLACEMENTS[:2]
 
-everywhere = pytest.mark.parametrize("options", PLACEMENTS, ids=lambda options: "-".join(map(str, options.values())))
-in_processes = pytest.mark.parametrize("options", WITH_PROCESSES, ids=["process", "thread"])
+in_processes = pytest.mark.parametrize("options", [IN_PROCESS, IN_THREAD], ids=["process", "thread"])
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -96,42 +95,43 @@ PLACES = {
 }
 
 
-@everywhere
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [*((options, "transform") for options in PLACEMENTS), *((IN_PROCESS, place) for place in PLACES)],
+    ids=str,
+)
 def test_attribute_of_a_function_is_applied_at_next_epoch(options, place):
     add = Add(10)
     loader = hr.DataLoader(**PLACES[place](add), **options)
     assert two_epochs(loader, lambda: setattr(add, "strength", 20)) == (AS_IT_WAS, CHANGED)
 
 
-@everywhere
-def test_global_of_main_module_is_applied_at_next_epoch(options, monkeypatch):
+def test_global_of_main_module_is_applied_at_next_epoch(monkeypatch):
     cell = types.ModuleType("cell")  # a notebook's: nothing else can import it
     exec("strength = 10\ndef augment(sample): return sample + strength", vars(cell))
     monkeypatch.setitem(sys.modules, "cell", cell)
     cloudpickle.register_pickle_by_value(cell)
     try:
-        loader = hr.DataLoader(Numbers(), transform=cell.augment, **options)
+        loader = hr.DataLoader(Numbers(), transform=cell.augment, **IN_PROCESS)
         assert two_epochs(loader, lambda: setattr(cell, "strength", 20)) == (AS_IT_WAS, CHANGED)
     finally:
         cloudpickle.unregister_pickle_by_value(cell)
 
 
-@everywhere
-def test_array_written_in_place_is_applied_at_next_epoch(options):
+def test_array_written_in_place_is_applied_at_next_epoch():
     table = np.full(100_000, 10)
-    loader = hr.DataLoader(Numbers(), transform=lambda sample: sample + int(table[-1]), **options)
+    loader = hr.DataLoader(Numbers(), transform=lambda sample: sample + int(table[-1]), **IN_PROCESS)
     assert two_epochs(loader, lambda: table.fill(20)) == (AS_IT_WAS, CHANGED)
 
 
-@in_processes
-def test_worker_init_fn_is_called_again_with_changed_functions(options):
+def test_worker_init_fn_is_called_again_with_changed_functions():
     state = types.SimpleNamespace(of_trainer=10)
 
     def init(worker):
         state.in_worker = state.of_trainer
 
-    loader = hr.DataLoader(Numbers(), transform=lambda sample: sample + state.in_worker, worker_init_fn=init, **options)
+    options = {**IN_PROCESS, "worker_init_fn": init}
+    loader = hr.DataLoader(Numbers(), transform=lambda sample: sample + state.in_worker, **options)
     assert two_epochs(loader, lambda: setattr(state, "of_trainer", 20)) == (AS_IT_WAS, CHANGED)
 
 
@@ -154,7 +154,7 @@ def test_unchanged_functions_are_not_loaded_again(options):
         assert counted.loads.value == 2
 
 
-@everywhere
+@pytest.mark.parametrize("options", [IN_PROCESS, IN_THREAD, {"num_workers": 0}], ids=str)
 def test_open_epochs_keep_the_functions_they_began_with(options):
     class Many(Numbers):
         def __len__(self):
@@ -194,10 +194,9 @@ def test_replaced_worker_has_the_functions_of_its_epoch(options, tmp_path):
     assert killed.exists()
 
 
-@in_processes
-def test_functions_that_became_unpicklable_are_named(options):
+def test_functions_that_became_unpicklable_are_named():
     add = Add(10)
-    with hr.DataLoader(Numbers(), transform=add, **options) as loader:
+    with hr.DataLoader(Numbers(), transform=add, **IN_PROCESS) as loader:
         assert once(loader) == AS_IT_WAS
         add.lock = threading.Lock()
         with pytest.raises(hr.errors.NotPicklableError, match="transform"):
@@ -206,8 +205,7 @@ def test_functions_that_became_unpicklable_are_named(options):
         assert once(loader) == AS_IT_WAS
 
 
-@in_processes
-def test_functions_that_cannot_be_loaded_fail_their_epoch_only(options):
+def test_functions_that_cannot_be_loaded_fail_their_epoch_only():
     class Fails(Add):
         def __setstate__(self, state):
             if state["strength"] == 11:
@@ -215,7 +213,7 @@ def test_functions_that_cannot_be_loaded_fail_their_epoch_only(options):
             self.__dict__.update(state)
 
     fails = Fails(10)
-    with hr.DataLoader(Numbers(), transform=fails, **options) as loader:
+    with hr.DataLoader(Numbers(), transform=fails, **IN_PROCESS) as loader:
         assert once(loader) == AS_IT_WAS
         fails.strength = 11
         with pytest.raises(ValueError, match="not in this worker"):
@@ -224,12 +222,8 @@ def test_functions_that_cannot_be_loaded_fail_their_epoch_only(options):
         assert once(loader) == CHANGED
 
 
-CONTEXTS = pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-
-
-@CONTEXTS
-@pytest.mark.parametrize("options", [{"placement": "auto"}, {"placement": "thread"}], ids=["auto", "thread"])
-def test_multiprocessing_value_is_shared_with_workers(context, options):
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_multiprocessing_value_is_shared_with_workers(context):
     counter = multiprocessing.get_context(context).Value("i", 0)
 
     def count(sample):
@@ -237,16 +231,14 @@ def test_multiprocessing_value_is_shared_with_workers(context, options):
             counter.value += 1
         return sample
 
-    if context == "fork":
-        options = {**options, "multiprocessing_context": "fork"}
+    options = {"multiprocessing_context": "fork"} if context == "fork" else {}
     with hr.DataLoader(Numbers(), transform=count, num_workers=2, **options) as loader:
         for epochs in (1, 2):
             assert once(loader) == [0, 1, 2, 3]
             assert counter.value == 4 * epochs
 
 
-@in_processes
-def test_queues_events_and_pipes_are_shared_with_workers(options):
+def test_queues_events_and_pipes_are_shared_with_workers():
     spawn = multiprocessing.get_context("spawn")
     queue, event, array, (reader, writer) = spawn.Queue(), spawn.Event(), spawn.Array("d", 4), spawn.Pipe(duplex=False)
 
@@ -259,16 +251,15 @@ def test_queues_events_and_pipes_are_shared_with_workers(options):
         return sample
 
     event.set()
-    with hr.DataLoader(Numbers(), transform=use, **options) as loader:
+    with hr.DataLoader(Numbers(), transform=use, **IN_PROCESS) as loader:
         once(loader)
         assert sorted(queue.get(timeout=30) for _ in range(4)) == [0, 1, 2, 3]
         assert sorted(reader.recv() for _ in range(4)) == [0, 1, 2, 3]
     assert list(array) == [0, 1, 2, 3]
 
 
-@in_processes
 @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
-def test_tensor_in_shared_memory_is_shared_both_ways(options, strategy):
+def test_tensor_in_shared_memory_is_shared_both_ways(strategy):
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy(strategy)
     try:
@@ -279,7 +270,7 @@ def test_tensor_in_shared_memory_is_shared_both_ways(options, strategy):
             shared[sample] += 1
             return sample + int(parameter)
 
-        with hr.DataLoader(Numbers(), transform=use, **options) as loader:
+        with hr.DataLoader(Numbers(), transform=use, **IN_PROCESS) as loader:
             assert once(loader) == AS_IT_WAS
             assert shared.tolist() == [1, 1, 1, 1]
             with torch.no_grad():
@@ -309,10 +300,9 @@ def test_dataset_shares_with_the_loaders_process():
         assert once(loader) == CHANGED
 
 
-@in_processes
-def test_lock_of_the_fork_context_is_an_error_that_names_the_remedy(options):
+def test_lock_of_the_fork_context_is_an_error_that_names_the_remedy():
     lock = multiprocessing.get_context("fork").Lock()
-    loader = hr.DataLoader(Numbers(), transform=lambda s: lock and s, **options)
+    loader = hr.DataLoader(Numbers(), transform=lambda s: lock and s, **IN_PROCESS)
     with loader, pytest.raises(hr.errors.NotPicklableError, match=r"get_context\('spawn'\)"):
         iter(loader)
 
@@ -338,8 +328,7 @@ def anonymous_memory(pid):
     return 1024 * sizes["Anonymous:"]
 
 
-@in_processes
-@pytest.mark.parametrize("kind", [np.ones, torch.ones])
+@pytest.mark.parametrize(("options", "kind"), [(IN_PROCESS, np.ones), (IN_THREAD, torch.ones)], ids=str)
 def test_large_closure_is_in_memory_once_for_all_workers(options, kind):
     table = kind(16_000_000, dtype=np.float64 if kind is np.ones else torch.float64)
 

@@ -177,8 +177,9 @@ def test_worker_setup_runs_first_in_every_process(records, tmp_path):
     assert set(first.values()) == {"tests.setup"}
 
 
-@pytest.mark.parametrize("dataset", [Numbers(), [0, 1, 2, 3]], ids=["async", "torch"])
-@pytest.mark.parametrize("context", [None, "fork", "spawn"])
+@pytest.mark.parametrize(
+    ("dataset", "context"), [(Numbers(), None), (Numbers(), "spawn"), ([0, 1, 2, 3], "fork")], ids=str
+)
 def test_worker_setup_runs_in_workers_of_every_start_method(dataset, context, tmp_path):
     ran = tmp_path / "ran"
 

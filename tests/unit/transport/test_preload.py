@@ -69,11 +69,10 @@ def double_in_workers(fn, **options):
 DOUBLED = [[0, 2, 4, 6], [8, 10, 12, 14]]
 
 
-@pytest.mark.parametrize("placement", ["thread", "process"])
-def test_module_is_imported_once_for_all_workers_and_the_next_loader(module, placement):
-    assert double_in_workers(module.double, placement=placement) == DOUBLED
+def test_module_is_imported_once_for_all_workers_and_the_next_loader(module):
+    assert double_in_workers(module.double, placement="thread") == DOUBLED
     assert len(pids_of(module)) == 1
-    assert double_in_workers(module.double, placement=placement) == DOUBLED
+    assert double_in_workers(module.double, placement="process") == DOUBLED
     assert len(pids_of(module)) == 1
 
 
@@ -111,14 +110,13 @@ print(next(iter(hr.DataLoader(Numbers(), batch_size=2, num_workers=2, transform=
 STARTS_A_THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
 
 
-@pytest.mark.parametrize("placement", ["thread", "process"])
-def test_template_with_threads_is_not_forked(write, placement):
+def test_template_with_threads_is_not_forked(write):
     module = write("preloaded", f"if os.getpid() != {OF_TESTS}: {STARTS_A_THREAD}")
-    assert double_in_workers(module.double, placement=placement) == DOUBLED
-    assert len(set(pids_of(module))) == {"thread": 3, "process": 4}[placement]  # a helper, two workers, the loader's
+    assert double_in_workers(module.double) == DOUBLED
+    assert len(set(pids_of(module))) == 4  # a helper, two workers, the loader's
 
 
-@pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)", "raise SystemExit", "1 / 0"])
+@pytest.mark.parametrize("end", ["os._exit(3)", "raise SystemExit"])
 def test_module_that_ends_the_template_is_imported_by_the_workers(write, tmp_path, end):
     once = tmp_path / "once"
     module = write(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from headrace._core.batches import BatchPlan, HostBatch, StreamState
 
-DEATHS_ALONE = 3  # of engines that made nothing but one batch, which is then the reason
 _ANY = 1 << 20  # plans that an engine can be given at once
 
 
@@ -152,8 +151,12 @@ class Dealer:
         """How often an engine has died since its last batch."""
         return self._shares[engine].deaths
 
-    def take_back(self, engines: Collection[int]) -> int | None:
-        """Let the plans of engines that have died wait for others; returns the batch that is the reason, if one is."""
+    def take_back(self, engines: Collection[int]) -> tuple[int, int]:
+        """Let the plans of engines that have died wait for others.
+
+        Returns:
+            The batch with which most engines have died that made nothing else, and their number.
+        """
         plans = [*self.waiting]
         for engine in engines:
             share = self._shares[engine]
@@ -169,4 +172,4 @@ class Dealer:
                     del self._early[number]
                 lane.made.clear()
         self.waiting = deque(sorted(plans))
-        return next((batch for batch, deaths in self._lost_alone.items() if deaths >= DEATHS_ALONE), None)
+        return next(iter(self._lost_alone.most_common(1)), (0, 0))

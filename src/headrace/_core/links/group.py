@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 from headrace._core.batches import FetchLoad, HostBatch, StageTimes
 from headrace._core.engine.config import EngineConfig
-from headrace._core.links.dealing import DEATHS_ALONE, Dealer
+from headrace._core.links.dealing import Dealer
 from headrace._core.messages import Answer, Consumed, Link, Request, SessionEnd, Started, Status, StatusRequest
 from headrace._core.streams.kinds import capabilities
 from headrace._core.text import users_stacklevel
 from headrace.errors import EngineDiedError, EngineStartError
 
 CHECK_EVERY = 5.0  # seconds after which engines elsewhere are looked at, if nothing arrives from them
+DEATHS_ALONE = 3  # of engines that made nothing but one batch, which is then the reason
 DEATHS_WITHOUT_BATCH = 3  # after which an engine is not replaced any more
 _GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")  # of `StageTimes`: sums since an engine's start
 
@@ -234,15 +235,15 @@ class EngineGroup(Link):
             self._running.discard(number)
             link.leave()
             link.close()
-        batch = self._dealer.take_back(lost)
-        ends = "; ".join(f"engine {number} {how}" for number, how in sorted(self._ends.items()))
-        if batch is not None:
-            why = f"{DEATHS_ALONE} of its processes have ended while they made batch {batch} and nothing else: {ends}"
-            self._end(EngineDiedError(why=why))
-            return
+        batch, deaths = self._dealer.take_back(lost)
         # Those of a cluster are lost with their nodes, and replaced even if all are.
-        if not self._links and self._quorum is None:
-            self._end(EngineDiedError(why=f"all of its {self._engines} processes have ended: {ends}"))
+        none_left = not self._links and self._quorum is None
+        if none_left or deaths >= DEATHS_ALONE:
+            why = f"all of its {self._engines} processes have ended"
+            if deaths > 1:
+                why = f"{deaths} of its processes have ended while they made batch {batch} and nothing else"
+            ends = "; ".join(f"engine {number} {how}" for number, how in sorted(self._ends.items()))
+            self._end(EngineDiedError(why=f"{why}: {ends}"))
             return
         results = {number: self._restart(number) for number in lost}
         if not self._links:  # none could be started

@@ -11,7 +11,7 @@ import contextlib
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
 from headrace._core.descriptors import Reserve, explained, shortage
@@ -37,8 +37,7 @@ from headrace.errors import LoaderClosedError
 OPEN = b"o"  # requests a session; sent with the two ends of its connection, on which a `StartSession` follows
 
 
-@dataclass(frozen=True, slots=True)
-class StartSession:
+class StartSession(NamedTuple):
     """The first message of a session's connection.
 
     Attributes:
@@ -68,7 +67,7 @@ class SidecarTask:
     engine: int = 0
     engines: int = 1
 
-    def run_process(
+    def __call__(
         self, channel: BlockingChannel, connection: Connection, control: socket.socket, prepare: Callable[[], None]
     ) -> None:
         """Serve sessions until the consumer closes the connection."""

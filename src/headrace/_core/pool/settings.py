@@ -7,7 +7,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -114,48 +114,33 @@ def _set_warning_filters(filters: list[tuple[str, bytes]]) -> None:
     warnings.filters[:] = known  # type: ignore[index]
 
 
-class _Logging(TypedDict):
-    root: int
-    loggers: dict[str, tuple[int, bool]]
-    disabled: int
-    names: dict[str, int]
-    warnings: bool
-
-
-def _logging() -> _Logging:
+def _logging() -> tuple[Any, ...]:
+    """The levels, disabled loggers, what `disable` and `captureWarnings` were given, and the names of levels."""
     loggers = {
         name: (logger.level, logger.disabled)
         for name, logger in logging.root.manager.loggerDict.items()
         if isinstance(logger, logging.Logger) and (logger.level or logger.disabled)
     }
-    return {
-        "root": logging.root.level,
-        "loggers": loggers,
-        "disabled": logging.root.manager.disable,
-        "names": logging.getLevelNamesMapping(),
-        "warnings": logging._warnings_showwarning is not None,  # type: ignore[attr-defined]  # captureWarnings(True)
-    }
+    captures = logging._warnings_showwarning is not None  # type: ignore[attr-defined]
+    return logging.root.level, loggers, logging.root.manager.disable, logging.getLevelNamesMapping(), captures
 
 
-def _set_logging(value: _Logging) -> None:
-    logging.root.setLevel(value["root"])
-    for name, (level, disabled) in {**dict.fromkeys(_logging()["loggers"], (0, False)), **value["loggers"]}.items():
+def _set_logging(value: tuple[Any, ...]) -> None:
+    root, loggers, disabled_below, names, captures = value
+    logging.root.setLevel(root)
+    for name, (level, disabled) in {**dict.fromkeys(_logging()[1], (0, False)), **loggers}.items():
         logger = logging.getLogger(name)
         logger.setLevel(level)
         logger.disabled = disabled
-    logging.disable(value["disabled"])
-    for name, level in value["names"].items():
+    logging.disable(disabled_below)
+    for name, level in names.items():
         if logging.getLevelName(level) != name:
             logging.addLevelName(level, name)
-    logging.captureWarnings(value["warnings"])
+    logging.captureWarnings(captures)
 
 
 def _deterministic() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _set_deterministic(value: tuple[bool, bool]) -> None:
-    set_deterministic_algorithms(value[0], warn_only=value[1])
 
 
 # Flags of modules that may not be imported, with their defaults.
@@ -188,7 +173,10 @@ _SETTINGS: dict[str, tuple[Callable[[], object], Callable[[Any], object]]] = {
     "warning filters": (_warning_filters, _set_warning_filters),
     "default dtype of torch": (torch.get_default_dtype, torch.set_default_dtype),
     "precision of torch's matrix products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "deterministic algorithms of torch": (_deterministic, _set_deterministic),
+    "deterministic algorithms of torch": (
+        _deterministic,
+        lambda value: set_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
     "floating-point errors of NumPy": (np.geterr, lambda value: np.seterr(**value)),
     "print options of NumPy": (np.get_printoptions, lambda value: np.set_printoptions(**value)),
     "flags of Pillow": (_flags, _set_flags),

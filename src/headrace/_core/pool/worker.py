@@ -37,20 +37,10 @@ class WorkerTask(Protocol):
         """Answer one request; exceptions are sent back."""
 
 
-class ProcessMain(Protocol):
-    """The main function of a process that is not a worker."""
-
-    def run_process(
-        self, channel: BlockingChannel, connection: Connection, control: socket.socket, prepare: Callable[[], None]
-    ) -> None:
-        """Run until the other end of the connection closes.
-
-        Args:
-            channel: a channel on the connection.
-            connection: to the process that requested this one.
-            control: a socket for requesting processes from the zygote.
-            prepare: called before user code is unpickled; may raise.
-        """
+ProcessMain = Callable[[BlockingChannel, Connection, socket.socket, Callable[[], None]], None]
+"""The main function of a process that is not a worker. Its arguments: a channel on the connection to the process that
+requested this one, the connection, a socket for requesting processes from the zygote, and a function to be called
+before user code is unpickled, which may raise."""
 
 
 class Answer(NamedTuple):
@@ -143,7 +133,7 @@ def serve_boot_message(connection: Connection, control: socket.socket | None) ->
     else:
         assert control is not None
         _begin_process("headrace-loader")
-        message.task.run_process(channel, connection, control, message.prepare)
+        message.task(channel, connection, control, message.prepare)
 
 
 def serve(connection: Connection, task: WorkerTask | bytes, number: int, workers: int, setups: bytes | None) -> None:

@@ -20,11 +20,13 @@ class _Share:
         plans: those that it was given and has not made.
         room: how many these may be. An engine that has died begins again with one, and doubles them with each batch, so
             that a batch that ends engines is found.
-        deaths: of it, since its last batch.
+        made: whether its process has made a batch.
+        deaths: of its last processes, which have made none.
     """
 
     plans: dict[int, BatchPlan] = field(default_factory=dict)
     room: int = _ANY
+    made: bool = False
     deaths: int = 0
 
 
@@ -122,7 +124,7 @@ class Dealer:
         """Count a batch that an engine has made; returns those that can be delivered."""
         share, number = self._shares[engine], host.plan.number
         plan = share.plans.pop(number)
-        share.deaths, share.room = 0, min(2 * share.room, _ANY)
+        share.made, share.room = True, min(2 * share.room, _ANY)
         self._lost_alone.pop(number, None)
         if not self._in_order:
             return [host]
@@ -148,7 +150,7 @@ class Dealer:
         return list(self._shares[engine].plans.values())
 
     def deaths_of(self, engine: int) -> int:
-        """How often an engine has died since its last batch."""
+        """How many of an engine's last processes have died without a batch."""
         return self._shares[engine].deaths
 
     def take_back(self, engines: Collection[int]) -> tuple[int, int]:
@@ -163,7 +165,7 @@ class Dealer:
             if len(share.plans) == 1:
                 self._lost_alone.update([*share.plans])
             plans += share.plans.values()
-            self._shares[engine] = _Share(room=1, deaths=share.deaths + 1)
+            self._shares[engine] = _Share(room=1, deaths=0 if share.made else share.deaths + 1)
         for lane in (self._lanes or {}).values():
             if lane.engine in engines:  # it is read on from before the batches that wait, which are made again
                 lane.moved = True

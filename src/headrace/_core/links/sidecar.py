@@ -115,8 +115,7 @@ class _Sidecar:
         self._work: SharedPickle | None = None  # the functions of the last session: the next one may have the same
         self._assemble: Callable[[RawBatch], HostBatch] | None = None  # the same, loaded
         self._over = asyncio.Event()
-        self._servers: set[_SessionServer] = set()
-        self._opening: set[asyncio.Task[None]] = set()
+        self.servers: set[_SessionServer] = set()
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -135,7 +134,7 @@ class _Sidecar:
             await engine.close(CLOSE_DEADLINE)
             engine.watch.close()
         await close_resources(CLOSE_DEADLINE)
-        for server in self._servers:
+        for server in self.servers:
             server.channel.close()
 
     def _on_open(self) -> None:
@@ -149,13 +148,10 @@ class _Sidecar:
             for each in sockets:
                 each.close()
             return
-        server = _SessionServer(self._begin, self._servers.discard, Connection(*sockets))
-        self._servers.add(server)
-        task = asyncio.ensure_future(server.channel.connect())
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
+        self.servers.add(_SessionServer(self, Connection(*sockets)))
 
-    def _begin(self, server: _SessionServer, begin: StartSession) -> Session:
+    def begin(self, server: _SessionServer, begin: StartSession) -> Session:
+        """Start a session on the engine, which is made first, or again if its workers could not be replaced."""
         if not self._reserve.full:
             raise shortage("open a session in the loader's process")
         config = self._config
@@ -186,19 +182,14 @@ class _Sidecar:
 class _SessionServer:
     """The sidecar's end of one session's connection."""
 
-    def __init__(
-        self,
-        begin: Callable[[_SessionServer, StartSession], Session],
-        on_lost: Callable[[_SessionServer], None],
-        connection: Connection,
-    ) -> None:
-        self._begin = begin
-        self._on_lost = on_lost
+    def __init__(self, sidecar: _Sidecar, connection: Connection) -> None:
+        self._sidecar = sidecar
         self._session: Session | None = None
         self._plans: dict[int, BatchPlan] = {}  # as the consumer knows them, of the batches that were not sent
         self._ended = False
         self._loop = asyncio.get_running_loop()
         self.channel = EngineChannel(connection, self._on_object, self._on_close)
+        self._connecting = asyncio.ensure_future(self.channel.connect())  # referred to until it is done
 
     def _on_object(self, obj: object) -> None:
         try:
@@ -206,7 +197,7 @@ class _SessionServer:
                 raise obj
             if isinstance(obj, StartSession):
                 send_records_by(self._send_record)
-                self._session = self._begin(self, obj)
+                self._session = self._sidecar.begin(self, obj)
             elif self._session is not None:  # otherwise it could not start
                 if isinstance(obj, list):
                     self._plans.update((plan.number, plan) for plan in obj)
@@ -224,7 +215,7 @@ class _SessionServer:
         send_no_more_by(self._send_record)
         if self._session is not None:
             self._session.cancel()
-        self._on_lost(self)
+        self._sidecar.servers.discard(self)
 
     def send(self, message: Answer) -> None:
         """Send a message; nothing follows the first end."""

@@ -28,7 +28,7 @@ from headrace._core.pool.settings import setups
 from headrace._core.pool.worker import ProcessEnvironment, WorkerTask, serve
 from headrace._core.pool.zygote import EXIT_STATUS, FORK, FORK_TEMPLATE, FORK_WITH_CONTROL
 from headrace._core.transport.channel import Connection
-from headrace._core.transport.preload import Preload
+from headrace._core.transport.preload import program_sources
 
 
 class WorkerProcess(ABC):
@@ -212,7 +212,8 @@ class _Zygote:
         self.control = control
         self.process = process
         self.used = False
-        self._templates: dict[Preload, socket.socket] = {}
+        # Of each template the modules that it has imported, the program's sources then, and its control socket.
+        self._templates: list[tuple[tuple[str, ...], frozenset[tuple[str, int, int]], socket.socket]] = []
 
     @classmethod
     def start(cls) -> _Zygote:
@@ -240,9 +241,9 @@ class _Zygote:
         """The control socket of a template that has imported `modules`; starts the template if there is none."""
         if self.process is None or not modules:  # the process that forked this one has made a template, if any
             return self.control
-        wanted = Preload.of(modules)
-        for preload, template in self._templates.items():
-            if preload.serves(wanted):
+        sources = program_sources()
+        for imported, unchanged, template in self._templates:
+            if set(modules) <= set(imported) and unchanged <= sources:
                 return template
         control, theirs = _control_pair()
         try:
@@ -253,12 +254,12 @@ class _Zygote:
         except BaseException:  # Ctrl-C too: nothing owns the socket yet
             control.close()
             raise
-        self._templates[wanted] = control
+        self._templates.append((modules, sources, control))
         return control
 
     def close_controls(self) -> None:
         """Close the control sockets; the processes at the other ends exit when all copies are closed."""
-        for control in (*self._templates.values(), self.control):
+        for control in (*(template for _, _, template in self._templates), self.control):
             control.close()
 
     def dispose(self) -> None:

@@ -12,7 +12,6 @@ import threading
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import cloudpickle
 
@@ -46,29 +45,11 @@ def import_modules(names: Iterable[str]) -> None:
             importlib.import_module(name)
 
 
-class Preload(NamedTuple):
-    """Modules that a zygote's template imports before it forks workers.
+def program_sources() -> frozenset[tuple[str, int, int]]:
+    """The source files of the program's own modules, each with its time of modification and size.
 
-    Attributes:
-        modules: their names.
-        sources: the source files of the program's own modules, each with its time of modification and size: they may be
-            edited and reloaded while the program runs (in a notebook, for example).
+    They may be edited and reloaded while the program runs (in a notebook, for example).
     """
-
-    modules: tuple[str, ...]
-    sources: frozenset[tuple[str, int, int]]
-
-    @classmethod
-    def of(cls, modules: tuple[str, ...]) -> Preload:
-        """These modules, and the sources as they are now."""
-        return cls(modules, _sources())
-
-    def serves(self, other: Preload) -> bool:
-        """Whether a process with these modules has all of `other`, from unchanged sources."""
-        return set(other.modules) <= set(self.modules) and self.sources <= other.sources
-
-
-def _sources() -> frozenset[tuple[str, int, int]]:
     paths = sysconfig.get_paths()
     installed = tuple(os.path.join(paths[name], "") for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     found = set()

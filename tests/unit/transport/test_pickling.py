@@ -1,12 +1,17 @@
 """Pickling restores values, types, shapes, and the identity of classes."""
 
+import copy
+import io
 import json
+import pickle
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from headrace._core.transport.pickling import dump_message, load_message, picklable_error
+from headrace._core.transport.pickling import PickledPayload, dump_message, load_message, picklable_error
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
@@ -30,6 +35,11 @@ def as_bytes(tensor):
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
+def as_a_batch(obj):
+    """As a batch travels: its payload is pickled in a worker, forwarded, and unpickled by the consumer."""
+    return there_and_back(PickledPayload.dumps(obj)).loads()
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5,), (2, 3, 4)], ids=str)
@@ -38,8 +48,11 @@ def test_tensor_of_any_dtype_and_shape(dtype, shape):
     tensor = (
         (torch.arange(size) % 2).to(torch.uint8).view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
     )
-    came = there_and_back(tensor)
-    assert (came.dtype, came.shape, as_bytes(came)) == (tensor.dtype, tensor.shape, as_bytes(tensor))
+    one, other, another = as_a_batch([tensor, torch.ones(7), tensor.clone()])
+    assert torch.equal(other, torch.ones(7))
+    for came in there_and_back(tensor), one, another:
+        assert (came.dtype, came.shape, came.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+        assert as_bytes(came) == as_bytes(tensor)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +131,53 @@ def test_memoryview_of_any_shape(view):
     came = there_and_back(view)
     assert isinstance(came, memoryview)
     assert (came.format, came.shape, came.tolist()) == (view.format, view.shape, view.tolist())
+
+
+# Small tensors that are packed are as independent of each other as tensors that are sent alone.
+
+
+def columns(count=5, shape=(4, 2)):
+    return {f"column {number}": torch.full(shape, float(number)) for number in range(count)}
+
+
+@given(st.lists(st.tuples(st.sampled_from([torch.int64, torch.bool, torch.float32]), st.integers(0, 5)), max_size=30))
+def test_tensors_arrive_in_their_places_among_other_values(kinds):
+    batch = [
+        [torch.full((size,), number).to(dtype), {"bytes": np.full(size, number), "tensor": torch.tensor(number)}]
+        for number, (dtype, size) in enumerate(kinds)
+    ]
+    for number, (tensor, others) in enumerate(as_a_batch(batch)):
+        assert torch.equal(tensor, batch[number][0])
+        assert tensor.dtype == batch[number][0].dtype
+        assert np.array_equal(others["bytes"], batch[number][1]["bytes"])
+        assert others["tensor"].item() == number
+
+
+def test_writing_to_one_tensor_leaves_the_others_and_their_gradients_alone():
+    batch = as_a_batch(columns())
+    weight = torch.ones(4, 2, requires_grad=True)
+    loss = (weight * batch["column 2"]).sum()
+    batch["column 1"].mul_(10)
+    batch["column 3"].fill_(-1)
+    loss.backward()  # the tensors share no version counter: this one was not written to
+    assert torch.equal(weight.grad, torch.full((4, 2), 2.0))
+    assert torch.equal(batch["column 2"], torch.full((4, 2), 2.0))
+    batch["column 4"] *= weight  # nor is any the view of another, which autograd would not let change in place
+    assert batch["column 4"].requires_grad
+
+
+def test_each_tensor_has_a_storage_of_its_own():
+    batch = as_a_batch(columns())
+    for tensor in batch.values():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert tensor.storage_offset() == 0
+    saved = io.BytesIO()
+    torch.save(batch["column 1"], saved)
+    alone = io.BytesIO()
+    torch.save(torch.full((4, 2), 1.0), alone)
+    assert len(saved.getvalue()) == len(alone.getvalue())
+    assert len(pickle.dumps(batch["column 1"])) == len(pickle.dumps(torch.full((4, 2), 1.0)))
+    assert copy.deepcopy(batch["column 1"]).untyped_storage().nbytes() == 32
 
 
 # Errors

@@ -70,9 +70,9 @@ DOUBLED = [[0, 2, 4, 6], [8, 10, 12, 14]]
 
 
 def test_module_is_imported_once_for_all_workers_and_the_next_loader(module):
-    assert double_in_workers(module.double, placement="thread") == DOUBLED
-    assert len(pids_of(module)) == 1
     assert double_in_workers(module.double, placement="process") == DOUBLED
+    assert len(pids_of(module)) == 1
+    assert double_in_workers(module.double, placement="thread") == DOUBLED
     assert len(pids_of(module)) == 1
 
 

@@ -14,14 +14,14 @@ Example::
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import cloudpickle
 import numpy as np
 import torch
 
+from headrace._core.eventloop.loop_thread import new_event_loop
 from headrace._core.streams.kinds import capabilities
 
 __all__ = ["DatasetContract", "StreamContract", "same"]
@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 CONCURRENCY = 64  # a loader's default, and more than the connection pools of most clients
 _LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+_LOOPS: tuple[_LoopFactory, ...] = (asyncio.new_event_loop, new_event_loop)  # those that a loader may use
 
 
 def same(left: object, right: object) -> bool:
@@ -46,33 +47,14 @@ def same(left: object, right: object) -> bool:
     if isinstance(left, dict):
         return isinstance(right, dict) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
     if isinstance(left, tuple | list):
-        return (
-            type(left) is type(right)
-            and len(left) == len(right)
-            and all(same(a, b) for a, b in zip(left, right, strict=True))
-        )
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
-
-
-def _loop_factories() -> Iterator[_LoopFactory]:
-    """Every event loop that a loader may use: asyncio's, and uvloop."""
-    yield asyncio.new_event_loop
-    if sys.platform != "win32":
-        import uvloop
-
-        yield uvloop.new_event_loop
 
 
 def _run(coroutine: Coroutine[object, object, T], factory: _LoopFactory = asyncio.new_event_loop) -> T:
     """Run `coroutine` on a new loop, as a loader runs a dataset's methods."""
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(coroutine)
-
-
-def _skip(reason: str) -> NoReturn:
-    import pytest  # here: importing headrace.testing does not need it
-
-    pytest.skip(reason)
 
 
 class _Contract:
@@ -83,6 +65,12 @@ class _Contract:
     def equal(self, left: Any, right: Any) -> bool:
         """Whether two samples are the same; override it for samples that are random by design."""
         return same(left, right)
+
+    def _skip_without(self, dataset: object, method: str) -> None:
+        import pytest  # here: importing headrace.testing does not need it
+
+        if not hasattr(dataset, method):
+            pytest.skip(f"the dataset has no {method}; headrace's loader does not need it")
 
 
 class DatasetContract(_Contract):
@@ -120,8 +108,7 @@ class DatasetContract(_Contract):
     def test_indexing_equals_aget(self) -> None:
         """Torch's own loader uses the synchronous interface."""
         dataset = self.make_dataset()
-        if not hasattr(dataset, "__getitem__"):
-            _skip("the dataset has no __getitem__; headrace's loader does not need it")
+        self._skip_without(dataset, "__getitem__")
         for index in self.indices(dataset):
             through_sync, through_async = dataset[index], _run(dataset.aget(index))
             assert self.equal(through_sync, through_async), (
@@ -131,8 +118,7 @@ class DatasetContract(_Contract):
     def test_agets_equals_aget_in_order(self) -> None:
         """A loader fetches whole batches by `agets`, if it is defined."""
         dataset = self.make_dataset()
-        if not capabilities(dataset).agets:
-            _skip("the dataset has no agets; a loader calls aget for each sample")
+        self._skip_without(dataset if capabilities(dataset).agets else None, "agets")
         indices = list(self.indices(dataset))[::-1]
         together = list(_run(dataset.agets(indices)))
         assert len(together) == len(indices), f"agets of {len(indices)} indices gave {len(together)} samples"
@@ -158,7 +144,7 @@ class DatasetContract(_Contract):
         async def fetch() -> list[Any]:
             return await asyncio.gather(*(dataset.aget(index) for index in many))
 
-        for factory in _loop_factories():
+        for factory in _LOOPS:
             for index, sample in zip(many, _run(fetch(), factory), strict=True):
                 assert self.equal(sample, alone[index]), (
                     f"index {index} gave {sample!r} in concurrent fetches, {alone[index]!r} alone"
@@ -190,7 +176,7 @@ class StreamContract(_Contract):
     def test_two_passes_give_same_stream(self) -> None:
         """Each epoch reads the whole stream."""
         dataset = self.make_dataset()
-        for factory in _loop_factories():
+        for factory in _LOOPS:
             first, second = _run(_collect(dataset), factory), _run(_collect(dataset), factory)
             assert first, "make_dataset() gave an empty stream; the contract needs a sample"
             self._assert_same_stream(first, second, "the second pass")
@@ -215,8 +201,7 @@ class StreamContract(_Contract):
     def test_sync_iteration_equals_async(self) -> None:
         """Torch's own loader uses the synchronous interface."""
         dataset = self.make_dataset()
-        if not hasattr(dataset, "__iter__"):
-            _skip("the dataset has no __iter__; headrace's loader does not need it")
+        self._skip_without(dataset, "__iter__")
         self._assert_same_stream(_run(_collect(dataset)), list(dataset), "synchronous iteration")
 
     def test_pickled_copy_gives_same_stream(self) -> None:

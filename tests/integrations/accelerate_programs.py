@@ -1,7 +1,8 @@
-"""Programs for each rank, with loaders that headrace.integrations.accelerate has prepared."""
+"""Programs for each rank, with loaders that headrace.integrations.accelerate has prepared, or accelerate rebuilt."""
 
 import asyncio
 import gc
+import itertools
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import accelerate
 import torch
+import torch.distributed
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import GradientState
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, WeightedRandomSampler
@@ -93,7 +95,7 @@ def divisions():
     for even in (True, False):
         for split in (True, False):
             accelerator = accelerator_with(even_batches=even, split_batches=split)
-            for samples in (3, 8, 9, 11):
+            for samples in (3, 8, 11):
                 for drop_last in (True, False):
                     options = {"batch_size": 4, "drop_last": drop_last}
                     ours = prepare(accelerator, hr.DataLoader(list(range(samples)), **options))
@@ -134,7 +136,7 @@ def orders(folder):
         "DistributedSampler": hr.DataLoader(Numbers(), 2, sampler=distributed, transform=tenfold),
         "ElasticSampler": hr.DataLoader(Numbers(), 2, sampler=hr.ElasticSampler(SAMPLES), transform=tenfold),
         "one at a time": hr.DataLoader(Numbers(), batch_size=None, transform=tenfold),
-        "lines by shard": hr.DataLoader(lines(folder), 2, transform=tenfold),
+        "lines by shard": hr.DataLoader(lines(folder, counts=COUNTS), 2, transform=tenfold),
         "lines by sample": hr.DataLoader(lines(folder, split="samples"), 2, transform=tenfold),
         "split stream": hr.DataLoader(Stream().split(), 2, transform=tenfold),
     }  # fmt: skip
@@ -154,9 +156,11 @@ def orders(folder):
     return report
 
 
-def lines(folder, split="shards"):
-    counts = [SAMPLES // SHARDS] * SHARDS if split == "shards" else None
-    return hr.LinesDataset(Path(folder, "*.txt"), shuffle=True, split=split, counts=counts).map(int)
+COUNTS = [SAMPLES // SHARDS] * SHARDS
+
+
+def lines(folder, **options):
+    return hr.LinesDataset(Path(folder, "*.txt"), shuffle=True, **options).map(int)
 
 
 def loader_of(kind, folder):
@@ -166,7 +170,8 @@ def loader_of(kind, folder):
         return hr.DataLoader(Numbers(), shuffle=True, seed=7, **options)
     if kind == "generator":
         return hr.DataLoader(Numbers(), shuffle=True, generator=torch.Generator().manual_seed(3), **options)
-    return hr.DataLoader(lines(folder, split="samples" if kind == "samples" else "shards"), seed=7, **options)
+    division = {"split": "samples"} if kind == "samples" else {"counts": COUNTS}
+    return hr.DataLoader(lines(folder, **division), seed=7, **options)
 
 
 class Progress:
@@ -215,6 +220,7 @@ def train(folder, kind, kill_after=None, stateful=False, registered=False):
                 accelerator.wait_for_everyone()
                 os.kill(os.getpid(), signal.SIGKILL)
     weights = [each.item() for each in accelerator.unwrap_model(model).parameters()]
+    accelerator.wait_for_everyone()  # gloo may wait for ever for a rank that has ended
     accelerator.end_training()
     return seen, weights
 
@@ -426,3 +432,73 @@ def warned():
         for _ in range(2):
             list(accelerator.prepare(hr.DataLoader(list(range(4)), on_error="skip")))
     return [(each.category.__name__, str(each.message)) for each in caught]
+
+
+# Loaders that accelerate rebuilds.
+
+
+class OwnSplit(hr.AsyncIterableDataset):
+    splits_by_rank = True
+
+    async def __aiter__(self):
+        info = hr.get_rank_info()
+        for number in range(info.rank, SAMPLES, info.world_size):
+            yield number
+
+
+class Around(hr.AsyncIterableDataset):
+    """A user's stream around another, which is started on the background loop."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    async def __aiter__(self):
+        async for sample in self.inner:
+            yield sample
+
+
+def everything(loader):
+    """The samples of all ranks."""
+    parts = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, [number for batch in loader for number in batch.tolist()])
+    return [sample for part in parts for sample in part]
+
+
+def rebuilt(folder):
+    """The samples of all ranks, by loader: of streams, and of two epochs of a dataset."""
+    warnings.simplefilter("ignore")
+    streams = {
+        "undivided": Stream,
+        "own split": OwnSplit,
+        "by sample": lambda: lines(folder, split="samples"),
+        "by shard": lambda: lines(folder, remainder="keep"),
+        "around another": lambda: Around(lines(folder, split="samples")),
+    }
+    report = {"streams": {}, "workers": {}}
+    for dispatch in (None, False):
+        accelerator = accelerator_with(dispatch_batches=dispatch)
+        for name, make in streams.items():
+            loader = accelerator.prepare(hr.DataLoader(make(), batch_size=3, transform=tenfold))
+            report["streams"][name, dispatch] = everything(loader)
+        plain = accelerator.prepare(TorchDataLoader(streams["by sample"]().map(tenfold), batch_size=3))
+        report["streams"]["torch's loader", dispatch] = everything(plain)
+        for method in ("fork", "spawn")[: 1 + (dispatch is None)]:
+            options = {"num_workers": 2, "multiprocessing_context": method, "transform": tenfold}
+            loader = accelerator.prepare(hr.DataLoader(OwnSplit(), batch_size=2, **options))
+            report["workers"][method, dispatch] = everything(loader)
+    ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+    try:
+        list(accelerator.prepare(hr.DataLoader(lines(folder, split="samples", **ranks), batch_size=3)))
+    except ValueError as error:
+        report["explicit rank"] = str(error)
+
+    def made(workers=0):
+        loader = hr.DataLoader(Numbers(), 3, shuffle=True, seed=5, num_workers=workers, transform=tenfold)
+        return accelerator.prepare(loader)
+
+    loader = made()
+    report["epochs"] = [everything(loader) for _ in range(2)]
+    report["epoch with workers"] = everything(made(2))
+    report["resumed"] = everything([*itertools.islice(made(), 2), *accelerate.skip_first_batches(made(), 2)])
+    torch.distributed.destroy_process_group()
+    return report

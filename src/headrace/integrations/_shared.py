@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from headrace._core.device.streams import resolve
-from headrace._core.order.samplers import SeededRandomSampler
+from headrace._core.order.samplers import Identity, SeededRandomSampler
 from headrace._core.order.state import LoaderState
+from headrace._core.ranks.distributed import ShardOptions
 from headrace._core.ranks.rankinfo import RankInfo
+from headrace._core.seeding import batch_seed, isolated_generators, seed_everything
 from headrace.errors import StateError
 from headrace.loader import DataLoader
 from headrace.options import LoaderOptions
+from headrace.samplers import ElasticSampler
 from headrace.state import merge_states
 
 State = Mapping[str, Any]
+_AT_ONCE = 4096  # indices computed by one call; as headrace._core.order.samplers
 
 
 def copied(loader: DataLoader[Any], device: torch.device | None) -> DataLoader[Any]:
@@ -43,6 +49,112 @@ def computed_order(sampler: Any, seed: int = 0) -> tuple[bool, int] | None:
         return True, sampler.seed
     whole = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source)
     return (True, seed) if whole else None
+
+
+class BatchwiseSampler(ElasticSampler):
+    """As `ElasticSampler`, but ranks take turns by batches, as in accelerate: rank r has r, r + world_size and so on.
+
+    So the batches of all ranks at one step, concatenated, are consecutive in the order, and what pads the last step is
+    at its end: `Accelerator.gather_for_metrics` cuts it off.
+
+    The order in which torch shuffles is replaced by a `permutation`. Any other sampler is asked for all its indices
+    while the generators of the process and its own are seeded by seed and epoch; then they are restored. So every rank
+    has the same order, also when it resumes.
+
+    Args:
+        sampler: whose order is dealt.
+        batch_size: number of samples in a batch of one rank.
+        rank: the rank whose part is drawn.
+        seed: of the order, unless the sampler has a seed.
+        drop_last: whether a last step with fewer samples than all ranks need is dropped.
+        even_batches: whether such a step is padded with samples of the order's beginning; otherwise the last ranks have
+            fewer samples.
+
+    Example:
+        >>> in_order = torch.utils.data.SequentialSampler(range(9))
+        >>> [list(BatchwiseSampler(in_order, 2, RankInfo(rank, 2, ""))) for rank in range(2)]
+        [[0, 1, 4, 5, 8, 0], [2, 3, 6, 7, 1, 2]]
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        batch_size: int,
+        rank: RankInfo,
+        seed: int = 0,
+        *,
+        drop_last: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        order = computed_order(sampler, seed)
+        super().__init__(len(sampler), *(order or (True, seed)), rank.rank, rank.world_size, drop_last)
+        self.batch_size = batch_size
+        self.even_batches = even_batches
+        self._drawn = sampler if order is None else None
+        if order is None:
+            self.order_of = type(sampler).__name__  # in the loader's state
+
+    @property
+    def dealt_at_once(self) -> int:
+        """The number of samples in a batch of one rank."""
+        return self.batch_size
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        """The number of samples of this rank in a whole epoch."""
+        full, last = self._steps(0, self._shard())
+        return full * self.batch_size + last
+
+    def remainder(self, cursor: int) -> int:
+        """The number of samples of all ranks in the last step after a cursor, without padding; 0 if it is full."""
+        return max(self._length - cursor, 0) % (self.batch_size * self.num_replicas)
+
+    def _order(self, epoch: int) -> Any:
+        if self._drawn is None:
+            return super()._order(epoch)
+        own = getattr(self._drawn, "generator", None)
+        generator = own if isinstance(own, torch.Generator) else torch.Generator()
+        before, seed = generator.get_state(), batch_seed(self.seed, epoch, 0)
+        with isolated_generators():
+            seed_everything(seed)
+            generator.manual_seed(seed)
+            if hasattr(self._drawn, "set_epoch"):
+                self._drawn.set_epoch(epoch)
+            try:
+                return np.fromiter(self._drawn, np.int64)
+            finally:
+                generator.set_state(before)
+
+    def _steps(self, cursor: int, shard: ShardOptions) -> tuple[int, int]:
+        """The number of full steps after a cursor, and of this rank's samples in the step after them."""
+        full, rest = divmod(max(self._length - cursor, 0), self.batch_size * shard.count)
+        if self.drop_last or not rest:
+            return full, 0
+        if self.even_batches and shard.count > 1:
+            return full, self.batch_size
+        return full, min(max(rest - shard.index * self.batch_size, 0), self.batch_size)
+
+    def _dealt(self, order: Any, shard: ShardOptions, cursor: int) -> Iterator[int]:
+        full, last = self._steps(cursor, shard)
+        size, step = self.batch_size, self.batch_size * shard.count
+        first, count = cursor + shard.index * size, full * size + last
+
+        def block(start: int) -> list[int]:
+            numbers = np.arange(start, min(start + _AT_ONCE, count), dtype=np.int64)
+            positions = (first + numbers // size * step + numbers % size) % self._length
+            found: list[int] = (positions if isinstance(order, Identity) else order[positions]).tolist()
+            return found
+
+        return itertools.chain.from_iterable(map(block, range(0, count, _AT_ONCE)))
+
+
+class BatchwiseBatches(BatchSampler):
+    """The batches of a `BatchwiseSampler`, with the attribute that `Accelerator.join_uneven_inputs` sets."""
+
+    sampler: BatchwiseSampler
+    even_batches = property(
+        lambda self: self.sampler.even_batches, lambda self, even: setattr(self.sampler, "even_batches", even)
+    )
 
 
 def save_state(state: State, folder: str | Path, name: str, rank: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import warnings
 import weakref
@@ -23,8 +22,7 @@ from headrace._core.streams.kinds import splits_by_rank
 from headrace._core.streams.torch_views import unwrap, without_adapter
 from headrace._core.text import dataset_repr
 from headrace._core.torchcompat.portable_collate import PortableCollate
-from headrace.integrations._batchwise import BatchwiseBatches, BatchwiseSampler
-from headrace.integrations._shared import copied, load_state, save_state
+from headrace.integrations._shared import BatchwiseBatches, BatchwiseSampler, copied, load_state, save_state
 from headrace.loader import DataLoader
 
 __all__ = ["PreparedLoader", "prepare", "skip_first_batches"]
@@ -75,8 +73,7 @@ def prepare(
     """
     if not isinstance(loader, DataLoader):
         raise TypeError(
-            f"prepare() is for headrace loaders before accelerator.prepare(), but got a {type(loader).__name__}; "
-            f"other loaders are prepared by accelerator.prepare()"
+            f"expected a headrace.DataLoader before accelerator.prepare(), but got a {type(loader).__name__}"
         )
     prepared = _divided(accelerator, loader, device_placement)
     accelerator.prepare_data_loader(prepared)  # which keeps it in its list
@@ -185,47 +182,47 @@ class PreparedLoader(DataLoader[T_co]):
         with self._as_rank(), reading_divided(self._takes_parts):
             batches = super().__iter__()
         self._iteration = iteration = object()
-        return _Raising(self._outcomes(batches, iteration, remainder, skipped))
+        return self._one_ahead(batches, iteration, remainder, skipped)
 
     __aiter__ = None  # type: ignore[assignment]  # accelerate's loops are synchronous
 
     def _as_rank(self) -> contextlib.AbstractContextManager[None]:
         return provided_rank(self._rank) if self._rank.world_size > 1 else contextlib.nullcontext()
 
-    def _outcomes(self, batches: Iterator[Any], iteration: object, remainder: int, skipped: int) -> Iterator[Any]:
-        """Each batch or error, after the next one was received."""
-
-        def receive() -> tuple[Any, int]:
-            before = self._control.last_point
-            try:
-                with self._as_rank():
-                    received = next(batches, _END)
-            except Exception as error:  # raised in the turn of the batch that it is raised for
-                received = _Failed(error)
-            return received, int(received is _END or self._control.last_point is not before)
-
-        state = GradientState()
-        state.dataloader_references += [self]
+    def _one_ahead(self, batches: Iterator[Any], iteration: object, remainder: int, skipped: int) -> Iterator[Any]:
+        """The batches, each after the next one was received."""
+        state, control = GradientState(), self._control
+        state._add_dataloader(self)
         self.end_of_dataloader, self.remainder = False, remainder
+        batch: Any
+        error = None
         try:
-            for _ in range(skipped):
-                next(batches, None)
-            received, _ = receive()
-            while received is not _END:
-                following, ahead = receive()
+            with self._as_rank():
+                for _ in range(skipped):
+                    next(batches, None)
+                batch = next(batches, _END)
+            while batch is not _END and error is None:
+                before, following = control.last_point, cast(Any, None)
+                try:
+                    with self._as_rank():
+                        following = next(batches, _END)
+                except Exception as raised:  # in the turn of the batch that it is raised for
+                    error = raised
                 self.end_of_dataloader = following is _END
                 if self._iteration is iteration:
-                    self._ahead = ahead
-                if self._takes_parts and not isinstance(received, _Failed):
-                    samples, received = received
+                    self._ahead = int(following is _END or control.last_point is not before)
+                if self._takes_parts:
+                    samples, batch = batch
                     if self.end_of_dataloader and not self.drop_last:
                         self.remainder = samples % cast(int, self.total_batch_size)
-                yield received
-                received = following
+                yield batch
+                batch = following
             if self._iteration is iteration:
                 self._ahead = 0
+            if error is not None:
+                raise error
         finally:
-            state.dataloader_references = [each for each in state.dataloader_references if each is not self]
+            state._remove_dataloader(self)
 
     def state_dict(self, lag: int = 0) -> dict[str, Any]:
         """As `DataLoader.state_dict`: the position after the last batch that was given out."""
@@ -260,26 +257,6 @@ class PreparedLoader(DataLoader[T_co]):
         return PortableCollate(collate, transform, batched=self._auto_collation, warn=_refuse)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Failed:
-    """An error in place of a batch."""
-
-    error: Exception
-
-
-class _Raising(Iterator[Any]):
-    """Raises the errors among the outcomes of an iteration, which can go on after them."""
-
-    def __init__(self, outcomes: Iterator[Any]) -> None:
-        self._outcomes = outcomes
-
-    def __next__(self) -> Any:
-        outcome = next(self._outcomes)
-        if isinstance(outcome, _Failed):
-            raise outcome.error
-        return outcome
-
-
 class _PartOfBatch:
     """A collate function that makes one rank's part of a batch of all ranks, and gives the number of its samples.
 
@@ -288,18 +265,17 @@ class _PartOfBatch:
 
     def __init__(self, collate_fn: Callable[[list[Any]], object], rank: int, size: int) -> None:
         self._collate_fn = collate_fn
-        self._rank, self._size = rank, size
+        self._numbers = range(rank * size, (rank + 1) * size)
 
     def __call__(self, samples: Sequence[Any]) -> tuple[int, object]:
         """Collate this rank's samples."""
-        numbers = range(self._rank * self._size, (self._rank + 1) * self._size)
-        return len(samples), self._collate_fn([samples[number % len(samples)] for number in numbers])
+        return len(samples), self._collate_fn([samples[number % len(samples)] for number in self._numbers])
 
 
 def _refuse() -> NoReturn:
     raise RuntimeError(
-        "a plain torch DataLoader was rebuilt from a prepared headrace loader (accelerate.skip_first_batches() does "
-        "so). It does not mark the end of an epoch for accelerate, and headrace's engine does not run. Use "
+        "a plain torch DataLoader was rebuilt from a prepared headrace loader, as by accelerate.skip_first_batches(). "
+        "It does not mark the end of an epoch, and headrace's engine does not run. Use "
         "accelerator.skip_first_batches(loader, n), or skip_first_batches of headrace.integrations.accelerate."
     )
 
@@ -319,27 +295,29 @@ def _divided(
         return loader
     if (kind := accelerator.distributed_type.value) in ("XLA", "TPU", "MEGATRON_LM"):
         raise ValueError(f"headrace loaders cannot be prepared for {kind}, which needs loaders of its own")
-    cls: Any = type(loader)
     placed = accelerator.device_placement if device_placement is None else device_placement
     made: Any = copied(loader, accelerator.device if placed else None)
+    cls: Any = type(loader)
     made.__class__ = (
         PreparedLoader
         if cls is DataLoader
         else type(f"Prepared{cls.__name__}", (PreparedLoader, cls), {"__module__": cls.__module__})
     )
-    prepared: PreparedLoader[Any] = made
-    _divide(prepared, accelerator, takes_parts=takes_parts)
+    rank = _data_parallel_rank(accelerator)
+    _divide(made, accelerator, rank, takes_parts=takes_parts)
     collate: Any = loader.collate_fn
     if takes_parts:
-        rank, size = prepared._rank, cast(int, loader.batch_size) // prepared._rank.world_size
+        size = cast(int, loader.batch_size) // rank.world_size
         collate = _PartOfBatch(getattr(collate, "collate", collate), rank.rank, size)
-    prepared.collate_fn = collate  # now one that refuses to collate for a loader that is rebuilt
+    made.collate_fn = collate  # now one that refuses to collate for a loader that is rebuilt
+    prepared: PreparedLoader[Any] = made
     return prepared
 
 
-def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *, takes_parts: bool) -> None:
+def _divide(
+    loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, rank: RankInfo, *, takes_parts: bool
+) -> None:
     """Give a loader the sampling of its rank."""
-    rank = _data_parallel_rank(accelerator)
     ranks, attributes = rank.world_size, loader.__dict__  # past torch's freeze
     names = (str(getattr(each, "value", each)) for each in accelerator.rng_types or ())
     rng_types = [name for name in names if name != "generator"]
@@ -354,8 +332,7 @@ def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *,
     if size is not None and batches is not None and (takes_parts or accelerator.split_batches):
         if size % ranks:
             raise ValueError(
-                f"split_batches=True divides each batch among the ranks, but batch_size={size} is no multiple of "
-                f"{ranks}"
+                f"split_batches=True divides each batch: batch_size={size} is no multiple of {ranks} ranks"
             )
         size //= ranks
     total = None if size is None else size * ranks
@@ -364,10 +341,7 @@ def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *,
     if takes_parts:
         return
     if stream or own is not None:  # the ranks have different samples already
-        if own is not None:
-            _check_rank(own, rank)
-        elif ranks > 1:
-            _check_stream(loader, ranks)
+        _check_ranks(loader, own, rank)
         if plain:
             batches = BatchSampler(sampler, size, batches.drop_last)
             batches.even_batches = accelerator.even_batches  # join_uneven_inputs() sets it
@@ -406,21 +380,21 @@ def _data_parallel_rank(accelerator: accelerate.Accelerator) -> RankInfo:
     return RankInfo(accelerator.process_index // shared, accelerator.num_processes // shared, "accelerate")
 
 
-def _check_rank(sampler: DistributedSampler[Any], rank: RankInfo) -> None:
-    with provided_rank(rank):
-        given = sampler.rank, sampler.num_replicas
-    if given != (rank.rank, rank.world_size):
-        raise ValueError(
-            f"{type(sampler).__name__} was given rank {given[0]} of {given[1]}, and this is rank {rank.rank} of "
-            f"{rank.world_size}: leave it out, since prepare() divides the dataset"
-        )
-
-
-def _check_stream(loader: DataLoader[Any], ranks: int) -> None:
+def _check_ranks(loader: PreparedLoader[Any], sampler: DistributedSampler[Any] | None, rank: RankInfo) -> None:
+    """Raise `ValueError` unless the sampler, or without one the stream, gives this rank a part of its own."""
+    if sampler is not None:
+        with provided_rank(rank):
+            given = sampler.rank, sampler.num_replicas
+        if given != (rank.rank, rank.world_size):
+            raise ValueError(
+                f"{type(sampler).__name__} was given rank {given[0]} of {given[1]}, and this is rank {rank.rank} of "
+                f"{rank.world_size}: leave it out, since prepare() divides the dataset"
+            )
+        return
     stream, _ = unwrap(without_adapter(loader.dataset))
     of_library = isinstance(stream, IterableDatasetShard) or getattr(stream, "_distributed", None) is not None
-    if not of_library and not splits_by_rank(stream):  # `_distributed`: of Hugging Face's streams
+    if rank.world_size > 1 and not of_library and not splits_by_rank(stream):  # `_distributed`: of Hugging Face's
         raise ValueError(
-            f"each of {ranks} ranks would read all of {dataset_repr(loader.dataset)}: use its .split(), or let it read "
-            f"its rank's part, by headrace.get_rank_info(), and declare this by an attribute: splits_by_rank = True"
+            f"each of {rank.world_size} ranks would read all of {dataset_repr(loader.dataset)}: use its .split(), or "
+            f"let it read its rank's part, by headrace.get_rank_info(), and declare this: splits_by_rank = True"
         )

@@ -24,7 +24,7 @@ from headrace._core.streams.kinds import DatasetKind, kind_of
 from headrace._core.text import dataset_repr
 from headrace.errors import StateError
 from headrace.integrations._shared import computed_order, load_state, save_state
-from headrace.integrations.accelerate import _divided
+from headrace.integrations.accelerate import PreparedLoader, _divided
 from headrace.loader import DataLoader
 from headrace.samplers import ElasticSampler
 
@@ -71,20 +71,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, loader_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         names = ("_get_dataloader", "set_initial_training_values", "_init_training_state", "_run_epoch")
         if missing := [name for name in names if not hasattr(transformers.Trainer, name)]:
-            raise NotImplementedError(
-                f"transformers {transformers.__version__} has no Trainer.{missing[0]}, which this class overrides; "
-                f"docs/trainers.md has the versions that were tested"
-            )
+            raise NotImplementedError(f"transformers {transformers.__version__} has no Trainer.{missing[0]}")
         self.loader_options = dict(loader_options or {})
         self._checkpoint: Path | None = None
         self._resumed: _Resumed | None = None
         super().__init__(*args, **kwargs)
         config = self.args.accelerator_config
         if config.dispatch_batches or not config.even_batches:
-            raise ValueError(
-                "dispatch_batches=True and even_batches=False in accelerator_config cannot be used with headrace's "
-                "loaders: each rank reads its own batches, and all have equal numbers of them"
-            )
+            raise ValueError("each rank reads as many batches: no dispatch_batches=True and even_batches=False")
         if (size := max(getattr(self, f"get_{kind}_size", int)() for kind in ("tp", "cp", "sp"))) > 1:
             raise ValueError(f"tensor, context or sequence parallelism of {size} ranks, which need the same batches")
 
@@ -111,10 +105,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             dataset = self._part_of_rank(dataset, of_rank)
         elif stream and ranks > 1:
             if getattr(dataset, "_distributed", None) is not None:
-                raise ValueError(
-                    "the dataset to evaluate was divided by datasets.distributed.split_dataset_by_node: give the whole "
-                    "one, of which each rank then evaluates its part of each batch"
-                )
+                raise ValueError("split_dataset_by_node has divided the dataset to evaluate: give the whole one")
             takes_parts = True
             order["batch_size"] = of_rank * ranks
         elif not stream:
@@ -179,7 +170,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._resumed = None
         if not isinstance(dataloader, DataLoader):
             return values
-        _check_divided(dataloader, args.world_size)
+        if args.world_size > 1 and not isinstance(dataloader, PreparedLoader):
+            whole = isinstance(dataloader.sampler, SequentialSampler | RandomSampler)
+            if whole and type(dataloader.batch_sampler) in (BatchSampler, type(None)):
+                raise ValueError(  # of a stream, the loader warns at `iter()`
+                    f"each of {args.world_size} ranks would train on all of {dataset_repr(dataloader.dataset)}: give "
+                    f"the loader of get_train_dataloader sampler=headrace.ElasticSampler(dataset, seed=...)"
+                )
         if self._checkpoint is None or args.ignore_data_skip:
             return values
         epochs, steps_per_epoch, *others, batches, last_step = values
@@ -191,20 +188,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             if saved is None:
                 if step % steps_per_epoch == 0:  # between two epochs, there is nothing to continue
                     return values
-                raise StateError(
-                    f"{self._checkpoint} has no state of the loader: it was saved by another Trainer, or with "
-                    f"save_only_model=True"
-                )
+                raise StateError("the checkpoint has no state of the loader: another Trainer saved it, or without one")
             state = LoaderState.from_dict(saved)
             if dataloader._control.spec.kind is DatasetKind.ITERABLE and state.ranks != args.world_size:
                 raise StateError(
-                    f"the state was saved with {state.ranks} ranks, and there are {args.world_size} now. Only streams "
-                    f"of headrace can be divided anew."
+                    f"a torch stream saved on {state.ranks} ranks cannot be divided among {args.world_size}"
                 )
             if not sized and state.batches % accumulation:
                 raise StateError(
-                    f"the state is after {state.batches} batches of a stream of unknown length, of which "
-                    f"gradient_accumulation_steps={accumulation} makes no whole steps"
+                    f"{state.batches} batches of a stream of unknown length are no whole steps of "
+                    f"gradient_accumulation_steps={accumulation}"
                 )
             dataloader.load_state_dict(saved)
         except StateError as error:
@@ -278,19 +271,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 
 class _Resumed(NamedTuple):
-    """An epoch that is continued, counted so that the step which comes next begins with its first batch.
-
-    Attributes:
-        epoch: its number.
-        before: number of batches before, of whole steps.
-        batches: number of its batches; of a stream of unknown length, no less.
-        steps: number of its steps.
-    """
+    """An epoch that is continued, counted so that the step which comes next begins with its first batch."""
 
     epoch: int
-    before: int
-    batches: int
-    steps: int
+    before: int  # batches, of whole steps
+    batches: int  # of the epoch; of a stream of unknown length, no less
+    steps: int  # of the epoch
 
 
 class _Rest(IterableDataset[Any]):
@@ -301,20 +287,8 @@ class _Rest(IterableDataset[Any]):
         self._before = before
 
     def __iter__(self) -> Iterator[Any]:
-        yield from itertools.repeat(None, self._before)
-        yield from self._loader
+        return itertools.chain(itertools.repeat(None, self._before), self._loader)
 
 
 def _same(batch: Any) -> Any:
     return batch
-
-
-def _check_divided(loader: DataLoader[Any], ranks: int) -> None:
-    """Raise `ValueError` for a loader of which every rank would read all."""
-    whole = isinstance(loader.sampler, SequentialSampler | RandomSampler)
-    plain = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
-    if ranks > 1 and whole and plain and not loader._control.spec.kind.is_iterable:
-        raise ValueError(  # of a stream, the loader warns at `iter()`
-            f"each of {ranks} ranks would train on all of {dataset_repr(loader.dataset)}: give the loader that "
-            f"get_train_dataloader returns sampler=headrace.ElasticSampler(dataset, seed=...) in place of shuffle="
-        )

@@ -223,12 +223,6 @@ def main(file):
     report["loss of a node"] = interrupted(loader, remove_node, cluster, nodes)
 
     report["SIGKILL of all actors"] = interrupted(loader, kill_all_actors, cluster, nodes)
-    loader.set_epoch(0)
-
-    async def collect():
-        return [batch async for batch in loader]
-
-    report["async for"] = digest(asyncio.run(collect()))
     loader.close()
     cluster.add_node(num_cpus=2, object_store_memory=STORE)
     write_lines(Path(file).parent)

@@ -221,7 +221,6 @@ def with_samplers(folder):
     for name, kind, options in (
         ("by length", Trainer, {"train_sampling_strategy": "group_by_length"}),
         ("rebalanced", Trainer, {"train_sampling_strategy": "batch_rebalance"}),
-        ("sequential", Trainer, {"train_sampling_strategy": "sequential"}),
         ("own", OwnSampler, {}),
     ):
         path = Path(folder, name)
@@ -265,19 +264,11 @@ def collate(samples):
     return {"x": torch.tensor([sample["x"] for sample in samples])}
 
 
-class Position:
-    """A state that torch.load refuses."""
-
-
-class WithPosition(torch.utils.data.Sampler):
-    def __len__(self):
-        return SAMPLES
-
-    def __iter__(self):
-        return iter(range(SAMPLES))
+class Unreadable(torch.utils.data.SequentialSampler):
+    """A sampler with a state that torch.load refuses."""
 
     def state_dict(self):
-        return {"position": Position()}
+        return {"position": self}
 
     def load_state_dict(self, state):
         raise NotImplementedError
@@ -285,7 +276,8 @@ class WithPosition(torch.utils.data.Sampler):
 
 class UnreadableState(Trainer):
     def get_train_dataloader(self):
-        return hr.DataLoader(self.train_dataset, 4, sampler=WithPosition(), transform=tenfold, collate_fn=collate)
+        sampler = Unreadable(range(SAMPLES))
+        return hr.DataLoader(self.train_dataset, 4, sampler=sampler, transform=tenfold, collate_fn=collate)
 
 
 def unreadable(folder):
@@ -315,15 +307,10 @@ def with_workers(folder):
     return whole, os.listdir(folder), train(folder, of_trainer=of_trainer, **options, resume=8)
 
 
-REFUSED = {
-    "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
-    "even_batches": {"accelerator_config": {"even_batches": False}},
-}
-
-
 def refused(folder):
     """Training arguments that cannot be honoured."""
-    errors = {name: error_of(trainer_of, folder, **options) for name, options in REFUSED.items()}
+    refused = {"dispatch_batches": True, "even_batches": False}
+    errors = {name: error_of(trainer_of, folder, accelerator_config={name: value}) for name, value in refused.items()}
     method = transformers.Trainer._run_epoch
     del transformers.Trainer._run_epoch  # as a version without it
     errors["_run_epoch"] = error_of(trainer_of, folder)
@@ -332,7 +319,7 @@ def refused(folder):
     return errors
 
 
-# One process and several ranks.
+# Several ranks.
 
 
 def evaluated(folder):
@@ -359,9 +346,6 @@ class TorchStream(torch.utils.data.IterableDataset):
     def __iter__(self):
         for number in range(self.count):
             yield sample_of(number)
-
-
-# Several ranks.
 
 
 def ranks_whole(folder):

@@ -49,17 +49,6 @@ class PlainStream(IterableDataset):
         return iter(range(SAMPLES))
 
 
-class OwnSplit(hr.AsyncIterableDataset):
-    """Each rank's part of the numbers; the length is unknown."""
-
-    splits_by_rank = True
-
-    async def __aiter__(self):
-        info = hr.get_rank_info()
-        for number in range(info.rank, SAMPLES, info.world_size):
-            yield number
-
-
 def tenfold(sample):
     return 10 * sample
 

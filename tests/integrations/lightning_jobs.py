@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import tests.integrations.torchvision_ops  # noqa: F401  # before Lightning, which imports torchvision
+
+# isort: split
 import gc
+import json
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -16,18 +23,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 
 import headrace as hr
-from tests.integrations.lightning_data import (
-    SAMPLES,
-    Numbers,
-    OwnSplit,
-    PlainNumbers,
-    PlainStream,
-    lines,
-    over_two,
-    tenfold,
-)
+from tests.integrations.lightning_data import SAMPLES, Numbers, PlainNumbers, PlainStream, lines, over_two, tenfold
 
-__all__ = ["SAMPLES", "OwnSplit", "PlainNumbers"]  # for the tests
+__all__ = ["SAMPLES", "PlainNumbers"]  # for the tests
 
 EPOCHS = 3
 QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
@@ -136,14 +134,11 @@ def map_style(**options: Any) -> hr.DataLoader[Any]:
 ON_RANKS: dict[str, Callable[[str], Any]] = {
     "seeded": lambda _: map_style(shuffle=True, seed=5, concurrency=3),
     "unseeded": lambda _: map_style(shuffle=True),
-    "elastic": lambda _: map_style(sampler=hr.ElasticSampler(SAMPLES, seed=2)),
     "shards": lambda folder: hr.DataLoader(lines(folder, shuffle=True, remainder="keep"), 4, transform=tenfold),
     "split by samples": lambda folder: hr.DataLoader(
         lines(folder, shuffle=True, split="samples"), 4, transform=tenfold
     ),
-    "own split": lambda _: hr.DataLoader(OwnSplit(), 4, transform=tenfold),
 }
-UNSHUFFLED = ("own split",)
 
 
 def whole_and_resumed(kind: str, folder: str, steps: tuple[int, ...]) -> dict[str, Any]:
@@ -175,11 +170,8 @@ def both(folder: str, mode: str) -> CombinedLoader:
 KINDS: dict[str, Callable[[str], Any]] = {
     "seeded": lambda _: hr.DataLoader(Numbers(), 8, shuffle=True, seed=5, transform=tenfold),
     "generator": lambda _: hr.DataLoader(Numbers(), 8, shuffle=True, generator=torch.Generator().manual_seed(3)),
-    "torch's dataset": lambda _: hr.DataLoader(PlainNumbers(), 8, shuffle=True, seed=5, transform=tenfold),
     "torch's stream": lambda _: hr.DataLoader(PlainStream(), 8, transform=tenfold),
-    "known length": lambda folder: hr.DataLoader(lines(folder, shuffle=True, counts=[10] * 4), 8),
     "unknown length": lambda folder: hr.DataLoader(lines(folder, shuffle=True).shuffle(8, seed=1), 8),
-    "several": lambda folder: [KINDS["seeded"](folder), hr.DataLoader(Numbers(24), 8, shuffle=True, seed=6)],
     "max_size_cycle": lambda folder: both(folder, "max_size_cycle"),
     "max_size": lambda folder: both(folder, "max_size"),
     "min_size": lambda folder: both(folder, "min_size"),
@@ -272,3 +264,34 @@ def from_checkpoint(kind: str, folder: str, path: str) -> dict[str, Any]:
     result = train(ON_RANKS[kind](f"{folder}/lines"), resume=path)
     del result["trainer"]
     return result
+
+
+def launch(folder: str) -> None:
+    """As `launched`, in a program that Lightning's launcher starts again for the second rank: ``python -m``."""
+    sys.modules["__main__"].__spec__ = ModuleSpec("tests.integrations.lightning_jobs", None)
+    sys.argv[:] = ["", folder]
+    launched(folder)
+
+
+def launched(folder: str) -> None:
+    """A job of two ranks, each of which writes what it was trained on.
+
+    Datasets and loaders are made before `fit()`, when Lightning has not yet said how many processes there are.
+    """
+    sampler = hr.BlockShuffleSampler(Numbers(), block_size=4, blocks_at_once=2, seed=1)
+    loaders = {
+        "lines": hr.DataLoader(lines(f"{folder}/lines", shuffle=True, counts=[10] * 4), 4),
+        "lines, workers": hr.DataLoader(lines(f"{folder}/lines", shuffle=True, counts=[10] * 4), 4, num_workers=2),
+        "blocks": hr.DataLoader(Numbers(), 4, sampler=sampler),
+    }
+    model = Model()
+    trainer = trainer_of(2, strategy="ddp", devices=2)
+    trainer.fit(model, CombinedLoader(loaders, "max_size"))
+    assert trainer.train_dataloader["blocks"].sampler is sampler, "the sampler was replaced"
+    Path(folder, f"rank{trainer.global_rank}.json").write_text(json.dumps(model.seen))
+    for loader in loaders.values():
+        loader.close()
+
+
+if __name__ == "__main__":
+    launched(sys.argv[1])

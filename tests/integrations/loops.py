@@ -338,6 +338,7 @@ def process_group():
         return
     torch.distributed.init_process_group("gloo")
     yield
+    torch.distributed.barrier()  # gloo may wait for ever for a rank that has ended
     torch.distributed.destroy_process_group()
 
 

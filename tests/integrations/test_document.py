@@ -3,8 +3,8 @@
 import pytest
 
 from tests.documents import python_blocks
-from tests.integrations.harness import Launcher
 
+IMPORTS = ("accelerate", "lightning", "transformers.trainer", "torchtitan.components.dataloader")
 for package in ("lightning", "accelerate", "transformers", "ray", "torchtitan", "webdataset"):
     pytest.importorskip(package, reason=f"{package} is not installed: make test-integrations")
 
@@ -28,33 +28,32 @@ dataset = Pairs()
 """
 
 
-@pytest.fixture(scope="module")
-def run():
-    with Launcher("accelerate") as launcher:
+@pytest.fixture
+def run(launcher, tmp_path):
+    """Run a program between two texts, with some of its words changed; returns the indices that it has seen."""
 
-        def run(before, program, after, folder, **changes):
-            for old, new in changes.get("changes", ()):
-                assert program.count(old) == 1, f"{old!r} is not in the program once"
-                program = program.replace(old, new)
-            source = "\n".join((DATASET, before, program, after))
+    def run(before, program, after="", *changes):
+        for old, new in changes:
+            assert program.count(old) == 1, f"{old!r} is not in the program once"
+            program = program.replace(old, new)
+        source = "\n".join((DATASET, before, program, after))
 
-            def main(folder=str(folder), source=source):
-                import os
-                import warnings
+        def main(folder=str(tmp_path), source=source):
+            import os
+            import warnings
 
-                os.chdir(folder)
-                warnings.simplefilter("ignore")
-                names = {"__name__": "__main__"}
-                exec(compile(source, "docs/trainers.md", "exec"), names)
-                return sorted(set(names["seen"]))
+            os.chdir(folder)
+            warnings.simplefilter("ignore")
+            names = {"__name__": "__main__"}
+            exec(compile(source, "docs/trainers.md", "exec"), names)
+            return sorted(set(names["seen"]))
 
-            (seen,) = launcher.run(main)
-            return seen
+        return launcher.run(main)[0]
 
-        yield run
+    return run
 
 
-def test_lightning_program_runs(run, tmp_path):
+def test_lightning_program_runs(run):
     before = """
 import lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -76,8 +75,8 @@ def augment(sample):
 
 model = Model()
 """
-    changes = [("devices=8", "accelerator='cpu', devices=1, max_epochs=1, logger=False, enable_progress_bar=False")]
-    assert run(before, LIGHTNING, "loader.close()", tmp_path, changes=changes) == list(range(64))
+    change = "devices=8", "accelerator='cpu', devices=1, max_epochs=1, logger=False, enable_progress_bar=False"
+    assert run(before, LIGHTNING, "loader.close()", change) == list(range(64))
 
 
 def test_accelerate_program_runs(run, tmp_path):
@@ -86,9 +85,8 @@ epochs = 1
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), 1e-6)
 """
-    after = "accelerator.end_training()"
-    changes = [("Accelerator(gradient", "Accelerator(cpu=True, gradient")]
-    assert run(before, ACCELERATE, after, tmp_path, changes=changes) == list(range(64))
+    change = "Accelerator(gradient", "Accelerator(cpu=True, gradient"
+    assert run(before, ACCELERATE, "accelerator.end_training()", change) == list(range(64))
     assert (tmp_path / "checkpoint").is_dir()
 
 
@@ -120,10 +118,10 @@ model = Model()
         ("dataloader_num_workers=4", "num_train_epochs=1, use_cpu=True, report_to=[], disable_tqdm=True"),
         ("resume_from_checkpoint=True", "resume_from_checkpoint=None"),  # there is none yet
     ]
-    assert run(before, TRANSFORMERS, "", tmp_path, changes=changes) == list(range(8))
+    assert run(before, TRANSFORMERS, "", *changes) == list(range(8))
 
 
-def test_ray_program_runs(run, tmp_path):
+def test_ray_program_runs(run):
     before = """
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
@@ -139,11 +137,10 @@ TorchTrainer(
     run_config=RunConfig(storage_path=os.getcwd()),
 ).fit()
 """
-    changes = [("step % 1000 == 999", "step % 2 == 1")]
-    assert run(before, RAY, after, tmp_path, changes=changes) == list(range(64))
+    assert run(before, RAY, after, ("step % 1000 == 999", "step % 2 == 1")) == list(range(64))
 
 
-def test_torchtitan_program_runs(run, tmp_path):
+def test_torchtitan_program_runs(run):
     before = """
 import numpy
 
@@ -160,10 +157,10 @@ batches = iter(loader)
 assert [next(batches)[1].shape for _ in range(2)] == [(2, 8192)] * 2
 loader.close()
 """
-    assert len(run(before, TORCHTITAN, after, tmp_path)) == 2
+    assert len(run(before, TORCHTITAN, after)) == 2
 
 
-def test_webdataset_program_runs(run, tmp_path):
+def test_webdataset_program_runs(run):
     before = """
 import io
 import tarfile
@@ -179,4 +176,4 @@ for shard in range(2):
 with hr.DataLoader(Shards("{0..1}.tar", shardshuffle=2, detshuffle=True), batch_size=None) as loader:
     seen += [int(sample["__key__"]) for sample in loader]
 """
-    assert run(before, WEBDATASET, after, tmp_path) == list(range(8))
+    assert run(before, WEBDATASET, after) == list(range(8))

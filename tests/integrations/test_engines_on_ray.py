@@ -59,10 +59,6 @@ def test_loader_that_is_collected_in_a_thread_of_rays_ends_its_engines(report):
     assert report["collected by Ray"]
 
 
-def test_async_for(report, on_one_machine):
-    assert report["async for"] == on_one_machine[0]
-
-
 def test_state_is_continued_without_ray(report):
     with made_loader() as whole, made_loader() as rest:
         batches = [batch for _ in range(3) for batch in whole]  # the state is of the third epoch

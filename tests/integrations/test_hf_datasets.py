@@ -12,8 +12,8 @@ import datasets
 from datasets.distributed import split_dataset_by_node
 
 import headrace as hr
-from tests.integrations.harness import Launcher
 
+IMPORTS = ("datasets",)
 MAP, STREAM = "HF datasets, map-style", "HF IterableDataset"
 SAMPLES = 42
 BATCH = 4
@@ -35,7 +35,6 @@ MAPS = {
 }
 STREAMS = {
     "of a table": lambda: rows().to_iterable_dataset(num_shards=4),
-    "torch format": lambda: rows().to_iterable_dataset(num_shards=4).with_format("torch"),
     "of a generator": lambda: datasets.IterableDataset.from_generator(generated, gen_kwargs={"shards": [0, 1, 2, 3]}),
     "shuffled shards": lambda: rows().to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=1),
     "shuffled, filtered and mapped": lambda: (
@@ -70,18 +69,16 @@ def numbers(batches):
 
 
 @pytest.mark.proves(MAP, "same samples as in torch's loader", "with workers")
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize(("name", "workers"), [("torch format", 2), *((name, 0) for name in MAPS)])
 def test_map_style_dataset_gives_the_batches_of_torchs_loader(name, workers):
     with hr.DataLoader(MAPS[name](), BATCH, num_workers=workers) as loader:
         assert plain(loader) == plain(TorchDataLoader(MAPS[name](), BATCH))
 
 
 @pytest.mark.proves(MAP, "exact resume in mid-epoch")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_map_style_dataset_is_continued(workers):
+def test_map_style_dataset_is_continued():
     def made():
-        return hr.DataLoader(MAPS["torch format"](), BATCH, shuffle=True, seed=0, num_workers=workers)
+        return hr.DataLoader(MAPS["torch format"](), BATCH, shuffle=True, seed=0)
 
     with made() as loader, made() as again:
         batches = iter(loader)
@@ -107,7 +104,7 @@ def test_stream_gives_the_batches_of_torchs_loader_in_each_epoch(name, workers):
 @pytest.mark.proves(STREAM, "exact resume in mid-epoch")
 @pytest.mark.parametrize(
     ("name", "workers"),  # with workers, datasets 5.2 raises an IndexError for the state of shuffled shards
-    [("shuffled shards", 0), *itertools.product(["of a table", "torch format", "of a generator"], [0, 2])],
+    [("shuffled shards", 0), *itertools.product(["of a table", "of a generator"], [0, 2])],
 )
 def test_stream_is_continued_in_its_second_epoch(name, workers):
     def made():
@@ -126,9 +123,8 @@ def test_stream_is_continued_in_its_second_epoch(name, workers):
 
 @pytest.mark.proves(MAP, "each sample once, on two ranks")
 @pytest.mark.proves(STREAM, "each sample once, on two ranks")
-def test_two_ranks_share_each_epoch():
-    with Launcher("datasets") as launcher:
-        reports = launcher.run(of_rank, ranks=2)
+def test_two_ranks_share_each_epoch(launcher):
+    reports = launcher.run(of_rank, ranks=2)
     for name in reports[0]:
         assert sorted(reports[0][name] + reports[1][name]) == list(range(SAMPLES)), name
         assert len(reports[0][name]) in (20, 21, 22)

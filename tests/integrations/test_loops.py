@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.integrations import loops
-from tests.integrations.harness import Launcher
 
+IMPORTS = ("ignite.distributed", "ignite.handlers", "skorch", "fastai.learner", "torchtitan.components.dataloader")
 pytestmark = [  # without importing them here, which takes long
     pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
     for name in ("ignite", "skorch", "fastai", "torchtitan")
@@ -30,19 +30,6 @@ def of_each(*rows, without=()):
     """Runs a test for each trainer, and fills these rows of its column."""
     marked = [pytest.param(name, marks=pytest.mark.proves(name, *rows)) for name in COLUMNS if name not in without]
     return pytest.mark.parametrize("reports", marked, indirect=True)
-
-
-@pytest.fixture(scope="module")
-def launcher():
-    with Launcher(
-        "ignite.distributed",
-        "ignite.handlers",
-        "skorch",
-        "fastai.learner",
-        "torchtitan.components.dataloader",
-        "torch.distributed.checkpoint",
-    ) as started:
-        yield started
 
 
 class Reports:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio.coroutines
 import contextlib
+import faulthandler
 import gc
 import importlib
 import os
@@ -116,6 +117,7 @@ def fork_zygote() -> None:
         os.setpgid(0, 0)
         # -X dev is for the program, and not for its engines and workers.
         warnings.simplefilter("ignore", ResourceWarning)
+        faulthandler.disable()
         asyncio.coroutines._is_debug_mode = bool  # type: ignore[attr-defined]
         os.closerange(3, theirs.fileno())
         os.closerange(theirs.fileno() + 1, 1024)

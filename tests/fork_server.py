@@ -119,6 +119,7 @@ def fork_zygote() -> None:
         warnings.simplefilter("ignore", ResourceWarning)
         faulthandler.disable()
         asyncio.coroutines._is_debug_mode = bool  # type: ignore[attr-defined]
+        faulthandler.disable()
         os.closerange(3, theirs.fileno())
         os.closerange(theirs.fileno() + 1, 1024)
         zygote.main(theirs.detach())

@@ -31,14 +31,14 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 _END = object()
 _MISSING: object = object()
-_loop_lock = threading.Lock()
+_lock = threading.Lock()  # for `_loop` and `_entries`
 _loop: tuple[int, LoopThread] | None = None
 
 
 def background_loop() -> LoopThread:
     """The background loop of this process: started at first use, for the life of the process."""
     global _loop
-    with _loop_lock:
+    with _lock:
         if _loop is None or _loop[0] != os.getpid() or not _loop[1].alive:
             _loop = (os.getpid(), LoopThread("headrace-background-loop"))
         return _loop[1]
@@ -144,10 +144,11 @@ def _key_of(dataset: object) -> tuple[int, int]:
 
 async def _enter(dataset: object) -> _Entry:
     while True:
-        entry = _entries.get(_key_of(dataset))
-        if entry is None or entry.loop.is_closed():
-            entry = _entries[_key_of(dataset)] = _Entry(dataset)
-        elif entry.loop is not asyncio.get_running_loop():
+        with _lock:  # another loop may enter it at the same time
+            entry = _entries.get(_key_of(dataset))
+            if entry is None or entry.loop.is_closed():
+                entry = _entries[_key_of(dataset)] = _Entry(dataset)
+        if entry.loop is not asyncio.get_running_loop():
             raise RuntimeError(
                 f"dataset {type(dataset).__name__} was entered on another event loop: close() the loader of that, "
                 f"or open connections by headrace.per_loop, which works on several loops"

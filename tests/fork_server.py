@@ -117,7 +117,6 @@ def fork_zygote() -> None:
         os.setpgid(0, 0)
         # -X dev is for the program, and not for its engines and workers.
         warnings.simplefilter("ignore", ResourceWarning)
-        faulthandler.disable()
         asyncio.coroutines._is_debug_mode = bool  # type: ignore[attr-defined]
         faulthandler.disable()
         os.closerange(3, theirs.fileno())

@@ -37,7 +37,7 @@ def decoded(text: str) -> torch.Tensor:
         raise StateError(f"the state is damaged: the generator's state cannot be read ({error})") from error
 
 
-VERSION: Final = 1
+VERSION: Final = 2
 # With and without workers. accelerate saves such a state too.
 _KEYS_OF_TORCHDATA: Final = frozenset({"_snapshot", "_num_yielded", "_sampler_iter_yielded", "_iterator_finished"})
 

@@ -242,10 +242,12 @@ def should_pin(pin_memory: bool, device: str) -> bool:
             f"pin_memory_device is deprecated, the current accelerator will be used as the device,"
             f"ignore pin_memory_device='{device}'."
         )
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None and accelerator.type != "mps":
+    available = torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator() if available else None
+    on_mps = accelerator is not None and accelerator.type == "mps"
+    if available and not on_mps:
         return True
-    why = "no accelerator is found, then" if accelerator is None else "not supported on MPS now,"
+    why = "not supported on MPS now," if on_mps else "no accelerator is found, then"
     _warn_at_iter(f"'pin_memory' argument is set as true but {why} device pinned memory won't be used.")
     return False
 

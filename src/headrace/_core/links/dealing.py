@@ -70,7 +70,8 @@ class Dealer:
         >>> dealt = dealer.deal([0, 1])
         >>> {engine: [plan.number for plan in plans] for engine, plans in dealt.items()}
         {0: [0, 2], 1: [1]}
-        >>> dealer.take_back([0])
+        >>> dealer.take_back([0])  # no batch has been with it alone
+        (0, 0)
         >>> [plan.number for plan in dealer.deal([1])[1]]
         [0, 2]
     """

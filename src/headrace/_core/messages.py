@@ -96,7 +96,7 @@ class Link:
 
     def send(self, message: Request) -> None:
         """Send a message, or drop it if the engine has ended; does not wait for an answer."""
-        raise NotImplementedError
+        raise NotImplementedError  # each carrier has its own
 
     def receive(self) -> None:
         """Add the messages that have arrived to `messages`."""

@@ -145,7 +145,7 @@ class ShardedStream(PartStream[T_co]):
 
     def _decoder(self, shard: Shard) -> Decoder:
         """The decoder of one shard."""
-        raise NotImplementedError
+        raise NotImplementedError  # each format has its own
 
     def _part_count(self) -> int:
         return len(self._shards)

@@ -11,7 +11,7 @@ from typing import Any
 from headrace._core.batches import RequestCounts
 from headrace.telemetry.batch_log import BatchRecord
 
-__all__ = ["WAITS", "Figures", "StageShare", "figures_of", "waits_of"]
+__all__ = ["WAITS", "Figures", "StageShare", "figures_of", "steps_of", "waits_of"]
 
 # The steps in which `next()` may wait for its batch, in their order.
 WAITS = ("plan", "queue", "fetch", "worker queue", "work", "loop", "hand-over", "delivery")
@@ -271,11 +271,10 @@ def _share(conditions: Iterable[object]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def waits_of(record: BatchRecord) -> dict[str, float]:
-    """The seconds of the call of `next()`, by the step that its batch was in, one of `WAITS`."""
+def steps_of(record: BatchRecord) -> list[tuple[str, float]]:
+    """The steps by which a batch came to `next()`, each with its end; 0.0 for one that it did not pass."""
     times = record.times
-    points = [
-        ("plan", record.planned),
+    steps = [
         ("plan", times.admitted),
         ("queue", times.began),
         ("fetch", times.fetched),
@@ -283,14 +282,18 @@ def waits_of(record: BatchRecord) -> dict[str, float]:
         ("work", times.work_ended),
         ("loop", times.assembled),
         ("hand-over", record.taken),
-        ("plan", record.refilled),
-        ("delivery", record.returned),
     ]
     if times.work_began > times.assembled:  # on the consumer's thread, after the engine is done with the batch
-        points[4:7] = [("loop", times.assembled), ("hand-over", times.work_began), ("work", times.work_ended)]
+        steps[3:6] = [("loop", times.assembled), ("hand-over", times.work_began), ("work", times.work_ended)]
+    return steps
+
+
+def waits_of(record: BatchRecord) -> dict[str, float]:
+    """The seconds of the call of `next()`, by the step that its batch was in, one of `WAITS`."""
     seconds = dict.fromkeys(WAITS, 0.0)
     at = record.called
-    for step, until in points:
+    last = ("plan", record.refilled), ("delivery", record.returned)
+    for step, until in (("plan", record.planned), *steps_of(record), *last):
         if until > at:
             seconds[step] += until - at
             at = until

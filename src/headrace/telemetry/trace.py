@@ -11,13 +11,14 @@ import contextlib
 import fcntl
 import gzip
 import io
+import itertools
 import json
 import os
 import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -25,12 +26,15 @@ from headrace._core.ranks.rankinfo import get_rank_info
 from headrace._core.text import add_note
 from headrace._version import __version__
 from headrace.telemetry.batch_log import BatchLog, BatchRecord
+from headrace.telemetry.figures import steps_of
 
 __all__ = ["trace"]
 
 WAITING = 256  # batches that wait to be written: then `next()` blocks, so that memory is bounded and nothing is lost
 INTERVAL = 0.1  # seconds between two writes: being woken for each batch costs the consumer's thread the GIL
-TRACKS = 1 << 30  # ids of threads from here on are tracks of ours: the kernel's are below 2**22
+TRACKS = 1 << 30  # ids of tracks from here on: those of the kernel's threads are below 2**22
+# The slices of a batch on its way that are not called as the step in which `next()` waits for it.
+NAMES = {"work": "transform and collate", "loop": "hand-over", "hand-over": "ready"}
 
 _FETCH = (
     '{"ph":"b","cat":%s,"name":"single fetch","id2":{"local":%%d},"pid":%d,"tid":%d,"ts":%%d,'
@@ -70,15 +74,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Path]:
     written = str(path)
     if "{rank}" in written:
         written = written.replace("{rank}", str(get_rank_info().rank))
-    pid, rank = os.getpid(), os.environ.get("RANK", "")
-    several = rank and os.environ.get("WORLD_SIZE", "1") != "1"
-    file = _TraceFile(Path(written), _Events(pid, f"consumer, rank {rank}" if several else "consumer"))
-
-    def subscriber(log: BatchLog, record: BatchRecord) -> None:
-        if os.getpid() == pid:  # not in a fork, which has no thread that writes
-            file.waiting.put((log, record, threading.get_native_id()))
-
-    end = BatchLog.trace_all(subscriber)
+    trace = _Trace(Path(written))
+    end = BatchLog.trace_all(trace.add)
     raised: BaseException | None = None
     try:
         yield Path(written)
@@ -87,64 +84,78 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
     finally:
         end()
-        if os.getpid() == pid and (failed := file.close()) is not None:
+        if (failed := trace.close()) is not None:
             add_note(raised or failed, f"headrace: the trace {written} is not complete: {failed!r}")
             if raised is None:
                 raise failed
 
 
-class _TraceFile:
-    """A trace that is being written, by a thread of its own.
+class _Trace:
+    """The file of a trace, and the thread that makes its events and writes them."""
 
-    Attributes:
-        waiting: batches to be written, with the log of their loader and the native id of the consumer's thread.
-    """
-
-    def __init__(self, path: Path, events: _Events) -> None:
-        self._events = events
-        self._raw = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "wb")
+    def __init__(self, path: Path) -> None:
+        self._pid = os.getpid()
         self._error: BaseException | None = None
-        self.waiting: queue.Queue[tuple[BatchLog, BatchRecord, int]] = queue.Queue(WAITING)
+        self._waiting: queue.Queue[tuple[BatchLog, BatchRecord, int]] = queue.Queue(WAITING)
         self._ending = threading.Event()
+        # What the events so far have named and numbered, used by the thread alone:
+        self._ids = 0
+        self._names: dict[BatchLog, str] = {}  # of loaders, as JSON; further ones of the same name are numbered
+        self._processes: set[int] = set()
+        self._tracks: dict[tuple[int, object, int], tuple[int, int]] = {}  # id, end of the last slice
+        self._last: dict[tuple[str, int], tuple[int, int, int]] = {}  # step: iteration, batch, end; by loader, thread
+        self._fetched: dict[str, int] = {}  # bytes, by loader
+        self._raw = open(path, "ab")  # noqa: SIM115  # by `close`
         try:
             fcntl.flock(self._raw, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._raw.truncate()
+            self._raw.truncate(0)
             packed: Any = self._raw
             if path.suffix == ".gz":  # a level more is a third slower, and saves a tenth
                 packed = gzip.GzipFile(fileobj=self._raw, mode="wb", compresslevel=1)
-            self._file = io.TextIOWrapper(packed, encoding="utf-8")
-            self._file.write(events.header())
+            self._file: TextIO = io.TextIOWrapper(packed, encoding="utf-8")
+            rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "1")
+            about = json.dumps({"program": "headrace", "version": __version__})
+            consumer = self._process(self._pid, f"consumer, rank {rank}" if rank and ranks != "1" else "consumer", 0)
+            self._file.write(f'{{"displayTimeUnit":"ms","otherData":{about},"traceEvents":[\n{consumer}')
             self._file.flush()
             self._thread = threading.Thread(target=self._run, name="headrace-trace", daemon=True)
             self._thread.start()
-        except BlockingIOError:
+        except BaseException as error:  # Ctrl-C too: nothing else would close it
             self._raw.close()
-            raise ValueError(
-                f"another trace is writing {path}: give each its own file; on several ranks put {{rank}} in the name"
-            ) from None
-        except BaseException:  # Ctrl-C too: nothing else would close it
-            self._raw.close()
+            if isinstance(error, BlockingIOError):
+                raise ValueError(
+                    f"another trace is writing {path}: give each its own file; on several ranks put {{rank}} in the "
+                    f"name"
+                ) from None
             raise
+
+    def add(self, log: BatchLog, record: BatchRecord) -> None:
+        """Write a batch that is delivered; on the consumer's thread."""
+        if os.getpid() == self._pid:  # not in a fork, which has no thread that writes
+            self._waiting.put((log, record, threading.get_native_id()))
 
     def _run(self) -> None:
         ending = False
         while not ending:
             ending = self._ending.wait(INTERVAL)  # before the last batches are taken
-            for _ in range(self.waiting.qsize()):
-                item = self.waiting.get()
+            for _ in range(self._waiting.qsize()):
+                item = self._waiting.get()
                 try:
                     if self._error is None:
-                        self._file.write(self._events.of(*item))
+                        self._file.write(self._events(*item))
                 except BaseException as error:  # a full disk; raised when the block ends
                     self._error = error
 
     def close(self) -> BaseException | None:
-        """Write what is left; returns the error that ended the writing."""
+        """Write what is left; returns the error that ended the writing. Does nothing in a fork."""
+        if os.getpid() != self._pid:
+            return None
         self._ending.set()
         self._thread.join()
         try:
             if self._error is None:
-                self._file.write(self._events.end())
+                labels = _meta("process_labels", self._pid, 0, {"labels": "headrace"})
+                self._file.write(labels.removesuffix(",\n") + "\n]}\n")
             self._file.flush()
             fcntl.flock(self._raw, fcntl.LOCK_UN)  # closing alone would leave it to a fork that has the descriptor
             self._file.close()
@@ -154,32 +165,7 @@ class _TraceFile:
             self._raw.close()
         return self._error
 
-
-class _Events:
-    """Makes the events of a trace, of the consumer's process by name; used by one thread."""
-
-    def __init__(self, pid: int, name: str) -> None:
-        self._pid = pid
-        self._name = name
-        self._ids = 0
-        self._names: dict[BatchLog, str] = {}  # of loaders, as JSON; further ones of the same name are numbered
-        self._processes: set[int] = set()
-        self._tracks: dict[tuple[int, object], tuple[int, int]] = {}  # id, end of the last slice
-        self._used: set[int] = set()  # ids of threads
-        self._last: dict[tuple[str, int], tuple[int, int, int]] = {}  # step: iteration, batch, end; by loader, thread
-        self._fetched: dict[str, int] = {}  # bytes, by loader
-
-    def header(self) -> str:
-        """The file's beginning."""
-        about = json.dumps({"program": "headrace", "version": __version__})
-        consumer = self._process(self._pid, self._name, 0)
-        return f'{{"displayTimeUnit":"ms","otherData":{about},"traceEvents":[\n{consumer}'
-
-    def end(self) -> str:
-        """The file's end."""
-        return _meta("process_labels", self._pid, 0, {"labels": "headrace"}).removesuffix(",\n") + "\n]}\n"
-
-    def of(self, log: BatchLog, record: BatchRecord, thread: int) -> str:
+    def _events(self, log: BatchLog, record: BatchRecord, thread: int) -> str:
         """The events of a delivered batch, given the native id of the consumer's thread."""
         if (name := self._names.get(log)) is None:
             number, name = 1, json.dumps(log.name)
@@ -194,31 +180,16 @@ class _Events:
 
     def _journey(self, record: BatchRecord, name: str, flow: int) -> Iterator[str]:
         """The batch's way through the stages: one async slice, with one for each stage in it."""
-        times = record.times
-        points = [
-            ("plan", times.admitted),
-            ("queue", times.began),
-            ("fetch", times.fetched),
-            ("worker queue", times.work_began),
-            ("transform and collate", times.work_ended),
-            ("hand-over", times.assembled),
-            ("ready", record.taken),
-            ("delivery", record.returned),
-        ]
-        if not times.admitted:  # no engine: the consumer's thread reads it
-            points[:6] = [("plan", times.work_began), points[4]]
-        elif times.work_began > times.assembled:  # on the consumer's thread, after the engine was done
-            points[3:7] = [("hand-over", times.assembled), ("ready", times.work_began), points[4]]
         begin, end = _us(record.planned), _us(record.returned)
         of = f'"cat":{name},"id2":{{"local":{flow}}},"pid":{self._pid},"tid":0'
-        args = _args(record)
-        yield f'{{"ph":"b",{of},"name":"batch","ts":{begin},"args":{args}}},\n'
+        yield f'{{"ph":"b",{of},"name":"batch","ts":{begin},"args":{_args(record)}}},\n'
         at = begin
-        for stage, until in points:
+        for step, until in (*steps_of(record), ("delivery", record.returned)):
             to = min(_us(until), end)
             if to <= at:  # unknown, or shorter than a microsecond
                 continue
             starts = f',"bind_id":{flow},"flow_out":true' if at == begin else ""
+            stage = NAMES.get(step, step)
             yield f'{{"ph":"b",{of},"name":"{stage}","ts":{at}{starts},"args":{{"batch":{record.number}}}}},\n'
             yield f'{{"ph":"e",{of},"name":"{stage}","ts":{to}}},\n'
             at = to
@@ -231,7 +202,7 @@ class _Events:
             return
         if fetches.pid != self._pid:
             yield self._process(fetches.pid, f"loader of {json.loads(name)}", 1)
-        tid, named = self._place(fetches.pid, fetches.thread, f"event loop of {json.loads(name)}")
+        tid, named = self._track(fetches.pid, fetches.thread, f"event loop of {json.loads(name)}")
         yield named
         of = f'"cat":{name},"id2":{{"local":{self._next_id()}}},"pid":{fetches.pid},"tid":{tid}'
         begin, end = _us(times.began), _us(times.fetched)
@@ -259,7 +230,7 @@ class _Events:
         if worker >= 0:
             yield self._process(pid, f"{title} of {json.loads(name)}", 2 + worker)
         begin, end = _us(times.work_began), _us(times.work_ended)
-        tid, named = self._place(pid, native, title, (begin, end))
+        tid, named = self._track(pid, native, title, begin, end)
         yield named
         bound = f'"bind_id":{flow},"flow_in":true,"flow_out":true'
         yield _slice("transform and collate", name, pid, tid, begin, end, _args(record), bound)
@@ -268,7 +239,7 @@ class _Events:
         """The call of `next()`, with its parts, and the step before it."""
         times = record.times
         begin, end = _us(record.called), _us(record.returned)
-        tid, named = self._place(self._pid, (name, thread), f"next() of {json.loads(name)}", (begin, end), thread)
+        tid, named = self._track(self._pid, (name, thread), f"next() of {json.loads(name)}", begin, end)
         yield named
         last = self._last.get((name, tid))
         if last is not None and last[2] < begin:
@@ -316,28 +287,18 @@ class _Events:
         order = _meta("process_sort_index", pid, 0, {"sort_index": place})
         return _meta("process_name", pid, 0, {"name": name}) + order
 
-    def _place(
-        self, pid: int, owner: object, name: str, times: tuple[int, int] | None = None, native: int | None = None
-    ) -> tuple[int, str]:
-        """The id of a thread's track whose last slice has ended before this one, and the event that names a new track.
-
-        Slices of an `owner` (the native id of a thread, or `native` is that) share tracks; without `times`, the first.
-        """
-        number = 0
-        while True:
-            number += 1
-            key = pid, (owner, number)
-            if key not in self._tracks:
-                wanted = native if native is not None else owner
-                tid = wanted if number == 1 and isinstance(wanted, int) and wanted not in self._used else 0
-                tid = tid or TRACKS + len(self._used)
-                self._used.add(tid)
-                self._tracks[key] = tid, times[1] if times else 0
-                return tid, _meta("thread_name", pid, tid, {"name": name if number == 1 else f"{name} ({number})"})
-            tid, ended = self._tracks[key]
-            if times is None or times[0] >= ended:
-                self._tracks[key] = tid, max(ended, times[1] if times else 0)
-                return tid, ""
+    def _track(self, pid: int, owner: object, name: str, begin: int = 0, end: int = 0) -> tuple[int, str]:
+        """The id of the first track of `owner` whose last slice has ended, and the event that names it if it is new."""
+        for number in itertools.count(1):
+            tid, ended = self._tracks.get((pid, owner, number), (0, 0))
+            if ended <= begin:
+                break
+        named = ""
+        if not tid:
+            tid = TRACKS + len(self._tracks)
+            named = _meta("thread_name", pid, tid, {"name": name if number == 1 else f"{name} ({number})"})
+        self._tracks[pid, owner, number] = tid, end
+        return tid, named
 
 
 def _us(seconds: float) -> int:

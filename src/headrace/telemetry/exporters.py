@@ -20,33 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
     from prometheus_client import CollectorRegistry
 
-__all__ = ["BOUNDS", "HISTOGRAMS", "METRICS", "Export", "Metric", "Totals", "opentelemetry", "prometheus"]
-
-
-class Totals:
-    """Sums over a loader's batches since its export, and the last of them."""
-
-    def __init__(self) -> None:
-        self.fetched = self.event_loop_cpu = self.event_loop_blocked = 0.0  # bytes, seconds, seconds
-        self.step_waits = dict.fromkeys(WAITS, 0.0)  # seconds of `next()`, by the step that the awaited batch was in
-        self.load, self.ready = FetchLoad(), 0
-        self._iteration, self._cpu, self._blocked = 0, 0.0, 0.0  # the engine's sums, which begin anew with an engine
-
-    def add(self, record: BatchRecord) -> None:
-        """Add a batch."""
-        times = record.times
-        for step, seconds in waits_of(record).items():
-            self.step_waits[step] += seconds
-        self.fetched += times.nbytes
-        if record.iteration > self._iteration:
-            if times.engine_cpu < self._cpu:
-                self._cpu = self._blocked = 0.0
-            self._iteration = record.iteration
-        # Later batches may be complete before this one, and so have larger sums.
-        self.event_loop_cpu += max(0.0, times.engine_cpu - self._cpu)
-        self.event_loop_blocked += max(0.0, times.blocked - self._blocked)
-        self._cpu, self._blocked = max(self._cpu, times.engine_cpu), max(self._blocked, times.blocked)
-        self.load, self.ready = times.load, record.ready
+__all__ = ["BOUNDS", "HISTOGRAMS", "METRICS", "Export", "Metric", "opentelemetry", "prometheus"]
 
 
 class Metric(NamedTuple):
@@ -56,38 +30,38 @@ class Metric(NamedTuple):
     kind: Literal["counter", "gauge"]
     unit: str  # in UCUM: "s", "By", or what is counted, in braces
     help: str
-    read: Callable[[LoaderStats, Totals], float | dict[str, float]]  # a dict: by the value of the label `step`
+    read: Callable[[LoaderStats, Export], float | dict[str, float]]  # a dict: by the value of the label `step`
 
 
 METRICS = (
-    Metric("epochs", "counter", "{epoch}", "Iterations begun.", lambda s, t: s.epochs),
-    Metric("batches", "counter", "{batch}", "Batches delivered.", lambda s, t: s.batches),
-    Metric("samples", "counter", "{sample}", "Samples delivered.", lambda s, t: s.samples),
-    Metric("skipped_samples", "counter", "{sample}", "Samples left out by on_error.", lambda s, t: s.skipped_samples),
-    Metric("replaced_batches", "counter", "{batch}", "Batches delivered twice.", lambda s, t: s.replaced_batches),
-    Metric("discarded_batches", "counter", "{batch}", "Batches after other ranks.", lambda s, t: s.discarded_batches),
-    Metric("worker_deaths", "counter", "{process}", "Worker processes that died.", lambda s, t: s.worker_deaths),
-    Metric("wait", "counter", "s", "Time that the consumer waited for batches.", lambda s, t: s.wait_seconds),
-    Metric("step_wait", "counter", "s", "Time in next(), by the step of the awaited batch.", lambda s, t: t.step_waits),
-    Metric("fetched", "counter", "By", "Approximate size of the samples fetched.", lambda s, t: t.fetched),
-    Metric("event_loop_cpu", "counter", "s", "CPU time of the event loop's thread.", lambda s, t: t.event_loop_cpu),
-    Metric("event_loop_blocked", "counter", "s", "Time of blocking calls on it.", lambda s, t: t.event_loop_blocked),
-    Metric("requests", "counter", "{request}", "Requests to stores.", lambda s, t: s.requests.requests),
-    Metric("retries", "counter", "{request}", "Those that were retries.", lambda s, t: s.requests.retries),
-    Metric("throttled_requests", "counter", "{request}", "Responses 429, 503.", lambda s, t: s.requests.throttled),
-    Metric("timed_out_requests", "counter", "{request}", "Without a byte in time.", lambda s, t: s.requests.timed_out),
-    Metric("hedges", "counter", "{fetch}", "Fetches started a second time.", lambda s, t: s.requests.hedges),
-    Metric("hedges_won", "counter", "{fetch}", "Hedges that finished first.", lambda s, t: s.requests.hedges_won),
-    Metric("cache_hits", "counter", "{sample}", "Samples read from a cache.", lambda s, t: s.requests.cache_hits),
-    Metric("cache_misses", "counter", "{sample}", "Samples fetched for a cache.", lambda s, t: s.requests.cache_misses),
-    Metric("cache_damaged", "counter", "{sample}", "Damaged in a cache.", lambda s, t: s.requests.cache_damaged),
-    Metric("cache_evicted", "counter", "{sample}", "Evicted from a cache.", lambda s, t: s.requests.cache_evicted),
-    Metric("fetches_in_flight", "gauge", "{fetch}", "At the last batch.", lambda s, t: t.load.in_flight),
-    Metric("fetch_limit", "gauge", "{fetch}", "Fetches allowed, at the last batch.", lambda s, t: t.load.limit),
-    Metric("queued_samples", "gauge", "{sample}", "Samples that waited for a fetch.", lambda s, t: t.load.queued),
-    Metric("held_plans", "gauge", "{batch}", "Batches that waited for memory.", lambda s, t: t.load.held_plans),
-    Metric("memory", "gauge", "By", "Of what is fetched and not consumed.", lambda s, t: t.load.memory),
-    Metric("ready_batches", "gauge", "{batch}", "Batches ready after the last delivery.", lambda s, t: t.ready),
+    Metric("epochs", "counter", "{epoch}", "Iterations begun.", lambda s, e: s.epochs),
+    Metric("batches", "counter", "{batch}", "Batches delivered.", lambda s, e: s.batches),
+    Metric("samples", "counter", "{sample}", "Samples delivered.", lambda s, e: s.samples),
+    Metric("skipped_samples", "counter", "{sample}", "Samples left out by on_error.", lambda s, e: s.skipped_samples),
+    Metric("replaced_batches", "counter", "{batch}", "Batches delivered twice.", lambda s, e: s.replaced_batches),
+    Metric("discarded_batches", "counter", "{batch}", "Batches after other ranks.", lambda s, e: s.discarded_batches),
+    Metric("worker_deaths", "counter", "{process}", "Worker processes that died.", lambda s, e: s.worker_deaths),
+    Metric("wait", "counter", "s", "Time that the consumer waited for batches.", lambda s, e: s.wait_seconds),
+    Metric("step_wait", "counter", "s", "Time in next(), by the step of the awaited batch.", lambda s, e: e.step_waits),
+    Metric("fetched", "counter", "By", "Approximate size of the samples fetched.", lambda s, e: e.fetched),
+    Metric("event_loop_cpu", "counter", "s", "CPU time of the event loop's thread.", lambda s, e: e.event_loop_cpu),
+    Metric("event_loop_blocked", "counter", "s", "Time of blocking calls on it.", lambda s, e: e.event_loop_blocked),
+    Metric("requests", "counter", "{request}", "Requests to stores.", lambda s, e: s.requests.requests),
+    Metric("retries", "counter", "{request}", "Those that were retries.", lambda s, e: s.requests.retries),
+    Metric("throttled_requests", "counter", "{request}", "Responses 429, 503.", lambda s, e: s.requests.throttled),
+    Metric("timed_out_requests", "counter", "{request}", "Without a byte in time.", lambda s, e: s.requests.timed_out),
+    Metric("hedges", "counter", "{fetch}", "Fetches started a second time.", lambda s, e: s.requests.hedges),
+    Metric("hedges_won", "counter", "{fetch}", "Hedges that finished first.", lambda s, e: s.requests.hedges_won),
+    Metric("cache_hits", "counter", "{sample}", "Samples read from a cache.", lambda s, e: s.requests.cache_hits),
+    Metric("cache_misses", "counter", "{sample}", "Samples fetched for a cache.", lambda s, e: s.requests.cache_misses),
+    Metric("cache_damaged", "counter", "{sample}", "Damaged in a cache.", lambda s, e: s.requests.cache_damaged),
+    Metric("cache_evicted", "counter", "{sample}", "Evicted from a cache.", lambda s, e: s.requests.cache_evicted),
+    Metric("fetches_in_flight", "gauge", "{fetch}", "At the last batch.", lambda s, e: e.load.in_flight),
+    Metric("fetch_limit", "gauge", "{fetch}", "Fetches allowed, at the last batch.", lambda s, e: e.load.limit),
+    Metric("queued_samples", "gauge", "{sample}", "Samples that waited for a fetch.", lambda s, e: e.load.queued),
+    Metric("held_plans", "gauge", "{batch}", "Batches that waited for memory.", lambda s, e: e.load.held_plans),
+    Metric("memory", "gauge", "By", "Of what is fetched and not consumed.", lambda s, e: e.load.memory),
+    Metric("ready_batches", "gauge", "{batch}", "Batches ready after the last delivery.", lambda s, e: e.ready),
 )
 # Distributions of seconds, one value for each batch; 0.0 if it is unknown.
 HISTOGRAMS: tuple[tuple[str, str, Callable[[BatchRecord], float]], ...] = (
@@ -110,16 +84,32 @@ class Export:
                     f"name= of its own, or close() the other export"
                 )
         self.name: str = name
-        self.totals = Totals()
+        # Sums over the batches since then, and figures of the last of them:
+        self.fetched = self.event_loop_cpu = self.event_loop_blocked = 0.0  # bytes, seconds, seconds
+        self.step_waits = dict.fromkeys(WAITS, 0.0)  # seconds of `next()`, by the step that the awaited batch was in
+        self.load, self.ready = FetchLoad(), 0
         self.counts = {histogram: [0] * (len(BOUNDS) + 1) for histogram, _, _ in HISTOGRAMS}  # for each bucket
         self.sums = {histogram: 0.0 for histogram, _, _ in HISTOGRAMS}
+        self._iteration, self._cpu, self._blocked = 0, 0.0, 0.0  # the engine's sums, which begin anew with an engine
         self._counters: weakref.ref[Counters] = weakref.ref(counters, lambda _: self.close())
         self._on_value, self._exports = on_value, exports
         self._unsubscribe = counters.log.subscribe(self._on_batch)
         exports[name] = self
 
     def _on_batch(self, record: BatchRecord) -> None:
-        self.totals.add(record)
+        times = record.times
+        for step, seconds in waits_of(record).items():
+            self.step_waits[step] += seconds
+        self.fetched += times.nbytes
+        if record.iteration > self._iteration:
+            if times.engine_cpu < self._cpu:
+                self._cpu = self._blocked = 0.0
+            self._iteration = record.iteration
+        # Later batches may be complete before this one, and so have larger sums.
+        self.event_loop_cpu += max(0.0, times.engine_cpu - self._cpu)
+        self.event_loop_blocked += max(0.0, times.blocked - self._blocked)
+        self._cpu, self._blocked = max(self._cpu, times.engine_cpu), max(self._blocked, times.blocked)
+        self.load, self.ready = times.load, record.ready
         for name, _, observe in HISTOGRAMS:
             if (seconds := observe(record)) > 0.0:
                 self.counts[name][bisect.bisect_left(BOUNDS, seconds)] += 1
@@ -132,7 +122,7 @@ class Export:
             return
         stats, iterating = counters.snapshot(), counters.iterating
         for metric in metrics:
-            value = metric.read(stats, self.totals) if metric.kind == "counter" or iterating else 0
+            value = metric.read(stats, self) if metric.kind == "counter" or iterating else 0
             if isinstance(value, dict):
                 for step, each in value.items():
                     yield metric, (self.name, step.replace(" ", "_").replace("-", "_")), each
@@ -152,8 +142,8 @@ class Export:
         self.close()
 
 
-_registries: weakref.WeakKeyDictionary[Any, _Collector] = weakref.WeakKeyDictionary()
-_providers: weakref.WeakKeyDictionary[Any, _Instruments] = weakref.WeakKeyDictionary()
+# What shows the exports of a registry, or of a provider of meters: one for each.
+_collectors: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def prometheus(loader: object, *, name: str = "default", registry: CollectorRegistry | None = None) -> Export:
@@ -194,11 +184,11 @@ def prometheus(loader: object, *, name: str = "default", registry: CollectorRegi
         raise MissingExtraError(what=what, package="prometheus_client", extra="prometheus") from None
     counters = counters_of(loader, "headrace.telemetry.prometheus")
     registry = prometheus_client.REGISTRY if registry is None else registry
-    if registry not in _registries:
+    if registry not in _collectors:
         collector = _Collector()
         registry.register(collector)
-        _registries[registry] = collector
-    return Export(_registries[registry].exports, counters, name, lambda *_: None)
+        _collectors[registry] = collector
+    return Export(_collectors[registry].exports, counters, name, lambda *_: None)
 
 
 class _Collector:
@@ -207,19 +197,16 @@ class _Collector:
     def __init__(self) -> None:
         self.exports: dict[str, Export] = {}
 
-    def describe(self) -> Iterator[Any]:
-        """The metrics without values."""
-        return self._families([])
-
     def collect(self) -> Iterator[Any]:
         """The metrics."""
-        exports = list(self.exports.values())
-        return self._families(exports) if exports else iter(())
+        return self.describe() if self.exports else iter(())
 
-    def _families(self, exports: list[Export]) -> Iterator[Any]:
+    def describe(self) -> Iterator[Any]:
+        """The metrics; without values when this is registered."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
         from prometheus_client.utils import floatToGoString
 
+        exports = list(self.exports.values())
         families: dict[str, Any] = {}
         for metric in METRICS:
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
@@ -272,13 +259,10 @@ def opentelemetry(loader: object, *, name: str = "default", meter_provider: Mete
     counters = counters_of(loader, "headrace.telemetry.opentelemetry")
     globally = meter_provider is None or meter_provider is metrics.get_meter_provider()
     target: Any = metrics if globally else meter_provider  # the global provider may be a proxy until it is set
-    if target not in _providers:
-        _providers[target] = _Instruments(target.get_meter("headrace", __version__))
-    instruments, attributes = _providers[target], {"headrace.loader": name}
-    histograms = instruments.histograms
-    return Export(
-        instruments.exports, counters, name, lambda histogram, value: histograms[histogram].record(value, attributes)
-    )
+    if target not in _collectors:
+        _collectors[target] = _Instruments(target.get_meter("headrace", __version__))
+    shown, attributes = _collectors[target], {"headrace.loader": name}
+    return Export(shown.exports, counters, name, lambda kind, value: shown.histograms[kind].record(value, attributes))
 
 
 class _Instruments:
@@ -288,14 +272,11 @@ class _Instruments:
         self.exports: dict[str, Export] = {}
         make = {"counter": meter.create_observable_counter, "gauge": meter.create_observable_gauge}
         for metric in METRICS:
-            callback = functools.partial(self._observe, metric)
-            make[metric.kind](
-                f"headrace.{metric.name}", callbacks=[callback], unit=metric.unit, description=metric.help
-            )
-        bounds = list(BOUNDS)
+            callbacks = [functools.partial(self._observe, metric)]
+            make[metric.kind](f"headrace.{metric.name}", callbacks, unit=metric.unit, description=metric.help)
         self.histograms = {
             name: meter.create_histogram(
-                f"headrace.{name}", unit="s", description=text, explicit_bucket_boundaries_advisory=bounds
+                f"headrace.{name}", unit="s", description=text, explicit_bucket_boundaries_advisory=list(BOUNDS)
             )
             for name, text, _ in HISTOGRAMS
         }

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import headrace as hr
 from headrace._core.batches import RequestCounts, StageTimes
 from headrace.telemetry.batch_log import BatchRecord
-from headrace.telemetry.counters import LoaderStats
-from headrace.telemetry.exporters import BOUNDS, METRICS, Totals
+from headrace.telemetry.counters import Counters, LoaderStats
+from headrace.telemetry.exporters import BOUNDS, METRICS, Export
 
 
 class Numbers(hr.AsyncDataset):
@@ -59,23 +59,32 @@ def value(registry, name, loader="default", **labels):
     return registry.get_sample_value(f"headrace_{name}", {"loader": loader, **labels})
 
 
-def test_each_number_of_the_stats_is_a_metric():
+@pytest.fixture
+def counters():
+    return Counters()
+
+
+@pytest.fixture
+def export(counters):
+    return Export({}, counters, "default", lambda *_: None)
+
+
+def test_each_number_of_the_stats_is_a_metric(export):
     left_out = {"elapsed_seconds"}  # time() knows it
     requests = RequestCounts(*range(100, 100 + len(dataclasses.fields(RequestCounts))))
     names = [each.name for each in dataclasses.fields(LoaderStats) if each.type in ("int", "float")]
     counts = {name: number for number, name in enumerate(names, 200)}
     stats = LoaderStats(**counts, skipped=(), placement="thread", requests=requests)
     wanted = {*dataclasses.astuple(requests), *(number for name, number in counts.items() if name not in left_out)}
-    assert wanted <= {metric.read(stats, Totals()) for metric in METRICS if metric.name != "step_wait"}
+    assert wanted <= {metric.read(stats, export) for metric in METRICS if metric.name != "step_wait"}
 
 
-def test_engine_seconds_continue_when_a_new_engine_counts_from_zero():
-    totals = Totals()
+def test_engine_seconds_continue_when_a_new_engine_counts_from_zero(counters, export):
     for iteration, cpu in [(1, 1.0), (1, 3.0), (1, 2.0), (2, 4.0), (3, 0.5), (3, 0.75), (2, 0.6)]:
         times = StageTimes(1.0, 1.0, 1.0, 0.0, 0.0, 1.0, nbytes=100, engine_cpu=cpu, blocked=cpu / 10)
-        totals.add(BatchRecord(iteration, 0, 4, 1.0, times, 1.0, 1.5, 1.5, 1.5, 3, None))
-    assert (totals.event_loop_cpu, round(totals.event_loop_blocked, 9)) == (4.75, 0.475)
-    assert (totals.fetched, sum(totals.step_waits.values())) == (700, 3.5)
+        counters.log.add(BatchRecord(iteration, 0, 4, 1.0, times, 1.0, 1.5, 1.5, 1.5, 3, None)[:-1])
+    assert (export.event_loop_cpu, round(export.event_loop_blocked, 9)) == (4.75, 0.475)
+    assert (export.fetched, sum(export.step_waits.values())) == (700, 3.5)
 
 
 @pytest.mark.parametrize("options", [{}, {"placement": "process"}])

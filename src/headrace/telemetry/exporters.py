@@ -23,46 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["BOUNDS", "HISTOGRAMS", "METRICS", "Export", "Metric", "opentelemetry", "prometheus"]
 
 
-class Metric(NamedTuple):
-    """A counter, or a gauge, which is 0 while no iteration is open."""
-
-    name: str  # without the prefix and the unit
-    kind: Literal["counter", "gauge"]
-    unit: str  # in UCUM: "s", "By", or what is counted, in braces
-    help: str
-    read: Callable[[LoaderStats, Export], float | dict[str, float]]  # a dict: by the value of the label `step`
-
-
-METRICS = (
-    Metric("epochs", "counter", "{epoch}", "Iterations begun.", lambda s, e: s.epochs),
-    Metric("batches", "counter", "{batch}", "Batches delivered.", lambda s, e: s.batches),
-    Metric("samples", "counter", "{sample}", "Samples delivered.", lambda s, e: s.samples),
-    Metric("skipped_samples", "counter", "{sample}", "Samples left out by on_error.", lambda s, e: s.skipped_samples),
-    Metric("replaced_batches", "counter", "{batch}", "Batches delivered twice.", lambda s, e: s.replaced_batches),
-    Metric("discarded_batches", "counter", "{batch}", "Batches after other ranks.", lambda s, e: s.discarded_batches),
-    Metric("worker_deaths", "counter", "{process}", "Worker processes that died.", lambda s, e: s.worker_deaths),
-    Metric("wait", "counter", "s", "Time that the consumer waited for batches.", lambda s, e: s.wait_seconds),
-    Metric("step_wait", "counter", "s", "Time in next(), by the step of the awaited batch.", lambda s, e: e.step_waits),
-    Metric("fetched", "counter", "By", "Approximate size of the samples fetched.", lambda s, e: e.fetched),
-    Metric("event_loop_cpu", "counter", "s", "CPU time of the event loop's thread.", lambda s, e: e.event_loop_cpu),
-    Metric("event_loop_blocked", "counter", "s", "Time of blocking calls on it.", lambda s, e: e.event_loop_blocked),
-    Metric("requests", "counter", "{request}", "Requests to stores.", lambda s, e: s.requests.requests),
-    Metric("retries", "counter", "{request}", "Those that were retries.", lambda s, e: s.requests.retries),
-    Metric("throttled_requests", "counter", "{request}", "Responses 429, 503.", lambda s, e: s.requests.throttled),
-    Metric("timed_out_requests", "counter", "{request}", "Without a byte in time.", lambda s, e: s.requests.timed_out),
-    Metric("hedges", "counter", "{fetch}", "Fetches started a second time.", lambda s, e: s.requests.hedges),
-    Metric("hedges_won", "counter", "{fetch}", "Hedges that finished first.", lambda s, e: s.requests.hedges_won),
-    Metric("cache_hits", "counter", "{sample}", "Samples read from a cache.", lambda s, e: s.requests.cache_hits),
-    Metric("cache_misses", "counter", "{sample}", "Samples fetched for a cache.", lambda s, e: s.requests.cache_misses),
-    Metric("cache_damaged", "counter", "{sample}", "Damaged in a cache.", lambda s, e: s.requests.cache_damaged),
-    Metric("cache_evicted", "counter", "{sample}", "Evicted from a cache.", lambda s, e: s.requests.cache_evicted),
-    Metric("fetches_in_flight", "gauge", "{fetch}", "At the last batch.", lambda s, e: e.load.in_flight),
-    Metric("fetch_limit", "gauge", "{fetch}", "Fetches allowed, at the last batch.", lambda s, e: e.load.limit),
-    Metric("queued_samples", "gauge", "{sample}", "Samples that waited for a fetch.", lambda s, e: e.load.queued),
-    Metric("held_plans", "gauge", "{batch}", "Batches that waited for memory.", lambda s, e: e.load.held_plans),
-    Metric("memory", "gauge", "By", "Of what is fetched and not consumed.", lambda s, e: e.load.memory),
-    Metric("ready_batches", "gauge", "{batch}", "Batches ready after the last delivery.", lambda s, e: e.ready),
-)
 # Distributions of seconds, one value for each batch; 0.0 if it is unknown.
 HISTOGRAMS: tuple[tuple[str, str, Callable[[BatchRecord], float]], ...] = (
     ("next", "Duration of next().", lambda record: record.returned - record.called),
@@ -140,6 +100,48 @@ class Export:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+class Metric(NamedTuple):
+    """A counter, or a gauge, which is 0 while no iteration is open."""
+
+    name: str  # without the prefix and the unit
+    kind: Literal["counter", "gauge"]
+    unit: str  # in UCUM: "s", "By", or what is counted, in braces
+    help: str
+    read: Callable[[LoaderStats, Export], float | dict[str, float]]  # a dict: by the value of the label `step`
+
+
+METRICS = (
+    Metric("epochs", "counter", "{epoch}", "Iterations begun.", lambda s, e: s.epochs),
+    Metric("batches", "counter", "{batch}", "Batches delivered.", lambda s, e: s.batches),
+    Metric("samples", "counter", "{sample}", "Samples delivered.", lambda s, e: s.samples),
+    Metric("skipped_samples", "counter", "{sample}", "Samples left out by on_error.", lambda s, e: s.skipped_samples),
+    Metric("replaced_batches", "counter", "{batch}", "Batches delivered twice.", lambda s, e: s.replaced_batches),
+    Metric("discarded_batches", "counter", "{batch}", "Batches after other ranks.", lambda s, e: s.discarded_batches),
+    Metric("worker_deaths", "counter", "{process}", "Worker processes that died.", lambda s, e: s.worker_deaths),
+    Metric("wait", "counter", "s", "Time that the consumer waited for batches.", lambda s, e: s.wait_seconds),
+    Metric("step_wait", "counter", "s", "Time in next(), by the step of the awaited batch.", lambda s, e: e.step_waits),
+    Metric("fetched", "counter", "By", "Approximate size of the samples fetched.", lambda s, e: e.fetched),
+    Metric("event_loop_cpu", "counter", "s", "CPU time of the event loop's thread.", lambda s, e: e.event_loop_cpu),
+    Metric("event_loop_blocked", "counter", "s", "Time of blocking calls on it.", lambda s, e: e.event_loop_blocked),
+    Metric("requests", "counter", "{request}", "Requests to stores.", lambda s, e: s.requests.requests),
+    Metric("retries", "counter", "{request}", "Those that were retries.", lambda s, e: s.requests.retries),
+    Metric("throttled_requests", "counter", "{request}", "Responses 429, 503.", lambda s, e: s.requests.throttled),
+    Metric("timed_out_requests", "counter", "{request}", "Without a byte in time.", lambda s, e: s.requests.timed_out),
+    Metric("hedges", "counter", "{fetch}", "Fetches started a second time.", lambda s, e: s.requests.hedges),
+    Metric("hedges_won", "counter", "{fetch}", "Hedges that finished first.", lambda s, e: s.requests.hedges_won),
+    Metric("cache_hits", "counter", "{sample}", "Samples read from a cache.", lambda s, e: s.requests.cache_hits),
+    Metric("cache_misses", "counter", "{sample}", "Samples fetched for a cache.", lambda s, e: s.requests.cache_misses),
+    Metric("cache_damaged", "counter", "{sample}", "Damaged in a cache.", lambda s, e: s.requests.cache_damaged),
+    Metric("cache_evicted", "counter", "{sample}", "Evicted from a cache.", lambda s, e: s.requests.cache_evicted),
+    Metric("fetches_in_flight", "gauge", "{fetch}", "At the last batch.", lambda s, e: e.load.in_flight),
+    Metric("fetch_limit", "gauge", "{fetch}", "Fetches allowed, at the last batch.", lambda s, e: e.load.limit),
+    Metric("queued_samples", "gauge", "{sample}", "Samples that waited for a fetch.", lambda s, e: e.load.queued),
+    Metric("held_plans", "gauge", "{batch}", "Batches that waited for memory.", lambda s, e: e.load.held_plans),
+    Metric("memory", "gauge", "By", "Of what is fetched and not consumed.", lambda s, e: e.load.memory),
+    Metric("ready_batches", "gauge", "{batch}", "Batches ready after the last delivery.", lambda s, e: e.ready),
+)
 
 
 # What shows the exports of a registry, or of a provider of meters: one for each.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -92,9 +93,30 @@ def headspace(loader: Iterable[Any], step: Callable[[Any], object], batches: int
     generators = {id(found): found for each in holders if (found := getattr(each, "generator", None)) is not None}
     states = [generator.get_state() for generator in generators.values()]
     reader: Any = copy.copy(loader) if own else loader
+    clock, kept, waited = time.perf_counter, [], 0.0
     try:
         with torch.random.fork_rng(devices=[]):
-            return _measure(reader, step, batches, own=own)
+            read = _endless(reader)
+            for batch in itertools.islice(read, KEPT):
+                kept.append(tree_map(_copied, batch))
+                step(batch)
+            _synchronize()
+            began = at = clock()
+            for batch in itertools.islice(read, batches):
+                waited += clock() - at
+                step(batch)
+                at = clock()
+            _synchronize()
+            real = clock() - began
+            report = reader.report() if own else None
+            read.close()  # nothing is fetched while the steps below run
+            for number in range(KEPT + batches):
+                if number == KEPT:
+                    _synchronize()
+                    began = clock()
+                step(tree_map(lambda leaf: leaf, kept[number % KEPT]))  # in containers of its own
+            _synchronize()
+            return Headspace(batches, real / batches, (clock() - began) / batches, waited / batches, report)
     finally:
         for generator, state in zip(generators.values(), states, strict=True):
             generator.set_state(state)
@@ -102,43 +124,14 @@ def headspace(loader: Iterable[Any], step: Callable[[Any], object], batches: int
             reader.close()
 
 
-def _measure(loader: Any, step: Callable[[Any], object], batches: int, *, own: bool) -> Headspace:
-    iterator, kept = iter(loader), []
-
-    def next_batch() -> Any:
-        nonlocal iterator
-        try:
-            return next(iterator)
-        except StopIteration:
-            iterator = iter(loader)
-        if (batch := next(iterator, None)) is None:
-            raise ValueError("the loader has no batches")
-        return batch
-
-    for _ in range(KEPT):
-        batch = next_batch()
-        kept.append(tree_map(_copied, batch))
-        step(batch)
-    _synchronize()
-    waited, began = 0.0, time.perf_counter()
-    at = began
-    for _ in range(batches):
-        del batch  # as in a loop, whose next batch replaces it
-        batch = next_batch()
-        waited += time.perf_counter() - at
-        step(batch)
-        at = time.perf_counter()
-    _synchronize()
-    real = time.perf_counter() - began
-    report = loader.report() if own else None
-    del batch, iterator  # nothing is fetched while the steps below run
-    for number in range(KEPT + batches):
-        if number == KEPT:
-            _synchronize()
-            began = time.perf_counter()
-        step(tree_map(lambda leaf: leaf, kept[number % KEPT]))  # in containers of its own
-    _synchronize()
-    return Headspace(batches, real / batches, (time.perf_counter() - began) / batches, waited / batches, report)
+def _endless(loader: Iterable[Any]) -> Generator[Any]:
+    """The batches of a loader, epoch after epoch."""
+    count = 1
+    while count:
+        count = 0
+        for count, batch in enumerate(loader, 1):  # noqa: B007
+            yield batch
+    raise ValueError("the loader has no batches")
 
 
 def _copied(leaf: Any) -> Any:

@@ -9,6 +9,8 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Generic, Protocol, TextIO, TypeVar
 
+from tqdm.auto import tqdm
+
 from headrace._core.ranks.rankinfo import own_rank
 from headrace.errors import UnknownRankError
 from headrace.telemetry.counters import counters_of
@@ -64,9 +66,8 @@ def progress(
 
 
 class _Progress(Generic[T_co]):
-    def __init__(self, loader: Batches[T_co], name: str, interval: float | None, file: TextIO | None) -> None:
-        self._loader = loader
-        self._options = name, interval, file
+    def __init__(self, loader: Batches[T_co], *options: Any) -> None:
+        self._loader, self._options = loader, options
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -78,29 +79,27 @@ class _Progress(Generic[T_co]):
         return _Iteration(aiter(self._loader), self._loader, *self._options)
 
 
+class _Bar(tqdm):  # type: ignore[misc]
+    monitor_interval = 0  # without tqdm's thread, which would outlive the iteration
+
+
+_Bar.set_lock(threading.RLock())  # tqdm's own is of multiprocessing
+
+
 class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
     """One iteration, of either kind, and its bar, which is closed when this is dropped."""
 
     _bar: Any = None
 
     def __init__(self, batches: Any, loader: Any, name: str, interval: float | None, file: TextIO | None) -> None:
-        from tqdm.auto import tqdm
-
-        class Bar(tqdm):  # type: ignore[misc]
-            monitor_interval = 0  # without tqdm's thread, which would outlive the iteration
-
-        Bar.set_lock(threading.RLock())  # tqdm's own is of multiprocessing
         self._batches, self._loader, self._control = batches, loader, loader._control
-        self._begun, self._due = False, 0.0
-        try:
+        self._begun, self._due, shown, total = False, 0.0, True, None
+        with contextlib.suppress(TypeError, NotImplementedError):  # a stream
             total = len(loader)
-        except (TypeError, NotImplementedError):  # a stream
-            total = None
-        shown = True
         with contextlib.suppress(UnknownRankError):  # which the loader raises, unless it has data_parallel=
             shown = own_rank().rank == 0
         terminal = "ipykernel" in sys.modules or (file or sys.stderr).isatty()
-        self._bar = Bar(
+        self._bar = _Bar(
             total=total,
             desc=f"{name} epoch {self._control.next_epoch - 1}".lstrip(),
             unit="batch",
@@ -112,36 +111,32 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
 
     def __next__(self) -> T_co:
         try:
-            batch: T_co = next(self._batches)
+            return self._counted(next(self._batches))  # type: ignore[no-any-return]
         except StopIteration:
             self._close()
             raise
-        self._on_batch()
-        return batch
 
     async def __anext__(self) -> T_co:
         try:
-            batch: T_co = await anext(self._batches)
+            return self._counted(await anext(self._batches))  # type: ignore[no-any-return]
         except StopAsyncIteration:
             self._close()
             raise
-        self._on_batch()
+
+    def _counted(self, batch: Any) -> Any:
+        """Count a batch, and draw the bar if that is due."""
+        if not self._bar.disable:
+            if time.perf_counter() >= self._due:
+                self._describe(behind=1)
+                if not self._begun:  # a resumed epoch begins in the middle
+                    self._bar.initial = self._bar.last_print_n = self._bar.n
+                    self._begun = True
+            with contextlib.suppress(OSError, ValueError):  # the file was closed: training goes on
+                self._bar.update()
         return batch
 
-    def _on_batch(self) -> None:
-        """Count a batch, and draw the bar if that is due."""
-        if self._bar.disable:
-            return
-        if time.perf_counter() >= self._due:
-            self._bar.n = max(self._bar.n, self._describe() - 1)
-            if not self._begun:  # a resumed epoch begins in the middle
-                self._bar.initial = self._bar.last_print_n = self._bar.n
-                self._begun = True
-        with contextlib.suppress(OSError, ValueError):  # the file was closed: training goes on
-            self._bar.update()
-
-    def _describe(self) -> int:
-        """Compute what stands after the bar; returns the position after the last batch, failed ones included."""
+    def _describe(self, behind: int) -> None:
+        """Set what stands after the bar, and its position: so many before the last batch, failed ones included."""
         began = time.perf_counter()
         records = self._control.counters.log.records(REPORTED)
         report = make_report(records, self._control.setup(self._loader))
@@ -149,17 +144,16 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
         change = ", ".join(f"{name}={value!r}" for name, value in report.change.items())
         limit = f", limit: {report.limit}" + (f", try {change}" if change else "")
         self._bar.set_postfix_str(said + limit, refresh=False)
+        self._bar.n = max(self._bar.n, records[-1].number + 1 - behind)
         now = time.perf_counter()
         self._due = now + max(1.0, REPORT_SHARE * (now - began))
-        position: int = records[-1].number + 1
-        return position
 
     def _close(self) -> None:
         """Draw the bar for the last time; any number of times."""
         if self._bar is not None and not self._bar.disable:
             with contextlib.suppress(OSError, ValueError):
                 if self._begun:
-                    self._bar.n = max(self._bar.n, self._describe())
+                    self._describe(behind=0)
                 self._bar.close()
 
     __del__ = _close

@@ -27,7 +27,7 @@ from harness import Figure, Rounds, claim, describe_machine, interleave_figures,
 import headrace as hr
 from headrace._core.batches import NO_TIMES, HostBatch, RawBatch
 from headrace._core.consumer.deliver import opened
-from headrace._core.consumer.epoch import Epoch
+from headrace._core.consumer.epoch import WAIT, Epoch
 from headrace._core.engine import assemble
 from headrace._core.engine.engine import Session
 from headrace._core.engine.fetch import FetcherPool
@@ -93,9 +93,18 @@ def put(self: Session, raw: RawBatch, host: HostBatch, _fetched: float, _load: o
         self._send(ready)
 
 
-def deliver(self: Epoch, host: HostBatch, _error: None, _called: float, taken: float, *_: object) -> Any:
-    self._called = 0.0
-    self._counters.delivered(host.size, host.requests, taken, repeat=host.plan.repeat)
+def poll(self: Epoch) -> Any:
+    if self.closed:
+        raise StopIteration
+    step = self._next or self._take_next()
+    if step is WAIT:
+        return WAIT
+    if step is None:
+        self._finish_epoch()
+    self._next = None
+    host = step[0]
+    self._counters.batches += 1
+    self._counters.samples += host.size
     batch = opened(host) if self._finish is None else self._finish(opened(host), host.plan.number)
     self._progress.on_batch(host, self._failures.counts, given=True)
     return batch
@@ -106,7 +115,7 @@ def nothing_recorded() -> Iterator[None]:
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (FetcherPool, "_run", run),
         (Session, "_put", put),
-        (Epoch, "_deliver", deliver),
+        (Epoch, "_poll", poll),
         (assemble, "times_since", lambda began: NO_TIMES),
     )
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]

@@ -129,7 +129,7 @@ class Counters:
     log: BatchLog = field(init=False)
     _counted: RequestCounts | None = None
     _began: float | None = None
-    _last: float = 0.0
+    last: float = 0.0  # the end of the last delivery or wait
     _waited: float = 0.0
     _waiting: int = 0  # consumers, in threads or tasks of their own
     _waiting_since: float = 0.0
@@ -154,7 +154,7 @@ class Counters:
         """Count an iteration."""
         self.epochs += 1
         if self._began is None:
-            self._began = self._last = time.perf_counter()
+            self._began = self.last = time.perf_counter()
 
     @property
     def iterating(self) -> bool:
@@ -183,36 +183,27 @@ class Counters:
         finally:
             with self._lock:
                 self._waiting -= 1
-                self._last = time.perf_counter()
+                self.last = time.perf_counter()
                 if not self._waiting:
-                    self._waited += self._last - self._waiting_since
-
-    def delivered(self, size: int, requests: RequestCounts | None, now: float, *, repeat: bool) -> None:
-        """Count a batch of `size` samples that is delivered `now`; whether it is one in place of a lost one."""
-        self.batches += 1
-        self.samples += size
-        self._last = now
-        if repeat:
-            self.replaced_batches += 1
-        if requests is not None:
-            self._add(requests)
+                    self._waited += self.last - self._waiting_since
 
     def skip(self, host: HostBatch) -> None:
         """Count the skipped samples of a batch."""
         self.skipped_samples += len(host.plan.indices) - host.size
         self.skipped.extend(map(SkipRecord.of, host.failures[-KEPT:]))
-        self._add(host.requests)
+        if host.requests is not None:
+            self.add_requests(host.requests)
 
-    def _add(self, more: RequestCounts | None) -> None:
+    def add_requests(self, more: RequestCounts) -> None:
         """Add the requests of a batch, once, though it may be skipped in part and delivered."""
-        if more is not None and more is not self._counted:
+        if more is not self._counted:
             self._counted = more
             self.requests = self.requests + more
 
     def snapshot(self) -> LoaderStats:
         """A frozen copy; a wait in progress counts up to now."""
         with self._lock:
-            last = time.perf_counter() if self._waiting else self._last
+            last = time.perf_counter() if self._waiting else self.last
             waited = self._waited + (last - self._waiting_since if self._waiting else 0.0)
         counts = {each.name: getattr(self, each.name) for each in fields(LoaderStats) if hasattr(self, each.name)}
         elapsed = last - self._began if self._began is not None else 0.0

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch.utils.data import DistributedSampler
 
-from headrace._core.consumer.agreement import Agreement, Coordinator
+from headrace._core.consumer.agreement import StepGroup, begin_agreement, close_all
 from headrace._core.consumer.checks import check_data_parallel, check_stream
 from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from headrace.telemetry.report import Report
 
 E = TypeVar("E", bound=Epoch)
-_ALONE = contextlib.nullcontext()
 _log = logging.getLogger("headrace")
 
 
@@ -116,7 +115,8 @@ class LoaderControl:
 
     def _reset(self) -> None:
         self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = weakref.WeakKeyDictionary()  # and their numbers
-        self._coordinator = Coordinator()
+        self._agreements: list[StepGroup] = []  # one at most
+        weakref.finalize(self, close_all, self._agreements)
         self._epoch_set = False  # whether the next epoch's number was set since the last session was opened
         self._ahead: LookAheadSize | None = None
         self._placements = PlacementSelector(self.spec.placement, self.spec.engines)
@@ -124,7 +124,7 @@ class LoaderControl:
         weakref.finalize(self, self._placements.drop).atexit = False
 
     def __getstate__(self) -> dict[str, object]:
-        left = ("_open_epochs", "_coordinator", "_placements")
+        left = ("_open_epochs", "_agreements", "_placements")
         return {name: value for name, value in self.__dict__.items() if name not in left} | {"progress": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -279,10 +279,16 @@ class LoaderControl:
         Engine and workers are given the `rank`, from `ranked`, and do not determine it again. With `late_epoch` a
         trainer's number of the epoch may reach samplers later than this.
         """
-        coordinated = self.spec.options["coordinated"] and rank.world_size > 1
-        with self._coordinator.agreement(rank, self.group, loader.timeout) if coordinated else _ALONE as agreement:
+        agreement = None
+        if self.spec.options["coordinated"] and rank.world_size > 1:
+            agreement = begin_agreement(self._agreements, rank, self.group, loader.timeout or None)
+        try:
             draws, spec, pipe_seed = self._next_spec(loader, rank, late_epoch=late_epoch)
             return self._open(kind, loader, draws, spec, pipe_seed, agreement)
+        except Exception as error:
+            if agreement is not None:  # the other ranks would wait for it
+                agreement.leave(error)
+            raise
 
     def _next_spec(
         self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool
@@ -334,7 +340,7 @@ class LoaderControl:
         draws: Iterator[Any],
         spec: EpochSpec,
         pipe_seed: int | None,
-        agreement: Agreement | None,
+        agreement: StepGroup | None,
     ) -> E:
         kind, rank = self.spec.kind, spec.rank
         self.counters.begin()
@@ -537,5 +543,5 @@ class LoaderControl:
 
     def close_engine(self) -> None:
         """End the engine and its workers; blocks until they have ended."""
-        self._coordinator.close()
+        close_all(self._agreements)
         self._placements.close()

@@ -16,8 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import anyio.lowlevel
 from torch.autograd.profiler import record_function
 
-from headrace._core.batches import HostBatch
-from headrace._core.consumer.agreement import Agreement
+from headrace._core.consumer.agreement import StepGroup
 from headrace._core.consumer.deliver import FailureHandler, Finish, opened
 from headrace._core.consumer.planning import Planner
 from headrace._core.consumer.prefetch import Prefetcher
@@ -35,6 +34,7 @@ from headrace._core.text import shorten_list
 from headrace._core.torchcompat.private import profiler_enabled
 from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import (
+    CoordinationError,
     DeadlockError,
     EngineDiedError,
     LoaderClosedError,
@@ -78,7 +78,7 @@ class Epoch:
         counters: Counters,
         progress: EpochProgress,
         state: Callable[[int], LoaderState],
-        agreement: Agreement | None,
+        agreement: StepGroup | None,
     ) -> None:
         self._loader = loader
         self._planner = planner
@@ -97,12 +97,12 @@ class Epoch:
         self._progress = progress
         self._state = state
         self._rank = spec.rank  # the result of `get_rank_info` in user code that is called here
-        self._reads_here = look_ahead is None
         # How many engines divide the plans, and may let some wait for memory; 0 if none does that.
         bounded = arguments.kind is DatasetKind.ASYNC_MAP and arguments.options["memory_budget"] is not None
         self._bounded_engines = arguments.engines if bounded else 0
         self._agreement = agreement
-        self._next: Any = None  # the next step (arguments of `_deliver`), which the ranks have not agreed on
+        self._agreed_epoch = 0 if agreement is None else agreement.epoch
+        self._next: Any = None  # the next step, as of `_take_next`, which the ranks have not agreed on
         self._ended = True  # whether this rank has nothing left at the end of the epoch
         self._iteration = counters.epochs
         self._skipped = counters.skipped_samples  # at the batch before
@@ -110,6 +110,7 @@ class Epoch:
         self._cpu = self._cpu_read = 0.0  # the thread's CPU seconds, and when they were read
         self._over = False
         self.closed = False
+        self._turn = threading.RLock()
         self._pid = os.getpid()
         # Also ends the session of an iterator that is dropped in mid-epoch.
         self._finalizer = weakref.finalize(self, _end_iteration, session, counters, counters.open_iteration())
@@ -127,38 +128,92 @@ class Epoch:
     # `next()`. It is called where the caches hold the trainer's data: each object that it looks at costs.
 
     def _poll(self) -> Any:
-        """The next batch, or `WAIT`.
+        """The next batch, or `WAIT`. The next call continues after it, also where its error is raised.
 
         Raises:
             StopIteration: the epoch is over.
-            Exception: the batch's failure; the next call continues after it.
+            Exception: the batch's failure.
         """
         if not self._called:
             self._called = time.perf_counter()
         if self.closed:
             raise StopIteration if self._over else LoaderClosedError
         agreement = self._agreement
-        if agreement is not None and not agreement.granted and not self._agree(agreement):
+        if agreement is not None and not self._agree(agreement):
             return WAIT
-        step = self._next or (self._read_next() if self._reads_here else self._take_next())
+        step = self._next or self._take_next()
         if step is WAIT:
             return WAIT
         if step is None:
             if agreement is not None:  # it has announced more
                 raise self._cut_short()
             self._finish_epoch()
-        self._next = None
+        self._next, self._called = None, 0.0
+        host, error, called, taken, refilled, ready = step
         if agreement is not None:
             agreement.granted -= 1
-            host, error, called, taken, refilled, ready = step
             now = time.perf_counter()  # until now the other ranks were waited for
-            step = host, error, called, taken + now - refilled, now, ready
-        return self._deliver(*step)
+            taken, refilled = taken + now - refilled, now
+        plan, batch, size, failures, _, _, requests, _, _, times, fetches = host
+        counters, returned, counts = self._counters, refilled, self._failures.counts
+        try:
+            if error is not None:
+                raise error
+            if type(batch) is PickledPayload or self._finish is not None:
+                batch = opened(host)
+                if self._finish is not None:
+                    batch = self._finish(batch, plan.number)
+                returned = time.perf_counter()
+        except Exception as raised:
+            if any(failure.stage is Stage.RESTORE for failure in failures):
+                self._stop(raised)  # the position stays the restored one; later batches would leave out samples
+            else:
+                self._progress.on_batch(host, counts, given=True)
+            raise
+        self._progress.on_batch(host, counts, given=True)
+        counters.batches += 1
+        counters.samples += size
+        counters.last = returned
+        if plan.repeat:
+            counters.replaced_batches += 1
+        if requests is not None:
+            counters.add_requests(requests)
+        log, skipped = counters.log, counters.skipped_samples
+        if log.traced is not self._traced:
+            self._follow_trace()
+        if returned - self._cpu_read > CPU_READING:
+            self._cpu, self._cpu_read = time.thread_time(), returned
+        log.add(
+            (
+                self._iteration,
+                plan.number,
+                size,
+                plan.planned,
+                times,
+                called,
+                taken,
+                refilled,
+                returned,
+                ready,
+                requests,
+                self._cpu,
+                skipped - self._skipped,
+            ),
+            fetches,
+        )
+        self._skipped = skipped
+        return batch
 
-    def _agree(self, agreement: Agreement) -> bool:
+    def _agree(self, agreement: StepGroup) -> bool:
         """Whether the ranks have agreed on further steps; False while that takes a wait."""
-        if not agreement.group.pending:
-            step = self._next or self._read_next()
+        if agreement.epoch != self._agreed_epoch:
+            raise CoordinationError(
+                "coordinated=True: a later epoch of this loader has begun; a coordinated loader has one iterator"
+            )
+        if agreement.granted:
+            return True
+        if not agreement.pending:
+            step = self._next or self._take_next()
             if step is WAIT:
                 return False
             if step is None:
@@ -167,28 +222,18 @@ class Epoch:
             self._next = step
             agreement.propose(0 if step is None else 1 + self._session.certain())
         try:
-            if not agreement.settle():
-                return False
+            granted = agreement.settle()
         except Exception:  # the other ranks cannot be reached any more, so that the epoch is over here too
             if not self.closed:  # otherwise by another thread
                 self._over = True
                 self.close()
             raise
-        if not agreement.granted:
+        if granted == 0:
             self._finish_epoch()
-        return True
-
-    def _read_next(self) -> Any:
-        """The next step, a batch or an error; None at the end of this rank's epoch, or `WAIT`."""
-        if not self._reads_here:
-            return self._take_next()
-        token = provide_rank(self._rank)  # the batch is made within the call, by the user's code
-        try:
-            return self._take_next()
-        finally:
-            withdraw_rank(token)
+        return granted is not None
 
     def _take_next(self) -> Any:
+        """The next step: a batch, its error, and times of a `BatchRecord`; None at this rank's end, or `WAIT`."""
         planner, ahead, session, failures = self._planner, self._ahead, self._session, self._failures
         while True:
             if not ahead.under_way:
@@ -235,58 +280,6 @@ class Epoch:
         finally:
             withdraw_rank(token)
 
-    def _deliver(
-        self, host: HostBatch, error: Exception | None, called: float, taken: float, refilled: float, ready: int
-    ) -> Any:
-        """Return a batch, or raise its error; the next call of `next()` continues after it.
-
-        The times, and the number of batches that were `ready`, are those of a `BatchRecord`.
-        """
-        plan, batch, size, failures, _, _, requests, _, _, times, fetches = host
-        counters, returned = self._counters, refilled
-        self._called = 0.0
-        try:
-            if error is not None:
-                raise error
-            counters.delivered(size, requests, refilled, repeat=plan.repeat)
-            if type(batch) is PickledPayload or self._finish is not None:
-                batch = opened(host)
-                if self._finish is not None:
-                    batch = self._finish(batch, plan.number)
-                returned = time.perf_counter()
-        except Exception as raised:  # to the consumer; the next call continues after this batch
-            if any(failure.stage is Stage.RESTORE for failure in failures):
-                self._stop(raised)  # the position stays the restored one; later batches would leave out samples
-            else:
-                self._progress.on_batch(host, self._failures.counts, given=True)
-            raise
-        self._progress.on_batch(host, self._failures.counts, given=True)
-        log, skipped = counters.log, counters.skipped_samples
-        if log.traced is not self._traced:
-            self._follow_trace()
-        if returned - self._cpu_read > CPU_READING:
-            self._cpu, self._cpu_read = time.thread_time(), returned
-        log.add(
-            (
-                self._iteration,
-                plan.number,
-                size,
-                plan.planned,
-                times,
-                called,
-                taken,
-                refilled,
-                returned,
-                ready,
-                requests,
-                self._cpu,
-                skipped - self._skipped,
-            ),
-            fetches,
-        )
-        self._skipped = skipped
-        return batch
-
     def _follow_trace(self) -> None:
         """Have single fetches measured while a trace is written."""
         self._traced = self._counters.log.traced
@@ -319,7 +312,7 @@ class Epoch:
         """End the epoch with an error, on all ranks."""
         self._over = True
         if self._agreement is not None:
-            self._agreement.group.leave(error)
+            self._agreement.leave(error)
         self.close()
 
     def _cut_short(self) -> BaseException:
@@ -354,7 +347,7 @@ class Epoch:
         """
         with self._waiting() as agreement:
             if agreement is not None:
-                agreement.group.wait()
+                agreement.wait()
             elif not self._session.wait(self._timeout):
                 self._session.send(StatusRequest(self._ahead.oldest.number))
                 self._session.wait(ANSWER_TIMEOUT)
@@ -364,17 +357,17 @@ class Epoch:
         """As `_wait`, on the caller's event loop."""
         with self._waiting() as agreement:
             if agreement is not None:
-                await agreement.group.wait_async()
+                await agreement.wait_async()
             elif not await self._session.wait_async(self._timeout):
                 self._session.send(StatusRequest(self._ahead.oldest.number))
                 await self._session.wait_async(ANSWER_TIMEOUT)
                 self._time_out()
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[Agreement | None]:
+    def _waiting(self) -> Iterator[StepGroup | None]:
         """Count a wait; for the other ranks, if it yields their agreement."""
         try:
-            if self._agreement is not None and self._agreement.group.pending:
+            if self._agreement is not None and self._agreement.pending:
                 with self._counters.waiting():
                     yield self._agreement
                 return
@@ -424,10 +417,6 @@ def _end_iteration(session: OpenSession, counters: Counters, iteration: object) 
 
 class BatchIterator(Epoch, Iterator[T_co]):
     """The iterator of `for`: blocks in `next()` until a batch is ready."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._turn = threading.RLock()
 
     def __next__(self) -> T_co:
         record = _begin_record(self) if profiler_enabled() else None

@@ -13,7 +13,7 @@ from headrace._core.engine.assemble import CONSUMER_CATCH, Assembler, SeededAsse
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.worker_tasks import BatchReader, CannotStart, batch_reader
 from headrace._core.messages import Answer, Link, Request
-from headrace._core.ranks.rankinfo import RankInfo, provided_rank
+from headrace._core.ranks.rankinfo import RankInfo, provide_rank, provided_rank, withdraw_rank
 from headrace._core.seeding import isolated_generators
 from headrace._core.streams.kinds import sample_key
 from headrace._core.streams.resumable import State, session_epoch, warn_of_rereading
@@ -85,7 +85,7 @@ class InlineLink(Link):
             self.messages.append(HostBatch.nothing(plan))
             return
         try:
-            host = self._in_epoch(self._read, plan)
+            host = self._in_context(self._read, plan)
         except BaseException:  # Ctrl-C: the consumer may continue after this batch
             self._interrupted = plan
             self._plans.appendleft(plan)
@@ -98,21 +98,17 @@ class InlineLink(Link):
     def leave(self) -> None:
         self._plans.clear()
 
-    def _in_context(self, work: Callable[[], T]) -> T:
+    def _in_context(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call user code in the context that an engine provides on its thread."""
-        with provided_rank(self._rank):
-            return self._in_epoch(work)
-
-    def _in_epoch(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `_in_context`, where the rank is known already: within `next()`."""
-        token = session_epoch.set(self._epoch)
+        rank, epoch = provide_rank(self._rank), session_epoch.set(self._epoch)
         try:
             if not self._isolates:
                 return work(*args, **kwargs)
             with isolated_generators():
                 return work(*args, **kwargs)
         finally:
-            session_epoch.reset(token)
+            session_epoch.reset(epoch)
+            withdraw_rank(rank)
 
 
 class WorkOnConsumersThread:

@@ -11,7 +11,7 @@ from headrace._core.shards.compression import without_suffix
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.reading import Decoder
 from headrace._core.shards.stream import ShardedStream, StreamOptions
-from headrace._core.streams.resumable import State, expect_int
+from headrace._core.streams.resumable import State, expect
 from headrace.errors import ShardError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class _Lines(Decoder):
         return {"offset": self._offset}
 
     def restore(self, position: State) -> None:
-        self._offset = expect_int(position, "offset")
+        self._offset = expect(position, "offset", int)
 
     def _line(self, line: bytes, ending: int) -> Iterator[Any]:
         if len(line) > self._limit:

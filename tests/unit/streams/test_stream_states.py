@@ -14,7 +14,7 @@ import headrace as hr
 from headrace._core.engine.stepping import session_compute
 from headrace._core.seeding import isolated_generators
 from headrace._core.streams.operators import EqualLength
-from headrace._core.streams.resumable import keys_within, seeds_of, session_epoch, start_stream
+from headrace._core.streams.resumable import keys_within, session_epoch, start_stream
 from headrace._core.streams.steps import compute
 from headrace.errors import ShortStreamError
 from tests.unit.streams.reading import outcomes
@@ -248,7 +248,7 @@ def loader(epoch=0, delays=0):
 
 def in_a_loader(dataset):
     """Start a stream as a session does."""
-    with seeds_of(keys_within(0)):
+    with keys_within(0):
         return start_stream(dataset)
 
 

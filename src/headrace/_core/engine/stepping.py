@@ -150,7 +150,7 @@ def session_compute(executor: AppliesSteps, seed: int, common_seed: int) -> Comp
 
     def prepare(steps: tuple[Step, ...]) -> RunSteps:
         functions = Functions(steps)
-        own = batch_seed(common_seed if undivided.get() else seed, 1, spawn_key() or 0)
+        own = batch_seed(common_seed if undivided.get() else seed, 1, spawn_key())
         return lambda samples, position: executor.apply(StepsRequest(functions, samples, own, position))
 
     return prepare, executor.parallel

@@ -25,10 +25,8 @@ from headrace._core.streams.operators import Pipe
 from headrace._core.streams.resumable import (
     ResumableIterator,
     State,
-    expect_int,
-    expect_state,
+    expect,
     keys_within,
-    seeds_of,
     start_stream,
 )
 from headrace.errors import StateError
@@ -66,10 +64,10 @@ class Progress:
             StateError: the state is damaged.
         """
         return cls(
-            expect_int(state, "position"),
+            expect(state, "position", int),
             ended=state.get("ended") is True,
             repeats=state.get("repeats") is True,
-            drawn=expect_int(state, "drawn") if "drawn" in state else None,
+            drawn=expect(state, "drawn", int) if "drawn" in state else None,
             delivered=list(delivered),
         )
 
@@ -283,11 +281,11 @@ class StreamFetch(FetchStage):
         state, self._state = self._state, None
         stream: ResumableIterator[Any] | None = None
         try:
-            with seeds_of(keys_within(self._key())):
+            with keys_within(self._key()):
                 if state is None:
                     stream = start_stream(self._dataset)
                 else:
-                    stream = resume_stream(self._dataset, expect_state(state, "stream"))
+                    stream = resume_stream(self._dataset, expect(state, "stream", dict))
         except BaseException as error:  # user code
             if state is None:
                 batch.fail(error)

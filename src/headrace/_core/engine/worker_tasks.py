@@ -26,8 +26,7 @@ from headrace._core.streams.resumable import (
     Reread,
     State,
     UserState,
-    expect_int,
-    expect_state,
+    expect,
     is_stateful,
     name_of,
     session_epoch,
@@ -352,12 +351,12 @@ class StreamReader(BatchReader):
             self._stream = iter(dataset)
         elif self._progress.ended:
             self._stream = iter(())  # nothing is read of it
-            self._user.restore_dataset(expect_state(state, "stream"))  # for the next epoch
+            self._user.restore_dataset(expect(state, "stream", dict))  # for the next epoch
         else:
-            stream = expect_state(state, "stream")
+            stream = expect(state, "stream", dict)
             self._stream, again = self._user.restore(stream, lambda: iter(dataset))
-            self._read_before = expect_int(stream, "read") - self._progress.position
-            self._errors = expect_int(stream, "errors")
+            self._read_before = expect(stream, "read", int) - self._progress.position
+            self._errors = expect(stream, "errors", int)
             self._read_again(again)
 
     def _read_again(self, count: int) -> None:

@@ -12,7 +12,7 @@ from headrace._core.order.state import Fingerprint, LoaderState
 from headrace._core.ranks.distributed import Remainder, ShardOptions
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.merged import divided_state
-from headrace._core.streams.resumable import expect_int, expect_state
+from headrace._core.streams.resumable import expect
 from headrace.errors import StateError
 
 
@@ -192,7 +192,7 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
             f"save the states after {lanes_of_rank} steps or more"
         )
     streams = [state.streams[reader] for reader in readers for state in ordered]
-    parts = [expect_state(state, "stream") for state in streams]
+    parts = [expect(state, "stream", dict) for state in streams]
     from headrace._core.shards.division import is_part_state, merge_part_states  # with the stores, for restoring only
 
     if all(map(is_part_state, parts)):
@@ -224,14 +224,14 @@ def _streams(
     if begun.merged:
         from headrace._core.shards.division import is_part_state  # as above
 
-        states = [expect_state(state, "stream") for state in begun.merged]
+        states = [expect(state, "stream", dict) for state in begun.merged]
         if is_part_state(states[0]):
             merged: Mapping[str, object] = {"position": 0, "stream": states[0]}
             return {**dict.fromkeys(_readers(lanes), merged), **begun.streams}
         divided: dict[int | None, Mapping[str, object]] = {}
         for number in range(lanes):
             new = ShardOptions(number * rank.world_size + rank.rank, lanes * rank.world_size)
-            state = divided_state(states, expect_int(begun.merged[0], "ranks", least=1), new, remainder)
+            state = divided_state(states, max(1, expect(begun.merged[0], "ranks", int)), new, remainder)
             divided[number if lanes > 1 else None] = {"position": 0, "stream": state}
         return {**divided, **begun.streams}
     if order.first_sample == begun.samples:

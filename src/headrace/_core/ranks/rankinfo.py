@@ -126,8 +126,9 @@ class bound:
         self.variable: ContextVar[Any] = variable
         self.value = value
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Any:
         self._token = self.variable.set(self.value)
+        return self.value
 
     def __exit__(self, *_: object) -> None:
         self.variable.reset(self._token)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from headrace._core.ranks.distributed import Remainder
 from headrace._core.shards.positions import Part, PartPosition, opened_parts, position_in
-from headrace._core.streams.resumable import State, expect_int, expect_list, expect_state
+from headrace._core.streams.resumable import State, expect
 from headrace.errors import StateError
 
 _SAME = ("of", "epoch", "repetition", "divisions")
@@ -50,13 +50,13 @@ class Division:
         Raises:
             StateError: the state is damaged.
         """
-        state = expect_state({"division": state}, "division")
+        state = expect({"division": state}, "division", dict)
         readers = Readers(*_ints(state, "readers", length=2))
         if not 0 < readers.ranks <= readers.number:
             raise StateError(f"the state is damaged: {readers}")
         opened = _ints(state, "opened", length=readers.number)
-        rests = [PartPosition.from_state(rest, parts) for rest in expect_list(state, "rests")]
-        left = None if state.get("left") is None else expect_int(state, "left")
+        rests = [PartPosition.from_state(rest, parts) for rest in expect(state, "rests", list)]
+        left = None if state.get("left") is None else expect(state, "left", int)
         return cls(readers, tuple(opened), tuple(rests), left)
 
 
@@ -156,7 +156,7 @@ def merge_part_states(states: Sequence[State]) -> State:
         StateError: the states are not of all readers of one stream in one epoch.
     """
     first = states[0]
-    of, divisions = expect_state(first, "of"), expect_list(first, "divisions")
+    of, divisions = expect(first, "of", dict), expect(first, "divisions", list)
     _, readers = reader_of(first)
     for index, state in enumerate(states):
         if reader_of(state) != (index, readers._replace(number=len(states))):
@@ -173,21 +173,21 @@ def merge_part_states(states: Sequence[State]) -> State:
     leaves: list[State] = []
     left = 0
     for state in states:
-        stream, given, again = expect_state(state, "stream"), 0, False
+        stream, given, again = expect(state, "stream", dict), 0, False
         if stream.get("operation") == "shuffle":
-            given = expect_int(stream, "given") - expect_int(stream, "errors")
-            stream = expect_state(stream, "inner")
+            given = expect(stream, "given", int) - expect(stream, "errors", int)
+            stream = expect(stream, "inner", dict)
         if stream.get("operation") == "equal length":
-            left += max(0, expect_int(stream, "left") - given)
-            again = expect_int(stream, "restarts") > 0
-            stream = expect_state(stream, "inner")
+            left += max(0, expect(stream, "left", int) - given)
+            again = expect(stream, "restarts", int) > 0
+            stream = expect(stream, "inner", dict)
         if by_sample:
             if stream.get("operation") == "split":
-                if expect_int(stream, "given"):
+                if expect(stream, "given", int):
                     raise StateError(
                         "a state was saved after an error, between two samples of it: merge those saved later"
                     )
-                stream = expect_state(stream, "inner")
+                stream = expect(stream, "inner", dict)
             leaves.append(stream)
             opened.append(0)
         else:
@@ -201,8 +201,8 @@ def merge_part_states(states: Sequence[State]) -> State:
     division = Division(readers, tuple(opened), tuple(rests), left if declared else None)
     return {
         "of": of,
-        "epoch": expect_int(first, "epoch"),
-        "repetition": expect_int(first, "repetition"),
+        "epoch": expect(first, "epoch", int),
+        "repetition": expect(first, "repetition", int),
         "divisions": [*divisions, division.to_state()],
         "reader": None,
         "stream": leaves[0] if by_sample else None,
@@ -211,4 +211,4 @@ def merge_part_states(states: Sequence[State]) -> State:
 
 
 def _ints(state: State, name: str, length: int) -> list[int]:
-    return [expect_int({name: value}, name) for value in expect_list(state, name, length=length)]
+    return [expect({name: value}, name, int) for value in expect(state, name, list, length=length)]

@@ -18,9 +18,7 @@ from headrace._core.streams.resumable import (
     Order,
     ResumableIterator,
     State,
-    expect_int,
-    expect_list,
-    expect_state,
+    expect,
 )
 from headrace.errors import StateError
 
@@ -198,22 +196,22 @@ class PartIterator(ResumableIterator[T_co]):
 
     def load_state_dict(self, state: State) -> None:
         stream, name = self._stream, type(self._stream).__name__
-        saved, present = expect_state(state, "of"), stream._options()
+        saved, present = expect(state, "of", dict), stream._options()
         different = [option for option in {**present, **saved} if saved.get(option) != present.get(option)]
         if different:
             listed = "; ".join(f"{one} was {saved.get(one)!r}, and is {present.get(one)!r}" for one in different)
             raise StateError(f"the state does not fit this {name}: {listed}")
-        self._order = Order(stream._seed, expect_int(state, "epoch"), expect_int(state, "repetition"))
+        self._order = Order(stream._seed, expect(state, "epoch", int), expect(state, "repetition", int))
         parts = stream._part_count()
-        self._divisions = [Division.from_state(one, parts) for one in expect_list(state, "divisions")]
+        self._divisions = [Division.from_state(one, parts) for one in expect(state, "divisions", list)]
         self._fixed = None
         position = state.get("stream")
         if state.get("reader") is None:  # merged of all readers
             if state.get("own") is None or not self._divisions or self._divisions[-1].readers != self._readers:
-                self._samples = self._start(None if position is None else expect_state(state, "stream"))
+                self._samples = self._start(None if position is None else expect(state, "stream", dict))
                 return
             self._divisions.pop()
-            position = expect_list(state, "own", length=self._readers.number)[self._shard.index]
+            position = expect(state, "own", list, length=self._readers.number)[self._shard.index]
         else:
             index, readers = reader_of(state)
             if not stream.divides_samples and (index, readers) != (self._shard.index, self._readers):
@@ -224,7 +222,7 @@ class PartIterator(ResumableIterator[T_co]):
                     f"another number of them, merge the states of all ranks by headrace.merge_states"
                 )
         self._samples = self._start()
-        self._samples.load_state_dict(expect_state({"stream": position}, "stream"))
+        self._samples.load_state_dict(expect({"stream": position}, "stream", dict))
 
     async def aclose(self) -> None:
         await self._samples.aclose()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.head import Head, same_tag
-from headrace._core.streams.resumable import State, expect_int, expect_list, expect_state
+from headrace._core.streams.resumable import State, expect
 from headrace.errors import StateError
 
 
@@ -52,12 +52,12 @@ class PartPosition:
         Raises:
             StateError: the state is damaged.
         """
-        state = expect_state({"position": state}, "position")
-        values = {name: expect_int(state, name) for name in ("part", "given", "drop")}
+        state = expect({"position": state}, "position", dict)
+        values = {name: expect(state, name, int) for name in ("part", "given", "drop")}
         for name in ("size", "stop"):
             if name in state:
-                values[name] = expect_int(state, name)
-        decoder = expect_state(state, "decoder") if "decoder" in state else None
+                values[name] = expect(state, name, int)
+        decoder = expect(state, "decoder", dict) if "decoder" in state else None
         etag = state.get("etag")
         if (etag is not None and not isinstance(etag, str)) or (parts is not None and values["part"] >= parts):
             raise StateError(f"the state is damaged: {state} is a position in none of {parts} parts")
@@ -105,8 +105,8 @@ def opened_parts(state: State, count: int | None = None) -> tuple[int, list[Part
     Raises:
         StateError: the state is damaged.
     """
-    opened = expect_int(state, "opened")
-    positions = [PartPosition.from_state(one, count) for one in expect_list(state, "open")]
+    opened = expect(state, "opened", int)
+    positions = [PartPosition.from_state(one, count) for one in expect(state, "open", list)]
     if len(positions) > opened:
         raise StateError(f"the state is damaged: {len(positions)} parts are open of {opened} opened")
     return opened, positions

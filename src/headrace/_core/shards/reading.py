@@ -15,7 +15,7 @@ from headrace._core.shards.compression import Codec
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import Part, PartPosition, opened_parts, position_in
 from headrace._core.store.head import Head, InitialRead
-from headrace._core.streams.resumable import ResumableIterator, State, expect_int
+from headrace._core.streams.resumable import ResumableIterator, State, expect
 from headrace.errors import StateError
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class ShardReader(BlockReader):
         offset = 0
         if position.decoder is not None:
             decoder.restore(position.decoder)
-            offset = expect_int(position.decoder, "offset")
+            offset = expect(position.decoder, "offset", int)
         start = 0 if self._codec.compressed else offset
         self._skip, self._drop, self._stop = offset - start, position.drop, position.stop
         self._current = position  # the start of the current block

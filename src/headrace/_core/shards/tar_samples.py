@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace._core.shards.reading import Decoder
 from headrace._core.shards.tar_format import MEMBER_LIMIT, Member, TarParser
-from headrace._core.streams.resumable import State, expect_int, expect_list
+from headrace._core.streams.resumable import State, expect
 from headrace.errors import ShardError
 
 if TYPE_CHECKING:
@@ -145,10 +145,10 @@ class TarSamples(Decoder):
         return {"offset": self._offset, "fields": self._grouper.learned}
 
     def restore(self, position: State) -> None:
-        self._offset = expect_int(position, "offset")
+        self._offset = expect(position, "offset", int)
         self._parser.start_at(self._offset)
         if position.get("fields") is not None:
-            self._grouper.restore([str(field) for field in expect_list(position, "fields")])
+            self._grouper.restore([str(field) for field in expect(position, "fields", list)])
         self._samples = 1 if self._offset else 0  # before it there is a sample, so that the archive has one
 
     def finish(self) -> Iterator[dict[str, Any]]:

@@ -21,8 +21,7 @@ from headrace._core.streams.operators import Split
 from headrace._core.streams.resumable import (
     ResumableIterator,
     State,
-    expect_int,
-    expect_list,
+    expect,
     is_stateful,
     start_stream,
 )
@@ -45,7 +44,7 @@ def resume_stream(dataset: AsyncIterable[T], state: State) -> ResumableIterator[
 def _start_for(dataset: AsyncIterable[T], state: State) -> ResumableIterator[T]:
     if not isinstance(state, Mapping) or state.get("operation") != Merged.operation:
         return start_stream(dataset)
-    share = [expect_int({"share": number}, "share") for number in expect_list(state, "share", length=2)]
+    share = [expect({"share": number}, "share", int) for number in expect(state, "share", list, length=2)]
     remainder = state.get("remainder")
     if remainder not in get_args(Remainder) or share[0] >= share[1]:
         raise StateError(f"the state is damaged: share {share} with remainder={remainder!r}")

@@ -19,11 +19,8 @@ from headrace._core.streams.resumable import (
     State,
     check_operation,
     close_iterator,
-    expect_bool,
-    expect_int,
-    expect_list,
+    expect,
     expect_same,
-    expect_state,
     in_state_of,
     start_stream,
 )
@@ -100,14 +97,14 @@ class StreamOperation(ResumableIterator[T]):
             for name in self.streams:
                 present = getattr(self, f"_{name}")
                 if type(present) is list:
-                    for number, saved in enumerate(expect_list(state, name, length=len(present) or None)):
+                    for number, saved in enumerate(expect(state, name, list, length=len(present) or None)):
                         with in_state_of(f"part {number}"):
-                            inner = expect_state({name: saved}, name)
+                            inner = expect({name: saved}, name, dict)
                             if number == len(present):
                                 present.append(self._open(number, inner))
                             present[number].load_state_dict(inner)
                 elif present is not None or state.get(name) is not None:
-                    inner = expect_state(state, name)
+                    inner = expect(state, name, dict)
                     stream = self._open(0, inner) if present is None else present
                     setattr(self, f"_{name}", stream)
                     stream.load_state_dict(inner)
@@ -122,15 +119,15 @@ class StreamOperation(ResumableIterator[T]):
 
 def _restored_value(state: State, name: str, kind: object, present: Any) -> object:
     if kind is int:
-        return expect_int(state, name)
+        return expect(state, name, int)
     if kind is bool:
-        return expect_bool(state, name)
+        return expect(state, name, bool)
     if kind is Order:
-        saved = expect_state(state, name)
+        saved = expect(state, name, dict)
         expect_same(saved, "seed", present.seed)
-        return present._replace(epoch=expect_int(saved, "epoch"), repetition=expect_int(saved, "repetition"))
+        return present._replace(epoch=expect(saved, "epoch", int), repetition=expect(saved, "repetition", int))
     (kind,) = cast("list[object]", kind)
-    values = expect_list(state, name, length=len(present) or None)
+    values = expect(state, name, list, length=len(present) or None)
     return [_restored_value({name: value}, name, kind, None) for value in values]
 
 
@@ -159,20 +156,12 @@ async def read_again(iterator: ResumableIterator[T], first: int | None) -> list[
     return list(kept)
 
 
-def snapshot(take: Callable[[], State]) -> State | Exception:
-    """The position now; an error of a user's `state_dict` is raised when the position is asked for."""
-    try:
-        return take()
-    except Exception as error:  # user code; reading goes on
-        return error
-
-
 class Mark(NamedTuple):
     """A position that can be saved; with the numbers of samples and errors, and of errors, given before it."""
 
     given: int
     errors: int
-    position: State | Exception
+    position: State
 
 
 class ReplayOperation(StreamOperation[T]):
@@ -242,19 +231,17 @@ class ReplayOperation(StreamOperation[T]):
             return self._saved
         self._mark = self._latest_mark()
         given, errors, position = self._mark
-        if isinstance(position, Exception):
-            raise position
         return {**position, "given": self._given - given, "errors": self._errors - errors}
 
     def load_state_dict(self, state: State) -> None:
         check_operation(state, self.operation, repr(self.operation))
-        self._reread = Reread(expect_int(state, "given"), expect_int(state, "errors"))
+        self._reread = Reread(expect(state, "given", int), expect(state, "errors", int))
         super().load_state_dict(state)
         self._saved = state
         self._mark = Mark(0, 0, state)
 
     def _new_mark(self) -> Mark:
-        return Mark(self._given, self._errors, snapshot(self._exact_state))
+        return Mark(self._given, self._errors, self._exact_state())
 
     def _exact_state(self) -> State:
         """The state at the current position, without what is held."""

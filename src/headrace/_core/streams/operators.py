@@ -22,7 +22,6 @@ from headrace._core.streams.operation import (
     ReplayOperation,
     StreamOperation,
     read_again,
-    snapshot,
 )
 from headrace._core.streams.resumable import (
     Order,
@@ -31,8 +30,8 @@ from headrace._core.streams.resumable import (
     child_seeds,
     close_iterator,
     current_repetition,
+    expect,
     expect_same,
-    expect_state,
     is_stateful,
     spawn_key,
     start_stream,
@@ -68,10 +67,8 @@ class Take(StreamOperation[T]):
 class EqualLength(StreamOperation[T]):
     """A given number of samples: truncated, or extended by the policy `remainder`.
 
-    With ``"pad"`` the state has a position before the last sample, from which that is read again if need be.
-
     Args:
-        start: returns an iterator; called again for ``"repeat"``, and for ``"pad"`` if it was restored near its end.
+        start: returns an iterator; called again for ``"repeat"``, and for ``"pad"`` if it was restored after its end.
         length: number of samples.
         remainder: ``"pad"`` repeats the last sample, ``"repeat"`` starts again; they raise `ShortStreamError` if there
             is no sample, other policies if the iterator ends early.
@@ -89,9 +86,6 @@ class EqualLength(StreamOperation[T]):
         self._gave = False  # whether the current inner iterator has given a sample
         self._restarts = 0
         self._last: T = NOTHING
-        self._before: State | None = None  # a position before the last sample; None: the start
-        self._later: State | None = None  # that of the last state
-        self._gave_since = False  # whether a sample was given after `_later`
 
     async def __anext__(self) -> T:
         if self._closed or self._left <= 0:
@@ -112,39 +106,15 @@ class EqualLength(StreamOperation[T]):
                 self._restarts += 1
                 self._inner = self._start()
                 return await anext(self)
-            sample = await self._last_sample()
+            if self._last is NOTHING:
+                self._last = (await read_again(self._start(), None))[0]
+            sample = self._last
         else:
-            self._gave = self._gave_since = True
+            self._gave = True
             if self._remainder == "pad":
                 self._last = sample
         self._left -= 1
         return sample
-
-    async def _last_sample(self) -> T:
-        if self._last is NOTHING:
-            iterator = self._start()
-            if self._before is not None:
-                iterator.load_state_dict(self._before)
-            for self._last in await read_again(iterator, None):
-                break
-            else:
-                raise StateError("the last sample, which is to be repeated, could not be read again")
-        return self._last
-
-    def state_dict(self) -> State:
-        state = super().state_dict()
-        if self._remainder == "pad":
-            if self._gave_since:
-                self._before, self._gave_since = self._later, False
-            self._later = expect_state(state, "inner")
-            state["before"] = self._before
-        return state
-
-    def load_state_dict(self, state: State) -> None:
-        super().load_state_dict(state)
-        if self._remainder == "pad":
-            self._before = None if state.get("before") is None else expect_state(state, "before")
-            self._later = expect_state(state, "inner")
 
 
 class Concat(StreamOperation[Any]):
@@ -405,7 +375,7 @@ class ShuffleBuffer(ReplayOperation[T]):
         self._window = 0  # number of the window that is read
         self._ahead: list[T] = []  # its samples
         self._errors_before = 0  # errors given before them
-        self._ahead_position: State | Exception | None = None  # before it; None before the first: that of the mark
+        self._ahead_position: State | None = None  # before it; None before the first: that of the mark
         self._samples: list[T] = []  # left of the window that is given
         self._random = random.Random()
 
@@ -436,7 +406,7 @@ class ShuffleBuffer(ReplayOperation[T]):
         self._random.seed(batch_seed(self._order.key(), 0, self._window))
         self._window += 1
         self._samples, self._ahead, self._errors_before = self._ahead, [], self._errors
-        self._ahead_position = snapshot(self._exact_state)
+        self._ahead_position = self._exact_state()
 
     def _latest_mark(self) -> Mark:
         """The position before the current window; where that ends, that before the next, with the errors in it."""
@@ -517,7 +487,7 @@ class Pipe(ReplayOperation[T]):
             self._output = output = aiter(self._function(_Source(self)))
             if not is_stateful(output):
                 raise StateError(f"the state has one of {function_name(self._function)}, which has none now")
-            output.load_state_dict(copy.deepcopy(expect_state(state, "function")))
+            output.load_state_dict(copy.deepcopy(expect(state, "function", dict)))
 
     async def aclose(self) -> None:
         """Close the function's generator, then the stream that it reads."""

@@ -14,9 +14,8 @@ import warnings
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import NamedTuple, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.seeding import batch_seed
@@ -112,29 +111,23 @@ class FollowsEpoch:
 # restored stream has the seeds that it had. Keys are spawned as by NumPy's `SeedSequence`: each composition takes one,
 # and derives its children's from that.
 
-stream_seeds: ContextVar[Iterator[int] | None] = ContextVar("headrace_stream_seeds", default=None)
-"""The keys of the streams that start now; None without a loader."""
+stream_seeds: ContextVar[Iterator[int]] = ContextVar("headrace_stream_seeds", default=itertools.repeat(0))  # noqa: B039
+"""The keys of the streams that start now; equal ones without a loader."""
 
 
-def keys_within(key: int) -> Iterator[int]:
-    """Keys for the streams that start within the place that has `key`, in the order in which they start."""
-    return (batch_seed(key, 0, number) for number in itertools.count())
+def keys_within(key: int) -> bound:
+    """Start streams with keys of their own, in the order in which they start, within the place that has `key`."""
+    return bound(stream_seeds, (batch_seed(key, 0, number) for number in itertools.count()))
 
 
-def spawn_key() -> int | None:
-    """The key of the stream that starts now; None without a loader."""
-    keys = stream_seeds.get()
-    return None if keys is None else next(keys)
+def spawn_key() -> int:
+    """The key of the stream that starts now."""
+    return next(stream_seeds.get())
 
 
-def child_seeds(key: int | None, child: int) -> AbstractContextManager[None]:
+def child_seeds(key: int, child: int) -> bound:
     """Start a child of the stream that has a key; again with the same number, it gets the same seeds."""
-    return seeds_of(None if key is None else keys_within(batch_seed(key, 1, child)))
-
-
-def seeds_of(keys: Iterator[int] | None) -> AbstractContextManager[None]:
-    """Start streams with `keys`; no change if there are none."""
-    return contextlib.nullcontext() if keys is None else bound(stream_seeds, keys)
+    return keys_within(batch_seed(key, 1, child))
 
 
 class ResumableIterator(AsyncIterator[T_co]):
@@ -168,8 +161,7 @@ def start_stream(dataset: AsyncIterable[T]) -> ResumableIterator[T]:
     if isinstance(dataset, ResumableIterator):
         return dataset
     key = spawn_key()
-    seeds = None if key is None else keys_within(key)
-    with seeds_of(seeds):
+    with keys_within(key) as seeds:
         iterator = aiter(dataset)
     return iterator if isinstance(iterator, ResumableIterator) else _UserIterator(dataset, iterator, key, seeds)
 
@@ -205,7 +197,7 @@ class UserState:
     def restore(self, state: State, start: Callable[[], T]) -> tuple[T, int]:
         """An iterator made by `start` from a state, and the number of samples to read again and drop."""
         check_operation(state, None, self._name)
-        read = expect_int(state, "read")
+        read = expect(state, "read", int)
         self.restore_dataset(state)
         iterator = start()
         self._load(iterator, state, "iterator")
@@ -285,9 +277,7 @@ class Reread:
 
 
 class _UserIterator(ResumableIterator[T]):
-    def __init__(
-        self, dataset: AsyncIterable[T], iterator: AsyncIterator[T], key: int | None, seeds: Iterator[int] | None
-    ) -> None:
+    def __init__(self, dataset: AsyncIterable[T], iterator: AsyncIterator[T], key: int, seeds: Iterator[int]) -> None:
         self._dataset = dataset
         self._state = UserState(dataset)
         self._iterator = iterator
@@ -300,7 +290,7 @@ class _UserIterator(ResumableIterator[T]):
     async def __anext__(self) -> T:
         # A generator starts inner streams here. Not reset, which takes as long as reading a sample: streams of ours are
         # started with seeds of their own.
-        if self._seeds is not None and stream_seeds.get() is not self._seeds:
+        if stream_seeds.get() is not self._seeds:
             stream_seeds.set(self._seeds)
         if self._replaced is not None or self._reread.left:
             await self._read_again()
@@ -335,10 +325,9 @@ class _UserIterator(ResumableIterator[T]):
 
     def load_state_dict(self, state: State) -> None:
         self._replaced = self._iterator
-        self._seeds = None if self._key is None else keys_within(self._key)
-        with seeds_of(self._seeds):
+        with keys_within(self._key) as self._seeds:
             self._iterator, count = self._state.restore(state, lambda: aiter(self._dataset))
-        self._read, self._errors = expect_int(state, "read"), expect_int(state, "errors")
+        self._read, self._errors = expect(state, "read", int), expect(state, "errors", int)
         self._reread = Reread(count, self._errors)
 
     async def aclose(self) -> None:
@@ -378,7 +367,7 @@ def _count_read_again(state: object, samples: Counter[str]) -> None:
             _count_read_again(part, samples)
 
 
-# Checks of states. Each of them raises `StateError`.
+# Checks of states, which raise `StateError`.
 
 
 @contextlib.contextmanager
@@ -402,38 +391,16 @@ def check_operation(state: object, expected: str | None, stream: str) -> None:
         )
 
 
-def _expect(state: Mapping[str, object], name: str, kind: type, what: str) -> object:
-    value = state.get(name) if isinstance(state, Mapping) else None
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        raise StateError(f"the state is damaged: {name!r} must be {what}, but is {value!r}")
-    return value
-
-
-def expect_int(state: Mapping[str, object], name: str, *, least: int = 0, most: int | None = None) -> int:
-    """The int `name` of a state, from `least` to `most`."""
-    value = cast(int, _expect(state, name, int, f"an int of at least {least}"))
-    if value < least or (most is not None and value > most):
-        upper = "" if most is None else f" and at most {most}"
-        raise StateError(f"the state is damaged: {name!r} must be at least {least}{upper}, but is {value!r}")
-    return value
-
-
-def expect_bool(state: Mapping[str, object], name: str) -> bool:
-    """The bool `name` of a state."""
-    return cast(bool, _expect(state, name, bool, "true or false"))
-
-
-def expect_state(state: Mapping[str, object], name: str) -> State:
-    """The nested state `name` of a state."""
-    return cast(State, _expect(state, name, dict, "a dict"))
-
-
-def expect_list(state: Mapping[str, object], name: str, *, length: int | None = None) -> list[object]:
-    """The list `name` of a state, of a given length."""
-    value = cast("list[object]", _expect(state, name, list, "a list"))
+def expect(state: object, name: str, kind: type[T], *, length: int | None = None) -> T:
+    """The value `name` of a state: an int of at least 0, or a bool, dict, or list of a given length."""
+    value: Any = state.get(name) if isinstance(state, Mapping) else None
+    fits = isinstance(value, kind)
+    if not fits or (kind is int and (type(value) is bool or value < 0)):
+        raise StateError(f"the state is damaged: {name!r} must be of type {kind.__name__}, but is {value!r}")
     if length is not None and len(value) != length:
         raise StateError(f"the state has {len(value)} {name}, but there are {length} now")
-    return value
+    found: T = value
+    return found
 
 
 def expect_same(state: Mapping[str, object], name: str, now: object) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
-from headrace._core.streams.operation import NOTHING, Mark, ReplayOperation, snapshot
+from headrace._core.streams.operation import NOTHING, Mark, ReplayOperation
 from headrace._core.streams.resumable import State, close_iterator
 from headrace._core.text import add_note
 
@@ -78,7 +78,7 @@ class _Chunk(NamedTuple):
 
     outcomes: asyncio.Task[list[object]]
     size: int
-    position: State | Exception | None
+    position: State | None
 
 
 class Steps(ReplayOperation[Any]):
@@ -101,7 +101,7 @@ class Steps(ReplayOperation[Any]):
         self._held = 0  # samples read whose outcomes are not received
         self._chunk: list[object] = []  # samples that are not sent yet; an error is the last
         self._first = 0  # number of its first sample
-        self._position: State | Exception | None = None  # before it; None if it is not known
+        self._position: State | None = None  # before it; None if it is not known
         self._chunks: deque[_Chunk] = deque()  # in order
         self._in_flight: set[asyncio.Task[list[object]]] = set()
         self._outcomes: deque[object] = deque()
@@ -145,9 +145,10 @@ class Steps(ReplayOperation[Any]):
                 while self._held >= CHUNK * self._limit or self._is_full():
                     self._has_room.clear()
                     await self._has_room.wait()
-                position = None if self._chunk else snapshot(self._exact_state)
+                position: State | None = None
                 sample: object
                 try:
+                    position = None if self._chunk else self._exact_state()
                     sample = await anext(self._inner)
                 except StopAsyncIteration:
                     break

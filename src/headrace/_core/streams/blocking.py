@@ -32,24 +32,22 @@ T_co = TypeVar("T_co", covariant=True)
 _END = object()
 _MISSING: object = object()
 _lock = threading.Lock()  # for `_loop` and `_entries`
-_loop: tuple[int, LoopThread] | None = None
+_loop: LoopThread | None = None
 
 
 def background_loop() -> LoopThread:
     """The background loop of this process: started at first use, for the life of the process."""
     global _loop
     with _lock:
-        if _loop is None or _loop[0] != os.getpid() or not _loop[1].alive:
-            _loop = (os.getpid(), LoopThread("headrace-background-loop"))
-        return _loop[1]
+        if _loop is None or not _loop.alive:
+            _loop = LoopThread("headrace-background-loop")
+        return _loop
 
 
+@atexit.register  # at import: hooks run in reverse order, and engines that use the loop close first
 def _close_at_exit() -> None:
     if _loop is not None:
-        _loop[1].close(1.0)
-
-
-atexit.register(_close_at_exit)  # at import: hooks run in reverse order, and engines that use the loop close first
+        _loop.close(1.0)
 
 
 def read_blocking(dataset: Any, read: Callable[[], Awaitable[T]]) -> T:
@@ -124,10 +122,9 @@ class _Entry(Owner[None]):
     """A dataset that is entered, or is being entered or exited."""
 
     def __init__(self, dataset: object) -> None:
-        self.users = 0  # engines and blocking reads
+        self.users: set[EnteredDatasets] = set()
         self.exiting = False
-        self.dataset = dataset
-        self._key = _key_of(dataset)
+        self._key = id(dataset)
         super().__init__(_context_of(dataset), f"dataset {type(dataset).__name__}", self._end)
 
     def _end(self) -> None:
@@ -135,35 +132,28 @@ class _Entry(Owner[None]):
             del _entries[self._key]
 
 
-_entries: dict[tuple[int, int], _Entry] = {}
-
-
-def _key_of(dataset: object) -> tuple[int, int]:
-    return os.getpid(), id(dataset)  # a forked child has entered nothing
+_entries: dict[int, _Entry] = {}
+os.register_at_fork(after_in_child=_entries.clear)  # a child has entered nothing
 
 
 async def _enter(dataset: object) -> _Entry:
     while True:
         with _lock:  # another loop may enter it at the same time
-            entry = _entries.get(_key_of(dataset))
+            entry = _entries.get(id(dataset))
             if entry is None or entry.loop.is_closed():
-                entry = _entries[_key_of(dataset)] = _Entry(dataset)
+                entry = _entries[id(dataset)] = _Entry(dataset)
         if entry.loop is not asyncio.get_running_loop():
             raise RuntimeError(
                 f"dataset {type(dataset).__name__} was entered on another event loop: close() the loader of that, "
                 f"or open connections by headrace.per_loop, which works on several loops"
             )
         if not entry.exiting:
-            entry.users += 1
             return entry
         await asyncio.wait([entry.task])
 
 
 class EnteredDatasets:
     """The datasets that one engine, or one blocking read, has entered on its loop."""
-
-    def __init__(self) -> None:
-        self._entries: list[_Entry] = []
 
     async def enter(self, dataset: object) -> bool:
         """Enter the context managers among a dataset and its parts that are not entered yet.
@@ -176,10 +166,8 @@ class EnteredDatasets:
         """
         managers = context_managers(dataset)
         for manager in managers:
-            entry = next((entry for entry in self._entries if entry.dataset is manager), None)
-            if entry is None or entry.task.done():
-                entry = await _enter(manager)
-                self._entries.append(entry)
+            entry = await _enter(manager)
+            entry.users.add(self)
             await asyncio.shield(entry.opened)
         return bool(managers)
 
@@ -188,15 +176,15 @@ class EnteredDatasets:
         now = asyncio.get_running_loop().time
         until = now() + deadline
         for entry in self.release():
-            if not entry.users and not entry.task.done():
+            if not entry.users:
                 entry.exiting = True
                 await entry.close(max(0.0, until - now()))
 
     def release(self) -> list[_Entry]:
         """Release the datasets without exiting them; returns their entries, the last one first."""
-        released, self._entries = self._entries[::-1], []
+        released = [entry for entry in reversed(list(_entries.values())) if self in entry.users]
         for entry in released:
-            entry.users -= 1
+            entry.users.remove(self)
         return released
 
 
@@ -209,7 +197,9 @@ async def _context_of(dataset: Any) -> AsyncIterator[None]:
         add_note(error, f"headrace: raised by __aenter__ of dataset {type(dataset).__name__}")
         raise
     finally:
-        _record_opened(dataset, before)
+        after = dict(getattr(dataset, "__dict__", {}))
+        changed = {name: before.get(name, _MISSING) for name in after if after[name] is not before.get(name)}
+        _opened.set(dataset, {**changed, **(_opened.get(dataset) or {})})
     yield
     await dataset.__aexit__(None, None, None)
 
@@ -237,33 +227,18 @@ _without_contexts = _WeakIdentityDict()
 """Datasets without a context manager among them and their parts."""
 
 
-def _record_opened(dataset: object, before: Mapping[str, object]) -> None:
-    attributes = getattr(dataset, "__dict__", {})
-    changed = {
-        name: before.get(name, _MISSING)
-        for name, value in list(attributes.items())
-        if before.get(name, _MISSING) is not value
-    }
-    if changed:
-        _opened.set(dataset, {**changed, **(_opened.get(dataset) or {})})
-
-
-def attributes_before_enter(dataset: object) -> Mapping[str, object]:
-    """A dataset's attributes, with their values before `__aenter__`."""
-    attributes = getattr(dataset, "__dict__", {})
-    opened = _opened.get(dataset)
-    return _as_before(attributes, opened) if opened else attributes
+def attributes_before_enter(dataset: object, attributes: Mapping[str, object] | None = None) -> Mapping[str, object]:
+    """A dataset's attributes, or a copy of them, with their values before `__aenter__`."""
+    attributes = getattr(dataset, "__dict__", {}) if attributes is None else attributes
+    if opened := _opened.get(dataset):
+        attributes = {name: opened.get(name, value) for name, value in dict(attributes).items()}
+    return {name: value for name, value in attributes.items() if value is not _MISSING} if opened else attributes
 
 
 def reduce_unentered(obj: object, protocol: int) -> object:
     """Reduce a dataset as it was before it was entered; NotImplemented for any other object."""
-    if opened := _opened.get(obj):
+    if _opened.get(obj):
         reduced: object = obj.__reduce_ex__(protocol)
         if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
-            return *reduced[:2], _as_before(reduced[2], opened), *reduced[3:]
+            return *reduced[:2], attributes_before_enter(obj, reduced[2]), *reduced[3:]
     return NotImplemented
-
-
-def _as_before(state: Mapping[str, object], opened: Mapping[str, object]) -> dict[str, object]:
-    state = {**state, **{name: before for name, before in opened.items() if name in state}}
-    return {name: value for name, value in state.items() if value is not _MISSING}

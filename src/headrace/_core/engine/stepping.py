@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from headrace._core.engine.assemble import CONSUMER_CATCH, Catch
 from headrace._core.messages import Call
@@ -27,16 +28,6 @@ KNOWN = 32  # groups of functions that a worker keeps: one for each `filter` or 
 
 PickledSteps = OrderedDict[tuple[int, ...], SharedPickle]
 """The last pickle of each group of functions, by the functions' identities: unchanged ones are not sent again."""
-
-
-class WorkerRequest(NamedTuple):
-    """A `StepsRequest` as sent to a worker: with the functions, or only with their number."""
-
-    number: int
-    shipped: SharedPickle | None
-    samples: Sequence[object]
-    seed: int
-    position: int
 
 
 @dataclass
@@ -73,10 +64,11 @@ class Functions:
 class StepsRequest(NamedTuple):
     """Some samples of a stream, in order, and the functions to apply to them.
 
-    The seed of the random generators is combined with a sample's position; `position` is that of the first.
+    The seed of the random generators is combined with a sample's position; `position` is that of the first. On the way
+    to a worker, `functions` is their pickle, or only the pickle's number.
     """
 
-    functions: Functions
+    functions: Any
     samples: Sequence[object]
     seed: int
     position: int
@@ -85,15 +77,31 @@ class StepsRequest(NamedTuple):
         """The samples that are kept and the errors, in order, in this process.
 
         Args:
-            seeds: whether random generators are seeded for each sample.
+            seeds: whether random generators, those of the process too, are seeded for each sample.
             catch: the exceptions that are caught from user code.
         """
-        return _apply(self.functions.steps, self, self.functions.generators if seeds else None, catch)
+        functions: Functions = self.functions
+        current = CurrentSample(self.seed)
+        outcomes: list[object] = []
+        token = current_sample.set(current)
+        try:
+            for position, sample in enumerate(self.samples, self.position):
+                current.position, current.calls = position, 0
+                if seeds:
+                    of_sample = batch_seed(self.seed, 0, position)
+                    seed_everything(of_sample)
+                    functions.generators.seed(of_sample)
+                outcome = apply_steps(functions.steps, sample, catch)
+                if outcome is not NOTHING:
+                    outcomes.append(outcome)
+            return outcomes
+        finally:
+            current_sample.reset(token)
 
-    def to_worker(self, earlier: PickledSteps, *, with_functions: bool) -> WorkerRequest:
+    def to_worker(self, earlier: PickledSteps, *, with_functions: bool) -> StepsRequest:
         """The request to a worker; a worker that lacks the functions answers None."""
-        shared = self.functions.pickle(earlier)
-        return WorkerRequest(shared.number, shared if with_functions else None, *self[1:])
+        pickled = self.functions.pickle(earlier)
+        return self._replace(functions=pickled if with_functions else pickled.number)
 
 
 class AppliesSteps(Protocol):
@@ -121,21 +129,16 @@ class StepsOnConsumersThread:
 
     async def apply(self, request: StepsRequest) -> list[object]:
         """Apply steps when the consumer next asks for a batch and none is ready."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[object]] = loop.create_future()
-
-        def settle(outcomes: list[object]) -> None:
-            if not answer.done():
-                answer.set_result(outcomes)
+        answer: Future[list[object]] = Future()
 
         def run() -> None:
             if not answer.done():  # else the session was cancelled
                 outcomes = request.run(seeds=True, catch=CONSUMER_CATCH)
-                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                    loop.call_soon_threadsafe(settle, outcomes)
+                with contextlib.suppress(InvalidStateError):  # it was cancelled meanwhile
+                    answer.set_result(outcomes)
 
         self._send(Call(run))
-        return await answer
+        return await asyncio.wrap_future(answer)
 
 
 def session_compute(executor: AppliesSteps, seed: int, common_seed: int) -> Compute:
@@ -148,12 +151,12 @@ def session_compute(executor: AppliesSteps, seed: int, common_seed: int) -> Comp
             outcomes would give samples to two ranks, or to none.
     """
 
-    def prepare(steps: tuple[Step, ...]) -> RunSteps:
+    def prepare(steps: tuple[Step, ...]) -> tuple[RunSteps, int]:
         functions = Functions(steps)
         own = batch_seed(common_seed if undivided.get() else seed, 1, spawn_key())
-        return lambda samples, position: executor.apply(StepsRequest(functions, samples, own, position))
+        return lambda samples, at: executor.apply(StepsRequest(functions, samples, own, at)), executor.parallel
 
-    return prepare, executor.parallel
+    return prepare
 
 
 class StepsInWorker:
@@ -167,16 +170,17 @@ class StepsInWorker:
         self._seeds = seeds
         self._known: OrderedDict[int, Functions] = OrderedDict()
 
-    def __call__(self, request: WorkerRequest) -> list[object] | None:
+    def __call__(self, request: StepsRequest) -> list[object] | None:
         """The outcomes, with errors that can be pickled; None if the functions are missing."""
-        if request.number not in self._known:
-            if request.shipped is None:
+        sent: SharedPickle | int = request.functions
+        number = sent if isinstance(sent, int) else sent.number
+        if number not in self._known:
+            if isinstance(sent, int):
                 return None
-            self._known[request.number] = Functions(request.shipped.loads())
+            self._known[number] = Functions(sent.loads())
             if len(self._known) > KNOWN:
                 self._known.popitem(last=False)
-        functions = self._known[request.number]
-        outcomes = _apply(functions.steps, request, functions.generators if self._seeds else None)
+        outcomes = request._replace(functions=self._known[number]).run(seeds=self._seeds)
         for place, outcome in enumerate(outcomes):
             if type(outcome) is Raised:
                 text = format_error(outcome.error).rstrip()
@@ -184,28 +188,3 @@ class StepsInWorker:
                 add_note(error, f"in a worker process:\n{text}")
                 outcomes[place] = Raised(error)
         return outcomes
-
-
-def _apply(
-    steps: Sequence[Step],
-    request: StepsRequest | WorkerRequest,
-    generators: TransformGenerators | None,
-    catch: Catch = BaseException,
-) -> list[object]:
-    """Apply steps, with the random generators, unless None, and those of the process seeded for each sample."""
-    current = CurrentSample(request.seed)
-    outcomes: list[object] = []
-    token = current_sample.set(current)
-    try:
-        for position, sample in enumerate(request.samples, request.position):
-            current.position, current.calls = position, 0
-            if generators is not None:
-                of_sample = batch_seed(request.seed, 0, position)
-                seed_everything(of_sample)
-                generators.seed(of_sample)
-            outcome = apply_steps(steps, sample, catch)
-            if outcome is not NOTHING:
-                outcomes.append(outcome)
-        return outcomes
-    finally:
-        current_sample.reset(token)

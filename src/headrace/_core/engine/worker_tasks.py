@@ -15,7 +15,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, RawBatch, dump_state
 from headrace._core.engine.assemble import Assembler, Moment, SeededAssembler, now, set_worker, times_since
-from headrace._core.engine.stepping import StepsInWorker, WorkerRequest
+from headrace._core.engine.stepping import StepsInWorker, StepsRequest
 from headrace._core.engine.streams import Progress, StreamBatch, without_state
 from headrace._core.failure import Failure, Stage
 from headrace._core.pool.worker import Plain
@@ -66,7 +66,7 @@ class AssembleTask:
 
     def __call__(self, request: Any) -> Any:
         """Assemble one batch, sent flat, or apply steps to samples that are not yet in one."""
-        if type(request) is WorkerRequest:
+        if type(request) is StepsRequest:
             return self._steps(request)
         if type(request) is RawBatch:  # in a thread
             return to_wire(self._assemble(request), copied=self.copies)

@@ -7,10 +7,10 @@ get finished samples. Without one they run in place.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from headrace._core.eventloop.per_loop import end_all
@@ -41,8 +41,8 @@ RunSteps = Callable[[Sequence[Any], int], Awaitable[list[Any]]]
 """Applies steps to samples, of which the first is at a position of the stream; returns those kept, and errors."""
 
 
-Compute = tuple[Callable[[tuple[Step, ...]], RunSteps], int]
-"""Makes a function that applies steps off the session's event loop, and the number of requests that keep it busy."""
+Compute = Callable[[tuple[Step, ...]], tuple[RunSteps, int]]
+"""Makes a function that applies steps off the session's event loop; and the number of requests that keep it busy."""
 
 compute: ContextVar[Compute | None] = ContextVar("headrace_compute", default=None)
 """That of the session that reads; None without a loader."""
@@ -73,12 +73,13 @@ def apply_steps(
     return sample
 
 
-class _Chunk(NamedTuple):
-    """Samples in one request, and the position before them, if it is known."""
+@dataclass
+class _Chunk:
+    """Samples in one request; an error of the stream is the last of them."""
 
-    outcomes: asyncio.Task[list[object]]
-    size: int
-    position: State | None
+    first: int  # number of the first sample
+    position: State | None  # before it, if it is known
+    samples: list[object] = field(default_factory=list)
 
 
 class Steps(ReplayOperation[Any]):
@@ -95,60 +96,54 @@ class Steps(ReplayOperation[Any]):
     def __init__(self, source: AsyncIterable[object], steps: tuple[Step, ...]) -> None:
         super().__init__(source)
         self._steps = steps
-        prepare, parallel = compute.get() or (None, 0)
-        self._run = None if prepare is None else prepare(steps)
+        prepare = compute.get()
+        self._run: RunSteps | None
+        self._run, parallel = (None, 0) if prepare is None else prepare(steps)
         self._limit = parallel + 1  # chunks in flight
         self._held = 0  # samples read whose outcomes are not received
-        self._chunk: list[object] = []  # samples that are not sent yet; an error is the last
-        self._first = 0  # number of its first sample
-        self._position: State | None = None  # before it; None if it is not known
-        self._chunks: deque[_Chunk] = deque()  # in order
+        self._unsent: _Chunk | None = None
+        self._sent: deque[tuple[_Chunk, asyncio.Task[list[object]]]] = deque()  # in order, with their outcomes
         self._in_flight: set[asyncio.Task[list[object]]] = set()
         self._outcomes: deque[object] = deque()
         self._reader: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        self._has_room = asyncio.Event()
         self._read_all = False
         self._ended = self._run is not None  # a task reads the stream
 
     def _put(self, sample: object) -> object:
-        outcome = apply_steps(self._steps, sample)
-        if type(outcome) is Raised:
-            raise outcome.error
-        return outcome
+        return _raised_or(apply_steps(self._steps, sample))
 
     async def _rest(self) -> object:
         if self._run is not None and self._reader is None:
             self._reader = asyncio.get_running_loop().create_task(self._read_ahead())
         while not self._outcomes:
-            if self._closed or self._reader is None or (self._read_all and not (self._chunks or self._chunk)):
+            if self._closed or self._reader is None or (self._read_all and not (self._sent or self._unsent)):
                 raise StopAsyncIteration
-            if self._chunks:
-                await asyncio.wait((self._chunks[0].outcomes,))  # loses nothing when it is cancelled
+            if self._sent:
+                await asyncio.wait((self._sent[0][1],))  # loses nothing when it is cancelled
                 if not self._closed:
                     self._mark = self._latest_mark()
-                    chunk = self._chunks.popleft()
-                    self._outcomes.extend(chunk.outcomes.result())
-                    self._held -= chunk.size
-                    self._has_room.set()
+                    chunk, outcomes = self._sent.popleft()
+                    self._outcomes.extend(outcomes.result())
+                    self._held -= len(chunk.samples)
+                    self._changed.set()
             else:
-                self._changed.clear()
-                await self._changed.wait()
-        outcome = self._outcomes.popleft()
-        if type(outcome) is Raised:
-            raise outcome.error
-        return outcome
+                await self._change()
+        return _raised_or(self._outcomes.popleft())
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
     async def _read_ahead(self) -> None:
         try:
             while True:
-                while self._held >= CHUNK * self._limit or self._is_full():
-                    self._has_room.clear()
-                    await self._has_room.wait()
+                while self._held >= CHUNK * self._limit or self._is_full(self._unsent):
+                    await self._change()
                 position: State | None = None
                 sample: object
                 try:
-                    position = None if self._chunk else self._exact_state()
+                    position = None if self._unsent else self._exact_state()
                     sample = await anext(self._inner)
                 except StopAsyncIteration:
                     break
@@ -156,55 +151,54 @@ class Steps(ReplayOperation[Any]):
                     if self._closed:
                         raise
                     sample = Raised(as_exception(error))
-                if not self._chunk:
-                    self._first, self._position = self._read, position
+                self._unsent = self._unsent or _Chunk(self._read, position)
+                self._unsent.samples.append(sample)
                 self._held += 1
                 self._read += 1
-                self._chunk.append(sample)
                 self._send()
         finally:
             self._read_all = True
             self._changed.set()
             await close_iterator(self._inner)
 
-    def _is_full(self) -> bool:
+    def _is_full(self, chunk: _Chunk | None) -> bool:
         """Whether the next sample belongs to another chunk, before which the position is saved."""
-        chunk = self._chunk
-        return len(chunk) >= CHUNK or (bool(chunk) and (self._position is None or type(chunk[-1]) is Raised))
+        if chunk is None:
+            return False
+        return len(chunk.samples) >= CHUNK or chunk.position is None or type(chunk.samples[-1]) is Raised
 
     def _send(self, *_done: object) -> None:
         """Send the samples that have arrived, unless there are enough requests."""
-        if not self._chunk or len(self._in_flight) >= self._limit or self._closed:
+        chunk = self._unsent
+        if chunk is None or len(self._in_flight) >= self._limit or self._closed:
             return
-        task = asyncio.get_running_loop().create_task(self._outcomes_of(self._chunk, self._first))
+        task = asyncio.get_running_loop().create_task(self._outcomes_of(chunk.samples, chunk.first))
         self._in_flight.add(task)
         task.add_done_callback(self._in_flight.discard)
         task.add_done_callback(self._send)
-        self._chunks.append(_Chunk(task, len(self._chunk), self._position))
-        self._chunk = []
+        self._sent.append((chunk, task))
+        self._unsent = None
         self._changed.set()
-        self._has_room.set()
 
-    async def _outcomes_of(self, chunk: list[object], position: int) -> list[object]:
+    async def _outcomes_of(self, samples: list[object], first: int) -> list[object]:
         assert self._run is not None
-        if type(chunk[-1]) is Raised:  # an error of the stream itself
-            return [*(await self._outcomes_of(chunk[:-1], position) if chunk[1:] else ()), chunk[-1]]
+        if type(samples[-1]) is Raised:  # an error of the stream itself
+            return [*(await self._outcomes_of(samples[:-1], first) if samples[1:] else ()), samples[-1]]
         try:
-            return await self._run(chunk, position)
+            return await self._run(samples, first)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # the worker died, or the request cannot be pickled
-            if len(chunk) == 1:
+            if len(samples) == 1:
                 return [Raised(as_exception(error))]
             # One by one, so that no other sample is lost.
-            alone = [await self._outcomes_of([sample], position + offset) for offset, sample in enumerate(chunk)]
-            return list(itertools.chain.from_iterable(alone))
+            return [each for at, one in enumerate(samples, first) for each in await self._outcomes_of([one], at)]
 
     def _latest_mark(self) -> Mark:
         if self._run is None or self._mark is None:
             return self._new_mark()
-        if not self._outcomes and self._chunks and self._chunks[0].position is not None:
-            return Mark(self._given, self._errors, self._chunks[0].position)
+        if not self._outcomes and self._sent and self._sent[0][0].position is not None:
+            return Mark(self._given, self._errors, self._sent[0][0].position)
         return self._mark
 
     async def aclose(self) -> None:
@@ -217,3 +211,9 @@ class Steps(ReplayOperation[Any]):
         await end_all([self._reader, *self._in_flight])
         if not self._reader.cancelled() and (error := self._reader.exception()) is not None:
             raise error
+
+
+def _raised_or(outcome: object) -> object:
+    if type(outcome) is Raised:
+        raise outcome.error
+    return outcome

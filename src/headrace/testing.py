@@ -52,7 +52,6 @@ def same(left: object, right: object) -> bool:
 
 
 def _run(coroutine: Coroutine[object, object, T], factory: _LoopFactory = asyncio.new_event_loop) -> T:
-    """Run `coroutine` on a new loop, as a loader runs a dataset's methods."""
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(coroutine)
 
@@ -67,7 +66,7 @@ class _Contract:
         return same(left, right)
 
     def _skip_without(self, dataset: object, method: str) -> None:
-        import pytest  # here: importing headrace.testing does not need it
+        import pytest  # importing headrace.testing does not need it
 
         if not hasattr(dataset, method):
             pytest.skip(f"the dataset has no {method}; headrace's loader does not need it")
@@ -110,10 +109,8 @@ class DatasetContract(_Contract):
         dataset = self.make_dataset()
         self._skip_without(dataset, "__getitem__")
         for index in self.indices(dataset):
-            through_sync, through_async = dataset[index], _run(dataset.aget(index))
-            assert self.equal(through_sync, through_async), (
-                f"dataset[{index}] is {through_sync!r}, aget({index}) {through_async!r}"
-            )
+            item, sample = dataset[index], _run(dataset.aget(index))
+            assert self.equal(item, sample), f"dataset[{index}] is {item!r}, aget({index}) {sample!r}"
 
     def test_agets_equals_aget_in_order(self) -> None:
         """A loader fetches whole batches by `agets`, if it is defined."""
@@ -146,9 +143,8 @@ class DatasetContract(_Contract):
 
         for factory in _LOOPS:
             for index, sample in zip(many, _run(fetch(), factory), strict=True):
-                assert self.equal(sample, alone[index]), (
-                    f"index {index} gave {sample!r} in concurrent fetches, {alone[index]!r} alone"
-                )
+                text = f"index {index} gave {sample!r} in concurrent fetches, {alone[index]!r} alone"
+                assert self.equal(sample, alone[index]), text
 
     def test_index_past_the_end_raises(self) -> None:
         """Python's own iteration ends with IndexError, and a sampler's mistake must not stay unnoticed."""

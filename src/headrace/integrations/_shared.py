@@ -57,18 +57,16 @@ class BatchwiseSampler(ElasticSampler):
     So the batches of all ranks at one step, concatenated, are consecutive in the order, and what pads the last step is
     at its end: `Accelerator.gather_for_metrics` cuts it off.
 
-    The order in which torch shuffles is replaced by a `permutation`. Any other sampler is asked for all its indices
-    while the generators of the process and its own are seeded by seed and epoch; then they are restored. So every rank
-    has the same order, also when it resumes.
+    The order in which torch shuffles is replaced by a `permutation`. Any other sampler is asked for all its indices,
+    with generators seeded by seed and epoch for this time, so that every rank has the same order, also on resuming.
 
     Args:
         sampler: whose order is dealt.
         batch_size: number of samples in a batch of one rank.
         rank: the rank whose part is drawn.
         seed: of the order, unless the sampler has a seed.
-        drop_last: whether a last step with fewer samples than all ranks need is dropped.
-        even_batches: whether such a step is padded with samples of the order's beginning; otherwise the last ranks have
-            fewer samples.
+        drop_last: whether a last step with too few samples for all ranks is dropped.
+        even_batches: whether it is padded from the order's beginning; otherwise the last ranks have fewer samples.
 
     Example:
         >>> in_order = torch.utils.data.SequentialSampler(range(9))
@@ -172,17 +170,16 @@ def save_state(state: State, folder: str | Path, name: str, rank: int) -> None:
     except Exception as error:
         part.unlink()
         raise StateError(
-            "the loader's state cannot be saved in a checkpoint: state_dict() of its dataset, iterator or sampler has "
-            "values that torch.load(weights_only=True) refuses. Use numbers, strings, lists, dicts and tensors."
+            "the loader's state cannot be saved in a checkpoint: the state_dict() of its dataset, iterator or sampler "
+            "has values that torch.load(weights_only=True) refuses"
         ) from error
     os.replace(part, path)
 
 
 def load_state(folder: str | Path, name: str, rank: RankInfo) -> State | None:
-    """The state for this rank; None if the folder has none.
+    """The state for this rank, or of another number of ranks the states of all as one; None if the folder has none.
 
-    It is what this rank saved, or with another number of ranks the states of all as one. The folder may have files of
-    more ranks, of an earlier run.
+    The folder may have files of more ranks, of an earlier run.
 
     Raises:
         StateError: each rank reads other samples, and the states of some are not there; or they cannot be merged.
@@ -200,10 +197,7 @@ def load_state(folder: str | Path, name: str, rank: RankInfo) -> State | None:
     files = [_path(folder, name, number) for number in range(saved.ranks)]
     missing = [file.name for file in files if not file.exists()]
     if missing:
-        raise StateError(
-            f"{folder} was saved by {saved.ranks} ranks of which each reads other samples, and has no "
-            f"{', '.join(missing)}: every rank has to save, and to find the files of all"
-        )
+        raise StateError(f"{folder} has no {', '.join(missing)}: every rank has to save, and to find the files of all")
     return merge_states(map(_read, files))
 
 
@@ -212,8 +206,5 @@ def _path(folder: str | Path, name: str, rank: int) -> Path:
 
 
 def _read(file: Path) -> State:
-    try:
-        state: State = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise StateError(f"{file} cannot be read: {error}") from error
+    state: State = torch.load(file, map_location="cpu", weights_only=True)
     return state

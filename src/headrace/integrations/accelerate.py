@@ -127,12 +127,7 @@ def _load(accelerator: accelerate.Accelerator, models: Any, folder: str) -> None
         if state is not None:
             loader.load_state_dict(state)
         else:
-            warnings.warn(
-                f"{folder} has no {name}: the loader's next epoch begins anew. It was saved without "
-                f"headrace.integrations.accelerate.prepare(), or with fewer loaders.",
-                UserWarning,
-                stacklevel=3,
-            )
+            warnings.warn(f"{folder} has no {name}: the loader's next epoch begins anew", UserWarning, stacklevel=3)
 
 
 class PreparedLoader(DataLoader[T_co]):
@@ -156,7 +151,7 @@ class PreparedLoader(DataLoader[T_co]):
     _rank: RankInfo  # the data-parallel one, which is that of `headrace.get_rank_info` in the loader
     _rng_types: list[str]
     _samples: int | None = None  # of an epoch of all ranks, where a batch sampler's last step may be cut
-    _takes_parts = False  # whether each batch is of all ranks, from which `_PartOfBatch` takes one
+    _takes_parts = False  # whether each batch is of all ranks, from which `_part_of_batch` takes one
     _iteration: object = None  # the one begun last
     _ahead = 0  # number of calls of `next()` that its position is ahead
     _skipped = 0  # batches of a stream to be dropped by the next iteration
@@ -237,10 +232,8 @@ class PreparedLoader(DataLoader[T_co]):
         pending = self._control.pending
         if pending is not None and not (pending.over and batches == 0):
             if pending.batches != batches:
-                raise ValueError(
-                    f"skip_first_batches(loader, {batches}), but load_state() has restored this loader after "
-                    f"{pending.batches} batches of epoch {pending.epoch}: leave out skip_first_batches()"
-                )
+                restored = f"after {pending.batches} batches of epoch {pending.epoch}"
+                raise ValueError(f"skip_first_batches(loader, {batches}) of a loader that was restored {restored}")
             return
         self._control.skip_rest()
         if self._control.spec.kind.is_iterable:
@@ -257,25 +250,14 @@ class PreparedLoader(DataLoader[T_co]):
         return PortableCollate(collate, transform, batched=self._auto_collation, warn=_refuse)
 
 
-class _PartOfBatch:
-    """A collate function that makes one rank's part of a batch of all ranks, and gives the number of its samples.
-
-    A batch that is not full is repeated until it is.
-    """
-
-    def __init__(self, collate_fn: Callable[[list[Any]], object], rank: int, size: int) -> None:
-        self._collate_fn = collate_fn
-        self._numbers = range(rank * size, (rank + 1) * size)
-
-    def __call__(self, samples: Sequence[Any]) -> tuple[int, object]:
-        """Collate this rank's samples."""
-        return len(samples), self._collate_fn([samples[number % len(samples)] for number in self._numbers])
+def _part_of_batch(collate_fn: Callable[[list[Any]], object], numbers: range, samples: Sequence[Any]) -> Any:
+    """The number of samples in a batch of all ranks, and one rank's part, collated; of one not full some repeat."""
+    return len(samples), collate_fn([samples[number % len(samples)] for number in numbers])
 
 
 def _refuse() -> NoReturn:
     raise RuntimeError(
-        "a plain torch DataLoader was rebuilt from a prepared headrace loader, as by accelerate.skip_first_batches(). "
-        "It does not mark the end of an epoch, and headrace's engine does not run. Use "
+        "a plain torch DataLoader was rebuilt from a prepared headrace loader, without headrace's engine. Use "
         "accelerator.skip_first_batches(loader, n), or skip_first_batches of headrace.integrations.accelerate."
     )
 
@@ -303,21 +285,13 @@ def _divided(
         if cls is DataLoader
         else type(f"Prepared{cls.__name__}", (PreparedLoader, cls), {"__module__": cls.__module__})
     )
-    rank = _data_parallel_rank(accelerator)
-    _divide(made, accelerator, rank, takes_parts=takes_parts)
-    collate: Any = loader.collate_fn
-    if takes_parts:
-        size = cast(int, loader.batch_size) // rank.world_size
-        collate = _PartOfBatch(getattr(collate, "collate", collate), rank.rank, size)
-    made.collate_fn = collate  # now one that refuses to collate for a loader that is rebuilt
-    prepared: PreparedLoader[Any] = made
-    return prepared
+    _divide(made, accelerator, takes_parts=takes_parts)
+    return cast(PreparedLoader[Any], made)
 
 
-def _divide(
-    loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, rank: RankInfo, *, takes_parts: bool
-) -> None:
+def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *, takes_parts: bool) -> None:
     """Give a loader the sampling of its rank."""
+    rank = _data_parallel_rank(accelerator)
     ranks, attributes = rank.world_size, loader.__dict__  # past torch's freeze
     names = (str(getattr(each, "value", each)) for each in accelerator.rng_types or ())
     rng_types = [name for name in names if name != "generator"]
@@ -331,12 +305,15 @@ def _divide(
     size: Any = getattr(batches, "batch_size", 1 if batches is None and not stream else None)
     if size is not None and batches is not None and (takes_parts or accelerator.split_batches):
         if size % ranks:
-            raise ValueError(
-                f"split_batches=True divides each batch: batch_size={size} is no multiple of {ranks} ranks"
-            )
+            raise ValueError(f"split_batches=True: batch_size={size} is no multiple of {ranks} ranks")
         size //= ranks
     total = None if size is None else size * ranks
     attributes.update(_rank=rank, _rng_types=rng_types, total_batch_size=total, _takes_parts=takes_parts)
+    collate: Any = loader.collate_fn
+    if takes_parts:
+        numbers = range(rank.rank * size, (rank.rank + 1) * size)
+        collate = functools.partial(_part_of_batch, getattr(collate, "collate", collate), numbers)
+    loader.collate_fn = collate  # now one that refuses to collate for a loader that is rebuilt
     own = next((each for each in (sampler, batches) if isinstance(each, DistributedSampler)), None)
     if takes_parts:
         return

@@ -83,7 +83,6 @@ def _elastic_sampler(loader: DataLoader[Any], ranks: int) -> ElasticSampler | No
         return None
     raise ValueError(
         f"each of {ranks} ranks would read all of {dataset_repr(loader.dataset)}: the order of {type(order).__name__} "
-        f"cannot be divided among them. Give the loader a sampler that divides its order, a headrace.ElasticSampler or "
-        f"a torch.utils.data.DistributedSampler for example; or add_dist_sampler=False, if each rank has an order of "
-        f"its own."
+        f"cannot be divided among them. Give the loader a sampler that divides its order, as headrace.ElasticSampler; "
+        f"or add_dist_sampler=False, if each rank has an order of its own."
     )

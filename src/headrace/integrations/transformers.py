@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -29,7 +29,7 @@ from headrace.loader import DataLoader
 from headrace.samplers import ElasticSampler
 
 if is_datasets_available():
-    import datasets
+    import datasets.distributed
 
 __all__ = ["Trainer"]
 
@@ -74,7 +74,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             raise NotImplementedError(f"transformers {transformers.__version__} has no Trainer.{missing[0]}")
         self.loader_options = dict(loader_options or {})
         self._checkpoint: Path | None = None
-        self._resumed: _Resumed | None = None
+        self._resumed: tuple[int, int, int, int] | None = None
+        """The epoch that is continued, its batches before (of whole steps), and its batches and steps in all."""
         super().__init__(*args, **kwargs)
         config = self.args.accelerator_config
         if config.dispatch_batches or not config.even_batches:
@@ -141,11 +142,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return dataset
         if not hasattr(dataset, "_distributed"):
             return IterableDatasetShard(dataset, batch_size, self.args.dataloader_drop_last, ranks, rank)
-        if dataset._distributed is not None:
-            return dataset
-        from datasets.distributed import split_dataset_by_node
-
-        return split_dataset_by_node(dataset, rank, ranks)
+        return datasets.distributed.split_dataset_by_node(dataset, rank, ranks) if not dataset._distributed else dataset
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `transformers.Trainer.train`; loaders are closed at its end.
@@ -174,8 +171,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             whole = isinstance(dataloader.sampler, SequentialSampler | RandomSampler)
             if whole and type(dataloader.batch_sampler) in (BatchSampler, type(None)):
                 raise ValueError(  # of a stream, the loader warns at `iter()`
-                    f"each of {args.world_size} ranks would train on all of {dataset_repr(dataloader.dataset)}: give "
-                    f"the loader of get_train_dataloader sampler=headrace.ElasticSampler(dataset, seed=...)"
+                    f"each rank would train on all of {dataset_repr(dataloader.dataset)}: give the loader of "
+                    f"get_train_dataloader sampler=headrace.ElasticSampler(dataset, seed=...)"
                 )
         if self._checkpoint is None or args.ignore_data_skip:
             return values
@@ -191,19 +188,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 raise StateError("the checkpoint has no state of the loader: another Trainer saved it, or without one")
             state = LoaderState.from_dict(saved)
             if dataloader._control.spec.kind is DatasetKind.ITERABLE and state.ranks != args.world_size:
-                raise StateError(
-                    f"a torch stream saved on {state.ranks} ranks cannot be divided among {args.world_size}"
-                )
+                raise StateError(f"a torch stream of {state.ranks} ranks cannot be divided among {args.world_size}")
             if not sized and state.batches % accumulation:
-                raise StateError(
-                    f"{state.batches} batches of a stream of unknown length are no whole steps of "
-                    f"gradient_accumulation_steps={accumulation}"
-                )
+                steps = f"no whole steps of gradient_accumulation_steps={accumulation}"
+                raise StateError(f"{state.batches} batches of a stream of unknown length are {steps}")
             dataloader.load_state_dict(saved)
         except StateError as error:
             error.add_note(
-                f"{self._checkpoint} is resumed from. With TrainingArguments(ignore_data_skip=True) the epoch begins "
-                f"anew, so that samples of it are repeated."
+                "With TrainingArguments(ignore_data_skip=True) the epoch begins anew, with samples repeated."
             )
             raise
         left = dataloader._control.batches_left(dataloader, rank) if sized else None
@@ -213,7 +205,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             epoch, left = epoch + 1, batches
         steps_before, steps_left = (batches - left) // accumulation, -(-left // accumulation)
         before = steps_before * accumulation
-        self._resumed = _Resumed(epoch, before, before + left, steps_before + steps_left)
+        self._resumed = epoch, before, before + left, steps_before + steps_left
         done = (epoch + 1) * steps_per_epoch - steps_left  # in the present numbers
         if step == done or not sized:
             return values
@@ -223,9 +215,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         else:
             last_step = step + max(math.ceil(args.num_train_epochs * steps_per_epoch) - done, 0)
         warnings.warn(
-            f"{self._checkpoint} was saved with other numbers of ranks, samples in a batch or batches in a step. Of "
-            f"epoch {epoch}, {left} of {batches} batches are left for each rank. Training ends after step "
-            f"{last_step}, by which the learning rate is scheduled.",
+            f"saved with other numbers of ranks, samples in a batch or batches in a step. Of epoch {epoch}, {left} of "
+            f"{batches} batches are left for each rank. Training ends after step {last_step}",
             UserWarning,
             stacklevel=2,
         )
@@ -233,18 +224,19 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         trained = super()._init_training_state(*args, **kwargs)
-        return trained if self._resumed is None else (self._resumed.epoch, self._resumed.before)
+        return trained if self._resumed is None else self._resumed[:2]
 
     def _run_epoch(self, **arguments: Any) -> None:
         resumed, self._resumed = self._resumed, None
         loader = arguments["train_dataloader"]
         if resumed is not None:
-            arguments.update(steps_in_epoch=resumed.batches, num_update_steps_per_epoch=resumed.steps)
-            loader.set_epoch(resumed.epoch)  # which streams of Hugging Face need, also before a restored epoch
-            if resumed.before:  # which accelerate.skip_first_batches drops
-                rest = _Rest(loader, resumed.before)
+            epoch, before, batches, steps = resumed
+            arguments.update(steps_in_epoch=batches, num_update_steps_per_epoch=steps)
+            loader.set_epoch(epoch)  # which streams of Hugging Face need, also before a restored epoch
+            if before:  # which accelerate.skip_first_batches drops
+                rest = _Rest(loader, before)
                 arguments["train_dataloader"] = torch.utils.data.DataLoader(
-                    rest, batch_size=None, collate_fn=_same, generator=torch.Generator()
+                    rest, batch_size=None, collate_fn=lambda batch: batch, generator=torch.Generator()
                 )
         super()._run_epoch(**arguments)
 
@@ -270,15 +262,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 loader.close()
 
 
-class _Resumed(NamedTuple):
-    """An epoch that is continued, counted so that the step which comes next begins with its first batch."""
-
-    epoch: int
-    before: int  # batches, of whole steps
-    batches: int  # of the epoch; of a stream of unknown length, no less
-    steps: int  # of the epoch
-
-
 class _Rest(IterableDataset[Any]):
     """The rest of a loader's epoch, after nothing in place of each batch before, which is to be dropped."""
 
@@ -288,7 +271,3 @@ class _Rest(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.chain(itertools.repeat(None, self._before), self._loader)
-
-
-def _same(batch: Any) -> Any:
-    return batch

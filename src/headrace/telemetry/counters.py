@@ -1,4 +1,4 @@
-"""The counts of a loader, and the frozen copy that `stats()` returns."""
+"""The counts of a loader and its last batches: the source of `stats()`, reports, traces and exporters."""
 
 from __future__ import annotations
 
@@ -6,19 +6,63 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-from headrace._core.batches import HostBatch, RequestCounts
+from headrace._core.batches import FetchTimes, HostBatch, RequestCounts, StageTimes
 from headrace._core.failure import Failure, Stage
 from headrace._core.text import short_repr, shorten
-from headrace.telemetry.batch_log import BatchLog
 
-__all__ = ["Counters", "LoaderStats", "SkipRecord", "counters_of"]
+__all__ = ["KEPT", "BatchRecord", "Counters", "LoaderStats", "SkipRecord", "counters_of"]
 
-KEPT = 100  # skips of which a record is kept
+KEPT = 4096  # batches
+SKIPS = 100  # of which a record is kept
 MESSAGE_LIMIT = 500  # characters of an exception's message in it
+
+
+class BatchRecord(NamedTuple):
+    """A batch that `next()` returned.
+
+    Attributes:
+        iteration: number of the loader's iteration, from 1.
+        number: of the batch, in its epoch.
+        size: number of samples.
+        planned: when it was sampled, in seconds of `time.perf_counter`, as all times here.
+        times: when it passed the stages of the engine.
+        called: when `next()` was called.
+        taken: when the batch was there.
+        refilled: when the next plans had been sampled and sent.
+        returned: when `next()` returned it.
+        ready: number of batches that were ready after it was taken.
+        requests: requests to stores since the batch before it.
+        cpu: CPU seconds of the consumer's thread until `returned`.
+        skipped: samples skipped since the batch before it, its own included.
+        fetches: single fetches that ended since then; only for the subscribers of `Counters.trace_all`.
+    """
+
+    iteration: int
+    number: int
+    size: int
+    planned: float
+    times: StageTimes
+    called: float
+    taken: float
+    refilled: float
+    returned: float
+    ready: int
+    requests: RequestCounts | None
+    cpu: float = 0.0
+    skipped: int = 0
+    fetches: FetchTimes | None = None
+
+
+# The same as a plain tuple, which takes half the time to make.
+_Fields: TypeAlias = tuple[
+    int, int, int, float, StageTimes, float, float, float, float, int, RequestCounts | None, float, int
+]
+
+Subscriber = Callable[[BatchRecord], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,50 +155,56 @@ class LoaderStats:
         return min(1.0, self.wait_seconds / self.elapsed_seconds) if self.elapsed_seconds else 0.0
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+_changing = threading.Lock()
+
+
 class Counters:
-    """The counts of one loader, written on the consumer's thread by whichever iterator delivers."""
+    """The counts of one loader and its last batches, written on the consumer's thread by whichever iterator delivers.
 
-    name: str = "loader"
-    placement: str = "not started"
-    epochs: int = 0
-    batches: int = 0
-    samples: int = 0
-    skipped_samples: int = 0
-    skipped: deque[SkipRecord] = field(default_factory=lambda: deque(maxlen=KEPT))
-    replaced_batches: int = 0
-    discarded_batches: int = 0
-    worker_deaths: int = 0
-    requests: RequestCounts = field(default_factory=RequestCounts)
-    log: BatchLog = field(init=False)
-    _counted: RequestCounts | None = None
-    _began: float | None = None
-    last: float = 0.0  # the end of the last delivery or wait
-    _waited: float = 0.0
-    _waiting: int = 0  # consumers, in threads or tasks of their own
-    _waiting_since: float = 0.0
-    _lock: threading.RLock = field(default_factory=threading.RLock)  # stats() in a signal handler
-    _open: set[object] = field(default_factory=set)  # iterations that are neither over nor closed
+    Subscribers are given each batch as it is delivered, on that thread. Attributes that `LoaderStats` has too are
+    described there.
 
-    def __post_init__(self) -> None:
-        self.log = BatchLog(self.name)
+    Args:
+        name: of the loader, for people: its dataset's class.
+
+    Attributes:
+        traced: whether single fetches are measured, for the subscribers of `trace_all`.
+    """
+
+    traced: ClassVar[bool] = False
+    _traces: ClassVar[tuple[Callable[[Counters, BatchRecord], None], ...]] = ()
+
+    def __init__(self, name: str = "loader") -> None:
+        self.name = name
+        self.placement = "not started"
+        self.epochs = self.batches = self.samples = self.skipped_samples = 0
+        self.replaced_batches = self.discarded_batches = self.worker_deaths = 0
+        self.skipped: deque[SkipRecord] = deque(maxlen=SKIPS)
+        self.requests = RequestCounts()
+        self._counted: RequestCounts | None = None
+        self._began: float | None = None
+        self._last = self._waited = 0.0
+        # Of this object, and not of its copies:
+        self._kept: deque[_Fields] = deque(maxlen=KEPT + 1)  # with the one before those that `records` returns
+        self._subscribers: tuple[Subscriber, ...] = ()
+        self._open: set[object] = set()  # iterations that are neither over nor closed
+        self._waiting = 0  # consumers, in threads or tasks of their own
+        self._waiting_since = 0.0
+        self._lock = threading.RLock()  # stats() in a signal handler
 
     def __getstate__(self) -> dict[str, object]:
-        """A copy of a loader has its counts, no iteration, and no consumer that waits."""
-        left = ("_lock", "_open", "_waiting", "_waiting_since", "log")
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in left}
+        """A copy of a loader has its counts, no batches, no iteration, and no consumer that waits."""
+        return {name: value for name, value in vars(self).items() if name not in _UNCOPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Counters.__init__(self)
-        for name, value in state.items():
-            setattr(self, name, value)
-        self.log = BatchLog(self.name)
+        vars(self).update(state)
 
     def begin(self) -> None:
         """Count an iteration."""
         self.epochs += 1
         if self._began is None:
-            self._began = self.last = time.perf_counter()
+            self._began = self._last = time.perf_counter()
 
     @property
     def iterating(self) -> bool:
@@ -183,18 +233,39 @@ class Counters:
         finally:
             with self._lock:
                 self._waiting -= 1
-                self.last = time.perf_counter()
+                self._last = time.perf_counter()
                 if not self._waiting:
-                    self._waited += self.last - self._waiting_since
+                    self._waited += self._last - self._waiting_since
+
+    def delivered(self, record: _Fields, fetches: FetchTimes | None, *, repeat: bool) -> None:
+        """Count a batch that `next()` returns, as the fields of its `BatchRecord`.
+
+        Args:
+            record: its fields but the last.
+            fetches: that one.
+            repeat: whether it is in place of a batch that was lost.
+        """
+        self.batches += 1
+        self.samples += record[2]
+        self._last = record[8]
+        if repeat:
+            self.replaced_batches += 1
+        if record[10] is not None:
+            self._add(record[10])
+        self._kept.append(record)
+        for subscriber in self._subscribers:
+            subscriber(BatchRecord(*record))
+        for trace in self._traces:
+            trace(self, BatchRecord(*record, fetches))
 
     def skip(self, host: HostBatch) -> None:
         """Count the skipped samples of a batch."""
         self.skipped_samples += len(host.plan.indices) - host.size
-        self.skipped.extend(map(SkipRecord.of, host.failures[-KEPT:]))
+        self.skipped.extend(map(SkipRecord.of, host.failures[-SKIPS:]))
         if host.requests is not None:
-            self.add_requests(host.requests)
+            self._add(host.requests)
 
-    def add_requests(self, more: RequestCounts) -> None:
+    def _add(self, more: RequestCounts) -> None:
         """Add the requests of a batch, once, though it may be skipped in part and delivered."""
         if more is not self._counted:
             self._counted = more
@@ -203,12 +274,54 @@ class Counters:
     def snapshot(self) -> LoaderStats:
         """A frozen copy; a wait in progress counts up to now."""
         with self._lock:
-            last = time.perf_counter() if self._waiting else self.last
+            last = time.perf_counter() if self._waiting else self._last
             waited = self._waited + (last - self._waiting_since if self._waiting else 0.0)
         counts = {each.name: getattr(self, each.name) for each in fields(LoaderStats) if hasattr(self, each.name)}
         elapsed = last - self._began if self._began is not None else 0.0
         counts |= {"skipped": tuple(self.skipped), "wait_seconds": waited, "elapsed_seconds": elapsed}
         return LoaderStats(**counts)
+
+    def records(self, last: int = KEPT) -> list[BatchRecord]:
+        """The batches of the iteration begun last, at most so many (4,096).
+
+        The first of them has a wait of 0 s where it is not the first of its iteration, whose wait is the start-up.
+        """
+        kept = list(self._kept)[-last - 1 :]
+        found = [BatchRecord(*each) for each in kept if each[0] == kept[-1][0]]
+        if len(found) > last:
+            found[:2] = [found[1]._replace(called=found[1].returned)]
+        return found
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Call `subscriber` with each batch from now on."""
+        self._subscribers += (subscriber,)
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """End this; any number of times."""
+        self._subscribers = tuple(each for each in self._subscribers if each != subscriber)
+
+    @staticmethod
+    def trace_all(subscriber: Callable[[Counters, BatchRecord], None]) -> Callable[[], None]:
+        """Call `subscriber` with each batch of every loader, and have single fetches measured, until it is ended.
+
+        Loaders that run change over when they deliver their next batch.
+
+        Returns:
+            A function that ends this.
+        """
+        with _changing:
+            Counters._traces += (subscriber,)
+            Counters.traced = True
+
+        def end() -> None:
+            with _changing:
+                Counters._traces = tuple(each for each in Counters._traces if each is not subscriber)
+                Counters.traced = bool(Counters._traces)
+
+        return end
+
+
+_UNCOPIED = frozenset({"_kept", "_subscribers", "_open", "_waiting", "_waiting_since", "_lock"})
 
 
 def counters_of(loader: Any, function: str) -> Counters:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 from headrace._core.batches import FetchLoad
 from headrace._version import __version__
 from headrace.errors import MissingExtraError
-from headrace.telemetry.batch_log import BatchRecord
-from headrace.telemetry.counters import Counters, LoaderStats, counters_of
+from headrace.telemetry.counters import BatchRecord, Counters, LoaderStats, counters_of
 from headrace.telemetry.figures import WAITS, waits_of
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class Export:
         self._iteration, self._cpu, self._blocked = 0, 0.0, 0.0  # the engine's sums, which begin anew with an engine
         self._counters: weakref.ref[Counters] = weakref.ref(counters, lambda _: self.close())
         self._on_value, self._exports = on_value, exports
-        self._unsubscribe = counters.log.subscribe(self._on_batch)
+        counters.subscribe(self._on_batch)
         exports[name] = self
 
     def _on_batch(self, record: BatchRecord) -> None:
@@ -91,7 +90,8 @@ class Export:
 
     def close(self) -> None:
         """End the export; any number of times."""
-        self._unsubscribe()
+        if (counters := self._counters()) is not None:
+            counters.unsubscribe(self._on_batch)
         if self._exports.get(self.name) is self:
             del self._exports[self.name]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace._core.batches import RequestCounts
-from headrace.telemetry.batch_log import BatchRecord
+from headrace.telemetry.counters import BatchRecord
 
 __all__ = ["WAITS", "Figures", "StageShare", "figures_of", "steps_of", "waits_of"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.telemetry.batch_log import BatchRecord
+from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import Diagnosis, Setup, diagnose
 from headrace.telemetry.figures import Figures, StageShare, figures_of
 from headrace.telemetry.formatting import rate, seconds, share

@@ -16,6 +16,7 @@ import json
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,7 +26,7 @@ import numpy as np
 from headrace._core.ranks.rankinfo import get_rank_info
 from headrace._core.text import add_note
 from headrace._version import __version__
-from headrace.telemetry.batch_log import BatchLog, BatchRecord
+from headrace.telemetry.counters import BatchRecord, Counters
 from headrace.telemetry.figures import steps_of
 
 __all__ = ["trace"]
@@ -75,7 +76,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Path]:
     if "{rank}" in written:
         written = written.replace("{rank}", str(get_rank_info().rank))
     trace = _Trace(Path(written))
-    end = BatchLog.trace_all(trace.add)
+    end = Counters.trace_all(trace.add)
     raised: BaseException | None = None
     try:
         yield Path(written)
@@ -96,11 +97,12 @@ class _Trace:
     def __init__(self, path: Path) -> None:
         self._pid = os.getpid()
         self._error: BaseException | None = None
-        self._waiting: queue.Queue[tuple[BatchLog, BatchRecord, int]] = queue.Queue(WAITING)
+        self._waiting: queue.Queue[tuple[Counters, BatchRecord, int]] = queue.Queue(WAITING)
         self._ending = threading.Event()
         # What the events so far have named and numbered, used by the thread alone:
         self._ids = 0
-        self._names: dict[BatchLog, str] = {}  # of loaders, as JSON; further ones of the same name are numbered
+        self._names: weakref.WeakKeyDictionary[Counters, str] = weakref.WeakKeyDictionary()  # of loaders, as JSON
+        self._named: dict[str, int] = {}  # loaders of the same class, which are numbered
         self._processes: set[int] = set()
         self._tracks: dict[tuple[int, object, int], tuple[int, int]] = {}  # id, end of the last slice
         self._last: dict[tuple[str, int], tuple[int, int, int]] = {}  # step: iteration, batch, end; by loader, thread
@@ -129,10 +131,10 @@ class _Trace:
                 ) from None
             raise
 
-    def add(self, log: BatchLog, record: BatchRecord) -> None:
+    def add(self, loader: Counters, record: BatchRecord) -> None:
         """Write a batch that is delivered; on the consumer's thread."""
         if os.getpid() == self._pid:  # not in a fork, which has no thread that writes
-            self._waiting.put((log, record, threading.get_native_id()))
+            self._waiting.put((loader, record, threading.get_native_id()))
 
     def _run(self) -> None:
         ending = False
@@ -165,14 +167,11 @@ class _Trace:
             self._raw.close()
         return self._error
 
-    def _events(self, log: BatchLog, record: BatchRecord, thread: int) -> str:
+    def _events(self, loader: Counters, record: BatchRecord, thread: int) -> str:
         """The events of a delivered batch, given the native id of the consumer's thread."""
-        if (name := self._names.get(log)) is None:
-            number, name = 1, json.dumps(log.name)
-            while name in self._names.values():
-                number += 1
-                name = json.dumps(f"{log.name} {number}")
-            self._names[log] = name
+        if (name := self._names.get(loader)) is None:
+            number = self._named[loader.name] = self._named.get(loader.name, 0) + 1
+            name = self._names[loader] = json.dumps(loader.name if number == 1 else f"{loader.name} {number}")
         flow = self._next_id()
         journey, fetch = self._journey(record, name, flow), self._fetch(record, name, flow)
         work, consumer = self._work(record, name, flow, thread), self._consumer(record, name, flow, thread)

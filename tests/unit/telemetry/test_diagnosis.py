@@ -3,7 +3,7 @@
 import pytest
 
 from headrace._core.batches import FetchLoad, RequestCounts, StageTimes
-from headrace.telemetry.batch_log import BatchRecord
+from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import Setup
 from headrace.telemetry.figures import WAITS
 from headrace.telemetry.report import make_report

@@ -18,8 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import headrace as hr
 from headrace._core.batches import RequestCounts, StageTimes
-from headrace.telemetry.batch_log import BatchRecord
-from headrace.telemetry.counters import Counters, LoaderStats
+from headrace.telemetry.counters import BatchRecord, Counters, LoaderStats
 from headrace.telemetry.exporters import BOUNDS, METRICS, Export
 
 
@@ -82,7 +81,8 @@ def test_each_number_of_the_stats_is_a_metric(export):
 def test_engine_seconds_continue_when_a_new_engine_counts_from_zero(counters, export):
     for iteration, cpu in [(1, 1.0), (1, 3.0), (1, 2.0), (2, 4.0), (3, 0.5), (3, 0.75), (2, 0.6)]:
         times = StageTimes(1.0, 1.0, 1.0, 0.0, 0.0, 1.0, nbytes=100, engine_cpu=cpu, blocked=cpu / 10)
-        counters.log.add(BatchRecord(iteration, 0, 4, 1.0, times, 1.0, 1.5, 1.5, 1.5, 3, None)[:-1])
+        record = BatchRecord(iteration, 0, 4, 1.0, times, 1.0, 1.5, 1.5, 1.5, 3, None)
+        counters.delivered(record[:-1], None, repeat=False)
     assert (export.event_loop_cpu, round(export.event_loop_blocked, 9)) == (4.75, 0.475)
     assert (export.fetched, sum(export.step_waits.values())) == (700, 3.5)
 

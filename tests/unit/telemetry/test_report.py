@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace.telemetry.batch_log import KEPT
+from headrace.telemetry.counters import KEPT
 
 
 class Numbers(hr.AsyncDataset):
@@ -45,7 +45,7 @@ def test_times_of_a_batch_are_in_the_order_of_the_stages(dataset, options):
     with hr.DataLoader(dataset, 2, **options) as loader:
         assert sum(len(batch) for batch in loader) == 64
         report = loader.report()
-        log = loader._control.counters.log.records()
+        log = loader._control.counters.records()
     assert report.batches == 31
     assert report.samples == 62
     assert 0.0 <= report.wait_share <= 1.0
@@ -67,7 +67,7 @@ def test_report_is_of_the_last_iteration():
             if number == 7:
                 break
         assert loader.report().batches == 7
-        assert [record.iteration for record in loader._control.counters.log.records()] == [2] * 8
+        assert [record.iteration for record in loader._control.counters.records()] == [2] * 8
 
 
 class FirstFails(Numbers):
@@ -110,11 +110,11 @@ def test_pickled_loader_leaves_its_log_behind():
 def test_subscribers_get_each_batch_until_they_leave():
     seen = []
     with hr.DataLoader(Numbers(), 4) as loader:
-        leave = loader._control.counters.log.subscribe(lambda record: seen.append(record.number))
+        loader._control.counters.subscribe(seen.append)
         list(loader)
-        leave()
+        loader._control.counters.unsubscribe(seen.append)
         list(loader)
-    assert seen == list(range(16))
+    assert [record.number for record in seen] == list(range(16))
 
 
 async def test_async_iteration_out_of_order_is_reported():
@@ -168,7 +168,7 @@ def test_one_request_of_a_batch_is_timed(tmp_path, if_match):
     with hr.DataLoader(dataset, 2, collate_fn=len, concurrency=2) as loader:
         list(loader)
         report = loader.report()
-        log = loader._control.counters.log.records()
+        log = loader._control.counters.records()
     assert sum(bool(record.times.request_seconds) for record in log) >= 2
     assert len(report.request_seconds) == len(report.first_byte_seconds) == 3
     assert all(record.times.first_byte <= record.times.request_seconds for record in log)

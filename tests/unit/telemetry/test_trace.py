@@ -318,7 +318,7 @@ def test_fork_leaves_the_file_alone(tmp_path):
 def test_nothing_is_measured_without_a_trace(tmp_path):
     with hr.DataLoader(Photos(), BATCH, concurrency=4) as loader:
         seen = []
-        loader._control.counters.log.subscribe(lambda record: seen.append(record.fetches))
+        loader._control.counters.subscribe(lambda record: seen.append(record.fetches))
         list(loader)
         with hr.trace(tmp_path / "t.json"):
             list(loader)

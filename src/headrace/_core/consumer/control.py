@@ -534,7 +534,7 @@ class LoaderControl:
         """The report on the iteration begun last."""
         from headrace.telemetry.report import make_report
 
-        return make_report(self.counters.log.records(), self.setup(loader))
+        return make_report(self.counters.records(), self.setup(loader))
 
     def close_epochs(self) -> None:
         """Close the open epochs; does not wait."""

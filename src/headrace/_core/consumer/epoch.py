@@ -116,7 +116,7 @@ class Epoch:
         self._finalizer = weakref.finalize(self, _end_iteration, session, counters, counters.open_iteration())
         self._finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
         self._traced = False
-        if counters.log.traced:
+        if counters.traced:
             self._follow_trace()
         if look_ahead is not None:
             self._fill()
@@ -171,19 +171,12 @@ class Epoch:
                 self._progress.on_batch(host, counts, given=True)
             raise
         self._progress.on_batch(host, counts, given=True)
-        counters.batches += 1
-        counters.samples += size
-        counters.last = returned
-        if plan.repeat:
-            counters.replaced_batches += 1
-        if requests is not None:
-            counters.add_requests(requests)
-        log, skipped = counters.log, counters.skipped_samples
-        if log.traced is not self._traced:
+        skipped = counters.skipped_samples
+        if counters.traced is not self._traced:
             self._follow_trace()
         if returned - self._cpu_read > CPU_READING:
             self._cpu, self._cpu_read = time.thread_time(), returned
-        log.add(
+        counters.delivered(
             (
                 self._iteration,
                 plan.number,
@@ -200,6 +193,7 @@ class Epoch:
                 skipped - self._skipped,
             ),
             fetches,
+            repeat=plan.repeat,
         )
         self._skipped = skipped
         return batch
@@ -282,7 +276,7 @@ class Epoch:
 
     def _follow_trace(self) -> None:
         """Have single fetches measured while a trace is written."""
-        self._traced = self._counters.log.traced
+        self._traced = self._counters.traced
         self._session.send(TraceRequest(self._traced))
 
     # The end.

@@ -1,15 +1,17 @@
-"""The child process that runs the programs of a test module, one after the other, each inside `watch`."""
+"""The child process that runs the programs of tests, one after the other, each inside `watch`."""
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
+import logging
 import pathlib
 import pickle
 import signal
 import socket
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 
 import obstore
@@ -35,10 +37,13 @@ def serve(descriptor: int) -> None:
 
 def run(program: bytes, within: float) -> str | None:
     try:
-        with watch(within):
+        with watch(within), warnings.catch_warnings():
             pickle.loads(program)()
     except BaseException:
         return traceback.format_exc()
+    finally:
+        logging.root.handlers.clear()  # of a program that looks at what is logged: standard error is for the next one
+        logging.root.setLevel(logging.WARNING)
     return None
 
 

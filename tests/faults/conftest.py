@@ -3,8 +3,8 @@
 From inside: descriptors, threads, child processes and named shared memory are counted before and after (`watching`).
 From outside: the exit status, a clock, and the phrases of leaks on standard error.
 
-`script` runs a program in a child of its own. `case` runs it in a child that serves a whole test module: importing
-torch, there and in the zygote, takes longer than most programs do.
+`script` runs a program in a child of its own. `case` runs it in a child that serves all tests, with its zygote and
+whatever else is made once: that takes longer than most programs do.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Case = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """The parent of all modules' children; each leads a session, by which its descendants are found."""
+    """The parent of all children; each leads a session, by which its descendants are found."""
     with Forks(*OPTIONS) as parent:
         yield parent
 
@@ -80,7 +80,7 @@ def _assert_no_leak_phrase(stderr: str) -> None:
 
 
 class Resident:
-    """The child of one test module; replaced after a program has killed it or hangs in it."""
+    """The child that runs programs; replaced after one has killed it or hangs in it."""
 
     def __init__(self, forks: Forks) -> None:
         self._forks = forks
@@ -153,9 +153,9 @@ def session_of(leader: int) -> list[int]:
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def resident(forks: Forks) -> Iterator[Resident]:
-    """The child that runs this module's programs."""
+    """The child that runs the programs of all modules."""
     child = Resident(forks)
     yield child
     child.close()
@@ -163,7 +163,7 @@ def resident(forks: Forks) -> Iterator[Resident]:
 
 @pytest.fixture
 def case(resident: Resident) -> Case:
-    """Run a program in the module's child: it must not fail, leave anything behind, or print the phrases of leaks.
+    """Run a program in the one child: it must not fail, leave anything behind, or print the phrases of leaks.
 
     `within`: seconds until nothing may be left, for programs that kill processes. Returns standard error.
     """

@@ -54,49 +54,35 @@ def printed(done):
 
 
 def test_the_first_iteration_uses_the_process_that_was_started_with_the_loader(run):
-    def program():
-        made = loader()
-        started = helper()
-        assert started is not None
-        batches = [batch.tolist() for batch in made]
-        print(batches == [[0, 1], [2, 3]], helper() == started)
-        os.environ["A_VARIABLE"] = "1"  # from the first use on it is kept
-        assert len(list(loader())) == 2
-        print(helper() == started)
-
-    assert printed(run(program)) == ["True"] * 3
-
-
-def test_engines_and_workers_import_nothing_of_headrace_after_their_fork(run):
+    """Engines and workers import nothing of headrace, and get variables that were set after the loader was made."""
     listed = f"import {launch.IMPORTED}; [getattr(headrace, name) for name in headrace.__all__]"
     listed += "; import sys; print(*sys.modules)"
-    in_helper = set(
-        subprocess.run([sys.executable, "-c", listed], check=True, capture_output=True, text=True).stdout.split()
-    )
+    command = [sys.executable, "-c", listed]
+    in_helper = set(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
 
     def headraces():
         return {name for name in list(sys.modules) if name.startswith("headrace")}
 
     class Imported(Numbers):
         async def aget(self, index):
-            return headraces()
+            return headraces(), os.environ["A_VARIABLE"]
 
     def program():
+        options = {"num_workers": 1, "collate_fn": list}
         made = hr.DataLoader(
-            Imported(), 4, num_workers=1, transform=lambda engine: engine | headraces(), collate_fn=list
+            Imported(), 4, transform=lambda engine: (*engine, headraces(), os.environ["A_VARIABLE"]), **options
         )
-        print(next(iter(made))[0] <= in_helper)
-
-    assert printed(run(program)) == ["True"]
-
-
-def test_a_variable_that_is_set_after_the_loader_was_made_reaches_workers(run):
-    def program():
-        made = loader(transform=lambda _: int(os.environ["A_VARIABLE"]), collate_fn=list)
+        started = helper()
+        assert started is not None
         os.environ["A_VARIABLE"] = "7"
-        print(next(iter(made))[0] == 7)
+        engine, engines_variable, worker, workers_variable = next(iter(made))[0]
+        assert (engines_variable, workers_variable) == ("7", "7")
+        print(engine | worker <= in_helper, helper() == started)
+        os.environ["A_VARIABLE"] = "1"  # from the first use on the process is kept
+        assert [batch.tolist() for batch in loader()] == [[0, 1], [2, 3]]
+        print(helper() == started)
 
-    assert printed(run(program)) == ["True"]
+    assert printed(run(program)) == ["True"] * 3
 
 
 def test_a_loader_that_is_never_iterated_leaves_no_process(run):

@@ -8,14 +8,13 @@ import pathlib
 import random
 import re
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import headrace as hr
-from tests.faults.test_engines import digest, ignored_deaths, samples_of
+from tests.faults.test_engines import digest, ignored_deaths, killing, samples_of
 from tests.faults.watching import engines_of, first_call, kill
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
@@ -46,13 +45,6 @@ def new(folder: str, transform: Any = noisy, lanes: int | None = None, **options
     loader = hr.DataLoader(data, 4, seed=7, transform=transform, **options)
     loader._control._lanes.wanted = lanes or loader._control._lanes.wanted
     return loader
-
-
-def killed(loader: hr.DataLoader, moments: set[int], draw: random.Random) -> Iterator[Any]:
-    for number, batch in enumerate(loader):
-        yield batch
-        if number in moments:
-            kill(draw.choice(engines_of(loader)))
 
 
 def test_batches_are_the_same_for_any_number_of_engines(case: Any, folder: str) -> None:
@@ -97,9 +89,9 @@ def test_order_and_bytes_survive_random_kills(case: Any, folder: str) -> None:
         draw, died = random.Random(kills), 0
         with new(folder, lanes=5) as expected, new(folder, lanes=5, engines=3) as loader, ignored_deaths():
             while died < kills:
-                moments = set(draw.sample(range(85), min(4, kills - died)))
+                moments = {number: [draw.randrange(3)] for number in draw.sample(range(85), min(4, kills - died))}
                 died += len(moments)
-                assert digest(killed(loader, moments, draw)) == digest(expected)
+                assert digest(killing(loader, moments)) == digest(expected)
 
     case(functools.partial(program, folder, KILLS))
 

@@ -27,37 +27,27 @@ class NeverAnswers(Numbers):
         await asyncio.Event().wait()
 
 
-def test_ctrl_c_interrupts_next(forks: Forks) -> None:
+@pytest.mark.parametrize("runner", [None, asyncio.run, uvloop.run], ids=["for", "asyncio", "uvloop"])
+def test_ctrl_c_interrupts_the_wait_for_a_batch(forks: Forks, runner: Callable[..., object] | None) -> None:
     def program() -> None:
         # The first wait of a process makes a socket pair; interrupted there, Python would report it as not closed.
         wait_readable(timeout=0.0)
-        iterator = iter(hr.DataLoader(NeverAnswers(8), batch_size=4, num_workers=1))
+        loader = hr.DataLoader(NeverAnswers(8), batch_size=4, num_workers=1)
+
+        async def wait():
+            stream = aiter(loader)
+            asyncio.get_running_loop().call_soon(lambda: print("waiting", flush=True))
+            await anext(stream)
+
         try:
+            if runner is not None:
+                runner(wait())
+            iterator = iter(loader)
             print("waiting", flush=True)
             next(iterator)
         except KeyboardInterrupt:
             print("interrupted", flush=True)
 
-    assert_interrupted(forks, program)
-
-
-@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-def test_ctrl_c_interrupts_anext(forks: Forks, runner: Callable[..., object]) -> None:
-    def program() -> None:
-        async def drain():
-            stream = aiter(hr.DataLoader(NeverAnswers(8), batch_size=4, num_workers=1))
-            asyncio.get_running_loop().call_soon(lambda: print("waiting", flush=True))
-            await anext(stream)
-
-        try:
-            runner(drain())
-        except KeyboardInterrupt:
-            print("interrupted", flush=True)
-
-    assert_interrupted(forks, program)
-
-
-def assert_interrupted(forks: Forks, program: Callable[[], object]) -> None:
     with forks.start(program) as process:
         assert process.stdout.readline() == "waiting\n"
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -66,8 +56,7 @@ def assert_interrupted(forks: Forks, program: Callable[[], object]) -> None:
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("consumer", ["waiting", "training"])
-@pytest.mark.parametrize("placement", ["thread", "process"])
+@pytest.mark.parametrize(("placement", "consumer"), [("thread", "training"), ("process", "waiting")])
 def test_workers_and_zygote_end_when_the_trainer_is_killed(forks: Forks, placement: str, consumer: str) -> None:
     def program() -> None:
         def busy(index):
@@ -106,19 +95,20 @@ class TorchNumbers(torch.utils.data.Dataset):
         return index
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
-def test_workers_of_multiprocessing_end_when_the_trainer_is_killed(forks: Forks, start: str) -> None:
+# Forks of the trainer, of which the second has the sockets of the first; children of another process.
+@pytest.mark.parametrize(("start", "num_workers"), [("fork", 2), ("forkserver", 1)])
+def test_workers_of_multiprocessing_end_when_the_trainer_is_killed(forks: Forks, start: str, num_workers: int) -> None:
     def program() -> None:
-        loader = hr.DataLoader(TorchNumbers(), batch_size=4, num_workers=2, multiprocessing_context=start)
+        loader = hr.DataLoader(TorchNumbers(), batch_size=4, num_workers=num_workers, multiprocessing_context=start)
         iterator = iter(loader)
         next(iterator)
-        for worker in multiprocessing.active_children():
-            print(worker.pid, flush=True)
+        print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)
         threading.Event().wait()
 
     with forks.start(program) as process:
-        descriptors = [os.pidfd_open(int(process.stdout.readline())) for _ in range(2)]
+        descriptors = [os.pidfd_open(int(pid)) for pid in process.stdout.readline().split()]
+        assert len(descriptors) == num_workers
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
-    for descriptor in descriptors:
-        wait_for_exit(descriptor)
+        for descriptor in descriptors:
+            wait_for_exit(descriptor)

@@ -6,7 +6,7 @@ import subprocess
 
 import headrace as hr
 
-STOP = 0.3  # seconds: the length of the stop under test
+STOP = 0.3  # seconds: the length of each stop
 
 
 class Computing(hr.AsyncDataset):
@@ -23,7 +23,7 @@ def test_a_stopped_process_is_no_cause_of_a_warning(script):
         handler = logging.Handler()
         handler.emit = lambda record: messages.append(record.getMessage())
         logging.getLogger("headrace").addHandler(handler)
-        commands = f"for i in 1 2 3 4; do kill -STOP {os.getpid()}; sleep {STOP}; kill -CONT {os.getpid()}; done"
+        commands = f"for i in 1 2; do kill -STOP {os.getpid()}; sleep {STOP}; kill -CONT {os.getpid()}; done"
         with hr.DataLoader(Computing(), batch_size=10, placement="thread") as loader:
             stopping = None
             while stopping is None or stopping.poll() is None:  # user code computes on the loop when it is stopped

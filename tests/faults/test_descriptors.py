@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import os
 from typing import Any
 
@@ -18,11 +17,10 @@ from tests.faults.watching import Numbers, kill, sidecar, text_of, watch, worker
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
-ASYNC = [*itertools.product(["thread", "process"], [0, 2])]
-ASYNC_SETTINGS = pytest.mark.parametrize(("placement", "num_workers"), ASYNC, ids=str)
-SETTINGS = pytest.mark.parametrize(("placement", "num_workers"), [*ASYNC, ("torch dataset", 2)], ids=str)
+WHERE = pytest.mark.parametrize("where", ["thread", "process"])
 
 FEW = (*range(8), *range(8, 62, 3))  # free descriptors
+WORKERS = 2
 
 
 class Large(Numbers):
@@ -40,10 +38,10 @@ class LargeTorch(torch.utils.data.Dataset):
         return torch.full((4096,), index)
 
 
-def new_loader(placement, num_workers):
-    if placement == "torch dataset":
-        return hr.DataLoader(LargeTorch(), 4, num_workers=num_workers, transform=abs)
-    return hr.DataLoader(Large(24), 4, placement=placement, concurrency=8, num_workers=num_workers, transform=abs)
+def new_loader(where):
+    if where == "torch dataset":
+        return hr.DataLoader(LargeTorch(), 4, num_workers=WORKERS, transform=abs)
+    return hr.DataLoader(Large(24), 4, placement=where, concurrency=8, num_workers=WORKERS, transform=abs)
 
 
 def epoch(loader):
@@ -73,13 +71,13 @@ def epoch(loader):
     return delivered, errors
 
 
-def until_one_is_whole(placement, num_workers, shortage, numbers, more_than=5):
+def until_one_is_whole(where, shortage, numbers, more_than=5):
     """Epochs in a shortage of each number, every one followed by one without; ends with the first that is whole."""
     for number in numbers:
         with watch(within=5):
-            with new_loader(placement, num_workers) as loader, shortage(number) as opens:
+            with new_loader(where) as loader, shortage(number) as opens:
                 whole = epoch(loader) == (6, [])
-            with new_loader(placement, num_workers) as loader:
+            with new_loader(where) as loader:
                 assert epoch(loader) == (6, [])
         if whole and not (opens and opens.reached):
             assert number > more_than
@@ -87,37 +85,34 @@ def until_one_is_whole(placement, num_workers, shortage, numbers, more_than=5):
     raise AssertionError("no epoch was whole")
 
 
-@ASYNC_SETTINGS
-def test_each_failing_open_is_at_most_one_error(case: Any, placement: str, num_workers: int) -> None:
-    case(lambda: until_one_is_whole(placement, num_workers, NthOpenFails, range(100)))
+@WHERE
+def test_each_failing_open_is_at_most_one_error(case: Any, where: str) -> None:
+    case(lambda: until_one_is_whole(where, NthOpenFails, range(100)))
 
 
-@SETTINGS
-def test_any_number_of_free_descriptors_is_enough_or_reported(case: Any, placement: str, num_workers: int) -> None:
-    case(lambda: until_one_is_whole(placement, num_workers, free_descriptors, FEW))
+@pytest.mark.parametrize("where", ["thread", "process", "torch dataset"])
+def test_any_number_of_free_descriptors_is_enough_or_reported(case: Any, where: str) -> None:
+    case(lambda: until_one_is_whole(where, free_descriptors, FEW))
 
 
-@pytest.mark.parametrize(("placement", "num_workers"), [("thread", 2), ("process", 0), ("process", 2)], ids=str)
-def test_shortage_in_the_zygote_is_reported_and_ends_nothing(case: Any, placement: str, num_workers: int) -> None:
+def test_shortage_in_the_zygote_is_reported_and_ends_nothing(case: Any) -> None:
     def program() -> None:
         zygote = launch._zygote.process.pid
         few = functools.partial(free_descriptors, pid=zygote)
-        until_one_is_whole(placement, num_workers, few, FEW[1:], more_than=2)
+        until_one_is_whole("process", few, FEW[1:], more_than=2)
         assert launch._zygote.process.pid == zygote
         assert launch._zygote.process.poll() is None
 
     case(program)
 
 
-@pytest.mark.parametrize("placement", ["thread", "process"])
-def test_worker_that_cannot_be_replaced_is_an_error_of_its_epoch(case: Any, placement: str) -> None:
+@WHERE
+def test_worker_that_cannot_be_replaced_is_an_error_of_its_epoch(case: Any, where: str) -> None:
     def program() -> None:
-        with hr.DataLoader(
-            Large(24), 4, num_workers=1, prefetch_factor=1, transform=abs, placement=placement
-        ) as loader:
+        with hr.DataLoader(Large(24), 4, num_workers=1, prefetch_factor=1, transform=abs, placement=where) as loader:
             iterator = iter(loader)
             assert next(iterator)[0, 0] == 0
-            own = placement == "thread"
+            own = where == "thread"
             (worker,) = workers() if own else [pid for pid in workers() if pid != sidecar(loader)]
             with free_descriptors(0, os.getpid() if own else sidecar(loader)):
                 kill(worker)

@@ -81,7 +81,7 @@ def test_many_interrupted_epochs_leave_nothing(script: Callable[..., Any]) -> No
 
         once()
         with watch():
-            for _ in range(20):
+            for _ in range(6):
                 once()
 
     script(program)
@@ -109,7 +109,7 @@ def test_loader_used_after_fork_starts_anew_and_parent_continues(script: Callabl
     script(program)
 
 
-@pytest.mark.parametrize(("placement", "num_workers"), [("thread", 0), ("thread", 2), ("process", 2)])
+@pytest.mark.parametrize(("placement", "num_workers"), [("thread", 0), ("process", 2)])
 def test_interpreter_exit_while_a_daemon_thread_iterates_loses_no_batch_silently(
     script: Callable[..., Any], placement: str, num_workers: int
 ) -> None:

@@ -47,35 +47,32 @@ CONTROL_FLOW = {
 }
 
 
-@pytest.mark.parametrize("death", DEATHS)
+DYING = dict(zip((5, 13, 21), DEATHS, strict=True))  # by index
+
+
 @PLACEMENTS
-def test_batch_is_retried_after_its_worker_dies_once(case: Any, placement: str, death: str, tmp_path: Path) -> None:
-    marker = str(tmp_path / "died")
+def test_batch_is_retried_after_its_worker_dies_once(case: Any, placement: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
 
     def program() -> None:
         def transform(index):
-            if index == 5 and first_call(marker):
-                DEATHS[death]()
+            if index in DYING and first_call(f"{folder}/{index}"):
+                DEATHS[DYING[index]]()
             return index
 
         with hr.DataLoader(Numbers(), 4, num_workers=2, transform=transform, placement=placement) as loader:
-            delivered, errors = drain(loader)
-        assert os.path.exists(marker)
-        assert not errors, errors
-        assert delivered == once_each(range(32)), delivered
+            assert drain(loader) == (once_each(range(32)), [])
+        assert len(os.listdir(folder)) == 3
 
     case(program)
 
 
-@pytest.mark.parametrize("death", DEATHS)
 @PLACEMENTS
-def test_sample_that_kills_every_worker_is_reported_and_costs_only_its_batch(
-    case: Any, placement: str, death: str
-) -> None:
+def test_sample_that_kills_every_worker_is_reported_and_costs_only_its_batch(case: Any, placement: str) -> None:
     def program() -> None:
         def transform(index):
-            if index == 5:
-                DEATHS[death]()
+            if index in DYING:
+                DEATHS[DYING[index]]()
             return index
 
         for on_error in ("raise", "skip"):
@@ -84,20 +81,23 @@ def test_sample_that_kills_every_worker_is_reported_and_costs_only_its_batch(
             ) as loader:
                 delivered, errors = drain(loader)
                 skipped = loader.stats().skipped
-            assert bool(errors) == (on_error == "raise"), (errors, skipped)
-            if not errors:
-                (record,) = skipped
-                assert (record.error, record.batch) == ("WorkerDiedError", 1), record
-                assert "on batch 1, indices [4, 5, 6, 7], attempt 2" in record.message, record
-                continue
-            (error,) = errors
-            assert type(error) is hr.errors.WorkerDiedError, error
-            assert error.batch == 1, error.batch
-            assert error.indices == (4, 5, 6, 7), error.indices
-            assert error.worker in (0, 1), error.worker
-            for words in (death, f"worker {error.worker} ", "on batch 1, indices [4, 5, 6, 7], attempt 2"):
-                assert words in str(error), error
-            assert delivered == once_each(range(4), range(8, 32)), delivered
+            failed = errors or skipped
+            assert (len(errors), len(skipped)) == ((3, 0) if on_error == "raise" else (0, 3)), (errors, skipped)
+            for failure, (index, death) in zip(failed, DYING.items(), strict=True):
+                indices = list(range(index - 1, index + 3))
+                text = f"on batch {index // 4}, indices {indices}, attempt 2"
+                assert failure.batch == index // 4, failure
+                if on_error == "skip":
+                    assert failure.error == "WorkerDiedError", failure
+                    assert text in failure.message, failure
+                    continue
+                assert type(failure) is hr.errors.WorkerDiedError, failure
+                assert failure.indices == tuple(indices), failure.indices
+                assert failure.worker in (0, 1), failure.worker
+                for words in (death, f"worker {failure.worker} ", text):
+                    assert words in str(failure), failure
+            if on_error == "raise":
+                assert delivered == once_each(range(4), range(8, 12), range(16, 20), range(24, 32)), delivered
 
     case(program)
 
@@ -118,8 +118,7 @@ def test_idle_workers_are_replaced_after_sigkill(case: Any, placement: str) -> N
     case(program)
 
 
-@PLACEMENTS
-def test_batch_is_retried_after_its_worker_dies_while_writing_it(case: Any, placement: str, tmp_path: Path) -> None:
+def test_batch_is_retried_after_its_worker_dies_while_writing_it(case: Any, tmp_path: Path) -> None:
     folder = str(tmp_path)
 
     def program() -> None:
@@ -170,7 +169,7 @@ def test_batch_is_retried_after_its_worker_dies_while_writing_it(case: Any, plac
         }
         for write, arguments in writes.items():
             marker = os.path.join(folder, write)
-            with hr.DataLoader(Numbers(), 4, num_workers=2, placement=placement, **arguments) as loader:
+            with hr.DataLoader(Numbers(), 4, num_workers=2, placement="process", **arguments) as loader:
                 delivered = collections.Counter()
                 for batch in loader:
                     tensor = batch if isinstance(batch, torch.Tensor) else batch[0]
@@ -182,56 +181,56 @@ def test_batch_is_retried_after_its_worker_dies_while_writing_it(case: Any, plac
     case(program)
 
 
-@pytest.mark.parametrize("stop", CONTROL_FLOW)
-@PLACEMENTS
-def test_control_flow_exceptions_of_user_code_are_errors_and_stop_nothing(case: Any, placement: str, stop: str) -> None:
+def test_control_flow_exceptions_of_user_code_are_errors_and_stop_nothing(case: Any) -> None:
     def program() -> None:
+        failing = 12 * len(CONTROL_FLOW)  # indices: of each exception three batches, one for each stage
+
+        def stop_at(index, place):
+            if index < failing and index % 12 == place:
+                raise list(CONTROL_FLOW.values())[index // 12]()
+
         class Stops(Numbers):
             async def aget(self, index):
-                if index == 1:
-                    raise CONTROL_FLOW[stop]()
+                stop_at(index, 1)
                 return index
 
         def transform(index):
-            if index == 5:
-                raise CONTROL_FLOW[stop]()
+            stop_at(index, 5)
             return index
 
         def collate(samples):
-            if 9 in samples:
-                raise CONTROL_FLOW[stop]()
+            stop_at(samples[1], 9)
             return torch.tensor(samples)
 
-        def initialise(worker):
-            if "worker_init_fn" in where:
-                raise CONTROL_FLOW[stop]()
-
-        arguments = {"num_workers": 2, "transform": transform, "collate_fn": collate, "worker_init_fn": initialise}
-        with hr.DataLoader(Stops(), 4, placement=placement, **arguments) as loader:
-            where = ()
+        arguments = {"num_workers": 2, "transform": transform, "collate_fn": collate, "placement": "process"}
+        with hr.DataLoader(Stops(failing + 20), 4, **arguments) as loader:
             delivered, errors = drain(loader)
-            assert delivered == once_each(range(12, 32)), delivered
-            before = [workers()]
+            assert delivered == once_each(range(failing, failing + 20)), delivered
+            before = workers()
             delivered, again = drain(loader)
-            assert delivered == once_each(range(12, 32)), delivered
-            assert [workers()] == before, "a worker was replaced"
-        for error, stage in zip(errors + again, ["fetch", "transform", "collate"] * 2, strict=True):
+            assert delivered == once_each(range(failing, failing + 20)), delivered
+            assert workers() == before, "a worker was replaced"
+        expected = [(name, stage) for name in CONTROL_FLOW for stage in ("fetch", "transform", "collate")]
+        for error, (name, stage) in zip(errors + again, expected * 2, strict=True):
             # Python itself makes a RuntimeError of a coroutine's StopIteration.
             by_python = stage == "fetch" and "coroutine raised StopIteration" in str(error)
-            assert by_python or (type(error) is hr.errors.ControlFlowError and stop in str(error)), error
+            assert by_python or (type(error) is hr.errors.ControlFlowError and name in str(error)), error
             assert f"stage {stage}" in text_of(error), text_of(error)
 
-        where = ("worker_init_fn",)
-        with hr.DataLoader(Numbers(8), 4, placement=placement, **arguments) as loader:
-            delivered, errors = drain(loader)
-        assert not delivered, delivered
-        assert [type(error) for error in errors] == [hr.errors.ControlFlowError] * 2, errors
+        for stop in CONTROL_FLOW.values():
+
+            def initialise(worker, stop=stop):
+                raise stop()
+
+            with hr.DataLoader(Numbers(8), 4, worker_init_fn=initialise, **arguments) as loader:
+                delivered, errors = drain(loader)
+            assert not delivered, delivered
+            assert [type(error) for error in errors] == [hr.errors.ControlFlowError] * 2, errors
 
     case(program)
 
 
-@PLACEMENTS
-def test_unpicklable_result_is_reported_and_costs_only_its_batch(case: Any, placement: str) -> None:
+def test_unpicklable_result_is_reported_and_costs_only_its_batch(case: Any) -> None:
     def program() -> None:
         class Locks(Numbers):
             async def aget(self, index):
@@ -248,24 +247,23 @@ def test_unpicklable_result_is_reported_and_costs_only_its_batch(case: Any, plac
             return torch.tensor(samples) if all(isinstance(sample, int) for sample in samples) else samples
 
         with hr.DataLoader(
-            Locks(), 4, num_workers=2, transform=transform, collate_fn=collate, placement=placement
+            Locks(), 4, num_workers=2, transform=transform, collate_fn=collate, placement="process"
         ) as loader:
             delivered, errors = drain(loader)
         assert delivered == once_each(range(12, 32)), delivered
         assert [type(error) for error in errors] == [hr.errors.NotPicklableError] * 3, errors
-        sample, lock, refusal = errors
-        assert "a fetched sample cannot be pickled" in str(sample), sample
-        assert "lock" in str(sample), sample
-        assert "the return value of collate_fn cannot be pickled" in str(lock), lock
-        assert "lock" in str(lock), lock
-        assert "not me" in str(refusal), refusal
-        assert "batch 2" in text_of(refusal), refusal
+        sample, lock, refusal = map(text_of, errors)
+        for text, words in (
+            (sample, ["a fetched sample cannot be pickled", "lock"]),
+            (lock, ["the return value of collate_fn cannot be pickled", "lock"]),
+            (refusal, ["not me", "batch 2"]),
+        ):
+            assert all(each in text for each in words), text
 
     case(program)
 
 
-@PLACEMENTS
-def test_exception_keeps_every_part_that_can_be_pickled(case: Any, placement: str) -> None:
+def test_exception_keeps_every_part_that_can_be_pickled(case: Any) -> None:
     def program() -> None:
         class TwoArguments(Exception):
             def __init__(self, one, two):
@@ -307,17 +305,16 @@ def test_exception_keeps_every_part_that_can_be_pickled(case: Any, placement: st
                 return fail(index)
 
         for dataset, transform in (Numbers(), fail), (Fails(), abs):
-            with hr.DataLoader(dataset, 4, num_workers=2, transform=transform, placement=placement) as loader:
+            with hr.DataLoader(dataset, 4, num_workers=2, transform=transform, placement="process") as loader:
                 delivered, errors = drain(loader)
             assert delivered == once_each(range(20, 32)), delivered
             two, lock, tensor, dies, speechless = errors
-            if placement == "process" or transform is fail:  # else it stays in its process
-                assert type(dies) is hr.errors.RemoteError, dies
-                assert "Dies: oh" in str(dies), dies
-                assert type(speechless) is Unprintable, speechless
-                assert not hasattr(speechless, "lock"), speechless
-                assert "in fail" in text_of(two), text_of(two)
-                assert not hasattr(lock, "held")
+            assert type(dies) is hr.errors.RemoteError, dies
+            assert "Dies: oh" in str(dies), dies
+            assert type(speechless) is Unprintable, speechless
+            assert not hasattr(speechless, "lock"), speechless
+            assert "in fail" in text_of(two), text_of(two)
+            assert not hasattr(lock, "held")
             assert (type(two), str(two)) == (TwoArguments, "one 1, two 2"), two
             assert (type(lock), str(lock)) == (Holds, "it holds something"), lock
             assert tensor.held.shape == (1_000_000,)
@@ -328,52 +325,52 @@ def test_exception_keeps_every_part_that_can_be_pickled(case: Any, placement: st
     case(program)
 
 
-@pytest.mark.parametrize(("placement", "ignores"), [("thread", True), ("process", False)])
-def test_close_ends_a_worker_in_an_endless_loop(case: Any, placement: str, ignores: bool, tmp_path: Path) -> None:
+def test_close_ends_workers_in_an_endless_loop_and_stopped_ones(case: Any, tmp_path: Path) -> None:
+    """By SIGTERM, or by SIGKILL those that ignore it; the loaders are closed together: each waits for some seconds."""
     folder = str(tmp_path)
 
     def program() -> None:
         def transform(index):
-            if ignores:
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            if index >= 4:
+            if index == 4:
+                if worker_ignores:
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 first_call(f"{folder}/{os.getpid()}")
                 while True:
                     pass
             return index
 
-        loader = hr.DataLoader(Numbers(), 4, num_workers=2, transform=transform, placement=placement)
-        assert next(iter(loader)).tolist() == [0, 1, 2, 3]
-        wait_until(lambda: len(os.listdir(folder)) == 2)
-        loader.close()
-        assert not workers(), workers()
-
-    case(program)
-
-
-def test_close_ends_a_stopped_worker(case: Any) -> None:
-    def program() -> None:
         def state(pid):
             with open(f"/proc/{pid}/stat") as file:
                 return file.read().rpartition(")")[2].split()[0]
 
+        loaders = []
+        for placement, worker_ignores in (("thread", True), ("process", False)):
+            loader = hr.DataLoader(Numbers(), 4, num_workers=1, transform=transform, placement=placement)
+            assert next(iter(loader)).tolist() == [0, 1, 2, 3]
+            wait_until(lambda: len(os.listdir(folder)) == len(loaders) + 1)  # called in this turn
+            loaders.append(loader)
+
+        before = workers()
         loader = hr.DataLoader(Numbers(), 4, num_workers=2, transform=abs, placement="process")
         assert drain(loader) == (once_each(range(32)), [])
-        wait_until(lambda: len(workers()) == 3)
-        stopped = [pid for pid in workers() if pid != sidecar(loader)]
+        wait_until(lambda: len(workers()) == len(before) + 3)
+        stopped = [pid for pid in workers() if pid not in (*before, sidecar(loader))]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: all(state(pid) == "T" for pid in stopped))
         iterator = iter(loader)  # gives the stopped workers work
-        loader.close()
+        closing = [threading.Thread(target=each.close) for each in (*loaders, loader)]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
         del iterator
         assert not workers(), workers()
 
     case(program)
 
 
-@PLACEMENTS
-def test_worker_out_of_memory_raises_memory_error_and_continues(case: Any, placement: str) -> None:
+def test_worker_out_of_memory_raises_memory_error_and_continues(case: Any) -> None:
     def program() -> None:
         def limit(worker):
             with open("/proc/self/statm") as file:
@@ -388,7 +385,7 @@ def test_worker_out_of_memory_raises_memory_error_and_continues(case: Any, place
             return index
 
         with hr.DataLoader(
-            Numbers(), 4, num_workers=2, transform=transform, worker_init_fn=limit, placement=placement
+            Numbers(), 4, num_workers=2, transform=transform, worker_init_fn=limit, placement="process"
         ) as loader:
             delivered, (python, torch_) = drain(loader)
         assert type(python) is MemoryError, python
@@ -398,8 +395,7 @@ def test_worker_out_of_memory_raises_memory_error_and_continues(case: Any, place
     case(program)
 
 
-@PLACEMENTS
-def test_process_that_outlives_its_worker_delays_nothing(case: Any, placement: str, tmp_path: Path) -> None:
+def test_process_that_outlives_its_worker_delays_nothing(case: Any, tmp_path: Path) -> None:
     marker = str(tmp_path / "forked")
     fifo = str(tmp_path / "pids")
 
@@ -421,7 +417,7 @@ def test_process_that_outlives_its_worker_delays_nothing(case: Any, placement: s
         os.mkfifo(fifo)
         with open(os.open(fifo, os.O_RDWR)) as pids:
             with hr.DataLoader(
-                Numbers(), 4, num_workers=2, transform=transform, worker_init_fn=initialise, placement=placement
+                Numbers(), 4, num_workers=2, transform=transform, worker_init_fn=initialise, placement="process"
             ) as loader:
                 assert drain(loader) == (once_each(range(32)), [])
             grandchild = int(pids.readline())

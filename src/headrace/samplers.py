@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sized
-
-import torch
+from collections.abc import Sized
 
 from headrace._core.order.blocks import BlockOrder
-from headrace._core.order.samplers import Order, RankSampler, number_in
+from headrace._core.order.samplers import Order, RankSampler
 from headrace._core.permutation import Permutation
-from headrace._core.ranks.distributed import ShardOptions
 
 __all__ = ["BlockShuffleSampler", "ElasticSampler", "Permutation", "permutation"]
 
@@ -114,15 +111,13 @@ class BlockShuffleSampler(RankSampler):
         block_size: number of neighbours in a block.
         blocks_at_once: number of blocks that are read side by side, by all ranks together; a multiple of the number of
             ranks.
-        generator: each epoch draws a seed from it, as torch's `RandomSampler` does; None: from torch's own.
-        seed: seed of the order, combined with the epoch, instead of `generator`; several ranks need the same one.
+        seed: of the order, with the epoch; the same on all ranks.
         rank: the rank whose part is drawn; by default that of `headrace.get_rank_info` at `iter()`. Every rank gets
             the same number of samples; those at the end of the order that cannot be divided are dropped.
         world_size: number of ranks.
 
     Raises:
-        ValueError: a number is out of range, or there are several ranks and no `seed`; if `rank` is not given, at
-            `iter()`.
+        ValueError: a number is out of range.
 
     Warns:
         UserWarning: `blocks_at_once` is no multiple of the number of ranks, so that several ranks read the same blocks.
@@ -139,42 +134,21 @@ class BlockShuffleSampler(RankSampler):
         *,
         block_size: int,
         blocks_at_once: int = 64,
-        generator: torch.Generator | None = None,
-        seed: int | None = None,
+        seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
         if block_size < 1 or blocks_at_once < 1:
             raise ValueError(f"block_size={block_size} and blocks_at_once={blocks_at_once} must be at least 1")
-        if generator is not None and seed is not None:
-            raise ValueError("generator= and seed= exclude each other")
         super().__init__(dataset, seed, rank, world_size, drop_last=True)
         self.block_size = block_size
         self.blocks_at_once = blocks_at_once
-        self.generator = generator
-        self._drawn = 0  # the seed of the current epoch, without `seed`
         self._warned = False
-        if self._ranks.given is not None:
-            self._check_seed(self._ranks.given)
 
     @property
     def samples_ahead(self) -> int:
         """A rank's samples of two groups of blocks: one is delivered while the other is read."""
         return min(-(-2 * self.block_size * self.blocks_at_once // self.num_replicas), self._length)
-
-    @property
-    def has_fixed_order(self) -> bool:
-        """Whether there is a seed."""
-        return self.seed is not None
-
-    def _shard(self) -> ShardOptions:
-        shard = super()._shard()
-        self._check_seed(shard)
-        return shard
-
-    def _check_seed(self, shard: ShardOptions) -> None:
-        if shard.count > 1 and self.seed is None:
-            raise ValueError(f"{shard.count} ranks must draw from the same order: give all of them the same seed=")
 
     def _order(self, epoch: int) -> Order:
         ranks = self._shard().count
@@ -186,24 +160,4 @@ class BlockShuffleSampler(RankSampler):
                 UserWarning,
                 stacklevel=3,
             )
-        if self.seed is not None:
-            return BlockOrder(self._length, self.block_size, self.blocks_at_once, self.seed, epoch)
-        restored = self._restored is not None
-        if not restored or self.generator is not None:  # a restored generator is at the start of the epoch
-            drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
-            self._drawn = self._drawn if restored else drawn
-        return BlockOrder(self._length, self.block_size, self.blocks_at_once, self._drawn, 0)
-
-    def state_dict(self) -> dict[str, object]:
-        """The epoch and the cursor after the indices drawn so far, and without `seed` the seed that was drawn."""
-        return super().state_dict() | ({} if self.has_fixed_order else {"drawn_seed": self._drawn})
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue from a state: the next iterator begins at its cursor.
-
-        Raises:
-            StateError: `state` is not one of `state_dict`.
-        """
-        drawn = 0 if self.has_fixed_order else number_in(state, "drawn_seed")
-        super().load_state_dict(state)
-        self._drawn = drawn
+        return BlockOrder(self._length, self.block_size, self.blocks_at_once, self.seed, epoch)

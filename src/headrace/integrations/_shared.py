@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from headrace._core.device.streams import resolve
-from headrace._core.order.samplers import Identity, SeededRandomSampler
+from headrace._core.order.samplers import SeededRandomSampler
 from headrace._core.order.state import LoaderState
 from headrace._core.ranks.distributed import ShardOptions
 from headrace._core.ranks.rankinfo import RankInfo
@@ -140,7 +140,7 @@ class BatchwiseSampler(ElasticSampler):
         def block(start: int) -> list[int]:
             numbers = np.arange(start, min(start + _AT_ONCE, count), dtype=np.int64)
             positions = (first + numbers // size * step + numbers % size) % self._length
-            found: list[int] = (positions if isinstance(order, Identity) else order[positions]).tolist()
+            found: list[int] = (positions if isinstance(order, range) else order[positions]).tolist()
             return found
 
         return itertools.chain.from_iterable(map(block, range(0, count, _AT_ONCE)))

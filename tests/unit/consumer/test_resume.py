@@ -72,10 +72,6 @@ def add_noise(sample):
     return torch.tensor([float(sample), np.random.random(), torch.rand(()).item()])
 
 
-def blocks(**options):
-    return BlockShuffleSampler(N, block_size=2, blocks_at_once=3, **options)
-
-
 CASES = {
     "sequential": lambda **k: DataLoader(Numbers(), 3, **k),
     "drop_last": lambda **k: DataLoader(Numbers(), 3, drop_last=True, **k),
@@ -92,11 +88,7 @@ CASES = {
     "a sampler of the user's": lambda **k: DataLoader(Numbers(), 3, sampler=Evens(), **k),
     "a sampler with a state": lambda **k: DataLoader(Numbers(), 3, sampler=Stateful(), **k),
     "elastic": lambda **k: DataLoader(Numbers(), 3, sampler=ElasticSampler(N, seed=1), **k),
-    "blocks": lambda **k: DataLoader(Numbers(), 3, sampler=blocks(seed=1), **k),
-    "blocks by torch": lambda **k: DataLoader(Numbers(), 3, sampler=blocks(), **k),
-    "blocks by a generator": lambda **k: DataLoader(
-        Numbers(), 3, sampler=blocks(generator=torch.Generator().manual_seed(5)), **k
-    ),
+    "blocks": lambda **k: DataLoader(Numbers(), 3, sampler=BlockShuffleSampler(N, block_size=2, blocks_at_once=3), **k),
     "batches": lambda **k: DataLoader(Numbers(), batch_sampler=[[1, 2], [3], [0, 7, 8], [4]], **k),
     "a batch sampler of torch": lambda **k: DataLoader(
         Numbers(), batch_sampler=BatchSampler(SubsetRandomSampler(range(N)), 4, False), **k
@@ -152,7 +144,7 @@ def test_restored_loader_continues_after_the_last_delivered_batch(make):
 
 SEEDED = [
     *("sequential", "shuffled by a generator", "shuffled by seed", "torch dataset, seed", "a sampler with a state"),
-    *("elastic", "blocks", "blocks by a generator"),
+    *("elastic", "blocks"),
 ]
 
 

@@ -22,7 +22,6 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from headrace._core.consumer.agreement import StepGroup, begin_agreement, close_all
-from headrace._core.consumer.checks import check_data_parallel, check_stream
 from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
 from headrace._core.consumer.planning import Planner
@@ -33,7 +32,6 @@ from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
-from headrace._core.failure import Failure, Stage
 from headrace._core.links.inline import InlineLink
 from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import Session
@@ -43,14 +41,16 @@ from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import (
+    EpochSeeds,
     EpochSpec,
     batches_before,
+    check_data_parallel,
     check_fit,
     check_rank,
+    check_stream,
     epoch_spec,
     of_rank,
 )
-from headrace._core.order.seeds import EpochSeeds
 from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.order.state import Fingerprint, LoaderState, encoded
 from headrace._core.pool.launch import start_early
@@ -283,17 +283,13 @@ class LoaderControl:
         if self.spec.options["coordinated"] and rank.world_size > 1:
             agreement = begin_agreement(self._agreements, rank, self.group, loader.timeout or None)
         try:
-            draws, spec, pipe_seed = self._next_spec(loader, rank, late_epoch=late_epoch)
-            return self._open(kind, loader, draws, spec, pipe_seed, agreement)
+            return self._open(kind, loader, self._next_spec(loader, rank, late_epoch=late_epoch), agreement)
         except Exception as error:
             if agreement is not None:  # the other ranks would wait for it
                 agreement.leave(error)
             raise
 
-    def _next_spec(
-        self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool
-    ) -> tuple[Iterator[Any], EpochSpec, int | None]:
-        """The draws of the sampler of the epoch that begins, the epoch, and the seed of a datapipe."""
+    def _next_spec(self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool) -> EpochSpec:
         seed, stream = self.spec.options["seed"], self.spec.kind.is_iterable
         if self.spec.options["data_parallel"] is not None:
             check_data_parallel(loader, rank, seed=seed, stream=stream)
@@ -313,38 +309,32 @@ class LoaderControl:
             check_rank(resumed, order, rank)
             check_fit(resumed, self._fingerprint(loader, order))
         continued = order.resumed
-        pipe_seed = self._seeds.draw_for_pipe(loader, epoch, continued)
-        try:
-            draws, base_seed = self._seeds.draw(loader, epoch, order, resumed)
-        except StateError:
-            raise
-        except Exception as error:  # user code: the sampler
-            raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
-        begun = self._fresh(loader, order, epoch, pipe_seed=pipe_seed, sampler=order.sampler_at_start)
-        if seed is None:
-            begun = begun._replace(base_seed=base_seed)
-        if continued is not None:
-            begun = continued if continued.base_seed is not None else continued._replace(base_seed=begun.base_seed)
-        elif resumed is not None:
-            begun = begun._replace(streams=resumed.streams)
+        drawn = self._seeds.draw(loader, epoch, order, resumed)
+        base_seed = drawn[1] if seed is None else None
+        if continued is None:
+            begun = self._fresh(
+                loader, order, epoch, base_seed=base_seed, pipe_seed=drawn[2], sampler=order.sampler_at_start
+            )
+            if resumed is not None:
+                begun = begun._replace(streams=resumed.streams)
+        else:
+            begun = continued if continued.base_seed is not None else continued._replace(base_seed=base_seed)
         begun = begun._replace(lanes=self._lanes.of_epoch(continued))
-        spec = epoch_spec(begun, order, base_seed, rank, remainder=remainder_of(self.spec.source))
+        spec = epoch_spec(begun, order, drawn, rank, remainder=remainder_of(self.spec.source))
         if resumed is None and self.progress is not None:  # what the dataset has already
             spec = replace(spec, begun=begun._replace(streams=self.progress.kept_streams))
-        return draws, spec, pipe_seed
+        return spec
 
     def _open(
         self,
         iterator: type[E],
         loader: TorchLoader,
-        draws: Iterator[Any],
         spec: EpochSpec,
-        pipe_seed: int | None,
         agreement: StepGroup | None,
     ) -> E:
         kind, rank = self.spec.kind, spec.rank
         self.counters.begin()
-        session = self._open_session(loader, spec, pipe_seed)
+        session = self._open_session(loader, spec)
         _log.debug(
             "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead",
             spec.begun.epoch,
@@ -381,7 +371,7 @@ class LoaderControl:
             loader,
             self.spec,
             spec,
-            Planner(draws, spec, progress, batched=loader._auto_collation),
+            Planner(spec, progress, batched=loader._auto_collation),
             delivers,
             look_ahead=None if session.inline_state is not None else self._ahead,
             finish=finalize,
@@ -393,7 +383,7 @@ class LoaderControl:
         self._open_epochs[epoch] = spec.begun.epoch
         return epoch
 
-    def _open_session(self, loader: TorchLoader, spec: EpochSpec, pipe_seed: int | None) -> Session:
+    def _open_session(self, loader: TorchLoader, spec: EpochSpec) -> Session:
         """Open a session on the engine that runs, or on a new one; in the caller's thread where torch reads there."""
         rank, start, base_seed = spec.rank, spec.session, spec.base_seed
         # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in torch.
@@ -440,7 +430,7 @@ class LoaderControl:
             worker_init_fn=loader.worker_init_fn,
             context=loader.multiprocessing_context,
             rank=rank,
-            pipe_seed=pipe_seed,
+            pipe_seed=spec.pipe_seed,
             seeds_batches=options["seed"] is not None,
             lanes=self._lanes.own,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from headrace._core.batches import BatchPlan
 from headrace._core.order.lanes import LaneTurns
@@ -20,17 +19,19 @@ class Planner(Iterator[BatchPlan]):
     """Draws one epoch's plans from a sampler or a batch sampler.
 
     Args:
-        draws: an iterator over the sampler: one index at a time, or where `batched`, a sequence of them.
+        spec: the epoch.
+        progress: is told of each plan.
+        batched: whether the sampler gives sequences of indices, and not one at a time.
 
     Attributes:
         turns: the turns of the lanes, of a stream that is read by lanes.
         taken: number of the last batch that was taken; out of order, one less than their number. Set by the consumer.
     """
 
-    def __init__(self, draws: Iterator[Any], spec: EpochSpec, progress: EpochProgress, *, batched: bool) -> None:
+    def __init__(self, spec: EpochSpec, progress: EpochProgress, *, batched: bool) -> None:
         self._spec = spec
         self._progress = progress
-        self._draws = draws
+        self._draws = spec.draws
         self._batched = batched
         self._epoch, self._number = spec.begun.epoch, spec.begun.batches
         self._random_key = random_key(spec.base_seed, self._epoch)

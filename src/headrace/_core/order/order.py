@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,21 +27,20 @@ from headrace.errors import StateError
 CANDIDATES = 64  # delivered batches whose indices are kept, to be repeated in place of lost ones
 
 
-class WatchedDraws(Iterator[object]):
-    """Calls functions before and after the first draw."""
+class _Watched(Iterator[object]):
+    """The draws of a sampler, of which an order is told the first."""
 
-    def __init__(self, draws: Iterator[object], before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(self, draws: Iterator[object], order: EpochOrder) -> None:
         self._draws = draws
-        self._before, self._after = before, after
-        self._begun = False
+        self._order: EpochOrder | None = order
 
     def __next__(self) -> object:
-        if self._begun:
+        if self._order is None:
             return next(self._draws)
-        self._begun = True
-        self._before()
+        order, self._order = self._order, None
+        order.before_first()
         drawn = next(self._draws)
-        self._after()
+        order.after_first()
         return drawn
 
 
@@ -146,10 +145,9 @@ class EpochOrder:
         elif self._batch_sampler is not None:
             self.sampler = None
         self._at_once = at_once
-        computed = isinstance(self.sampler, CursorSampler) and self.sampler.has_fixed_order
-        self._computed: CursorSampler | None = self.sampler if computed else None
-        self.shared = computed and isinstance(self.sampler, DistributedSampler)
-        self.is_by_arithmetic = computed or type(self.sampler) is SequentialSampler
+        self._computed: CursorSampler | None = self.sampler if isinstance(self.sampler, CursorSampler) else None
+        self.shared = self._computed is not None and isinstance(self.sampler, DistributedSampler)
+        self.is_by_arithmetic = self._computed is not None or type(self.sampler) is SequentialSampler
         self.is_walked = not (stream or self.is_by_arithmetic)
         self.may_be_divided = self.is_walked and type(self.sampler) not in _WHOLE
         renumbered = renumbered or self.shared
@@ -158,9 +156,7 @@ class EpochOrder:
         own = getattr(self.sampler, "generator", None)
         self._generator: torch.Generator | None = loader.generator if own is None else own
         self._parts = (self._batch_sampler, self.sampler) if self.is_walked else ()
-        part = next((part for part in self._parts if isinstance(part, Stateful)), None)
-        # One of ours draws each epoch anew.
-        self._own_state: Stateful | None = None if isinstance(part, CursorSampler) else part
+        self._own_state: Stateful | None = next((part for part in self._parts if isinstance(part, Stateful)), None)
         self.stateful: Stateful | None = None
         self.sampler_at_start: object = None
         self._between: LoaderState | None = None  # a state before the epoch, to be restored at the first draw
@@ -259,7 +255,7 @@ class EpochOrder:
             drawn: Iterator[object] = iter(self._index_sampler)
             if self.is_walked:
                 self.stateful = next((part for part in (drawn, *self._parts) if isinstance(part, Stateful)), None)
-                drawn = WatchedDraws(drawn, self._before_first, self._after_first)
+                drawn = _Watched(drawn, self)
             if self._at_once and isinstance(self.sampler, DistributedSampler):
                 return itertools.chain(list(itertools.islice(drawn, 1)), drawn)
             return drawn
@@ -297,7 +293,8 @@ class EpochOrder:
 
     # A sampler without a generator of its own draws from torch's default one, once it is asked for its first index.
 
-    def _before_first(self) -> None:
+    def before_first(self) -> None:
+        """Note the state of the generator that the first draw comes from."""
         if self._generator is not None:
             return
         default = torch.default_generator.get_state()
@@ -307,7 +304,8 @@ class EpochOrder:
         else:
             self.generator = default
 
-    def _after_first(self) -> None:
+    def after_first(self) -> None:
+        """Drop it, if nothing was drawn from it."""
         if self._generator is None and self.generator is not None:
             unused = torch.equal(self.generator, torch.default_generator.get_state())
             self.generator = None if unused else self.generator
@@ -346,13 +344,12 @@ class EpochOrder:
         if self.order_seed is not None:
             sampler = copy.copy(sampler)
             sampler.generator = torch.Generator().manual_seed(self.order_seed)
-        return self._walked(self._watched(iter(sampler), resumed), resumed, resumed.samples)
+        return self._walked(iter(sampler), resumed, resumed.samples)
 
     def _resumed_batches(self, resumed: LoaderState) -> Iterator[object]:
         if resumed.sampler is not None:
             return self._continued(self._batch_sampler, resumed.sampler)
-        drawn = self._watched(iter(self._batch_sampler), resumed)
-        batches = self._walked(drawn, resumed, resumed.batches - resumed.skipped[4])
+        batches = self._walked(iter(self._batch_sampler), resumed, resumed.batches - resumed.skipped[4])
         done = {batch[0]: batch[2] for batch in resumed.delivered}
         return batches if not done else without_delivered(batches, resumed.batches, resumed.samples, done)
 
@@ -373,15 +370,11 @@ class EpochOrder:
             self.stateful = draws
         return draws
 
-    def _watched(self, draws: Iterator[object], resumed: LoaderState) -> Iterator[object]:
-        """The draws; where the state does not say how they were drawn, that is noted as in a whole epoch."""
-        if resumed.order_seed is not None or resumed.generator is not None:
-            return draws
-        return WatchedDraws(draws, self._before_first, self._after_first)
-
     def _walked(self, draws: Iterator[object], resumed: LoaderState, count: int) -> Iterator[object]:
         """Draw and drop the first `count`, and check that they end as they did when the state was saved."""
         trainers: torch.Tensor | None = None
+        if resumed.order_seed is None and resumed.generator is None:  # the state does not say how they were drawn
+            draws = _Watched(draws, self)
         if resumed.generator is not None and self._generator is None:
             trainers = torch.default_generator.get_state()
             self.generator = decoded(resumed.generator)

@@ -1,18 +1,29 @@
-"""Where an epoch begins: on the consumer's side and in the engine, for a whole epoch and for a restored one."""
+"""Where an epoch begins, anew or restored: its checks, its seeds, and its place for the consumer and the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
 
 from headrace._core.batches import SessionStart
+from headrace._core.failure import Failure, Stage
 from headrace._core.order.order import EpochOrder
-from headrace._core.order.spec import TorchLoader
+from headrace._core.order.samplers import CursorSampler
+from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.order.state import Fingerprint, LoaderState
-from headrace._core.ranks.distributed import Remainder, ShardOptions
+from headrace._core.ranks.distributed import Remainder, ShardOptions, check_given_rank
 from headrace._core.ranks.rankinfo import RankInfo
+from headrace._core.seeding import batch_seed
+from headrace._core.streams.kinds import DatasetKind, splits_by_rank
 from headrace._core.streams.merged import divided_state
 from headrace._core.streams.resumable import expect
+from headrace._core.text import users_stacklevel
+from headrace._core.torchcompat.datapipes import PipeSeeds, seed_pipe
 from headrace.errors import StateError
 
 
@@ -22,8 +33,10 @@ class EpochSpec:
 
     Attributes:
         begun: the state at its beginning: of the whole epoch, or the one restored.
-        order: draws the indices.
+        order: the order of the indices.
+        draws: the draws of the loader's sampler from there on.
         base_seed: the seed that the batches' seeds derive from.
+        pipe_seed: that of a datapipe's shuffles; None of another dataset.
         rank: of this process.
         session: where it begins in the engine.
         origin: the cursor before this epoch's sample 0.
@@ -35,7 +48,9 @@ class EpochSpec:
 
     begun: LoaderState
     order: EpochOrder
+    draws: Iterator[Any]
     base_seed: int
+    pipe_seed: int | None
     rank: RankInfo
     session: SessionStart
     origin: int
@@ -79,15 +94,147 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
         )
 
 
+def check_stream(spec: LoaderSpec, rank: RankInfo, workers: int, done: set[str]) -> None:
+    """Warn, once, where each of several workers or ranks reads a whole stream; `done` has what was warned of."""
+    name = type(spec.source).__name__
+    if workers > 1 and spec.kind is DatasetKind.ITERABLE and "workers" not in done:
+        done.add("workers")
+        if not isinstance(spec.source, IterableDataset):  # torch's loader takes no other stream
+            _warn(
+                f"each of {workers} workers reads all of {name}, so that each sample comes {workers} times: use "
+                f"num_workers=0. If {name} divides itself by torch.utils.data.get_worker_info(), say so by the base "
+                f"class torch.utils.data.IterableDataset"
+            )
+    if rank.world_size > 1 and spec.kind is DatasetKind.ASYNC_ITERABLE and "ranks" not in done:
+        done.add("ranks")
+        if not splits_by_rank(spec.source):
+            _warn(
+                f"each of {rank.world_size} ranks reads all of {name}, unless it splits itself: they train on the same "
+                f"samples. Split it by its .split(), or have it read the part of its rank, which "
+                f"headrace.get_rank_info() returns in __aiter__, and declare this by an attribute: "
+                f"splits_by_rank = True"
+            )
+
+
+def check_data_parallel(loader: TorchLoader, rank: RankInfo, *, seed: int | None, stream: bool) -> None:
+    """Raise `ValueError` where ranks of one data-parallel rank would get different batches; warn where all get all."""
+    for part in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        given = getattr(part, "rank", None), getattr(part, "num_replicas", None)
+        if isinstance(given[0], int) and isinstance(given[1], int):
+            check_given_rank(f"the loader's {type(part).__name__}", given[0], given[1], rank)
+    world = rank.world_size
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        world = torch.distributed.get_world_size()
+    if world > rank.world_size:
+        shared = f"data_parallel= has {rank.world_size} of {world} ranks, so that the others get the same batches"
+        if seed is None and loader.generator is None:
+            raise ValueError(f"{shared}. They must draw the same random numbers: give the loader seed=")
+        if not loader.in_order:
+            raise ValueError(f"{shared}, but in_order=False gives each rank an order of its own: leave it out")
+    inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    of_one_rank = RandomSampler | SequentialSampler | CursorSampler
+    divided = isinstance(inner, DistributedSampler) or not isinstance(inner, of_one_rank)
+    whole = isinstance(loader.sampler, RandomSampler | SequentialSampler)
+    if not stream and whole and rank.world_size > 1 and not divided:
+        _warn(
+            f"each of {rank.world_size} ranks of data_parallel= reads all samples of the dataset: divide them by "
+            f"sampler=headrace.ElasticSampler(dataset, seed=...)"
+        )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=users_stacklevel())
+
+
+class EpochSeeds:
+    """Draws the seeds of one loader's epochs.
+
+    Attributes:
+        kept: the seed that persistent workers began with; None before, and without such workers.
+    """
+
+    def __init__(self, spec: LoaderSpec) -> None:
+        self._source = spec.source
+        self._seed = spec.options["seed"]
+        self._is_async = spec.kind.is_async
+        self._pipe_seeds = PipeSeeds()
+        self.kept: int | None = None
+
+    def draw(
+        self, loader: TorchLoader, epoch: int, order: EpochOrder, resumed: LoaderState | None
+    ) -> tuple[Iterator[Any], int, int | None]:
+        """The sampler's draws, the seed of the batches' seeds, and that of a datapipe; after `resumed`, a saved state.
+
+        Raises:
+            StateError: the state does not fit the sampler.
+            Exception: the sampler's, with its stage.
+        """
+        pipe_seed = self._draw_for_pipe(loader, epoch, order.resumed)
+        try:
+            return *self._draw(loader, epoch, order, resumed), pipe_seed
+        except StateError:
+            raise
+        except Exception as error:  # user code: the sampler
+            raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
+
+    def _draw(
+        self, loader: TorchLoader, epoch: int, order: EpochOrder, resumed: LoaderState | None
+    ) -> tuple[Iterator[Any], int]:
+        if resumed is not None and resumed.kept_seed is not None:
+            self.kept = resumed.kept_seed
+        if resumed is None or order.resumed is None:
+            draws = order.draws()
+            if not loader.num_workers or self._is_async or self.kept:
+                return draws, self._base_seed(loader)
+            base_seed = self._base_seed(loader)
+            draws = order.draws()  # torch does so too; it shows where a sampler draws in `__iter__`
+            self._draw_for_pipe(loader, epoch, None)  # as does torch, which uses the first
+            return draws, base_seed
+        order.restore_generator(resumed)
+        saved = resumed.base_seed
+        # With a generator of the user's it is drawn anyway, so that later epochs draw what they would have drawn.
+        drawn = self._base_seed(loader) if saved is None or loader.generator is not None else 0
+        draws = order.draws()
+        if saved is None:
+            return draws, drawn
+        if loader.persistent_workers and not self._is_async:
+            self.kept = saved
+        return draws, saved
+
+    def _draw_for_pipe(self, loader: TorchLoader, epoch: int, resumed: LoaderState | None) -> int | None:
+        if not isinstance(self._source, IterDataPipe):
+            return None
+        drawn = self._pipe_seeds.draw(loader.generator) if self._seed is None else batch_seed(self._seed, epoch, 0) >> 1
+        if resumed is not None and resumed.pipe_seed is not None:
+            drawn = resumed.pipe_seed
+        seed_pipe(self._source, drawn)
+        return drawn
+
+    def _base_seed(self, loader: TorchLoader) -> int:
+        if self._seed is not None:
+            return self._seed
+        # As torch does, and in the same place, so that the same torch.manual_seed gives the same order: at each iter(),
+        # but only once for workers that persist.
+        if self.kept is None:
+            drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+            if not (loader.persistent_workers and not self._is_async):
+                return drawn
+            self.kept = drawn
+        return self.kept
+
+
 def epoch_spec(
     begun: LoaderState,
     order: EpochOrder,
-    base_seed: int,
+    drawn: tuple[Iterator[Any], int, int | None],
     rank: RankInfo,
     *,
     remainder: Remainder,
 ) -> EpochSpec:
-    """The epoch with the state `begun`; `remainder` is a stream's policy for samples that cannot be divided equally."""
+    """The epoch with the state `begun`, of what `EpochSeeds` has drawn.
+
+    `remainder` is a stream's policy for samples that cannot be divided equally.
+    """
     origin, ranks = 0, 1
     place, stride, block = rank.rank, rank.world_size, 1
     if order.shared:
@@ -109,7 +256,7 @@ def epoch_spec(
         epoch=begun.epoch,
     )
     first = origin + place * block
-    return EpochSpec(begun, order, base_seed, rank, session, origin, ranks, first, stride, block)
+    return EpochSpec(begun, order, *drawn, rank, session, origin, ranks, first, stride, block)
 
 
 def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:

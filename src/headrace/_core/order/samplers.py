@@ -5,45 +5,18 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+from headrace._core.order.blocks import BlockOrder
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
-from headrace.errors import StateError
+from headrace._core.streams.resumable import expect
 
-
-class Order(Protocol):
-    """An order of the samples of one epoch, over all ranks."""
-
-    def __len__(self) -> int: ...
-
-    def blocks(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[NDArray[np.int64]]:
-        """The indices at the positions ``range(start, stop, step)``, as arrays of bounded size."""
-
-
-class Identity:
-    """The order of the dataset.
-
-    Args:
-        n: number of samples.
-    """
-
-    def __init__(self, n: int) -> None:
-        self._n = n
-
-    def __len__(self) -> int:
-        return self._n
-
-    def blocks(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[NDArray[np.int64]]:
-        """The positions themselves."""
-        positions = range(self._n)[start:stop:step]
-        for first in range(0, len(positions), 4096):
-            block = positions[first : first + 4096]
-            yield np.arange(block.start, block.stop, block.step, dtype=np.int64)
+Order: TypeAlias = Permutation | BlockOrder | range
+"""An order of the samples of one epoch, over all ranks."""
 
 
 def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool) -> Iterator[int]:
@@ -59,10 +32,11 @@ def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool) ->
     rounds = left // step if drop_last else -(-left // step)
     first = cursor + shard.index
     end = first + rounds * step
-    blocks = order.blocks(first, min(end, n), step)
-    for position in range(first, end, step)[-1:]:  # at most one is beyond the end
-        if position >= n:
-            blocks = itertools.chain(blocks, order.blocks(position % n, position % n + 1))
+    beyond = [position % n for position in range(first, end, step)[-1:] if position >= n]  # at most one
+    parts = [(first, min(end, n), step), *((position, position + 1, 1) for position in beyond)]
+    if isinstance(order, range):
+        return itertools.chain.from_iterable(order[slice(*part)] for part in parts)
+    blocks = itertools.chain.from_iterable(itertools.starmap(order.blocks, parts))
     # Two thirds of the time of a generator that yields each index.
     return itertools.chain.from_iterable(map(np.ndarray.tolist, blocks))
 
@@ -95,11 +69,6 @@ class CursorSampler(ABC):
     def dealt_at_once(self) -> int:
         """Number of consecutive samples that a rank gets before the next rank has its turn."""
         return 1
-
-    @property
-    def has_fixed_order(self) -> bool:
-        """Whether the order follows from arguments and the epoch alone, so that `indices_from` is repeatable."""
-        return True
 
     @abstractmethod
     def _order(self, epoch: int) -> Order: ...
@@ -149,34 +118,18 @@ class CursorSampler(ABC):
         Raises:
             StateError: `state` is not one of `state_dict`.
         """
-        epoch, cursor = (number_in(state, name) for name in ("epoch", "cursor"))
-        self.epoch = epoch
+        self.epoch, cursor = (expect(state, name, int) for name in ("epoch", "cursor"))
         self._position = None
         self._restored = cursor or None
-
-
-def number_in(state: Mapping[str, object], name: str) -> int:
-    """A number in the state of a sampler.
-
-    Raises:
-        StateError: it is not there, or negative, or no integer.
-    """
-    value = state.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise StateError(f"the sampler's state must have {name!r}, an integer of zero or more, but has {value!r}")
-    return value
 
 
 class RankSampler(CursorSampler, DistributedSampler[int]):
     """A sampler that deals its order to the ranks, and needs no process group before it is iterated over."""
 
-    seed: Any  # torch's is an int
-
     def __init__(
-        self, dataset: Sized | int, seed: int | None, rank: int | None, world_size: int | None, *, drop_last: bool
+        self, dataset: Sized | int, seed: int, rank: int | None, world_size: int | None, *, drop_last: bool
     ) -> None:
-        if seed is not None:
-            Permutation(0, seed, 0)  # checks the seed
+        Permutation(0, seed, 0)  # checks the seed
         Sampler.__init__(self)  # DistributedSampler's needs a process group
         self.dataset: Any = dataset
         self.seed = seed
@@ -190,7 +143,7 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
         return self._ranks.shard()
 
     def _order(self, epoch: int) -> Order:
-        return Permutation(self._length, self.seed, epoch) if self.shuffle else Identity(self._length)
+        return Permutation(self._length, self.seed, epoch) if self.shuffle else range(self._length)
 
     @property
     def epoch_size(self) -> int:

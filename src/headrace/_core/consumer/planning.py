@@ -20,7 +20,7 @@ class Planner(Iterator[BatchPlan]):
 
     Args:
         spec: the epoch.
-        progress: is told of each plan.
+        progress: records each plan.
         batched: whether the sampler gives sequences of indices, and not one at a time.
 
     Attributes:

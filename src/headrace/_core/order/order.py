@@ -28,7 +28,7 @@ CANDIDATES = 64  # delivered batches whose indices are kept, to be repeated in p
 
 
 class _Watched(Iterator[object]):
-    """The draws of a sampler, of which an order is told the first."""
+    """The draws of a sampler, with calls of an order before and after the first."""
 
     def __init__(self, draws: Iterator[object], order: EpochOrder) -> None:
         self._draws = draws

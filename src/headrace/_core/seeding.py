@@ -106,7 +106,8 @@ class TransformGenerators:
         return len(self._setters)
 
     def seed(self, seed: int) -> None:
-        """Seed each generator from the batch's seed and its position among them."""
+        """Seed the process's generators, and each of these from the batch's seed and its position among them."""
+        seed_everything(seed)
         for position, setter in enumerate(self._setters):
             setter(batch_seed(seed, 0, position))
 

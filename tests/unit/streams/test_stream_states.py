@@ -226,22 +226,23 @@ COMPOSITIONS = {
 class FakeExecutor:
     """Applies steps on the loop after some turns of it, so that answers overtake each other."""
 
-    parallel = 2
-
     def __init__(self, delays):
         self.delays = random.Random(delays)
 
-    async def apply(self, request):
+    async def apply(self, task, chunk):
         for _ in range(self.delays.randrange(7)):
             await asyncio.sleep(0)
-        return request.run(seeds=True)
+        return task.apply(chunk)
 
 
 @contextlib.contextmanager
 def loader(epoch=0, delays=0):
     """What a loader's session sets while it reads a stream."""
     with contextlib.ExitStack() as stack:
-        for variable, value in ((compute, session_compute(FakeExecutor(delays), 5, 6)), (session_epoch, epoch)):
+        for variable, value in (
+            (compute, session_compute(FakeExecutor(delays).apply, 2, 5, 6)),
+            (session_epoch, epoch),
+        ):
             stack.callback(variable.reset, variable.set(value))
         yield
 

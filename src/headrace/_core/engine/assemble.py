@@ -14,7 +14,7 @@ from headrace._core.batches import BatchPlan, HostBatch, RawBatch, Rows, StageTi
 from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
 from headrace._core.randomized import CurrentSample, current_sample
-from headrace._core.seeding import TransformGenerators, seed_everything
+from headrace._core.seeding import TransformGenerators
 from headrace._core.torchcompat.portable_collate import collating
 from headrace.collate import collated, default_convert, destined, draws_nothing
 
@@ -175,6 +175,5 @@ class SeededAssembler:
         self._generators = TransformGenerators((*assembler.transforms, assembler.collate))
 
     def __call__(self, raw: RawBatch) -> HostBatch:
-        seed_everything(raw.plan.seed)
         self._generators.seed(raw.plan.seed)
         return self._assembler(raw)

@@ -19,7 +19,7 @@ from headrace._core.engine.fetch import BatchFetch, Deliver, FetchRecorder, Fetc
 from headrace._core.engine.hedging import Spawn
 from headrace._core.engine.memory import MemoryBudget, SampleSizes
 from headrace._core.engine.range_fetch import RangeFetch
-from headrace._core.engine.stepping import AppliesSteps, session_compute
+from headrace._core.engine.stepping import Apply, session_compute
 from headrace._core.engine.streams import DispatchToWorkers, LaneFetch, StreamFetch
 from headrace._core.engine.worker_tasks import StartEpoch
 from headrace._core.eventloop.watchdog import LoopWatch
@@ -189,7 +189,7 @@ class Session:
         work: the assembly of this session's batches.
         start: the epoch, and where it begins within that.
         seed: of the functions of a stream that are applied before batching; does not depend on where it begins.
-        steps: where these are applied; by default in the engine's executor.
+        steps: applies these; by default the engine's executor.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Session:
         work: Work,
         start: SessionStart,
         seed: int,
-        steps: AppliesSteps | None = None,
+        steps: Apply | None = None,
     ) -> None:
         config = engine.config
         self.start = start
@@ -207,7 +207,7 @@ class Session:
         self._assembler = config.assembler
         self._executor, self._sizes, self._watch = engine.executor, engine.sizes, engine.watch
         self._work = work
-        self._steps: AppliesSteps = steps or engine.executor
+        self._apply, self._parallel = (steps, 1) if steps else (engine.executor.apply, engine.executor.parallel)
         self._seed = seed
         self._send = send
         # Lanes take turns; those of several engines where their batches arrive.
@@ -303,7 +303,8 @@ class Session:
         # code. asyncio's cancels once; the engine bounds the time of closing.
         async with asyncio.TaskGroup() as self._tasks:
             common_seed = batch_seed(self._engine.config.common_seed, session_epoch.get() or 0, 0)
-            compute.set(session_compute(self._steps, self._seed, common_seed))  # in this context, which fetchers copy
+            # In this context, which fetchers copy.
+            compute.set(session_compute(self._apply, self._parallel, self._seed, common_seed))
             current_sample.set(CurrentSample(0))  # of an unknown position, since fetches overlap
             self._stage = stage = self._engine.make_stage(self.start, self._assemble_soon, self._spawn, self._requests)
             stage.trace(self._recorder)

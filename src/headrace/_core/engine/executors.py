@@ -8,13 +8,14 @@ import contextvars
 import functools
 import queue
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from headrace._core.batches import HostBatch, RawBatch
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.engine.stepping import PickledSteps, StepsRequest
+from headrace._core.engine.stepping import Chunk, StepsTask
 from headrace._core.engine.worker_tasks import not_picklable
 from headrace._core.failure import Failure, Stage, as_exception
 from headrace._core.pool.supervisor import Pool
@@ -71,8 +72,8 @@ class ThreadExecutor:
         host: HostBatch = await self._call(functools.partial(work, raw))
         return host
 
-    async def apply(self, request: StepsRequest) -> list[object]:
-        outcomes: list[object] = await self._call(functools.partial(request.run, seeds=self._seeds))
+    async def apply(self, task: StepsTask, chunk: Chunk) -> list[object]:
+        outcomes: list[object] = await self._call(functools.partial(task.apply, chunk, seeds=self._seeds))
         return outcomes
 
     async def _call(self, work: Callable[[], object]) -> Any:
@@ -144,7 +145,7 @@ class ProcessExecutor(Pool):
 
     def __init__(self, config: EngineConfig, first_task: SharedPickle | None) -> None:
         torchs = not config.kind.is_async  # which lives in the workers
-        self._steps: PickledSteps = PickledSteps()
+        self._steps: OrderedDict[tuple[int, ...], SharedPickle] = OrderedDict()  # see `StepsTask.pickle`
         try:
             super().__init__(
                 config.worker_task() if first_task is None else first_task,
@@ -167,12 +168,9 @@ class ProcessExecutor(Pool):
     def parallel(self) -> int:
         return self.workers
 
-    async def apply(self, request: StepsRequest) -> list[object]:
-        """Apply steps in the first free worker. The functions are sent only to a worker that lacks them."""
-        reply = await self.run(request.to_worker(self._steps, with_functions=False), doing=_STEPS)
-        if reply.answer.value is None and reply.answer.error is None:
-            reply = await self.run(request.to_worker(self._steps, with_functions=True), doing=_STEPS)
-        answer = reply.answer
+    async def apply(self, task: StepsTask, chunk: Chunk) -> list[object]:
+        """Apply steps in the first free worker."""
+        answer = (await self.run(tuple(chunk), task.pickle(self._steps), doing=_STEPS)).answer
         if answer.error is None:
             outcomes: list[object] = answer.value
             return outcomes

@@ -15,12 +15,11 @@ from torch.utils.data import Subset, TensorDataset
 
 from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, RawBatch, dump_state
 from headrace._core.engine.assemble import Assembler, Moment, SeededAssembler, now, set_worker, times_since
-from headrace._core.engine.stepping import StepsInWorker, StepsRequest
 from headrace._core.engine.streams import Progress, StreamBatch, without_state
 from headrace._core.failure import Failure, Stage
 from headrace._core.pool.worker import Plain
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
-from headrace._core.seeding import TransformGenerators, seed_everything
+from headrace._core.seeding import TransformGenerators
 from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.streams.resumable import (
     Reread,
@@ -65,17 +64,11 @@ class AssembleTask:
             self.worker_init_fn(worker)
 
     def __call__(self, request: Any) -> Any:
-        """Assemble one batch, sent flat, or apply steps to samples that are not yet in one."""
-        if type(request) is StepsRequest:
-            return self._steps(request)
+        """Assemble one batch, sent flat."""
         if type(request) is RawBatch:  # in a thread
             return to_wire(self._assemble(request), copied=self.copies)
         raw = RawBatch.from_flat(request)
         return _flat(self._assemble(raw), raw.plan)
-
-    @functools.cached_property
-    def _steps(self) -> StepsInWorker:
-        return StepsInWorker(seeds=self.seeds)
 
     @functools.cached_property
     def _assemble(self) -> Callable[[RawBatch], HostBatch]:
@@ -263,7 +256,6 @@ class BatchReader:
         """The batch of one plan, with the times of its reading and assembling."""
         began = now()
         if self._generators is not None:
-            seed_everything(plan.seed)
             self._generators.seed(plan.seed)
         host = self._made(plan, began)
         return host if host.times is not NO_TIMES else host._replace(times=times_since(began))

@@ -13,7 +13,7 @@ from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.engine import Engine
 from headrace._core.engine.engine import Session as EngineSession
-from headrace._core.engine.stepping import StepsOnConsumersThread
+from headrace._core.engine.stepping import apply_on_consumers_thread
 from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.links.inline import WorkOnConsumersThread
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
@@ -122,7 +122,7 @@ class ThreadPlacement(Placement):
     def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
         mailbox: Mailbox[Answer] = Mailbox()
         shipped = work if config.context is None else None
-        steps = StepsOnConsumersThread(mailbox.put) if config.steps_on_consumers_thread else None
+        steps = apply_on_consumers_thread(mailbox.put) if config.steps_on_consumers_thread else None
         functions = shipped if config.has_processes else config.assembler
         session = EngineSession(self._engine, mailbox.put, functions, start, config.steps_seed(start.epoch), steps)
         link = ThreadLink(session, mailbox, self._loop)

@@ -248,7 +248,7 @@ class Pool:
             worker: the worker to use; None for the first free one.
             batch: the batch's number, for `WorkerDiedError`.
             indices: the batch's indices, for `WorkerDiedError`.
-            doing: a description of the request for `WorkerDiedError`; None for a batch.
+            doing: a description of the request for `WorkerDiedError`, which has a task of its own; None for a batch.
             plain: whether the request holds no object of the user's.
 
         Raises:
@@ -258,8 +258,10 @@ class Pool:
         if self.broken is not None:
             raise copy.copy(self.broken)
         if task is not None:
-            self._latest = self._in_use[task.number] = task
-        job = Job(request, self._latest, asyncio.get_running_loop().create_future(), batch, indices, doing, plain)
+            self._in_use[task.number] = task
+            self._latest = task if doing is None else self._latest
+        task = task or self._latest
+        job = Job(request, task, asyncio.get_running_loop().create_future(), batch, indices, doing, plain)
         if worker is not None:
             chosen = self._workers[self._numbers.index(worker)]
             chosen.pinned.append(job)
@@ -347,7 +349,7 @@ class Pool:
         try:
             request: Request = job.request, number, None, frozenset()
             if ships:
-                numbers = frozenset(self._in_use)
+                numbers = frozenset((INHERITED, *self._in_use))
                 worker.loaded &= numbers
                 request = job.request, number, task, numbers
             channel.send(dump_message(request, plain=job.plain and not ships))

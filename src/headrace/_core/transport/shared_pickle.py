@@ -15,11 +15,11 @@ import ctypes
 import fcntl
 import functools
 import hashlib
-import itertools
 import mmap
 import os
 import tempfile
 import types
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import context, resource_tracker
@@ -38,7 +38,6 @@ from headrace._core.transport.preload import modules_named_in
 from headrace._core.transport.slabs import address_of, aligned
 
 LARGE = 64 * 1024  # bytes; smaller buffers stay in the pickle, and are copied with it
-_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -46,7 +45,7 @@ class SharedPickle:
     """A pickled object that several processes can load; in each the large buffers are views of the same memory.
 
     Attributes:
-        number: unique among those made in one process.
+        number: unique in all processes.
         pickled: the pickle without large buffers; empty if it is large itself, and the last of them.
         memory: holds the large buffers; None if there are none.
         extents: offset and size of each in `memory`, in bytes.
@@ -100,7 +99,7 @@ class SharedPickle:
         number = getattr(resource_tracker._resource_tracker, "_fd", None)
         tracker = None if number is None else Descriptor.duplicate(number)
         modules = modules_named_in(whole)
-        return cls(next(_numbers), pickled, memory, extents, tuple(descriptors), tracker, modules)
+        return cls(uuid.uuid4().int, pickled, memory, extents, tuple(descriptors), tracker, modules)
 
     def loads(self) -> Any:
         """The unpickled object; errors of unpickling are raised."""

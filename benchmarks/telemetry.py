@@ -54,7 +54,7 @@ class Waiting(hr.AsyncDataset[int]):
 
 
 async def run(self: FetcherPool) -> None:
-    queue, fetch, on_result = self._queue, self.fetch, self.on_result
+    context, queue, fetch, on_result = self._context, self._queue, self.requester(), self.on_result
     while True:
         if len(queue) > 1:
             self._wake_one()
@@ -63,10 +63,12 @@ async def run(self: FetcherPool) -> None:
             try:
                 result = await fetch(argument)
             except BaseException as error:
-                if self._stopping:
+                if context.stopping:
                     return
                 self._count_timeout(error)
                 result = self.on_error(error, target, slot)
+            if context.stopping:
+                return
             if on_result(target, slot, result):
                 await asyncio.sleep(0)
             if self._surplus:
@@ -83,13 +85,16 @@ def put(self: Session, raw: RawBatch, host: HostBatch, _fetched: float, _load: o
     self._sizes.on_assembled(host)
     host = self._stage.on_assembled(raw, host).located(self._sample_key)
     state = host.stream_state if raw.stream_state is None else raw.stream_state
-    del self._admitted_at[host.plan.number]
     requests = self._requests.take()
     host = HostBatch(
         host.plan, host.data, host.size, host.failures, host.end, host.empty, requests, host.worker, state, NO_TIMES
     )
-    for ready in self._reorder.put(host) if self._reorder else (host,):
-        del self._outstanding[ready.plan.number]
+    self._held[host.plan.number] = host
+    if not self._in_order:
+        self._next_number = host.plan.number
+    while (ready := self._held.pop(self._next_number, None)) is not None:
+        del self._outstanding[self._next_number]
+        self._next_number += 1
         self._send(ready)
 
 

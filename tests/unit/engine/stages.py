@@ -3,6 +3,8 @@
 import anyio
 
 from headrace._core.batches import BatchPlan
+from headrace._core.engine.fetch import FetchContext
+from headrace._core.store.request_stats import RequestStats
 
 
 def plan(number, indices):
@@ -22,11 +24,12 @@ class Stage:
 
     async def __aenter__(self):
         self._tasks = await anyio.create_task_group().__aenter__()
-        self.source = self._make(self.delivered.append, self._tasks.start_soon)
+        self._context = FetchContext(self.delivered.append, self._tasks.start_soon, RequestStats())
+        self.source = self._make(self._context)
         return self
 
     async def __aexit__(self, *exc_info):
-        self.source.stop()
+        self._context.stopping = True
         self._tasks.cancel_scope.cancel()
         return await self._tasks.__aexit__(*exc_info)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -37,11 +38,11 @@ class Store:
 
 
 def fetching(aget, concurrency):
-    return Stage(lambda deliver, spawn: SampleFetch(aget, concurrency, deliver, spawn, RequestStats()))
+    return Stage(lambda context: SampleFetch(context, SimpleNamespace(aget=aget), concurrency))
 
 
 def fetching_batches(agets, concurrency):
-    return Stage(lambda deliver, spawn: BatchFetch(agets, concurrency, deliver, spawn, RequestStats()))
+    return Stage(lambda context: BatchFetch(context, SimpleNamespace(agets=agets), concurrency))
 
 
 @pytest.mark.parametrize("concurrency", [1, 7, 100])
@@ -146,7 +147,7 @@ def test_time_outs_of_user_code_make_the_window_smaller(on_loop):
                 await anyio.sleep_forever()
             raise TimeoutError
 
-        async with Stage(lambda deliver, spawn: SampleFetch(aget, control, deliver, spawn, RequestStats())) as stage:
+        async with fetching(aget, control) as stage:
             for one in plans(4000, 50):
                 stage.source.admit(one)
             await fetched.wait()

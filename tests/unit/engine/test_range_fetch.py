@@ -10,7 +10,6 @@ from headrace._core.batches import Rows
 from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.failure import Failure
 from headrace._core.store.ranges import Ranges
-from headrace._core.store.request_stats import RequestStats
 from headrace._core.streams.map_style import RangedDataset, positions
 from tests.unit.engine.stages import Stage, plan
 
@@ -45,7 +44,7 @@ class Bytes(RangedDataset):
 
 
 def stage(dataset, concurrency=8):
-    return Stage(lambda deliver, spawn: RangeFetch(dataset, concurrency, deliver, spawn, RequestStats()))
+    return Stage(lambda context: RangeFetch(context, dataset, concurrency))
 
 
 def described(failure):

@@ -7,7 +7,7 @@ import functools
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart, StageTimes
@@ -15,12 +15,11 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.executors import Executor, ProcessExecutor, ThreadExecutor, Work
-from headrace._core.engine.fetch import BatchFetch, Deliver, FetchRecorder, FetchStage, SampleFetch
-from headrace._core.engine.hedging import Spawn
+from headrace._core.engine.fetch import BatchFetch, FetchContext, FetchRecorder, FetchStage, SampleFetch
 from headrace._core.engine.memory import MemoryBudget, SampleSizes
 from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.engine.stepping import Apply, session_compute
-from headrace._core.engine.streams import DispatchToWorkers, LaneFetch, StreamFetch
+from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
 from headrace._core.engine.worker_tasks import StartEpoch
 from headrace._core.eventloop.watchdog import LoopWatch
 from headrace._core.failure import describe_samples
@@ -132,49 +131,29 @@ class Engine:
         await self.executor.close(deadline)
         return f"cancelled, and still running: {len(late)} epoch{'s' * (len(late) > 1)}" if late else None
 
-    def make_stage(self, begin: SessionStart, deliver: Deliver, spawn: Spawn, requests: RequestStats) -> FetchStage:
+    def make_stage(self, context: FetchContext, start: SessionStart) -> FetchStage:
         config, dataset, options = self.config, self.config.dataset, self.config.options
         if not config.kind.is_async:
             streams = config.kind.is_iterable
-            return DispatchToWorkers(
-                config.num_workers, streams=streams, deliver=deliver, in_order=config.in_order, start=begin
-            )
+            return DispatchToWorkers(context, start, config.num_workers, streams=streams, in_order=config.in_order)
         if config.kind is DatasetKind.ASYNC_ITERABLE:
-            stream = dataset, config.drop_last, config.assembler.tolerance, deliver, spawn
-            return LaneFetch(begin, lambda beginning, lane: StreamFetch(*stream, beginning, lane))
+            return StreamFetch(context, start, dataset, config.drop_last, config.assembler.tolerance)
         can = capabilities(dataset)
         by_batches = config.batched and can.agets and not can.ranges
-        hedge = options["hedge"] is not None
         concurrency: int | AdaptiveLimit
         if options["concurrency"] != "auto":
             concurrency = options["concurrency"]
         else:
-            start, most = max(1, AUTO_CONCURRENCY // config.engines), most_concurrency()
+            least, most = max(1, AUTO_CONCURRENCY // config.engines), most_concurrency()
             if by_batches:  # calls; the look-ahead is as many as cover the most samples
-                start, most = max(1, config.look_ahead * start // most), min(most, config.look_ahead)
+                least, most = max(1, config.look_ahead * least // most), min(most, config.look_ahead)
             peers = config.engines * config.rank.world_size
             found = self._control  # what the last epoch found is where this one begins
-            concurrency = self._control = AdaptiveLimit(start, most, peers) if found is None else found.successor()
+            concurrency = self._control = AdaptiveLimit(least, most, peers) if found is None else found.successor()
         if by_batches:
-            return BatchFetch(dataset.agets, concurrency, deliver, spawn, requests)
-        if can.ranges:
-            return RangeFetch(dataset, concurrency, deliver, spawn, requests, hedge=hedge, cached=can.cached_reads)
-        return SampleFetch(dataset.aget, concurrency, deliver, spawn, requests, hedge=hedge)
-
-
-class Reorder:
-    """A buffer of batches that wait for earlier ones; bounded by the number of outstanding plans."""
-
-    def __init__(self, first: int = 0) -> None:
-        self._next = first
-        self._held: dict[int, HostBatch] = {}
-
-    def put(self, host: HostBatch) -> Iterator[HostBatch]:
-        """Add a batch; yields the batches that are next in order."""
-        self._held[host.plan.number] = host
-        while (ready := self._held.pop(self._next, None)) is not None:
-            self._next += 1
-            yield ready
+            return BatchFetch(context, dataset, concurrency)
+        make = RangeFetch if can.ranges else SampleFetch
+        return make(context, dataset, concurrency, hedge=options["hedge"] is not None)
 
 
 class Session:
@@ -211,29 +190,28 @@ class Session:
         self._seed = seed
         self._send = send
         # Lanes take turns; those of several engines where their batches arrive.
-        in_order = config.in_order or (start.lanes > 1 and config.engines == 1)
-        self._reorder = Reorder(start.batch) if in_order else None
+        self._in_order = config.in_order or (start.lanes > 1 and config.engines == 1)
+        self._next_number = start.batch
+        self._held: dict[int, HostBatch] = {}  # batches that wait for earlier ones
         self._sample_key = functools.partial(sample_key, config.dataset)
         retry, budget = config.options["retry"], config.options["memory_budget"]
         self._requests = RequestStats(None if retry is None else as_policy(retry))
+        self._context = FetchContext(self._assemble_soon, self._spawn, self._requests)
         bounded = None if config.kind is not DatasetKind.ASYNC_MAP else budget
         self._memory = None if bounded is None else MemoryBudget(bounded, self._sizes)
         self._plans: deque[BatchPlan] = deque()  # ascending, that wait for memory
-        self._outstanding: dict[int, BatchPlan] = {}  # received and not delivered
-        self._admitted_at: dict[int, float] = {}  # of these
+        self._outstanding: dict[int, tuple[BatchPlan, float]] = {}  # received and not delivered, and when
         self._assembling: dict[int, RawBatch] = {}
         self._changed = asyncio.Event()  # there are plans, or memory for them
         self._stage: FetchStage | None = None
-        self._recorder: FetchRecorder | None = None
         self._task: asyncio.Task[Any] | None = None
-        self._cancelled = False
         self._blocked_before = self._watch.blocked_seconds
 
     def handle(self, message: Request) -> None:
         if isinstance(message, list):
             now = time.perf_counter()
             for plan in message:
-                self._outstanding[plan.number], self._admitted_at[plan.number] = plan, now
+                self._outstanding[plan.number] = plan, now
                 self._on_consumed(plan.taken)
             # Those of an engine that has ended come before others.
             self._plans = deque(sorted((*self._plans, *message), key=operator.attrgetter("number")))
@@ -243,9 +221,7 @@ class Session:
         elif isinstance(message, StatusRequest):
             self._send(Status(self._status(message.number)))
         elif isinstance(message, TraceRequest):
-            self._recorder = FetchRecorder() if message.on else None
-            if self._stage is not None:
-                self._stage.trace(self._recorder)
+            self._context.recorder = FetchRecorder() if message.on else None
 
     def _on_consumed(self, number: int) -> None:
         if self._memory is not None:
@@ -253,9 +229,9 @@ class Session:
             self._changed.set()
 
     def _status(self, number: int) -> str:
-        plan = self._outstanding.get(number)
-        if plan is None:
+        if number not in self._outstanding:
             return f"batch {number} is being sent to this process"
+        plan, _ = self._outstanding[number]
         if self._stage is None:
             return f"batch {number} has not begun: the workers are being started"
         raw = self._assembling.get(number)
@@ -271,13 +247,9 @@ class Session:
 
     def cancel(self) -> None:
         """Admit nothing more and end; also called for a consumer that leaves the epoch."""
-        if self._cancelled:
-            return
-        self._cancelled = True
-        if self._stage is not None:
-            self._stage.stop()
-        if self._task is not None:
+        if self._task is not None and not self._context.stopping:
             self._task.cancel()
+        self._context.stopping = True
 
     async def run(self, prepare: Callable[[], Any]) -> None:
         """Await `prepare`, then run until `cancel`. However it ends, a `SessionEnd` is sent."""
@@ -286,11 +258,11 @@ class Session:
         self._requests.bodies = BodyReader()
         error: BaseException | None = None
         try:
-            if not self._cancelled:
+            if not self._context.stopping:
                 await prepare()
                 await self._run_stages()
         except BaseException as caught:  # a bug of ours, or the loop is closing: the consumer must not hang
-            error = None if self._cancelled else _single(caught)
+            error = None if self._context.stopping else _single(caught)
             if not isinstance(error, Exception | None):
                 raise
         finally:
@@ -306,8 +278,7 @@ class Session:
             # In this context, which fetchers copy.
             compute.set(session_compute(self._apply, self._parallel, self._seed, common_seed))
             current_sample.set(CurrentSample(0))  # of an unknown position, since fetches overlap
-            self._stage = stage = self._engine.make_stage(self.start, self._assemble_soon, self._spawn, self._requests)
-            stage.trace(self._recorder)
+            self._stage = stage = self._engine.make_stage(self._context, self.start)
             while True:
                 self._changed.clear()
                 while self._plans:
@@ -318,11 +289,11 @@ class Session:
                 await self._changed.wait()
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        if not self._cancelled:  # user code may outlast that, and the task group is closed
+        if not self._context.stopping:  # user code may outlast that, and the task group is closed
             self._tasks.create_task(work())
 
     def _assemble_soon(self, raw: RawBatch) -> None:
-        if self._cancelled:
+        if self._context.stopping:
             return
         assert self._stage is not None
         fetched = time.perf_counter()
@@ -360,7 +331,7 @@ class Session:
             self._changed.set()
         host = self._stage.on_assembled(raw, host).located(self._sample_key)
         state = host.stream_state if raw.stream_state is None else raw.stream_state
-        admitted, work = self._admitted_at.pop(host.plan.number), host.times
+        (_, admitted), work = self._outstanding[host.plan.number], host.times
         times = StageTimes(
             admitted,
             raw.began or admitted,
@@ -381,10 +352,14 @@ class Session:
             self._blocked_before,
             work.worked_by,
         )
-        fetches = None if self._recorder is None else self._recorder.take()
+        fetches = None if self._context.recorder is None else self._context.recorder.take()
         host = host._replace(requests=self._requests.take(), stream_state=state, times=times, fetches=fetches)
-        for ready in self._reorder.put(host) if self._reorder else (host,):
-            del self._outstanding[ready.plan.number]
+        self._held[host.plan.number] = host
+        if not self._in_order:
+            self._next_number = host.plan.number
+        while (ready := self._held.pop(self._next_number, None)) is not None:
+            del self._outstanding[self._next_number]
+            self._next_number += 1
             self._send(ready)
 
 

@@ -16,8 +16,8 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 from headrace._core.batches import BatchPlan, FetchLoad, FetchTimes, HostBatch, RawBatch
 from headrace._core.engine.concurrency import AdaptiveLimit
@@ -27,7 +27,6 @@ from headrace._core.store.request_stats import RequestStats
 
 CONTROL_INTERVAL = 0.02  # seconds between two updates of an `AdaptiveLimit`, which measures over 0.05 at least
 
-Deliver = Callable[[RawBatch], None]
 Job = tuple[Any, int, Any]
 """The target of a result, the slot in it, and the argument of the fetch."""
 
@@ -54,15 +53,30 @@ class FetchRecorder:
         return FetchTimes(os.getpid(), threading.get_native_id(), rows)
 
 
-class FetchStage(ABC):
-    """Turns plans into raw batches.
+@dataclass(slots=True, eq=False)
+class FetchContext:
+    """What a session gives its fetch stage.
 
-    Constructors take `deliver`, which is called with each complete batch, `spawn`, which starts a coroutine as a task,
-    and `requests`, the session's counters.
+    Attributes:
+        deliver: called with each complete batch.
+        spawn: starts a coroutine as a task.
+        requests: the session's counters.
+        recorder: of single fetches, while a trace is written; a stage without single fetches has none.
+        stopping: whether the session ends: no fetch begins, and exceptions raised from then on are ignored.
     """
 
-    _stopping = False
-    _recorder: FetchRecorder | None = None
+    deliver: Callable[[RawBatch], None]
+    spawn: Spawn
+    requests: RequestStats
+    recorder: FetchRecorder | None = None
+    stopping: bool = False
+
+
+class FetchStage(ABC):
+    """Turns plans into raw batches."""
+
+    def __init__(self, context: FetchContext) -> None:
+        self._context = context
 
     @abstractmethod
     def admit(self, plan: BatchPlan) -> None:
@@ -80,17 +94,30 @@ class FetchStage(ABC):
         """The fetches that run and wait now."""
         return FetchLoad()
 
-    def trace(self, recorder: FetchRecorder | None) -> None:
-        """Record the times of single fetches from now on, or no longer; a stage without single fetches has none."""
-        self._recorder = recorder
-
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """Note that a delivered batch was assembled; may change whether it ends the stream."""
         return host
 
-    def stop(self) -> None:
-        """Begin no more fetches. Cancellation follows; exceptions raised after this are ignored."""
-        self._stopping = True
+
+@dataclass(slots=True, eq=False)
+class PartialBatch:
+    """A batch some of whose samples have not arrived.
+
+    Attributes:
+        missing: the number of results that have not arrived.
+        samples: those that have arrived; `MISSING` in place of the others.
+        began: when its first fetch began; 0.0 before that.
+        fetch_seconds: the duration of that fetch.
+    """
+
+    plan: BatchPlan
+    missing: int
+    samples: list[Any] = field(init=False)
+    began: float = 0.0
+    fetch_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.samples = [MISSING] * len(self.plan.indices)
 
 
 class FetcherPool(FetchStage):
@@ -100,30 +127,21 @@ class FetcherPool(FetchStage):
     wait, and a store that answers at once is served by one fetcher without waking others.
 
     Args:
+        context: of the session.
+        dataset: where samples are fetched.
         concurrency: the number of fetchers, or an `AdaptiveLimit` that finds it.
         hedge: whether slow requests are repeated.
-
-    Attributes:
-        fetch: makes the request of a job from its argument.
     """
 
-    fetch: Callable[[Any], Awaitable[Any]]
-
     def __init__(
-        self,
-        concurrency: int | AdaptiveLimit,
-        deliver: Deliver,
-        spawn: Spawn,
-        requests: RequestStats,
-        *,
-        hedge: bool = False,
+        self, context: FetchContext, dataset: Any, concurrency: int | AdaptiveLimit, *, hedge: bool = False
     ) -> None:
+        super().__init__(context)
+        self._dataset = dataset
         self._limit = concurrency if isinstance(concurrency, AdaptiveLimit) else None
         self._size = concurrency.limit if isinstance(concurrency, AdaptiveLimit) else concurrency
-        self._deliver = deliver
-        self._spawn = spawn
-        self._requests = requests
-        self._hedged = HedgedRequests(spawn, requests) if hedge else None
+        self._hedged = HedgedRequests(context.spawn, context.requests) if hedge else None
+        self._partial: dict[int, PartialBatch] = {}  # by number
         self._queue: deque[Job] = deque()
         self._parked: list[asyncio.Future[None]] = []
         self._spawned = 0
@@ -131,28 +149,33 @@ class FetcherPool(FetchStage):
         self._submitted = 0
         self._controlled = False
 
+    @abstractmethod
+    def requester(self) -> Callable[[Any], Awaitable[Any]]:
+        """The function that makes the request of a job from its argument."""
+
+    @abstractmethod
     def on_result(self, target: Any, slot: int, result: Any, /) -> bool:
-        """Take a result; returns whether it completes a batch. By default a job uses its own."""
-        return False
+        """Take the result of a job; returns whether it completes a batch."""
 
     def on_error(self, error: BaseException, target: Any, slot: int, /) -> Any:
-        """The result in place of an error of user code; by default jobs handle these, and the error is ours."""
-        raise error
+        """The result in place of an error of user code; without a target the error is ours, and is raised."""
+        if target is None:
+            raise error
+        return Failure.caught(error, stage=Stage.FETCH, batch=target.plan.number, index=target.plan.indices[slot])
 
-    def on_timed(self, target: Any, slot: int, began: float) -> None:
-        """Note a job that ends now: that of slot 0 of each batch, and all while a trace is written."""
-        if not slot:
-            target.began, target.fetch_seconds = began, time.perf_counter() - began
-        if self._recorder is not None:
-            self._recorder.add(target.plan.number, slot, began)
+    def missing(self, plan: BatchPlan) -> Sequence[object]:
+        batch = self._partial.get(plan.number)
+        slots = zip(plan.indices, batch.samples if batch is not None else (), strict=False)
+        return [index for index, sample in slots if sample is MISSING]
 
     def load(self) -> FetchLoad:
         busy, queued = self._busy, len(self._queue)
         return FetchLoad(busy, self._size, queued, unused=0 if queued else max(0, self._size - busy))
 
-    def stop(self) -> None:
-        super().stop()
-        self._queue.clear()
+    def _deliver(self, batch: PartialBatch, samples: Sequence[Any]) -> None:
+        self._partial.pop(batch.plan.number, None)
+        raw = RawBatch(batch.plan, samples, began=batch.began, fetch_seconds=batch.fetch_seconds)
+        self._context.deliver(raw)
 
     @property
     def _busy(self) -> int:
@@ -170,11 +193,11 @@ class FetcherPool(FetchStage):
         self._wake_one()
         if self._limit is not None and not self._controlled:
             self._controlled = True
-            self._spawn(functools.partial(self._control, self._limit))
+            self._context.spawn(functools.partial(self._control, self._limit))
 
     def _count_timeout(self, error: BaseException) -> None:
         if isinstance(error, TimeoutError):  # a sign of too many requests
-            self._requests.throttle_events += 1
+            self._context.requests.throttle_events += 1
 
     def _resize(self, size: int) -> None:
         """Change `_size`; surplus fetchers park after their current job."""
@@ -184,22 +207,29 @@ class FetcherPool(FetchStage):
             self._wake_one()
 
     async def _run(self) -> None:
-        queue, clock, fetch, on_result = self._queue, time.perf_counter, self.fetch, self.on_result
+        context, queue, clock = self._context, self._queue, time.perf_counter
+        fetch, on_result = self.requester(), self.on_result
         while True:
             if len(queue) > 1:
                 self._wake_one()
             while queue:
                 target, slot, argument = queue.popleft()
-                began = 0.0 if slot and self._recorder is None else clock()  # one of each batch: enough for percentiles
+                # One of each batch: enough for percentiles.
+                began = 0.0 if slot and context.recorder is None else clock()
                 try:
                     result = await fetch(argument)
                 except BaseException as error:  # user code
-                    if self._stopping:
+                    if context.stopping:
                         return
                     self._count_timeout(error)
                     result = self.on_error(error, target, slot)
-                if began:
-                    self.on_timed(target, slot, began)
+                if context.stopping:  # user code has outlasted its cancellation
+                    return
+                if began and target is not None:  # otherwise the job has timed its requests
+                    if not slot:
+                        target.began, target.fetch_seconds = began, clock() - began
+                    if context.recorder is not None:
+                        context.recorder.add(target.plan.number, slot, began)
                 if on_result(target, slot, result):
                     await asyncio.sleep(0)  # the batch gets its turn, also if no fetch ever waits
                 if self._surplus:
@@ -219,7 +249,7 @@ class FetcherPool(FetchStage):
                 fetcher.set_result(None)
         else:
             self._spawned += 1
-            self._spawn(self._run)
+            self._context.spawn(self._run)
 
     async def _control(self, limit: AdaptiveLimit) -> None:
         """Measure at intervals while there is work; nothing is counted for a single job."""
@@ -229,7 +259,7 @@ class FetcherPool(FetchStage):
             size = limit.update(
                 time.monotonic(),
                 completed=self._submitted - queued - self._busy,
-                throttle_events=self._requests.throttle_events,
+                throttle_events=self._context.requests.throttle_events,
                 full=bool(queued) and self._busy >= self._size,
             )
             if size != self._size:
@@ -237,107 +267,60 @@ class FetcherPool(FetchStage):
         self._controlled = False
 
 
-class PartialBatch:
-    """A batch some of whose samples have not arrived.
-
-    Attributes:
-        missing: the number of results that have not arrived.
-        samples: those that have arrived; `MISSING` in place of the others.
-        began: when its first fetch began; 0.0 before that.
-        fetch_seconds: the duration of that fetch.
-    """
-
-    __slots__ = ("__weakref__", "began", "fetch_seconds", "missing", "plan", "samples")
-
-    def __init__(self, plan: BatchPlan) -> None:
-        self.plan = plan
-        self.missing = len(plan.indices)
-        self.samples: list[object] = [MISSING] * self.missing
-        self.began = self.fetch_seconds = 0.0
-
-    def raw(self, samples: Sequence[Any]) -> RawBatch:
-        return RawBatch(self.plan, samples, began=self.began, fetch_seconds=self.fetch_seconds)
-
-
 class SampleFetch(FetcherPool):
-    """Fetches samples with `aget`, `concurrency` at a time; other arguments as of `FetcherPool`."""
-
-    def __init__(
-        self,
-        aget: Callable[[object], Awaitable[object]],
-        concurrency: int | AdaptiveLimit,
-        deliver: Deliver,
-        spawn: Spawn,
-        requests: RequestStats,
-        *,
-        hedge: bool = False,
-    ) -> None:
-        super().__init__(concurrency, deliver, spawn, requests, hedge=hedge)
-        self._aget = aget
-        self.fetch = self._fetch_hedged if hedge else aget
-        self._partial: WeakValueDictionary[int, PartialBatch] = WeakValueDictionary()  # by number, for `missing`
+    """Fetches samples with `aget`, `concurrency` at a time."""
 
     def admit(self, plan: BatchPlan) -> None:
+        batch = self._partial[plan.number] = PartialBatch(plan, len(plan.indices))
         if not plan.indices:
-            self._deliver(RawBatch(plan, ()))
+            self._deliver(batch, ())
             return
-        batch = self._partial[plan.number] = PartialBatch(plan)
         wanted: Iterable[object] = plan.indices
         if self._hedged is not None:
             wanted = zip(itertools.repeat(plan.number), plan.indices, strict=False)
         self._submit(zip(itertools.repeat(batch), itertools.count(), wanted, strict=False))
 
-    def missing(self, plan: BatchPlan) -> Sequence[object]:
-        batch = self._partial.get(plan.number)
-        slots = zip(plan.indices, batch.samples if batch is not None else (), strict=False)
-        return [index for index, sample in slots if sample is MISSING]
+    def requester(self) -> Callable[[Any], Awaitable[Any]]:
+        return self._dataset.aget if self._hedged is None else self._fetch_hedged
 
     def _fetch_hedged(self, wanted: tuple[int, object]) -> Awaitable[object]:
         assert self._hedged is not None
         number, index = wanted
-        return self._hedged.first(number, 0, functools.partial(self._aget, index))
+        return self._hedged.first(number, 0, functools.partial(self._dataset.aget, index))
 
     def on_result(self, batch: PartialBatch, slot: int, sample: object) -> bool:
         batch.samples[slot] = sample
         batch.missing -= 1
         if batch.missing:
             return False
-        self._deliver(batch.raw(batch.samples))
+        self._deliver(batch, batch.samples)
         return True
-
-    def on_error(self, error: BaseException, batch: PartialBatch, slot: int) -> Failure:
-        return Failure.caught(error, stage=Stage.FETCH, batch=batch.plan.number, index=batch.plan.indices[slot])
 
     def fetched_at_once(self, plan: BatchPlan) -> int:
         return self._size
 
 
 class BatchFetch(FetcherPool):
-    """Fetches with `agets`, a batch in a call; other arguments as of `FetcherPool`.
+    """Fetches with `agets`, a batch in a call.
 
-    Args:
-        concurrency: samples in flight, which the calls in flight cover; or an `AdaptiveLimit` that finds the number of
-            calls.
+    `concurrency` is the number of samples in flight, which the calls in flight cover; or an `AdaptiveLimit` that finds
+    the number of calls.
     """
 
-    def __init__(
-        self,
-        agets: Callable[[list[object]], Awaitable[Sequence[object]]],
-        concurrency: int | AdaptiveLimit,
-        deliver: Deliver,
-        spawn: Spawn,
-        requests: RequestStats,
-    ) -> None:
-        super().__init__(concurrency, deliver, spawn, requests)
-        self.fetch = agets
-        self._samples = 0 if isinstance(concurrency, AdaptiveLimit) else concurrency  # in flight
-        self._of_call = 1  # samples of the last batch; 1 where the number of calls is found
+    _of_call = 1  # samples of the last batch; 1 where the number of calls is found
+    _samples = 0  # in flight; 0 where the number of calls is found
 
     def admit(self, plan: BatchPlan) -> None:
-        if self._samples:
+        if self._limit is None:
+            self._samples = self._samples or self._size
             self._of_call = max(1, len(plan.indices))
             self._resize(-(-self._samples // self._of_call))
-        self._submit(((PartialBatch(plan), 0, list(plan.indices)),))
+        batch = self._partial[plan.number] = PartialBatch(plan, 1)
+        self._submit(((batch, 0, list(plan.indices)),))
+
+    def requester(self) -> Callable[[Any], Awaitable[Any]]:
+        agets: Callable[[Any], Awaitable[Any]] = self._dataset.agets
+        return agets
 
     def on_result(self, batch: PartialBatch, _slot: int, result: Any) -> bool:
         wanted = len(batch.plan.indices)
@@ -347,7 +330,7 @@ class BatchFetch(FetcherPool):
                 raise ValueError(f"agets returned {len(samples)} samples for {wanted} indices")
         except BaseException as error:  # user code
             samples = [self.on_error(error, batch, 0)]
-        self._deliver(batch.raw(samples))
+        self._deliver(batch, samples)
         return True
 
     def on_error(self, error: BaseException, batch: PartialBatch, _slot: int) -> Failure:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import operator
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from headrace._core.batches import BatchPlan, RawBatch, Rows
+from headrace._core.batches import BatchPlan, Rows
 from headrace._core.engine.concurrency import AdaptiveLimit
-from headrace._core.engine.fetch import Deliver, FetcherPool, PartialBatch
-from headrace._core.engine.hedging import Spawn
-from headrace._core.failure import Failure, Stage
+from headrace._core.engine.fetch import FetchContext, FetcherPool, PartialBatch
 from headrace._core.store.ranges import Ranges, Span, plan_spans
-from headrace._core.store.request_stats import RequestStats
+from headrace._core.streams.kinds import capabilities
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,6 +29,7 @@ _EMPTY = memoryview(b"")
 CACHE_SLICE = 256  # samples that are looked up before other tasks get a turn
 
 
+@dataclass(slots=True, eq=False)
 class RangedBatch(PartialBatch):
     """A batch whose bytes are being read.
 
@@ -38,13 +39,8 @@ class RangedBatch(PartialBatch):
         single: slots whose samples are or were fetched by `aget`.
     """
 
-    __slots__ = ("read_plan", "single")
-
-    def __init__(self, plan: BatchPlan) -> None:
-        super().__init__(plan)
-        self.missing = 0
-        self.read_plan: tuple[ReadPlan, int] | None = None
-        self.single: set[int] = set()
+    read_plan: tuple[ReadPlan, int] | None = None
+    single: set[int] = field(default_factory=set)
 
 
 class ReadPlan:
@@ -116,54 +112,40 @@ class RangeFetch(FetcherPool):
     All batches that wait when a fetcher is free are planned together; the request that the oldest of them needs first
     is made first. The first batch is planned alone: joined with the others it would be complete when they are.
 
-    The jobs of its pool are coroutine functions that handle errors of user code, and time their requests.
-
-    Args:
-        concurrency: requests in flight, or an `AdaptiveLimit` that finds the number.
+    A job is a coroutine function: `aget` of a single sample, or, without a target, a request, which handles errors of
+    user code and times itself. `concurrency` is their number.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        concurrency: int | AdaptiveLimit,
-        deliver: Deliver,
-        spawn: Spawn,
-        requests: RequestStats,
-        *,
-        hedge: bool = False,
-        cached: bool = False,
+        self, context: FetchContext, dataset: Any, concurrency: int | AdaptiveLimit, *, hedge: bool = False
     ) -> None:
-        super().__init__(concurrency, deliver, spawn, requests, hedge=hedge)
-        self._dataset = dataset
-        self._cached = cached
+        super().__init__(context, dataset, concurrency, hedge=hedge)
+        self._cached = capabilities(dataset).cached_reads
         self._waiting: list[RangedBatch] = []
         self._planning = False  # a job that plans is queued
         self._first = True
 
     def admit(self, plan: BatchPlan) -> None:
+        batch = self._partial[plan.number] = RangedBatch(plan, 0)
         if not plan.indices:
-            self._deliver(RawBatch(plan, ()))
+            self._deliver(batch, ())
             return
-        self._waiting.append(RangedBatch(plan))
+        self._waiting.append(batch)
         self._plan_soon()
 
-    def stop(self) -> None:
-        super().stop()
-        self._waiting.clear()
+    def requester(self) -> Callable[[Any], Awaitable[Any]]:
+        return operator.call
 
-    def fetch(self, job: Callable[[], Awaitable[None]]) -> Awaitable[None]:
-        return job()
-
-    def on_timed(self, _target: None, _slot: int, _began: float) -> None:
-        pass  # the job has timed its request
-
-    def _queue_jobs(self, jobs: Iterable[Callable[[], Awaitable[None]]], *, first: bool = False) -> None:
-        self._submit(((None, 0, job) for job in jobs), first=first)
+    def on_result(self, batch: RangedBatch | None, slot: int, sample: object) -> bool:
+        if batch is None:  # a request
+            return False
+        batch.samples[slot] = sample
+        return self._on_arrival(batch)
 
     def _plan_soon(self) -> None:
         if not self._planning:
             self._planning = True
-            self._queue_jobs((self._plan,))
+            self._submit(((None, 0, self._plan),))
 
     def _fetch_singly(self, members: Iterable[tuple[RangedBatch, int]]) -> None:
         """Queue single samples, ahead of requests; an error is then about one sample, and names it."""
@@ -171,28 +153,13 @@ class RangeFetch(FetcherPool):
         for batch, slot in members:
             batch.single.add(slot)
             batch.missing += 1
-            jobs.append(functools.partial(self._fetch_single, batch, slot))
-        self._queue_jobs(reversed(jobs), first=True)
+            jobs.append((batch, slot, functools.partial(self._dataset.aget, batch.plan.indices[slot])))
+        self._submit(reversed(jobs), first=True)
 
     def _fetch_left_out(self, plan: ReadPlan, positions: Positions) -> None:
         self._fetch_singly(plan.locate(positions))
         for batch in plan.leave_out(positions):
             self._on_arrival(batch)
-
-    async def _fetch_single(self, batch: RangedBatch, slot: int) -> None:
-        index = batch.plan.indices[slot]
-        began = time.perf_counter()
-        try:
-            sample = await self._dataset.aget(index)
-        except BaseException as error:  # user code
-            if self._stopping:
-                return
-            self._count_timeout(error)
-            sample = Failure.caught(error, stage=Stage.FETCH, batch=batch.plan.number, index=index)
-        if self._recorder is not None:
-            self._recorder.add(batch.plan.number, slot, began)
-        batch.samples[slot] = sample
-        self._on_arrival(batch)
 
     async def _plan(self) -> None:
         waiting = self._waiting[:1] if self._first else self._waiting[:]
@@ -212,7 +179,7 @@ class RangeFetch(FetcherPool):
             batch.began = began
         complete = plan.plan(await self._read_cached(plan) if self._cached else None)
         read = self._read_and_cache if self._cached else self._read
-        self._queue_jobs(functools.partial(read, plan, span) for span in plan.spans)
+        self._submit((None, 0, functools.partial(read, plan, span)) for span in plan.spans)
         await self._on_ranges(complete)
 
     def _ranges_of(self, batches: list[RangedBatch]) -> list[tuple[list[RangedBatch], Ranges]]:
@@ -241,7 +208,7 @@ class RangeFetch(FetcherPool):
             try:
                 views = dict(zip(positions, await self._dataset.cached_reads(indices), strict=True))
             except BaseException:  # user code, or a folder that must not be read
-                if self._stopping:
+                if self._context.stopping:
                     raise
                 self._fetch_left_out(plan, positions)
                 continue
@@ -255,7 +222,7 @@ class RangeFetch(FetcherPool):
         try:
             data = await self._read_range(plan.first(span), span.object, span.start, span.stop)
         except BaseException:  # user code; each member's own `aget` names the error and the sample
-            if not self._stopping:
+            if not self._context.stopping:
                 self._fetch_left_out(plan, span.members)
             return
         seconds = time.perf_counter() - began
@@ -277,7 +244,7 @@ class RangeFetch(FetcherPool):
                 except StopAsyncIteration:
                     break
                 except BaseException:  # user code, as in `_read`
-                    if self._stopping:
+                    if self._context.stopping:
                         return
                     break
                 read = {left.pop(member): view for member, view in zip(members, views, strict=True) if member in left}
@@ -292,8 +259,8 @@ class RangeFetch(FetcherPool):
         data: memoryview = await (
             read() if self._hedged is None else self._hedged.first(batch.plan.number, stop - start, read)
         )
-        if self._recorder is not None:
-            self._recorder.add(batch.plan.number, number, began)
+        if self._context.recorder is not None:
+            self._context.recorder.add(batch.plan.number, number, began)
         if len(data) != stop - start:
             raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")
         return data
@@ -320,7 +287,7 @@ class RangeFetch(FetcherPool):
             if samples is None:
                 self._make_one_by_one(batch, views)
         if not batch.missing:
-            self._deliver(batch.raw(batch.samples if samples is None else samples))
+            self._deliver(batch, batch.samples if samples is None else samples)
         return True
 
     def _make_together(self, indices: Sequence[Any], views: Sequence[memoryview]) -> Sequence[Any] | None:

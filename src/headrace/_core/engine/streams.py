@@ -7,14 +7,13 @@ import inspect
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart, load_state
 from headrace._core.engine.assemble import Catch
-from headrace._core.engine.fetch import Deliver, FetchStage
-from headrace._core.engine.hedging import Spawn
+from headrace._core.engine.fetch import FetchContext, FetchStage
 from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
 from headrace._core.pool.supervisor import PINNED_AHEAD
@@ -30,8 +29,6 @@ from headrace._core.streams.resumable import (
     start_stream,
 )
 from headrace.errors import StateError
-
-BEGINNING = SessionStart()
 
 
 @dataclass(slots=True)
@@ -203,100 +200,113 @@ def _ended_a_generator(error: BaseException) -> bool:
 
 
 class StreamFetch(FetchStage):
-    """Reads an async iterable by one coroutine.
+    """Reads each lane of an async iterable by a coroutine of its own; a plan says which lane it is of.
 
     Args:
-        lane: the part of the stream that is read; None for this rank's whole part.
+        context: of the session.
+        start: where the session begins.
+        dataset: the async iterable.
+        drop_last: whether an incomplete batch is dropped.
+        tolerance: how failed samples are treated.
 
     Raises:
         StateError: the state in `start` is damaged.
     """
 
     def __init__(
-        self,
-        dataset: AsyncIterable[Any],
-        drop_last: bool,
-        tolerance: Tolerance,
-        deliver: Deliver,
-        spawn: Spawn,
-        start: SessionStart = BEGINNING,
-        lane: ShardOptions | None = None,
+        self, context: FetchContext, start: SessionStart, dataset: Any, drop_last: bool, tolerance: Tolerance
     ) -> None:
+        super().__init__(context)
+        self._start = start
+        self.dataset, self.drop_last, self.tolerance = dataset, drop_last, tolerance
+        self._lanes: dict[int | None, LaneReader] = {}
+
+    def admit(self, plan: BatchPlan) -> None:
+        """Give the plan to its lane; the first plan of a lane begins to read it."""
+        # A state comes with the first plan of a lane that another engine has read since, if this one ever did.
+        if plan.resume is not None or plan.lane not in self._lanes:
+            start, lane = self._start, None if plan.lane is None else ShardOptions(plan.lane, self._start.lanes)
+            if plan.resume is not None:
+                start = start._replace(streams={**start.streams, plan.lane: load_state(plan.resume)})
+            self._lanes[plan.lane] = LaneReader(self, self._context, start, lane)
+        self._lanes[plan.lane].admit(plan)
+
+    def missing(self, plan: BatchPlan) -> Sequence[object]:
+        lane = self._lanes.get(plan.lane)
+        return () if lane is None else (lane.progress.position,)
+
+    def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
+        """Note the lane in the batch."""
+        return host if raw.plan.lane is None else host._replace(worker=raw.plan.lane)
+
+
+class LaneReader:
+    """Reads one lane; None is this rank's whole part of the stream."""
+
+    def __init__(
+        self, stage: StreamFetch, context: FetchContext, start: SessionStart, lane: ShardOptions | None
+    ) -> None:
+        self._stage = stage
+        self._context = context
         self._lane = lane
-        self._dataset = dataset
-        self._drop_last = drop_last
-        self._tolerance = tolerance
-        self._deliver = deliver
         self._plans: deque[BatchPlan] = deque()
-        self._spawn = spawn
-        self._reading = False
         self._admitted = asyncio.Event()
+        self._stream: ResumableIterator[Any] | None = None
         self._state = start.state_of(None if lane is None else lane.index)  # to be restored
-        self._progress = Progress.restored(self._state or {"position": 0}, start.delivered)
+        self.progress = Progress.restored(self._state or {"position": 0}, start.delivered)
         if lane is not None:
-            self._progress.drawn = self._progress.drawn or 0
+            self.progress.drawn = self.progress.drawn or 0
+        context.spawn(self._read)
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue the plan; after the stream's end its batch is empty. The first repeated plan restarts the stream."""
         self._plans.append(plan)
         self._admitted.set()
-        if not self._reading:
-            self._reading = True
-            self._spawn(self._read)
-
-    def missing(self, plan: BatchPlan) -> Sequence[int]:
-        return (self._progress.position,)
 
     async def _read(self) -> None:
         current_lane.set(self._lane)  # in this task's context, which the tasks that it starts copy
-        stream: ResumableIterator[Any] | None = None
         try:
             while True:
                 while not self._plans:
                     self._admitted.clear()
                     await self._admitted.wait()
-                plan, progress = self._plans.popleft(), self._progress
-                if plan.repeat and not progress.repeats:
-                    await self._close(stream)
-                    stream = None
-                    progress, self._state = Progress(repeats=True, drawn=progress.drawn), None
-                    self._progress = progress
+                plan = self._plans.popleft()
+                if plan.repeat and not self.progress.repeats:
+                    await self._close()
+                    self.progress, self._state = Progress(repeats=True, drawn=self.progress.drawn), None
+                progress = self.progress
                 if progress.ended:
-                    self._deliver(RawBatch(plan._replace(indices=()), (), end=True))
+                    self._context.deliver(RawBatch(plan._replace(indices=()), (), end=True))
                     continue
                 if progress.drawn is not None:
                     progress.drawn += len(plan.indices)
-                batch = StreamBatch(plan, progress, self._tolerance)
-                stream = stream or self._start(batch)
+                batch = StreamBatch(plan, progress, self._stage.tolerance)
+                stream = self._stream = self._stream or self._start(batch)
                 while stream is not None and batch.room:
                     await self._read_batch(stream, batch)
-                self._deliver(batch.raw(None if stream is None else stream.state_dict, drop_last=self._drop_last))
-                if self._progress.ended:
-                    await self._close(stream)
-                    stream = None
+                state = None if stream is None else stream.state_dict
+                self._context.deliver(batch.raw(state, drop_last=self._stage.drop_last))
+                if self.progress.ended:
+                    await self._close()
         finally:
-            await self._close(stream)
+            await self._close()
 
     def _start(self, batch: StreamBatch) -> ResumableIterator[Any] | None:
         state, self._state = self._state, None
-        stream: ResumableIterator[Any] | None = None
+        repeats = int(self.progress.repeats)
+        key = repeats if self._lane is None else batch_seed(repeats, 0, self._lane.index)
         try:
-            with keys_within(self._key()):
+            with keys_within(key):
                 if state is None:
-                    stream = start_stream(self._dataset)
-                else:
-                    stream = resume_stream(self._dataset, expect(state, "stream", dict))
+                    return start_stream(self._stage.dataset)
+                return resume_stream(self._stage.dataset, expect(state, "stream", dict))
         except BaseException as error:  # user code
             if state is None:
                 batch.fail(error)
-                self._progress.ended = True
+                self.progress.ended = True
             else:
                 batch.fail_restoring(error)
-        return stream
-
-    def _key(self) -> int:
-        repeats = int(self._progress.repeats)
-        return repeats if self._lane is None else batch_seed(repeats, 0, self._lane.index)
+            return None
 
     async def _read_batch(self, stream: ResumableIterator[Any], batch: StreamBatch) -> None:
         """Read until the batch is full, the stream ends, or an error."""
@@ -304,18 +314,19 @@ class StreamFetch(FetchStage):
             for _ in range(batch.room):
                 batch.add(await anext(stream))
         except StopAsyncIteration:
-            self._progress.ended = True
+            self.progress.ended = True
         except BaseException as error:  # user code
-            if self._stopping:
+            if self._context.stopping:
                 raise asyncio.CancelledError from None
             batch.fail(error)
 
-    async def _close(self, stream: ResumableIterator[Any] | None) -> None:
+    async def _close(self) -> None:
+        stream, self._stream = self._stream, None
         try:
             if stream is not None:
                 await stream.aclose()
         except BaseException as error:  # user code; its samples are delivered, or no longer needed
-            message = f"closing a stream of {type(self._dataset).__name__} failed"
+            message = f"closing a stream of {type(self._stage.dataset).__name__} failed"
             asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
 
 
@@ -325,44 +336,6 @@ def _last_worker(start: SessionStart, workers: int) -> int | None:
     return next(repeating, (start.next_worker - 1) % workers if start.batch else None)
 
 
-class LaneFetch(FetchStage):
-    """Reads each lane of a stream by a coroutine of its own; a plan says which lane it is of.
-
-    Args:
-        start: where the session begins.
-        make: makes the stage of a lane, from its beginning or its state in a `SessionStart`.
-    """
-
-    def __init__(self, start: SessionStart, make: Callable[[SessionStart, ShardOptions | None], FetchStage]) -> None:
-        self._start = start
-        self._make = make
-        self._stages: dict[int | None, FetchStage] = {}
-
-    def admit(self, plan: BatchPlan) -> None:
-        """Give the plan to its lane; the first plan of a lane begins to read it."""
-        # A state comes with the first plan of a lane that another engine has read since, if this one ever did.
-        stage = None if plan.resume is not None else self._stages.get(plan.lane)
-        if stage is None:
-            start, lane = self._start, None if plan.lane is None else ShardOptions(plan.lane, self._start.lanes)
-            if plan.resume is not None:
-                start = start._replace(streams={**start.streams, plan.lane: load_state(plan.resume)})
-            stage = self._stages[plan.lane] = self._make(start, lane)
-        stage.admit(plan)
-
-    def missing(self, plan: BatchPlan) -> Sequence[object]:
-        stage = self._stages.get(plan.lane)
-        return () if stage is None else stage.missing(plan)
-
-    def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
-        """Note the lane in the batch."""
-        return host if raw.plan.lane is None else host._replace(worker=raw.plan.lane)
-
-    def stop(self) -> None:
-        super().stop()
-        for stage in self._stages.values():
-            stage.stop()
-
-
 class DispatchToWorkers(FetchStage):
     """Sends plans to the numbered workers, which have copies of a torch dataset.
 
@@ -370,19 +343,19 @@ class DispatchToWorkers(FetchStage):
     a slow worker delays only its own plans.
 
     Args:
-        streams: whether each reads a stream, which can end.
         start: the worker that is next, and those whose streams have ended.
+        streams: whether each reads a stream, which can end.
     """
 
     def __init__(
-        self, workers: int, *, streams: bool, deliver: Deliver, in_order: bool, start: SessionStart = BEGINNING
+        self, context: FetchContext, start: SessionStart, workers: int, *, streams: bool, in_order: bool
     ) -> None:
+        super().__init__(context)
         ended = start.ended
         turns = ((start.next_worker + turn) % workers for turn in range(workers))
         self._active = deque(worker for worker in turns if worker not in ended)  # the next one first
         self._last_worker = _last_worker(start, workers)  # of the last batch of a stream
         self._streams = streams
-        self._deliver = deliver
         self._in_order = in_order
         self._loads = [0] * workers
         self._waiting: deque[BatchPlan] = deque()
@@ -404,7 +377,7 @@ class DispatchToWorkers(FetchStage):
             self._active.rotate(-1)
             self._send(self._waiting.popleft(), worker)
         while self._waiting:
-            self._deliver(RawBatch(self._waiting.popleft()._replace(indices=()), (), end=True))
+            self._context.deliver(RawBatch(self._waiting.popleft()._replace(indices=()), (), end=True))
 
     def _next_has_room(self) -> bool:
         """Rotate to the next worker that has room; False if there is none."""
@@ -416,7 +389,7 @@ class DispatchToWorkers(FetchStage):
 
     def _send(self, plan: BatchPlan, worker: int) -> None:
         self._loads[worker] += 1
-        self._deliver(RawBatch(plan, None, worker=worker))
+        self._context.deliver(RawBatch(plan, None, worker=worker))
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """Free the worker's slot; the whole stream ends with the last worker's."""
@@ -431,7 +404,3 @@ class DispatchToWorkers(FetchStage):
         host = host._replace(worker=raw.worker, end=host.end and self._streams and not self._active)
         self._dispatch()
         return host
-
-    def stop(self) -> None:
-        super().stop()
-        self._waiting.clear()

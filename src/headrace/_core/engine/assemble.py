@@ -52,6 +52,10 @@ class Assembler:
         lists = self.batched and self.collate in (list, tuple)
         return bool(self.transforms) or not (lists or draws_nothing(self.collate))
 
+    def generators(self) -> TransformGenerators:
+        """The random generators that the functions hold."""
+        return TransformGenerators((*self.transforms, self.collate))
+
     def __call__(self, raw: RawBatch, began: Moment | None = None) -> HostBatch:
         """Assemble a batch whose samples are all there; errors of user code become its failures.
 
@@ -165,15 +169,3 @@ def times_since(began: Moment) -> StageTimes:
         work_cpu=time.thread_time() - cpu,
         worked_by=(os.getpid(), threading.get_native_id(), _worker),
     )
-
-
-class SeededAssembler:
-    """Assembles each batch with all random generators seeded from the batch's own seed."""
-
-    def __init__(self, assembler: Assembler) -> None:
-        self._assembler = assembler
-        self._generators = TransformGenerators((*assembler.transforms, assembler.collate))
-
-    def __call__(self, raw: RawBatch) -> HostBatch:
-        self._generators.seed(raw.plan.seed)
-        return self._assembler(raw)

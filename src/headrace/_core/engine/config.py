@@ -161,24 +161,25 @@ def _divided(number: int, engine: int, engines: int) -> int:
     return number // engines + (engine < number % engines)
 
 
+_MAKE_LATER = (
+    "Worker processes need a copy of it, and it holds something that cannot leave this process (a lock, a socket, an "
+    "open file): make that inside the function, at its first call, or use num_workers=0. Take primitives of "
+    "multiprocessing from get_context('spawn'), or use multiprocessing_context='fork'."
+)
+_OPEN_LATER = (
+    "The loader's process needs a copy of it: open connections in `async def __aenter__` of the dataset, or by "
+    "headrace.per_loop; or use placement='thread'."
+)
+
+
 def name_unpicklable(config: EngineConfig, error: Exception) -> NoReturn:
     """Raise the error that says what in the config cannot be pickled; `error` itself if each part can."""
-    kept = f"dataset {type(config.dataset).__name__}", config.dataset
     parts: list[tuple[str, Any]] = [(f"transform {function!r}", function) for function in config.assembler.transforms]
     parts.append((f"collate_fn {config.assembler.collate!r}", config.assembler.collate))
     parts.append((f"worker_init_fn {config.worker_init_fn!r}", config.worker_init_fn))
-    for what, part in parts if config.kind.is_async else (*parts, kept):
+    parts.append((f"dataset {type(config.dataset).__name__}", config.dataset))
+    for what, part in parts:
         if (reason := why_not_picklable(part)) is not None:
-            remedy = (
-                "Worker processes need a copy of it, and it holds something that cannot leave this process (a lock, a "
-                "socket, an open file): make that inside the function, at its first call, or use num_workers=0. Take "
-                "primitives of multiprocessing from get_context('spawn'), or use multiprocessing_context='fork'."
-            )
-            raise NotPicklableError(what=what, reason=reason, remedy=remedy) from error
-    if (reason := why_not_picklable(config.dataset)) is not None:
-        remedy = (
-            "The loader's process needs a copy of it: open connections in `async def __aenter__` of the dataset, or by "
-            "headrace.per_loop; or use placement='thread'."
-        )
-        raise NotPicklableError(what=kept[0], reason=reason, remedy=remedy) from error
+            fetched = part is config.dataset and config.kind.is_async
+            raise NotPicklableError(what=what, reason=reason, remedy=_OPEN_LATER if fetched else _MAKE_LATER) from error
     raise error

@@ -44,7 +44,9 @@ class ThreadExecutor:
     def __init__(self, threads: int, rank: RankInfo, *, seeds: bool) -> None:
         self._rank = rank
         self._seeds = seeds
-        self._requests: queue.SimpleQueue[tuple[Callable[[], object], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        # Calls and their answers; to end a thread, no call.
+        self._requests: queue.SimpleQueue[tuple[Callable[[], object] | None, asyncio.Future[Any] | None]]
+        self._requests = queue.SimpleQueue()
         self.parallel = threads
         self._threads = [
             # In the caller's context, which has the settings of `numpy.seterr`.
@@ -59,8 +61,6 @@ class ThreadExecutor:
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._running = len(self._threads)
-        self._ended = asyncio.Event()
         for thread in self._threads:
             thread.start()
 
@@ -85,9 +85,10 @@ class ThreadExecutor:
         """Let the threads finish their current work; after the deadline they remain, as daemons."""
         if not self._threads or self._threads[0].ident is None:
             return
-        self.kill()
-        with contextlib.suppress(TimeoutError):  # user code holds one of them
-            await asyncio.wait_for(self._ended.wait(), deadline)
+        ends = [self._loop.create_future() for _ in self._threads]
+        for end in ends:
+            self._requests.put((None, end))
+        if not (await asyncio.wait(ends, timeout=deadline))[1]:  # otherwise user code holds one of them
             for thread in self._threads:
                 thread.join()
 
@@ -100,40 +101,36 @@ class ThreadExecutor:
     def kill(self) -> None:
         """Let each thread end at its next request; a thread cannot be killed."""
         for _ in self._threads:
-            self._requests.put(None)
+            self._requests.put((None, None))
 
     def release(self) -> None:
         pass  # there are no descriptors
 
     def _work(self) -> None:
         provide_rank(self._rank)
-        while (request := self._requests.get()) is not None:
-            work, answer = request
-            if not answer.done():
+        while True:
+            work, answer = self._requests.get()
+            if work is None:
+                self._settle(answer, None)
+                return
+            if answer is not None and not answer.done():
                 try:
-                    self._call_on_loop(_settle, answer, work(), None)
+                    self._settle(answer, work())
                 except BaseException as error:  # not of user code, whose errors are in the result: a failed import, say
-                    self._call_on_loop(_settle, answer, None, as_exception(error))
-            del request, work, answer  # hold no batch while waiting for the next
-        self._call_on_loop(self._on_thread_end)
+                    self._settle(answer, None, as_exception(error))
+            del work, answer  # hold no batch while waiting for the next
 
-    def _on_thread_end(self) -> None:
-        self._running -= 1
-        if not self._running:
-            self._ended.set()
+    def _settle(self, answer: asyncio.Future[Any] | None, result: object, error: Exception | None = None) -> None:
+        def settle() -> None:
+            if answer is None or answer.done():
+                return
+            if error is None:
+                answer.set_result(result)
+            else:
+                answer.set_exception(error)
 
-    def _call_on_loop(self, callback: Callable[..., object], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(callback, *args)
-
-
-def _settle(answer: asyncio.Future[object], result: object, error: Exception | None) -> None:
-    if answer.done():
-        return
-    if error is None:
-        answer.set_result(result)
-    else:
-        answer.set_exception(error)
+            self._loop.call_soon_threadsafe(settle)
 
 
 class ProcessExecutor(Pool):

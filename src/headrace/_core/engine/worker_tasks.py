@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, RawBatch, dump_state
-from headrace._core.engine.assemble import Assembler, Moment, SeededAssembler, now, set_worker, times_since
+from headrace._core.engine.assemble import Assembler, now, set_worker, times_since
 from headrace._core.engine.streams import Progress, StreamBatch, without_state
 from headrace._core.failure import Failure, Stage
 from headrace._core.pool.worker import Plain
@@ -63,16 +63,18 @@ class AssembleTask:
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
 
-    def __call__(self, request: Any) -> Any:
-        """Assemble one batch, sent flat."""
-        if type(request) is RawBatch:  # in a thread
-            return to_wire(self._assemble(request), copied=self.copies)
-        raw = RawBatch.from_flat(request)
-        return _flat(self._assemble(raw), raw.plan)
-
     @functools.cached_property
-    def _assemble(self) -> Callable[[RawBatch], HostBatch]:
-        return SeededAssembler(self.assembler) if self.seeds else self.assembler
+    def _generators(self) -> TransformGenerators:
+        return self.assembler.generators()
+
+    def __call__(self, request: Any) -> Any:
+        """Assemble one batch, sent flat to a process."""
+        in_thread = type(request) is RawBatch
+        raw = request if in_thread else RawBatch.from_flat(request)
+        if self.seeds:
+            self._generators.seed(raw.plan.seed)
+        host = self.assembler(raw)
+        return to_wire(host, copied=self.copies) if in_thread else _flat(host, raw.plan)
 
 
 class StartEpoch(NamedTuple):
@@ -140,14 +142,9 @@ class ReadTask(AssembleTask):
         session_epoch.set(epoch)
         try:
             propagate_epoch(self.dataset, epoch, only_wanted=not set_epoch)
-            return batch_reader(
-                self.dataset,
-                iterable=self.iterable,
-                assembler=self.assembler,
-                drop_last=self.drop_last,
-                state=None if state is None else cast(State, state.loads()),
-                seeds=self.seeds,
-            )
+            restored = None if state is None else cast(State, state.loads())
+            reader = StreamReader if self.iterable else MapReader
+            return reader(self.dataset, self.assembler, restored, drop_last=self.drop_last, seeds=self.seeds)
         except BaseException as error:  # user code: set_epoch, __iter__ of a stream, load_state_dict
             return CannotStart(error, restoring=state is not None)
 
@@ -217,15 +214,10 @@ def tensor_fast_path(dataset: Any) -> Gather | None:
     tensors, length = dataset.tensors, len(dataset)
 
     def gather(indices: Sequence[Any]) -> list[torch.Tensor]:
-        if set(map(type, indices)) == {int}:
-            index = torch.frombuffer(array("q", indices), dtype=torch.int64)  # `torch.tensor` takes four times as long
-        else:
-            index = torch.tensor(indices)
-        # A tensor from a list of mixed types would round floats and take booleans; only integers mean one sample each.
-        if index.dtype != torch.int64 or index.ndim != 1:
-            raise IndexError("not a list of integers")
-        if not len(indices):
-            raise IndexError("an empty batch")
+        if not {int, np.int64}.issuperset(map(type, indices)):
+            raise IndexError("not only numbers, each of which is the index of one sample")
+        # `torch.tensor` takes four times as long. An empty batch raises.
+        index = torch.frombuffer(array("q", indices), dtype=torch.int64)
         if bool((index < 0).any()):
             index = torch.where(index < 0, index + length, index)
         return [tensor.index_select(0, index) for tensor in tensors]
@@ -239,14 +231,24 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 class BatchReader:
-    """Reads and assembles the batches of one epoch of a torch dataset; made by `batch_reader`."""
+    """Reads and assembles the batches of one epoch of a torch dataset.
 
-    def __init__(self, dataset: Any, assembler: Assembler, *, seeds: bool) -> None:
+    Args:
+        dataset: the dataset.
+        assembler: the CPU work.
+        drop_last: whether a stream's last batch is dropped if it is not full.
+        seeds: whether random generators are seeded for each batch, before it is read.
+    """
+
+    _gather: Gather | None = None  # makes a batch of its indices, where nothing of the user's runs
+
+    def __init__(self, dataset: Any, assembler: Assembler, *, drop_last: bool = False, seeds: bool = False) -> None:
         self._dataset = dataset
         self._assembler = assembler
         self._tolerance, self._catch = assembler.tolerance, assembler.catch
+        self._drop_last = drop_last
         self._user = UserState(dataset)
-        self._generators = TransformGenerators((*assembler.transforms, assembler.collate)) if seeds else None
+        self._generators = assembler.generators() if seeds else None
 
     def state_dict(self) -> State | None:
         """The state of a stateful dataset, or of its iterator; None if there is none."""
@@ -257,23 +259,31 @@ class BatchReader:
         began = now()
         if self._generators is not None:
             self._generators.seed(plan.seed)
-        host = self._made(plan, began)
-        return host if host.times is not NO_TIMES else host._replace(times=times_since(began))
-
-    def _made(self, plan: BatchPlan, began: Moment) -> HostBatch:
+        if self._gather is not None:
+            try:
+                return HostBatch(plan, self._gather(plan.indices), len(plan.indices), times=times_since(began))
+            except Exception:  # an index is wrong, or of an odd type: one by one says which, or knows what it means
+                pass
         raw = self._read(plan)
         host = self._assembler.assemble(raw, began)
-        return host if raw.stream_state is None else host._replace(stream_state=raw.stream_state)
+        if raw.stream_state is not None:
+            host = host._replace(stream_state=raw.stream_state)
+        return host if host.times is not NO_TIMES else host._replace(times=times_since(began))
 
     def _read(self, plan: BatchPlan) -> RawBatch:
         raise NotImplementedError  # each kind has its own
 
 
 class MapReader(BatchReader):
-    """Reads a map-style dataset, by `__getitems__` where it has one and batches are automatic."""
+    """Reads a map-style dataset, by `__getitems__` where it has one and batches are automatic.
 
-    def __init__(self, dataset: Any, assembler: Assembler, state: State | None, *, seeds: bool) -> None:
-        super().__init__(dataset, assembler, seeds=seeds)
+    Args:
+        state: that of an earlier reader, after one of its batches; None for the beginning.
+        kwargs: as of `BatchReader`.
+    """
+
+    def __init__(self, dataset: Any, assembler: Assembler, state: State | None = None, **kwargs: bool) -> None:
+        super().__init__(dataset, assembler, **kwargs)
         self._many = getattr(dataset, "__getitems__", None) if assembler.batched else None
         if state is not None:
             self._user.restore(state, lambda: None)
@@ -283,14 +293,6 @@ class MapReader(BatchReader):
 
     def state_dict(self) -> State | None:
         return self._user.of(None, 0) if self._stateful else None
-
-    def _made(self, plan: BatchPlan, began: Moment) -> HostBatch:
-        if self._gather is not None:
-            try:
-                return HostBatch(plan, self._gather(plan.indices), len(plan.indices), times=times_since(began))
-            except Exception:  # an index is wrong, or of an odd type: one by one says which, or knows what it means
-                pass
-        return super()._made(plan, began)
 
     def _read(self, plan: BatchPlan) -> RawBatch:
         raw = self._fetch(plan)
@@ -328,13 +330,16 @@ class MapReader(BatchReader):
 
 
 class StreamReader(BatchReader):
-    """Reads an iterable-style dataset, from its beginning or from a state; `iter()` is called on it here."""
+    """Reads an iterable-style dataset, from its beginning or from a state; `iter()` is called on it here.
 
-    def __init__(
-        self, dataset: Any, assembler: Assembler, state: State | None, *, drop_last: bool, seeds: bool
-    ) -> None:
-        super().__init__(dataset, assembler, seeds=seeds)
-        self._drop_last = drop_last
+    Arguments are those of `MapReader`.
+
+    Raises:
+        StateError: the state is of another dataset, or damaged.
+    """
+
+    def __init__(self, dataset: Any, assembler: Assembler, state: State | None = None, **kwargs: bool) -> None:
+        super().__init__(dataset, assembler, **kwargs)
         self._progress = Progress() if state is None else Progress.restored(state)
         self._read_before = 0  # samples that `position` does not count
         self._errors = 0  # of those read
@@ -389,33 +394,6 @@ class StreamReader(BatchReader):
         state = self._user.of(self._stream, self._read_before + self._progress.position)
         state["errors"] = self._errors
         return state
-
-
-def batch_reader(
-    dataset: Any,
-    *,
-    iterable: bool,
-    assembler: Assembler,
-    drop_last: bool,
-    state: State | None = None,
-    seeds: bool = False,
-) -> BatchReader:
-    """The reader of a torch dataset for one epoch.
-
-    Args:
-        dataset: the dataset.
-        iterable: whether it is a stream, which is started here.
-        assembler: the CPU work.
-        drop_last: whether a stream's last batch is dropped if it is not full.
-        state: that of an earlier reader, after one of its batches; None for the beginning.
-        seeds: whether random generators are seeded for each batch, before it is read.
-
-    Raises:
-        StateError: the state is of another dataset, or damaged.
-    """
-    if iterable:
-        return StreamReader(dataset, assembler, state, drop_last=drop_last, seeds=seeds)
-    return MapReader(dataset, assembler, state, seeds=seeds)
 
 
 class CannotStart:

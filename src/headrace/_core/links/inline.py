@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
-from headrace._core.engine.assemble import CONSUMER_CATCH, Assembler, SeededAssembler
+from headrace._core.engine.assemble import CONSUMER_CATCH, Assembler
 from headrace._core.engine.config import EngineConfig
-from headrace._core.engine.worker_tasks import BatchReader, CannotStart, batch_reader
+from headrace._core.engine.worker_tasks import BatchReader, CannotStart, MapReader, StreamReader
 from headrace._core.messages import Answer, Link, Request
 from headrace._core.ranks.rankinfo import RankInfo, provide_rank, provided_rank, withdraw_rank
 from headrace._core.seeding import isolated_generators
@@ -51,9 +51,8 @@ class InlineLink(Link):
         self._epoch = start.epoch
         self._rank = rank
         self._isolates = seeds
-        make = functools.partial(
-            batch_reader, dataset, iterable=iterable, assembler=inline, drop_last=drop_last, seeds=seeds
-        )
+        reader = StreamReader if iterable else MapReader
+        make = functools.partial(reader, dataset, inline, drop_last=drop_last, seeds=seeds)
         self._read: BatchReader | CannotStart
         self._read = self._in_context(make) if not start.streams else self._restored(make, start)
         self._sample_key = functools.partial(sample_key, dataset)
@@ -121,7 +120,8 @@ class WorkOnConsumersThread:
 
     def __init__(self, config: EngineConfig) -> None:
         self._sample_key = functools.partial(sample_key, config.dataset)
-        self._assemble = SeededAssembler(replace(config.assembler, catch=CONSUMER_CATCH))
+        self._assembler = replace(config.assembler, catch=CONSUMER_CATCH)
+        self._generators = self._assembler.generators()
         self._rank = config.rank
         self.skips = config.assembler.tolerance.skips
 
@@ -134,7 +134,8 @@ class WorkOnConsumersThread:
         if not isinstance(host.data, RawBatch):
             return host
         with isolated_generators(), provided_rank(self._rank):
-            made = self._assemble(host.data)
+            self._generators.seed(host.plan.seed)
+            made = self._assembler(host.data)
         work = made.times
         return host._replace(
             data=made.data,

@@ -54,7 +54,7 @@ class Waiting(hr.AsyncDataset[int]):
 
 
 async def run(self: FetcherPool) -> None:
-    context, queue, fetch, on_result = self._context, self._queue, self.requester(), self.on_result
+    context, queue, fetch, on_result = self.context, self._queue, self.requester(), self.on_result
     while True:
         if len(queue) > 1:
             self._wake_one()
@@ -65,7 +65,8 @@ async def run(self: FetcherPool) -> None:
             except BaseException as error:
                 if context.stopping:
                     return
-                self._count_timeout(error)
+                if isinstance(error, TimeoutError):
+                    context.requests.throttle_events += 1
                 result = self.on_error(error, target, slot)
             if context.stopping:
                 return

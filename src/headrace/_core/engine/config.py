@@ -104,14 +104,13 @@ class EngineConfig(NamedTuple):
 
     def worker_task(self) -> AssembleTask:
         """The CPU work of a batch in a worker process; a torch dataset is read there too."""
-        collate = destined(self.assembler.collate)
-        task = AssembleTask(
-            assembler=replace(self.assembler, collate=collate), rank=self.rank, worker_init_fn=self.worker_init_fn
-        )
+        assembler = replace(self.assembler, collate=destined(self.assembler.collate))
+        parts: dict[str, Any] = {"assembler": assembler, "rank": self.rank, "worker_init_fn": self.worker_init_fn}
         if self.kind.is_async:
-            return task
+            return AssembleTask(**parts)
         return ReadTask(
-            **vars(task) | {"seeds": self.seeds_batches},
+            **parts,
+            seeds=self.seeds_batches,
             dataset=self.dataset,
             iterable=self.kind.is_iterable,
             drop_last=self.drop_last,

@@ -80,7 +80,7 @@ class Engine:
         opening = self._opening
         if opening is not None and opening.done() and (opening.cancelled() or opening.exception() is not None):
             return False
-        return self.executor.usable
+        return self.executor.broken is None
 
     def start(self, session: Session, pipe_seed: int | None = None) -> None:
         """Run a session as a task of the running loop; `pipe_seed` as in `StartEpoch`."""
@@ -186,8 +186,8 @@ class Session:
         self._assembler = config.assembler
         self._executor, self._sizes, self._watch = engine.executor, engine.sizes, engine.watch
         self._work = work
-        self._apply, self._parallel = (steps, 1) if steps else (engine.executor.apply, engine.executor.parallel)
-        self._seed = seed
+        apply, parallel = (steps, 1) if steps else (engine.executor.apply, engine.executor.workers)
+        self._compute = session_compute(apply, parallel, seed, batch_seed(config.common_seed, start.epoch, 0))
         self._send = send
         # Lanes take turns; those of several engines where their batches arrive.
         self._in_order = config.in_order or (start.lanes > 1 and config.engines == 1)
@@ -262,7 +262,9 @@ class Session:
                 await prepare()
                 await self._run_stages()
         except BaseException as caught:  # a bug of ours, or the loop is closing: the consumer must not hang
-            error = None if self._context.stopping else _single(caught)
+            error = None if self._context.stopping else caught
+            while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+                error = error.exceptions[0]
             if not isinstance(error, Exception | None):
                 raise
         finally:
@@ -274,9 +276,7 @@ class Session:
         # Not anyio's task group, which cancels a task again at each await, and so interrupts `finally` blocks of user
         # code. asyncio's cancels once; the engine bounds the time of closing.
         async with asyncio.TaskGroup() as self._tasks:
-            common_seed = batch_seed(self._engine.config.common_seed, session_epoch.get() or 0, 0)
-            # In this context, which fetchers copy.
-            compute.set(session_compute(self._apply, self._parallel, self._seed, common_seed))
+            compute.set(self._compute)  # in this context, which fetchers copy
             current_sample.set(CurrentSample(0))  # of an unknown position, since fetches overlap
             self._stage = stage = self._engine.make_stage(self._context, self.start)
             while True:
@@ -361,9 +361,3 @@ class Session:
             del self._outstanding[self._next_number]
             self._next_number += 1
             self._send(ready)
-
-
-def _single(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import functools
 import queue
@@ -15,7 +14,7 @@ from typing import Any
 
 from headrace._core.batches import HostBatch, RawBatch
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.engine.stepping import Chunk, StepsTask
+from headrace._core.engine.stepping import Chunk, StepsTask, settle
 from headrace._core.engine.worker_tasks import not_picklable
 from headrace._core.failure import Failure, Stage, as_exception
 from headrace._core.pool.supervisor import Pool
@@ -39,15 +38,14 @@ class ThreadExecutor:
         threads: with 0, the CPU work is deferred to the consumer's thread: a batch's data is the `RawBatch` itself.
     """
 
-    usable = True
+    broken = None
 
     def __init__(self, threads: int, rank: RankInfo, *, seeds: bool) -> None:
         self._rank = rank
         self._seeds = seeds
-        # Calls and their answers; to end a thread, no call.
-        self._requests: queue.SimpleQueue[tuple[Callable[[], object] | None, asyncio.Future[Any] | None]]
-        self._requests = queue.SimpleQueue()
-        self.parallel = threads
+        # Calls with their answers; to end a thread, no call, and what is set then.
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.workers = threads
         self._threads = [
             # In the caller's context, which has the settings of `numpy.seterr`.
             threading.Thread(
@@ -108,29 +106,16 @@ class ThreadExecutor:
 
     def _work(self) -> None:
         provide_rank(self._rank)
-        while True:
-            work, answer = self._requests.get()
-            if work is None:
-                self._settle(answer, None)
-                return
-            if answer is not None and not answer.done():
+        while (request := self._requests.get())[0] is not None:
+            work, answer = request
+            if not answer.done():
                 try:
-                    self._settle(answer, work())
+                    settle(answer, work())
                 except BaseException as error:  # not of user code, whose errors are in the result: a failed import, say
-                    self._settle(answer, None, as_exception(error))
-            del work, answer  # hold no batch while waiting for the next
-
-    def _settle(self, answer: asyncio.Future[Any] | None, result: object, error: Exception | None = None) -> None:
-        def settle() -> None:
-            if answer is None or answer.done():
-                return
-            if error is None:
-                answer.set_result(result)
-            else:
-                answer.set_exception(error)
-
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(settle)
+                    settle(answer, None, as_exception(error))
+            del request, work, answer  # hold no batch while waiting for the next
+        if request[1] is not None:
+            settle(request[1], None)
 
 
 class ProcessExecutor(Pool):
@@ -155,15 +140,6 @@ class ProcessExecutor(Pool):
             self.launch()
         except Exception as error:
             name_unpicklable(config, error)
-
-    @property
-    def usable(self) -> bool:
-        """False once it assembles nothing any more."""
-        return self.broken is None
-
-    @property
-    def parallel(self) -> int:
-        return self.workers
 
     async def apply(self, task: StepsTask, chunk: Chunk) -> list[object]:
         """Apply steps in the first free worker."""

@@ -76,7 +76,7 @@ class FetchStage(ABC):
     """Turns plans into raw batches."""
 
     def __init__(self, context: FetchContext) -> None:
-        self._context = context
+        self.context = context
 
     @abstractmethod
     def admit(self, plan: BatchPlan) -> None:
@@ -111,13 +111,14 @@ class PartialBatch:
     """
 
     plan: BatchPlan
-    missing: int
+    missing: int = field(init=False)
     samples: list[Any] = field(init=False)
     began: float = 0.0
     fetch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.samples = [MISSING] * len(self.plan.indices)
+        self.missing = len(self.plan.indices)
+        self.samples = [MISSING] * self.missing
 
 
 class FetcherPool(FetchStage):
@@ -175,7 +176,7 @@ class FetcherPool(FetchStage):
     def _deliver(self, batch: PartialBatch, samples: Sequence[Any]) -> None:
         self._partial.pop(batch.plan.number, None)
         raw = RawBatch(batch.plan, samples, began=batch.began, fetch_seconds=batch.fetch_seconds)
-        self._context.deliver(raw)
+        self.context.deliver(raw)
 
     @property
     def _busy(self) -> int:
@@ -193,11 +194,7 @@ class FetcherPool(FetchStage):
         self._wake_one()
         if self._limit is not None and not self._controlled:
             self._controlled = True
-            self._context.spawn(functools.partial(self._control, self._limit))
-
-    def _count_timeout(self, error: BaseException) -> None:
-        if isinstance(error, TimeoutError):  # a sign of too many requests
-            self._context.requests.throttle_events += 1
+            self.context.spawn(functools.partial(self._control, self._limit))
 
     def _resize(self, size: int) -> None:
         """Change `_size`; surplus fetchers park after their current job."""
@@ -207,7 +204,7 @@ class FetcherPool(FetchStage):
             self._wake_one()
 
     async def _run(self) -> None:
-        context, queue, clock = self._context, self._queue, time.perf_counter
+        context, queue, clock = self.context, self._queue, time.perf_counter
         fetch, on_result = self.requester(), self.on_result
         while True:
             if len(queue) > 1:
@@ -221,7 +218,8 @@ class FetcherPool(FetchStage):
                 except BaseException as error:  # user code
                     if context.stopping:
                         return
-                    self._count_timeout(error)
+                    if isinstance(error, TimeoutError):  # a sign of too many requests
+                        context.requests.throttle_events += 1
                     result = self.on_error(error, target, slot)
                 if context.stopping:  # user code has outlasted its cancellation
                     return
@@ -249,7 +247,7 @@ class FetcherPool(FetchStage):
                 fetcher.set_result(None)
         else:
             self._spawned += 1
-            self._context.spawn(self._run)
+            self.context.spawn(self._run)
 
     async def _control(self, limit: AdaptiveLimit) -> None:
         """Measure at intervals while there is work; nothing is counted for a single job."""
@@ -259,7 +257,7 @@ class FetcherPool(FetchStage):
             size = limit.update(
                 time.monotonic(),
                 completed=self._submitted - queued - self._busy,
-                throttle_events=self._context.requests.throttle_events,
+                throttle_events=self.context.requests.throttle_events,
                 full=bool(queued) and self._busy >= self._size,
             )
             if size != self._size:
@@ -271,7 +269,7 @@ class SampleFetch(FetcherPool):
     """Fetches samples with `aget`, `concurrency` at a time."""
 
     def admit(self, plan: BatchPlan) -> None:
-        batch = self._partial[plan.number] = PartialBatch(plan, len(plan.indices))
+        batch = self._partial[plan.number] = PartialBatch(plan)
         if not plan.indices:
             self._deliver(batch, ())
             return
@@ -315,7 +313,7 @@ class BatchFetch(FetcherPool):
             self._samples = self._samples or self._size
             self._of_call = max(1, len(plan.indices))
             self._resize(-(-self._samples // self._of_call))
-        batch = self._partial[plan.number] = PartialBatch(plan, 1)
+        batch = self._partial[plan.number] = PartialBatch(plan)
         self._submit(((batch, 0, list(plan.indices)),))
 
     def requester(self) -> Callable[[Any], Awaitable[Any]]:

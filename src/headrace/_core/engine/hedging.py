@@ -44,7 +44,6 @@ class _Race:
     request: Callable[[], Awaitable[Any]]
     answer: asyncio.Future[tuple[Any, BaseException | None]]  # result or error: no future holds a StopIteration
     began: float  # the last attempt
-    extra: int = 0
     attempts: list[asyncio.Task[Any]] = field(default_factory=list)
 
 
@@ -127,7 +126,7 @@ class HedgedRequests:
         # up the budget, or the next request that stalls has to be waited for.
         left = max(1, int(BUDGET * len(self._running)))
         for race in [race for race in self._running if race.batch in hedged_batches]:
-            if now - race.began < limit * race.weight or race.extra >= MAX_EXTRA:
+            if now - race.began < limit * race.weight or len(race.attempts) > MAX_EXTRA:
                 continue
             exhausted = self._extra + 1 > BUDGET * self._total
             if not left or exhausted or self._extra_weight + race.weight > BUDGET * self._total_weight:
@@ -136,6 +135,5 @@ class HedgedRequests:
             self._extra += 1
             self._extra_weight += race.weight
             self._requests.hedges += 1
-            race.extra += 1
             race.began = now
             self._spawn(functools.partial(self._attempt, race, True))

@@ -148,9 +148,8 @@ def _bytes_in(sample: Any, depth: int) -> float:
     elif isinstance(sample, Mapping):
         parts = list(sample.values())
     else:
-        parts = list(getattr(sample, "__dict__", {}).values()) or [
-            getattr(sample, name, None) for name in getattr(type(sample), "__slots__", ())
-        ]
+        slots = (getattr(sample, name, None) for name in getattr(type(sample), "__slots__", ()))
+        parts = [*getattr(sample, "__dict__", {}).values(), *slots]
     if not parts:
         return sys.getsizeof(sample)
     measured = parts[:: -(-len(parts) // MEASURED_ITEMS)]

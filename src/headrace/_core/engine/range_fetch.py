@@ -34,7 +34,6 @@ class RangedBatch(PartialBatch):
     """A batch whose bytes are being read.
 
     Attributes:
-        missing: the number of samples that `aget` fetches, and one more while ranges of `read_plan` are missing.
         read_plan: the plan of its requests, and its number there; None if it has none, or its bytes were taken.
         single: slots whose samples are or were fetched by `aget`.
     """
@@ -48,45 +47,41 @@ class ReadPlan:
 
     Attributes:
         ranges: the ranges of all batches, concatenated.
-        spans: the requests, after `plan`, the one that the first batch needs first. Their members are positions.
     """
 
     def __init__(self, batches: Sequence[RangedBatch], ranges: Ranges) -> None:
         self.ranges = ranges
-        self.spans: list[Span] = []
         self._batches = batches
         sizes = [len(batch.samples) for batch in batches]
         self._borders = np.cumsum([0, *sizes]).tolist()
         self._owners = np.repeat(np.arange(len(sizes)), sizes)
-        self._missing = np.array(sizes, np.int64)  # ranges of each batch that have not arrived
         self._views = [_EMPTY] * len(self._owners)
 
-    def plan(self, positions: Sequence[int] | None) -> list[RangedBatch]:
-        """Plan the requests for the ranges at `positions`, or for all; returns the batches that need none."""
+    def plan(self, positions: Sequence[int] | None) -> tuple[list[Span], list[RangedBatch]]:
+        """Plan the requests for the ranges at `positions`, or for all.
+
+        Returns:
+            The requests, the one that the first batch needs first, whose members are positions; and the batches that
+            need none.
+        """
         chosen = np.arange(len(self._owners)) if positions is None else np.array(positions, np.int64)
         wanted = self.ranges.at(chosen)
-        self.spans = [span._replace(members=chosen[span.members]) for span in plan_spans(wanted)]
-        self.spans.sort(key=lambda span: int(span.members.min()))
-        return self.leave_out(chosen[wanted.stops == wanted.starts])
-
-    def on_response(self, span: Span, data: memoryview) -> list[RangedBatch]:
-        """Divide the response to a request; returns the batches that it completes."""
-        begins = (self.ranges.starts[span.members] - span.start).tolist()
-        ends = (self.ranges.stops[span.members] - span.start).tolist()
-        return self.put(span.members, (data[begin:end] for begin, end in zip(begins, ends, strict=True)))
+        spans = [span._replace(members=chosen[span.members]) for span in plan_spans(wanted)]
+        spans.sort(key=lambda span: int(span.members.min()))
+        return spans, self._complete(chosen[wanted.stops == wanted.starts])
 
     def put(self, positions: Positions, views: Iterable[memoryview]) -> list[RangedBatch]:
         """Keep the bytes of ranges; returns the batches that they complete."""
         for position, view in zip(np.asarray(positions, np.int64).tolist(), views, strict=True):
             self._views[position] = view
-        return self.leave_out(positions)
+        return self._complete(positions)
 
-    def leave_out(self, positions: Positions) -> list[RangedBatch]:
-        """Wait no longer for these ranges; returns the batches of which no other is missing."""
-        arrived = np.bincount(self._owners[positions], minlength=len(self._missing))
-        self._missing -= arrived
-        complete = np.flatnonzero((arrived > 0) & (self._missing == 0))
-        return [self._batches[owner] for owner in complete.tolist()]
+    def _complete(self, positions: Positions) -> list[RangedBatch]:
+        counts = np.bincount(self._owners[positions], minlength=len(self._batches))
+        arrived = [(self._batches[owner], int(counts[owner])) for owner in np.flatnonzero(counts).tolist()]
+        for batch, count in arrived:
+            batch.missing -= count
+        return [batch for batch, _ in arrived if not batch.missing]
 
     def locate(self, positions: Positions) -> Iterator[tuple[RangedBatch, int]]:
         """The batch of each position, and the slot in it."""
@@ -126,7 +121,7 @@ class RangeFetch(FetcherPool):
         self._first = True
 
     def admit(self, plan: BatchPlan) -> None:
-        batch = self._partial[plan.number] = RangedBatch(plan, 0)
+        batch = self._partial[plan.number] = RangedBatch(plan)
         if not plan.indices:
             self._deliver(batch, ())
             return
@@ -140,7 +135,11 @@ class RangeFetch(FetcherPool):
         if batch is None:  # a request
             return False
         batch.samples[slot] = sample
-        return self._on_arrival(batch)
+        batch.missing -= 1
+        if batch.missing:
+            return False
+        self._make(batch)
+        return True
 
     def _plan_soon(self) -> None:
         if not self._planning:
@@ -152,14 +151,8 @@ class RangeFetch(FetcherPool):
         jobs = []
         for batch, slot in members:
             batch.single.add(slot)
-            batch.missing += 1
             jobs.append((batch, slot, functools.partial(self._dataset.aget, batch.plan.indices[slot])))
         self._submit(reversed(jobs), first=True)
-
-    def _fetch_left_out(self, plan: ReadPlan, positions: Positions) -> None:
-        self._fetch_singly(plan.locate(positions))
-        for batch in plan.leave_out(positions):
-            self._on_arrival(batch)
 
     async def _plan(self) -> None:
         waiting = self._waiting[:1] if self._first else self._waiting[:]
@@ -189,12 +182,11 @@ class RangeFetch(FetcherPool):
         plan = ReadPlan(batches, ranges)
         for number, batch in enumerate(batches):
             batch.read_plan = plan, number
-            batch.missing += 1
             batch.began = began
-        complete = plan.plan(await self._read_cached(plan) if self._cached else None)
+        spans, complete = plan.plan(await self._read_cached(plan) if self._cached else None)
         read = self._read_and_cache if self._cached else self._read
-        self._submit((None, 0, functools.partial(read, plan, span)) for span in plan.spans)
-        await self._on_ranges(complete)
+        self._submit((None, 0, functools.partial(read, plan, span)) for span in spans)
+        await self._make_all(complete)
 
     async def _read_cached(self, plan: ReadPlan) -> list[int]:
         """Take the ranges that are cached; returns the positions of the others."""
@@ -206,13 +198,13 @@ class RangeFetch(FetcherPool):
             try:
                 views = dict(zip(positions, await self._dataset.cached_reads(indices), strict=True))
             except BaseException:  # user code, or a folder that must not be read
-                if self._context.stopping:
+                if self.context.stopping:
                     raise
-                self._fetch_left_out(plan, positions)
+                self._fetch_singly(plan.locate(positions))
                 continue
             missing += [position for position in positions if views[position] is None]
             found = {position: view for position, view in views.items() if view is not None}
-            await self._on_ranges(plan.put(list(found), found.values()))
+            await self._make_all(plan.put(list(found), found.values()))
         return missing
 
     async def _read(self, plan: ReadPlan, span: Span) -> None:
@@ -220,14 +212,16 @@ class RangeFetch(FetcherPool):
         try:
             data = await self._read_range(plan.first(span), span.object, span.start, span.stop)
         except BaseException:  # user code; each member's own `aget` names the error and the sample
-            if not self._context.stopping:
-                self._fetch_left_out(plan, span.members)
+            if not self.context.stopping:
+                self._fetch_singly(plan.locate(span.members))
             return
         seconds = time.perf_counter() - began
-        complete = plan.on_response(span, data)
+        begins = (plan.ranges.starts[span.members] - span.start).tolist()
+        ends = (plan.ranges.stops[span.members] - span.start).tolist()
+        complete = plan.put(span.members, (data[begin:end] for begin, end in zip(begins, ends, strict=True)))
         for batch in complete:
             batch.fetch_seconds = seconds
-        await self._on_ranges(complete)
+        await self._make_all(complete)
 
     async def _read_and_cache(self, plan: ReadPlan, span: Span) -> None:
         """As `_read`, through the dataset's cache, which gives members in parts."""
@@ -242,13 +236,13 @@ class RangeFetch(FetcherPool):
                 except StopAsyncIteration:
                     break
                 except BaseException:  # user code, as in `_read`
-                    if self._context.stopping:
+                    if self.context.stopping:
                         return
                     break
                 read = {left.pop(member): view for member, view in zip(members, views, strict=True) if member in left}
-                await self._on_ranges(plan.put(list(read), read.values()))
+                await self._make_all(plan.put(list(read), read.values()))
                 await asyncio.sleep(0)
-        self._fetch_left_out(plan, list(left.values()))
+        self._fetch_singly(plan.locate(list(left.values())))
 
     async def _read_range(self, batch: RangedBatch, number: int, start: int, stop: int) -> memoryview:
         """Read from the store, hedged if so configured; `batch` is the oldest that waits."""
@@ -257,26 +251,19 @@ class RangeFetch(FetcherPool):
         data: memoryview = await (
             read() if self._hedged is None else self._hedged.first(batch.plan.number, stop - start, read)
         )
-        if self._context.recorder is not None:
-            self._context.recorder.add(batch.plan.number, number, began)
+        if self.context.recorder is not None:
+            self.context.recorder.add(batch.plan.number, number, began)
         if len(data) != stop - start:
             raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")
         return data
 
-    async def _on_ranges(self, batches: Iterable[RangedBatch]) -> None:
-        """All planned ranges of these batches have arrived; other tasks get a turn after each batch that is made."""
+    async def _make_all(self, batches: Iterable[RangedBatch]) -> None:
         for batch in batches:
-            if self._on_arrival(batch):
-                await asyncio.sleep(0)
+            self._make(batch)
+            await asyncio.sleep(0)  # other tasks get a turn
 
-    def _on_arrival(self, batch: RangedBatch) -> bool:
-        """Count its planned ranges, or a single sample, as arrived; returns whether no other was missing.
-
-        Then samples are made of its bytes, and it is delivered; those that cannot be made are first fetched singly.
-        """
-        batch.missing -= 1
-        if batch.missing:
-            return False
+    def _make(self, batch: RangedBatch) -> None:
+        """Make samples of a batch's bytes, and deliver it; those that cannot be made are first fetched singly."""
         samples: Sequence[Any] | None = None
         if batch.read_plan is not None:
             (plan, position), batch.read_plan = batch.read_plan, None
@@ -286,7 +273,6 @@ class RangeFetch(FetcherPool):
                 self._make_one_by_one(batch, views)
         if not batch.missing:
             self._deliver(batch, batch.samples if samples is None else samples)
-        return True
 
     def _make_together(self, indices: Sequence[Any], views: Sequence[memoryview]) -> Sequence[Any] | None:
         try:
@@ -307,4 +293,5 @@ class RangeFetch(FetcherPool):
                 batch.samples[slot] = self._dataset.sample_of(index, view)
             except BaseException:  # user code, or corrupt bytes, which may be intact when read singly
                 failed.append((batch, slot))
+        batch.missing = len(failed)
         self._fetch_singly(failed)

@@ -7,7 +7,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace._core.engine.assemble import CONSUMER_CATCH, Catch
 from headrace._core.messages import Call
@@ -114,6 +114,21 @@ Apply = Callable[[StepsTask, Chunk], Awaitable[list[object]]]
 """Applies steps off the session's event loop; returns the samples that are kept, and the errors, in order."""
 
 
+def settle(answer: asyncio.Future[Any], result: object, error: Exception | None = None) -> None:
+    """Set the result of a future, or its error, from any thread, unless it is done or its loop is closed."""
+
+    def settle_on_loop() -> None:
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(result)
+        else:
+            answer.set_exception(error)
+
+    with contextlib.suppress(RuntimeError):
+        answer.get_loop().call_soon_threadsafe(settle_on_loop)
+
+
 def apply_on_consumers_thread(send: Callable[[Call], None]) -> Apply:
     """Application of steps when the consumer waits for a batch, with `num_workers=0`.
 
@@ -122,18 +137,11 @@ def apply_on_consumers_thread(send: Callable[[Call], None]) -> Apply:
     """
 
     async def apply(task: StepsTask, chunk: Chunk) -> list[object]:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[object]] = loop.create_future()
-
-        def settle(outcomes: list[object]) -> None:
-            if not answer.done():
-                answer.set_result(outcomes)
+        answer: asyncio.Future[list[object]] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
             if not answer.done():  # else the session was cancelled
-                outcomes = task.apply(chunk, catch=CONSUMER_CATCH)
-                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                    loop.call_soon_threadsafe(settle, outcomes)
+                settle(answer, task.apply(chunk, catch=CONSUMER_CATCH))
 
         send(Call(run))
         return await answer

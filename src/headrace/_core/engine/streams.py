@@ -70,10 +70,7 @@ class Progress:
 
     def state_dict(self, stream: State) -> State:
         state: State = {"position": self.position, "stream": stream}
-        if self.ended:
-            state["ended"] = True
-        if self.repeats:
-            state["repeats"] = True
+        state |= {name: True for name in ("ended", "repeats") if getattr(self, name)}
         if self.drawn is not None:
             state["drawn"] = self.drawn
         return state
@@ -228,7 +225,7 @@ class StreamFetch(FetchStage):
             start, lane = self._start, None if plan.lane is None else ShardOptions(plan.lane, self._start.lanes)
             if plan.resume is not None:
                 start = start._replace(streams={**start.streams, plan.lane: load_state(plan.resume)})
-            self._lanes[plan.lane] = LaneReader(self, self._context, start, lane)
+            self._lanes[plan.lane] = LaneReader(self, start, lane)
         self._lanes[plan.lane].admit(plan)
 
     def missing(self, plan: BatchPlan) -> Sequence[object]:
@@ -243,11 +240,8 @@ class StreamFetch(FetchStage):
 class LaneReader:
     """Reads one lane; None is this rank's whole part of the stream."""
 
-    def __init__(
-        self, stage: StreamFetch, context: FetchContext, start: SessionStart, lane: ShardOptions | None
-    ) -> None:
+    def __init__(self, stage: StreamFetch, start: SessionStart, lane: ShardOptions | None) -> None:
         self._stage = stage
-        self._context = context
         self._lane = lane
         self._plans: deque[BatchPlan] = deque()
         self._admitted = asyncio.Event()
@@ -256,7 +250,7 @@ class LaneReader:
         self.progress = Progress.restored(self._state or {"position": 0}, start.delivered)
         if lane is not None:
             self.progress.drawn = self.progress.drawn or 0
-        context.spawn(self._read)
+        stage.context.spawn(self._read)
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue the plan; after the stream's end its batch is empty. The first repeated plan restarts the stream."""
@@ -276,7 +270,7 @@ class LaneReader:
                     self.progress, self._state = Progress(repeats=True, drawn=self.progress.drawn), None
                 progress = self.progress
                 if progress.ended:
-                    self._context.deliver(RawBatch(plan._replace(indices=()), (), end=True))
+                    self._stage.context.deliver(RawBatch(plan._replace(indices=()), (), end=True))
                     continue
                 if progress.drawn is not None:
                     progress.drawn += len(plan.indices)
@@ -285,7 +279,7 @@ class LaneReader:
                 while stream is not None and batch.room:
                     await self._read_batch(stream, batch)
                 state = None if stream is None else stream.state_dict
-                self._context.deliver(batch.raw(state, drop_last=self._stage.drop_last))
+                self._stage.context.deliver(batch.raw(state, drop_last=self._stage.drop_last))
                 if self.progress.ended:
                     await self._close()
         finally:
@@ -316,7 +310,7 @@ class LaneReader:
         except StopAsyncIteration:
             self.progress.ended = True
         except BaseException as error:  # user code
-            if self._context.stopping:
+            if self._stage.context.stopping:
                 raise asyncio.CancelledError from None
             batch.fail(error)
 
@@ -328,12 +322,6 @@ class LaneReader:
         except BaseException as error:  # user code; its samples are delivered, or no longer needed
             message = f"closing a stream of {type(self._stage.dataset).__name__} failed"
             asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
-
-
-def _last_worker(start: SessionStart, workers: int) -> int | None:
-    """The worker that restarted its stream, or else the one before the next; None at the beginning of an epoch."""
-    repeating = (worker for worker, state in start.streams.items() if state.get("repeats") is True)
-    return next(repeating, (start.next_worker - 1) % workers if start.batch else None)
 
 
 class DispatchToWorkers(FetchStage):
@@ -354,7 +342,9 @@ class DispatchToWorkers(FetchStage):
         ended = start.ended
         turns = ((start.next_worker + turn) % workers for turn in range(workers))
         self._active = deque(worker for worker in turns if worker not in ended)  # the next one first
-        self._last_worker = _last_worker(start, workers)  # of the last batch of a stream
+        # Of the last batch of a stream: one that restarted it, or else the one before the next.
+        repeating = (worker for worker, state in start.streams.items() if state.get("repeats") is True)
+        self._last_worker = next(repeating, (start.next_worker - 1) % workers if start.batch else None)
         self._streams = streams
         self._in_order = in_order
         self._loads = [0] * workers
@@ -371,25 +361,19 @@ class DispatchToWorkers(FetchStage):
 
     def _dispatch(self) -> None:
         while self._waiting and self._active:
-            if not self._in_order and not self._next_has_room():
+            worker: int | None = self._active[0]
+            if not self._in_order:
+                worker = next((each for each in self._active if self._loads[each] < PINNED_AHEAD), None)
+            if worker is None:
                 return
-            worker = self._active[0]
-            self._active.rotate(-1)
+            self._active.rotate(-self._active.index(worker) - 1)
             self._send(self._waiting.popleft(), worker)
         while self._waiting:
-            self._context.deliver(RawBatch(self._waiting.popleft()._replace(indices=()), (), end=True))
-
-    def _next_has_room(self) -> bool:
-        """Rotate to the next worker that has room; False if there is none."""
-        for _ in range(len(self._active)):
-            if self._loads[self._active[0]] < PINNED_AHEAD:
-                return True
-            self._active.rotate(-1)
-        return False
+            self.context.deliver(RawBatch(self._waiting.popleft()._replace(indices=()), (), end=True))
 
     def _send(self, plan: BatchPlan, worker: int) -> None:
         self._loads[worker] += 1
-        self._context.deliver(RawBatch(plan, None, worker=worker))
+        self.context.deliver(RawBatch(plan, None, worker=worker))
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """Free the worker's slot; the whole stream ends with the last worker's."""

@@ -109,7 +109,7 @@ class ReadTask(AssembleTask):
     iterable: bool
     drop_last: bool
     base_seed: int
-    _readers: dict[int, BatchReader | CannotStart] = field(default_factory=dict)
+    _readers: dict[int, Callable[[BatchPlan], HostBatch]] = field(default_factory=dict)
 
     def start(self, worker: int, workers: int) -> None:
         """Set the rank, seed as torch does, set `get_worker_info()`, and call `worker_init_fn`."""
@@ -138,7 +138,7 @@ class ReadTask(AssembleTask):
         session_epoch.set(epoch)
         return _flat(self._readers[epoch](plan), plan)
 
-    def _reader(self, epoch: int, state: PickledPayload | None, *, set_epoch: bool) -> BatchReader | CannotStart:
+    def _reader(self, epoch: int, state: PickledPayload | None, *, set_epoch: bool) -> Callable[[BatchPlan], HostBatch]:
         session_epoch.set(epoch)
         try:
             propagate_epoch(self.dataset, epoch, only_wanted=not set_epoch)
@@ -146,7 +146,7 @@ class ReadTask(AssembleTask):
             reader = StreamReader if self.iterable else MapReader
             return reader(self.dataset, self.assembler, restored, drop_last=self.drop_last, seeds=self.seeds)
         except BaseException as error:  # user code: set_epoch, __iter__ of a stream, load_state_dict
-            return CannotStart(error, restoring=state is not None)
+            return cannot_start(error, restoring=state is not None)
 
 
 def _flat(host: HostBatch, plan: BatchPlan) -> Any:
@@ -167,15 +167,15 @@ def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
             host = host._replace(data=PickledPayload.dumps(host.data, copied=copied))
         except BaseException as error:  # user code: __reduce__ of the result of transform or collate_fn
             remedy = "Return tensors, arrays, or classes that both processes can import, from transform and collate_fn."
-            unpicklable = not_picklable("the return value of collate_fn", error, remedy)
-            host = HostBatch.failed(host.plan, unpicklable, stage=Stage.COLLATE).with_failures_of(host)
+            failed = not_picklable("the return value of collate_fn", error, remedy)
+            host = HostBatch.failed(host.plan, failed, stage=Stage.COLLATE).with_failures_of(host)
     try:
         host = host._replace(stream_state=dump_state(host.stream_state))
     except BaseException as error:  # user code: __reduce__ of an object in the state
         remedy = "It is sent with each batch to the consumer's process: return plain values or arrays from state_dict."
-        unpicklable = not_picklable("the state of the dataset", error, remedy)
-        failed = HostBatch.failed(host.plan, unpicklable, stage=Stage.SAVE_STATE)
-        host = failed.with_failures_of(host._replace(stream_state=None))
+        failed = not_picklable("the state of the dataset", error, remedy)
+        host = host._replace(stream_state=None)
+        host = HostBatch.failed(host.plan, failed, stage=Stage.SAVE_STATE).with_failures_of(host)
     if host.failures:
         host = host._replace(failures=tuple(map(_with_picklable_error, host.failures)))
     return host
@@ -194,14 +194,9 @@ def _with_picklable_error(failure: Failure) -> Failure:
 
 
 def tensor_fast_path(dataset: Any) -> Gather | None:
-    """A function from indices to what the default collate makes of those samples; None where there is no such way.
+    """A function from indices to what the default collate makes of those samples, which raises if one is wrong.
 
-    Args:
-        dataset: a `TensorDataset`, or a `Subset` of one, of exactly these classes: a subclass may do more in
-            `__getitem__`.
-
-    Returns:
-        A function that raises where one of the indices is wrong; reading sample by sample then says which.
+    None but for a `TensorDataset`, or a `Subset` of one, of exactly these classes: a subclass may do more.
     """
     if type(dataset) is Subset:
         inner = tensor_fast_path(dataset.dataset)
@@ -396,17 +391,15 @@ class StreamReader(BatchReader):
         return state
 
 
-class CannotStart:
-    """Stands in for a reader that could not be made, and reports the error once."""
+def cannot_start(error: BaseException, *, restoring: bool) -> Callable[[BatchPlan], HostBatch]:
+    """A stand-in for a reader that could not be made: the error for the first plan, an end for the others."""
+    errors = [error]
 
-    def __init__(self, error: BaseException, *, restoring: bool) -> None:
-        self._error: BaseException | None = error
-        self._restoring = restoring
-
-    def __call__(self, plan: BatchPlan) -> HostBatch:
-        """The failure of the first plan; an end for the others."""
-        error, self._error = self._error, None
-        if error is None:
+    def read(plan: BatchPlan) -> HostBatch:
+        if not errors:
             return HostBatch.nothing(plan, end=True)
-        stage, index = (Stage.RESTORE, None) if self._restoring else (Stage.FETCH, 0)
-        return HostBatch.nothing(plan, (Failure.caught(error, stage=stage, batch=plan.number, index=index),), end=True)
+        stage, index = (Stage.RESTORE, None) if restoring else (Stage.FETCH, 0)
+        failure = Failure.caught(errors.pop(), stage=stage, batch=plan.number, index=index)
+        return HostBatch.nothing(plan, (failure,), end=True)
+
+    return read

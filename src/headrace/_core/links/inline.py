@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
 from headrace._core.engine.assemble import CONSUMER_CATCH, Assembler
 from headrace._core.engine.config import EngineConfig
-from headrace._core.engine.worker_tasks import BatchReader, CannotStart, MapReader, StreamReader
+from headrace._core.engine.worker_tasks import BatchReader, MapReader, StreamReader, cannot_start
 from headrace._core.messages import Answer, Link, Request
 from headrace._core.ranks.rankinfo import RankInfo, provide_rank, provided_rank, withdraw_rank
 from headrace._core.seeding import isolated_generators
@@ -53,19 +53,19 @@ class InlineLink(Link):
         self._isolates = seeds
         reader = StreamReader if iterable else MapReader
         make = functools.partial(reader, dataset, inline, drop_last=drop_last, seeds=seeds)
-        self._read: BatchReader | CannotStart
+        self._read: Callable[[BatchPlan], HostBatch]
         self._read = self._in_context(make) if not start.streams else self._restored(make, start)
         self._sample_key = functools.partial(sample_key, dataset)
         self.messages: deque[Answer] = deque()
         self._plans: deque[BatchPlan] = deque()
         self._interrupted: BatchPlan | None = None
 
-    def _restored(self, make: Callable[..., BatchReader], start: SessionStart) -> BatchReader | CannotStart:
+    def _restored(self, make: Callable[..., BatchReader], start: SessionStart) -> Callable[[BatchPlan], HostBatch]:
         warn_of_rereading(start.streams)
         try:
             return self._in_context(functools.partial(make, state=start.state_of(None)))
         except Exception as error:  # raised at the first batch, as in an engine
-            return CannotStart(error, restoring=True)
+            return cannot_start(error, restoring=True)
 
     def state_dict(self) -> State | None:
         """The state of a stateful dataset, or of its iterator; None if there is none."""

@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 from headrace._core.ranks.distributed import RankChoice, Remainder
 from headrace._core.shards.discovery import Shards, find_shards
-from headrace._core.shards.parquet_file import Footer, RowGroup, read_footers, require_pyarrow
-from headrace._core.shards.part_stream import PartStream
-from headrace._core.shards.positions import Part
-from headrace._core.shards.row_groups import RowGroupStream
+from headrace._core.shards.division import Part
+from headrace._core.shards.parquet import Footer, RowGroup, RowGroupStream, read_footers, require_pyarrow
+from headrace._core.shards.stream import PartStream
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import AsyncDataset

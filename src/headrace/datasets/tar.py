@@ -11,9 +11,8 @@ import numpy as np
 from headrace._core.shards.compression import SUFFIXES, TAR_SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.stream import ShardedStream, StreamOptions
-from headrace._core.shards.tar_format import MEMBER_LIMIT
+from headrace._core.shards.tar import MEMBER_LIMIT, TarSamples
 from headrace._core.shards.tar_index import ABSENT, TarIndex, load_indices
-from headrace._core.shards.tar_samples import TarSamples
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.blocking import background_loop

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace._core.shards.tar_format import TAR_BLOCK, Member, TarParser
+from headrace._core.shards.tar import TAR_BLOCK, Member, TarParser
 from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}

@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
 from headrace._core.shards.compression import Codec
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.positions import Part, PartPosition, opened_parts, position_in
+from headrace._core.shards.division import Part, PartPosition, opened_parts, position_in
 from headrace._core.store.head import Head, InitialRead
 from headrace._core.streams.resumable import ResumableIterator, State, expect
 from headrace.errors import StateError
@@ -22,29 +22,50 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+R = TypeVar("R", bound="BlockReader")
+
+
 class Block(NamedTuple):
     """Samples that are produced together."""
 
     samples: deque[Any]  # in order
-    error: Exception | None = None  # raised after the samples; the last block if there is one
-    end: bool = False  # whether this is the last block
+    after: PartPosition | None = None  # the position of the next block; None for the last, which may be empty
+    error: Exception | None = None  # raised after the samples; only of the last
 
 
 class BlockReader(ABC):
-    """Produces each block while the previous one is used; the first one at once."""
+    """Reads one part, from a position on: produces each block while the previous one is used; the first one at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, position: PartPosition, head: Head | None) -> None:
+        self.part = position.part
+        self.head = head  # of the object; None until it is known
+        self.samples: deque[Any] = deque()  # the rest of the current block
+        self.error: Exception | None = None  # raised after them
+        self.ended = False  # whether they are the last
+        self._current = position  # the start of the current block
+        self._following: PartPosition | None = position  # the start of the block after it
+        self._count = 0  # samples of the current block
         self._task: asyncio.Task[Block] | None = asyncio.get_running_loop().create_task(self._next_block())
 
-    async def block(self) -> Block:
-        """The next block; the last one may be empty."""
+    async def fill(self) -> None:
+        """Wait for the next block."""
         assert self._task is not None
+        assert self._following is not None
         await asyncio.wait((self._task,))  # loses nothing when it is cancelled
         block = self._task.result()
-        self._task = None if block.end else asyncio.get_running_loop().create_task(self._next_block())
-        return block
+        self._current, self._following = self._following, block.after
+        self._count = len(block.samples)
+        self.samples, self.error, self.ended = block.samples, block.error, block.after is None
+        self._task = None if self.ended else asyncio.get_running_loop().create_task(self._next_block())
+
+    def state_dict(self) -> State:
+        """The position after the samples that were taken from `samples`."""
+        if self.samples or self._following is None:
+            return self._current.to_state(self._count - len(self.samples), self.head)
+        return self._following.to_state(0, self.head)
 
     async def aclose(self) -> None:
+        """Stop reading."""
         if self._task is not None:
             await end_all([self._task])
             self._task = None
@@ -54,46 +75,79 @@ class BlockReader(ABC):
         """Produce the next block; an exception becomes its `error`."""
 
 
-class PartReader(ResumableIterator[Any]):
-    """Reads parts, which are opened in order; its position is that of each open part, and the number of those opened.
+class PartReader(ResumableIterator[Any], Generic[R]):
+    """Reads parts, which are opened in order, `parallel` at once: one sample of each in turn, in the same order always.
 
-    `count` is the number of all parts of the stream.
+    The error of a part is raised at its turn, after the samples before it; the other parts continue. A part that ends
+    is replaced by the next. The position is that of each open part, in the order of their turns, and the number of
+    those that were opened. `count` is the number of all parts of the stream.
     """
 
-    def __init__(self, parts: Sequence[Part], count: int, shard_of: Callable[[int], Shard]) -> None:
+    def __init__(self, parts: Sequence[Part], count: int, shard_of: Callable[[int], Shard], parallel: int = 1) -> None:
         self._parts = parts
         self._count = count
         self._shard_of = shard_of
+        self._parallel = parallel
         self._opened = 0
-        self._pending: deque[PartPosition] = deque()  # opened and not read yet, as those that were restored
+        self._restored: deque[PartPosition] = deque()  # of parts that were open when the state was saved
+        self._open: deque[R] = deque()
+        self._ahead: deque[R] = deque()  # successors of those that are open
         self._closed: State | None = None  # the state in which it was closed
 
-    def _next_part(self) -> PartPosition | None:
-        """The first of the pending parts, after opening one if there is none; None after the last.
+    async def __anext__(self) -> Any:
+        readers = self._open
+        while readers or self._start():
+            reader = readers[0]
+            if reader.samples:
+                readers.rotate(-1)
+                return reader.samples.popleft()
+            if reader.ended:
+                readers.popleft()
+                successor = self._ahead.popleft() if self._ahead else self._open_next()
+                if successor is not None:
+                    readers.appendleft(successor)
+                if reader.error is not None:
+                    raise reader.error
+            else:
+                await self._fill(reader)
+        raise StopAsyncIteration
 
-        Raises:
-            StateError: the object has another version than that of the position.
-        """
-        if not self._pending and self._opened < len(self._parts):
+    def _start(self) -> bool:
+        while len(self._open) < self._parallel and (reader := self._open_next()) is not None:
+            self._open.append(reader)
+        return bool(self._open)
+
+    def _peek(self) -> PartPosition | None:
+        """Where the part is read that is opened next; None after the last."""
+        if self._restored:
+            return self._restored[0]
+        return position_in(self._parts[self._opened]) if self._opened < len(self._parts) else None
+
+    def _open_next(self) -> R | None:
+        """Open the next part; raises `StateError` if its object has another version than that of the position."""
+        position = self._peek()
+        if position is None:
+            return None
+        if self._restored:
+            self._restored.popleft()
+        else:
             self._opened += 1
-            position = position_in(self._parts[self._opened - 1])
-            position.version_of(self._shard_of(position.part))
-            self._pending.append(position)
-        return self._pending[0] if self._pending else None
+        return self._reader(position, position.version_of(self._shard_of(position.part)))
 
     @abstractmethod
-    def _positions(self) -> tuple[list[State], int]:
-        """The positions in open parts, and the number of parts that were opened after these to prefetch them."""
+    def _reader(self, position: PartPosition, shard: Shard) -> R:
+        """Start to read a part."""
 
     @abstractmethod
-    def _release(self) -> list[BlockReader]:
-        """Forget all readers; returns them."""
+    async def _fill(self, reader: R) -> None:
+        """Wait for the next block of an open part; opens parts ahead."""
 
     def state_dict(self) -> State:
         if self._closed is not None:
             return self._closed
-        open, prefetched = self._positions()
-        return {"opened": self._opened - prefetched, "open": open}
+        open = [reader.state_dict() for reader in self._open]
+        open += [position.to_state() for position in self._restored]
+        return {"opened": self._opened - len(self._ahead), "open": open}
 
     def load_state_dict(self, state: State) -> None:
         opened, positions = opened_parts(state, self._count)
@@ -102,14 +156,16 @@ class PartReader(ResumableIterator[Any]):
         for position in positions:
             position.version_of(self._shard_of(position.part))
         self._opened = opened
-        self._pending.extend(positions)
+        self._restored.extend(positions)
 
     async def aclose(self) -> None:
         """Stop reading; no request is in flight when this returns."""
         self._closed = self.state_dict()
         self._parts = ()
-        self._pending.clear()
-        for reader in self._release():
+        readers = [*self._open, *self._ahead]
+        for queue in (self._restored, self._open, self._ahead):
+            queue.clear()
+        for reader in readers:
             await reader.aclose()
 
 
@@ -135,20 +191,12 @@ class ChunkReader:
         self._shard = shard
         self._ahead = ahead
         self._max_requests = 1 if standby else ahead.requests_per_shard
-        self._head = shard.head
+        self.head = shard.head  # None before the first response, if the listing did not give it
         # A task returns its exception instead of raising it: one that is never awaited logs no complaint.
         self._tasks: deque[asyncio.Task[InitialRead | Exception]] = deque()
         self._next = start
         self._closed = False
-        if self._head is None:
-            self._request_next()
-        else:
-            self._fill()
-
-    @property
-    def head(self) -> Head | None:
-        """The shard's size and version; None before the first response, if the listing did not give them."""
-        return self._head
+        self._fill()
 
     async def read(self) -> memoryview | None:
         """Return the next bytes, or None at the end.
@@ -163,8 +211,8 @@ class ChunkReader:
         if isinstance(result, Exception):
             await self.aclose()
             raise result
-        if self._head is None:
-            self._head = result.head
+        if self.head is None:
+            self.head = result.head
             self._next = max(self._next, len(result.data))  # all bytes, of a store that ignores ranges
         self._fill()
         return result.data if len(result.data) else None
@@ -172,13 +220,12 @@ class ChunkReader:
     @property
     def fully_requested(self) -> bool:
         """Whether every byte has been requested."""
-        return self._closed or (self._head is not None and self._next >= self._head.size)
+        return self._closed or (self.head is not None and self._next >= self.head.size)
 
     def activate(self) -> None:
         """Leave standby: use all requests."""
         self._max_requests = self._ahead.requests_per_shard
-        if self._head is not None:
-            self._fill()
+        self._fill()
 
     async def aclose(self) -> None:
         """Cancel requests in flight."""
@@ -187,16 +234,13 @@ class ChunkReader:
         self._tasks.clear()
 
     def _fill(self) -> None:
-        while len(self._tasks) < self._max_requests and not self.fully_requested:
-            self._request_next()
-
-    def _request_next(self) -> None:
-        start, self._next = self._next, self._next + self._ahead.chunk_bytes
-        stop = self._next if self._head is None else min(self._next, self._head.size)
-        self._tasks.append(asyncio.get_running_loop().create_task(self._read(start, stop)))
+        while len(self._tasks) < (1 if self.head is None else self._max_requests) and not self.fully_requested:
+            start, self._next = self._next, self._next + self._ahead.chunk_bytes
+            stop = self._next if self.head is None else min(self._next, self.head.size)
+            self._tasks.append(asyncio.get_running_loop().create_task(self._read(start, stop)))
 
     async def _read(self, start: int, stop: int) -> InitialRead | Exception:
-        shard, head = self._shard, self._head
+        shard, head = self._shard, self.head
         try:
             if head is None:
                 return await shard.store.read_start(shard.key, stop)
@@ -241,7 +285,6 @@ class ShardReader(BlockReader):
     def __init__(
         self, shard: Shard, decoder: Decoder, ahead: ReadAhead, position: PartPosition, *, standby: bool = False
     ) -> None:
-        self.part = position.part
         self._shard = shard
         self._codec = Codec(shard.key, shard.name)
         self._decoder = decoder
@@ -251,39 +294,18 @@ class ShardReader(BlockReader):
             offset = expect(position.decoder, "offset", int)
         start = 0 if self._codec.compressed else offset
         self._skip, self._drop, self._stop = offset - start, position.drop, position.stop
-        self._current = position  # the start of the current block
-        self._following = position  # the start of the block after it
         self._decoded = position  # the position after the last block that was produced
-        self._count = 0  # samples of the current block
         self._pieces: Iterator[Buffer] = iter(())
-        self.samples: deque[Any] = deque()  # the rest of the current block
-        self.error: Exception | None = None  # raised after them
-        self.ended = False  # whether they are the last
         self.has_successor = False  # whether the shard after it was opened, or there is none
         self.chunks = ChunkReader(shard, ahead, standby=standby, start=start)
-        super().__init__()
-
-    async def fill(self) -> None:
-        """Wait for the next block."""
-        block = await self.block()
-        # `block` has made the task of the block after it, which has not run yet.
-        self._current, self._following = self._following, self._decoded
-        self._count = len(block.samples)
-        self.samples, self.error, self.ended = block.samples, block.error, block.end
+        super().__init__(position, shard.head)
 
     def differs_from(self, count: int) -> bool:
         """Whether the samples up to the end of the current block show that the shard has not `count` of them."""
         decoded = self._current.given + self._count
         return decoded > count or (decoded < count and self.ended and self.error is None and self._stop is None)
 
-    def state_dict(self) -> State:
-        """The position after the samples that were taken from `samples`."""
-        if self.samples or self.ended:
-            return self._current.to_state(self._count - len(self.samples), self.chunks.head)
-        return self._following.to_state(0, self.chunks.head)
-
     async def aclose(self) -> None:
-        """Stop reading."""
         await super().aclose()
         await self.chunks.aclose()
 
@@ -309,9 +331,13 @@ class ShardReader(BlockReader):
                 while self._decoded.given + len(samples) > self._stop:
                     samples.pop()
                 error, end = None, True
+        self.head = self.chunks.head
         if not end:
-            self._decoded = self._position_after(len(samples))
-            return Block(samples)
+            last, place = self._decoded, self._decoder.position()
+            self._decoded = last.after(len(samples))
+            if place is not None:
+                self._decoded = replace(self._decoded, drop=0, decoder=place)
+            return Block(samples, self._decoded)
         await self.chunks.aclose()
         if self._drop and error is None:
             given = self._decoded.given
@@ -319,13 +345,7 @@ class ShardReader(BlockReader):
                 f"{self._shard.name} has changed since the state was saved: it ends after {given - self._drop} "
                 f"samples, and {given} of them had been given out"
             )
-        return Block(samples, error, end=True)
-
-    def _position_after(self, count: int) -> PartPosition:
-        last, decoder = self._decoded, self._decoder.position()
-        if decoder is None:
-            return last.after(count)
-        return PartPosition(last.part, last.given + count, decoder=decoder, stop=last.stop)
+        return Block(samples, error=error)
 
     async def _next_piece(self) -> Buffer | None:
         while True:
@@ -349,15 +369,12 @@ class ShardReader(BlockReader):
         return next(self._pieces, None)
 
 
-class InterleavedShards(PartReader):
+class InterleavedShards(PartReader[ShardReader]):
     """The samples of several shards, one of each in turn: the same order in every run, whichever responds faster.
 
-    The error of a shard is raised at its turn, after the samples before it; the other shards continue. When all of one
-    has been requested, the next is opened in standby, so that its first samples are there at its turn.
-
-    Its position is that of each open shard, in the order of their turns, and the number of those that were opened.
-    Blocks differ after it, since chunks start elsewhere; the order does not: a shard that ends is replaced by the next
-    part, whenever that was opened.
+    When all of one has been requested, the next is opened in standby, so that its first samples are there at its turn.
+    Blocks differ after a restore, since chunks start elsewhere; the order does not: a shard that ends is replaced by
+    the next part, whenever that was opened.
     """
 
     def __init__(
@@ -368,57 +385,21 @@ class InterleavedShards(PartReader):
         ahead: ReadAhead,
         on_block: Callable[[ShardReader], None] | None = None,
     ) -> None:
-        super().__init__(parts, len(shards), shards.__getitem__)
+        super().__init__(parts, len(shards), shards.__getitem__, ahead.shards_in_parallel)
         self._decoder = decoder
-        self._ahead = ahead
+        self._read_ahead = ahead
         self._on_block = on_block
-        self._open: deque[ShardReader] = deque()
-        self._standby: deque[ShardReader] = deque()  # successors of those that will end
-        self._started = False
 
-    async def __anext__(self) -> Any:
-        if not self._started:
-            self._started = True
-            while len(self._open) < self._ahead.shards_in_parallel and (first := self._open_next()) is not None:
-                self._open.append(first)
-        readers = self._open
-        while readers:
-            reader = readers[0]
-            if reader.samples:
-                readers.rotate(-1)
-                return reader.samples.popleft()
-            if reader.ended:
-                readers.popleft()
-                successor = self._standby.popleft() if self._standby else self._open_next()
-                if successor is not None:
-                    successor.chunks.activate()
-                    readers.appendleft(successor)
-                if reader.error is not None:
-                    raise reader.error
-            else:
-                await reader.fill()
-                if reader.chunks.fully_requested and not reader.has_successor:
-                    reader.has_successor = True
-                    if (standby := self._open_next(standby=True)) is not None:
-                        self._standby.append(standby)
-                if self._on_block is not None:
-                    self._on_block(reader)
-        raise StopAsyncIteration
+    def _reader(self, position: PartPosition, shard: Shard) -> ShardReader:
+        standby = len(self._open) == self._parallel
+        return ShardReader(shard, self._decoder(shard), self._read_ahead, position, standby=standby)
 
-    def _positions(self) -> tuple[list[State], int]:
-        open = [reader.state_dict() for reader in self._open]
-        return [*open, *(position.to_state() for position in self._pending)], len(self._standby)
-
-    def _release(self) -> list[BlockReader]:
-        readers: list[BlockReader] = [*self._open, *self._standby]
-        self._open.clear()
-        self._standby.clear()
-        return readers
-
-    def _open_next(self, *, standby: bool = False) -> ShardReader | None:
-        position = self._next_part()
-        if position is None:
-            return None
-        self._pending.popleft()
-        shard = position.version_of(self._shard_of(position.part))
-        return ShardReader(shard, self._decoder(shard), self._ahead, position, standby=standby)
+    async def _fill(self, reader: ShardReader) -> None:
+        reader.chunks.activate()
+        await reader.fill()
+        if reader.chunks.fully_requested and not reader.has_successor:
+            reader.has_successor = True
+            if (standby := self._open_next()) is not None:
+                self._ahead.append(standby)
+        if self._on_block is not None:
+            self._on_block(reader)

@@ -1,20 +1,31 @@
-"""Base of streams of shards: options, the samples of each rank, length."""
+"""Streams of parts (shards, row groups): options, the order of an epoch, the share of each reader, and its position."""
 
 from __future__ import annotations
 
 import functools
+import random
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import ClassVar, Literal, TypedDict, TypeVar, Unpack
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from typing import ClassVar, Literal, TypedDict, TypeVar, Unpack, cast
 
-from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions
+from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
 from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.part_stream import PartStream
-from headrace._core.shards.positions import Part, names_digest
+from headrace._core.shards.division import Division, Part, Readers, deal_parts, names_digest, reader_of
 from headrace._core.shards.reading import Decoder, InterleavedShards, ReadAhead, ShardReader
 from headrace._core.store.store import StoreLike
+from headrace._core.streams.iterable_style import AsyncIterableDataset
+from headrace._core.streams.operators import EqualLength, ShuffleBuffer, Split
+from headrace._core.streams.resumable import (
+    FollowsEpoch,
+    Order,
+    ResumableIterator,
+    State,
+    expect,
+)
 from headrace._core.text import users_stacklevel
+from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -24,6 +35,238 @@ REQUESTS_PER_SHARD = 4
 # of 8 MiB, and one GET streamed for each of 4 shards 2.1 GB/s (`benchmarks/tar_stream.py`); a store with 30 ms to the
 # first byte gives about 0.5 GB/s with the 16 requests of the defaults.
 CHUNK_BYTES = 2 << 20
+
+
+class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
+    """Base of streams that read parts in the order of the epoch, which is the same on all ranks.
+
+    If `by_sample`, every reader reads all parts and yields every n-th sample, instead of reading every n-th part.
+
+    Raises:
+        ValueError: unknown `remainder`.
+    """
+
+    splits_by_rank = True
+
+    splits_over_workers = True
+    """In a torch loader each worker reads its own share."""
+
+    parts_name: ClassVar[str]
+    """What the parts are, in errors."""
+
+    split_by_sample: ClassVar[str]
+    """The value of ``split=`` with which each reader reads all parts, in errors."""
+
+    def __init__(
+        self, *, ranks: RankChoice, shuffle: bool, buffer_size: int, seed: int, by_sample: bool, remainder: Remainder
+    ) -> None:
+        check_remainder(remainder)
+        self._ranks = ranks
+        self._shuffle, self._buffer_size, self._seed = shuffle, buffer_size, seed
+        self._by_sample, self._remainder = by_sample, remainder
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        """Start a pass."""
+        rank = self._ranks.shard()
+        return PartIterator(self, rank, rank.in_worker(), self._order_for(self._seed))
+
+    def __len__(self) -> int:
+        """The number of samples of this rank in this epoch.
+
+        Raises:
+            TypeError: it is unknown.
+        """
+        rank, order = self._ranks.shard(), self._parts_in(self._order_for(self._seed))
+        shard = rank if current_lane.get() is None else rank.in_worker()
+        length = self._length(rank, shard, order)
+        if length is not None:
+            return length
+        counts = self._sample_counts()
+        if counts is None:
+            raise TypeError(f"the length of this {type(self).__name__} is unknown: it has neither counts nor an index")
+        return self._samples_in(rank, shard, order, counts)
+
+    @property
+    def divides_samples(self) -> bool:
+        """Whether each rank reads the whole stream, so that a position is one of all ranks."""
+        return self._by_sample and not self._buffer_size
+
+    @property
+    def not_by_shards(self) -> str | None:
+        """The reason why lanes cannot each read some of the parts; None if they can."""
+        return "split by samples" if self._by_sample else None
+
+    def most_lanes(self) -> int:
+        """The number of parts that every rank has."""
+        return self._part_count() // self._ranks.shard().count
+
+    def _parts_in(self, order: Order) -> list[int]:
+        """The numbers of all parts."""
+        parts = list(range(self._part_count()))
+        if self._shuffle:
+            random.Random(order.key()).shuffle(parts)
+        return parts
+
+    def _options(self) -> dict[str, object]:
+        """What must be the same where a state is loaded."""
+        return {
+            "parts": self._parts_digest,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "buffer_size": self._buffer_size,
+            "remainder": self._remainder,
+            "split": "samples" if self._by_sample else "shards",
+        }
+
+    def _sample_counts(self) -> Sequence[int] | None:
+        """The number of samples in each part, if they are known."""
+        return None
+
+    def _needs_equal_length(self, rank: ShardOptions) -> bool:
+        """Whether ranks would otherwise yield different numbers of samples. Workers of one rank may."""
+        return rank.count > 1 and not self._by_sample and self._remainder != "keep"
+
+    @functools.cached_property
+    def _parts_digest(self) -> str:
+        return names_digest(self._part_names())
+
+    @abstractmethod
+    def _part_count(self) -> int:
+        """Number of parts."""
+
+    @abstractmethod
+    def _part_names(self) -> Iterable[str]:
+        """The names of the parts, in the order given by the user, without secrets."""
+
+    @abstractmethod
+    def _read(self, parts: Sequence[Part]) -> ResumableIterator[object]:
+        """Start reading the samples of some parts."""
+
+    def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
+        """Number of samples that a shard (a rank, or a worker of it) must yield; None if it yields all it reads."""
+        counts = self._sample_counts() if self._needs_equal_length(rank) else None
+        return None if counts is None else self._samples_in(rank, shard, order, counts)
+
+    def _samples_in(self, rank: ShardOptions, shard: ShardOptions, order: list[int], counts: Sequence[int]) -> int:
+        """The number of samples of a rank, or of a worker or lane of it, by the number in each part.
+
+        Raises:
+            ValueError: there are fewer parts than readers, or one of these has no sample to repeat.
+        """
+        readers = shard.equalized(rank.count)
+        lengths = [sum(counts[part] for part in order[reader :: shard.count]) for reader in readers]
+        if self._by_sample:
+            whole, rest = divmod(sum(lengths), shard.count)
+            over = shard.index < rest if self._remainder == "keep" else rest > 0 and self._remainder != "drop"
+            return whole + over
+        if self._remainder == "keep":
+            return lengths[readers.index(shard.index)]
+        if 1 < shard.count > len(order):
+            raise ValueError(
+                f"{len(order)} {self.parts_name} cannot be split over {shard.count} readers; "
+                f"use split={self.split_by_sample!r}"
+            )
+        if self._remainder == "drop":
+            return min(lengths)
+        if not min(lengths) and max(lengths):
+            reader = readers[lengths.index(0)]
+            raise ValueError(
+                f"the {self.parts_name} of reader {reader} of {shard.count} have no samples, so that "
+                f"remainder={self._remainder!r} has none to repeat: use fewer ranks or workers, write more "
+                f"{self.parts_name}, or set split={self.split_by_sample!r}"
+            )
+        return max(lengths)
+
+
+class PartIterator(ResumableIterator[T_co]):
+    """The samples of one reader in one epoch; its state says which stream, reader and epoch it is of.
+
+    The state of another epoch can be loaded: the iterator then continues in that epoch's order. `shard` is the reader:
+    the rank, or a worker or lane of it.
+    """
+
+    def __init__(self, stream: PartStream[T_co], rank: ShardOptions, shard: ShardOptions, order: Order) -> None:
+        self._stream, self._rank, self._shard, self._order = stream, rank, shard, order
+        self._readers = Readers(shard.count, rank.count)
+        self._divisions: list[Division] = []
+        self._fixed: State | None = None  # the part of the state that stays the same
+        self._samples = self._start()
+
+    def __anext__(self) -> Awaitable[T_co]:
+        return self._samples.__anext__()
+
+    def state_dict(self) -> State:
+        if self._fixed is None:
+            self._fixed = {
+                "of": self._stream._options(),
+                "reader": [self._shard.index, *self._readers],
+                "epoch": self._order.epoch,
+                "repetition": self._order.repetition,
+                "divisions": [division.to_state() for division in self._divisions],
+            }
+        return {**self._fixed, "stream": self._samples.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        stream, name = self._stream, type(self._stream).__name__
+        saved, present = expect(state, "of", dict), stream._options()
+        different = [option for option in {**present, **saved} if saved.get(option) != present.get(option)]
+        if different:
+            listed = "; ".join(f"{one} was {saved.get(one)!r}, and is {present.get(one)!r}" for one in different)
+            raise StateError(f"the state does not fit this {name}: {listed}")
+        self._order = Order(stream._seed, expect(state, "epoch", int), expect(state, "repetition", int))
+        parts = stream._part_count()
+        self._divisions = [Division.from_state(one, parts) for one in expect(state, "divisions", list)]
+        self._fixed = None
+        position = state.get("stream")
+        if state.get("reader") is None:  # merged of all readers
+            if state.get("own") is None or not self._divisions or self._divisions[-1].readers != self._readers:
+                self._samples = self._start(None if position is None else expect(state, "stream", dict))
+                return
+            self._divisions.pop()
+            position = expect(state, "own", list, length=self._readers.number)[self._shard.index]
+        else:
+            index, readers = reader_of(state)
+            if not stream.divides_samples and (index, readers) != (self._shard.index, self._readers):
+                raise StateError(
+                    f"the state does not fit this {name}: it was saved by reader {index} of {readers.number} "
+                    f"({readers.ranks} ranks), and this is reader {self._shard.index} of {self._readers.number} "
+                    f"({self._readers.ranks} ranks). Readers are ranks, or the workers of ranks in a torch loader. For "
+                    f"another number of them, merge the states of all ranks by headrace.merge_states"
+                )
+        self._samples = self._start()
+        self._samples.load_state_dict(expect({"stream": position}, "stream", dict))
+
+    async def aclose(self) -> None:
+        await self._samples.aclose()
+
+    def _start(self, whole: State | None = None) -> ResumableIterator[T_co]:
+        """Start to read; nothing is read before the first `anext`. `whole` is the position of readers that read all."""
+        stream, shard = self._stream, self._shard
+        by_sample, remainder = stream._by_sample, stream._remainder
+        order = stream._parts_in(self._order)
+        parts: Sequence[Part] = order if by_sample else order[shard.index :: shard.count]
+        if self._divisions:
+            dealt_order, counts = ([], None) if by_sample else (order, stream._sample_counts())
+            dealt = deal_parts(dealt_order, counts, remainder, self._divisions, self._readers)[shard.index]
+            length = dealt.length
+            if not by_sample and (dealt.parts or not length or remainder not in ("pad", "repeat")):
+                parts = dealt.parts
+        else:
+            length = stream._length(self._rank, shard, order)
+
+        def start() -> ResumableIterator[T_co]:
+            samples = cast("ResumableIterator[T_co]", stream._read(parts))
+            if whole is not None:
+                samples.load_state_dict(whole)
+            return samples
+
+        def start_share() -> ResumableIterator[T_co]:
+            return Split(start, shard, remainder) if by_sample else start()
+
+        samples = start_share() if length is None else EqualLength(start_share, length, remainder)
+        if not stream._buffer_size:
+            return samples
+        return ShuffleBuffer(samples, stream._buffer_size, self._order._replace(number=1 + shard.index))
 
 
 class StreamOptions(TypedDict, total=False):

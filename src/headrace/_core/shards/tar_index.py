@@ -16,10 +16,8 @@ import numpy as np
 
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.positions import PartPosition
-from headrace._core.shards.reading import Decoder, ReadAhead, ShardReader
-from headrace._core.shards.tar_format import TarParser
-from headrace._core.shards.tar_samples import SampleGrouper, SampleMembers
+from headrace._core.shards.reading import Decoder, InterleavedShards, ReadAhead
+from headrace._core.shards.tar import SampleGrouper, SampleMembers, TarParser
 from headrace._core.store.ranges import map_all
 from headrace.errors import ObjectNotFoundError, StoreError
 
@@ -178,15 +176,9 @@ async def _load(shard: Shard) -> TarIndex | None:
 
 async def _build(shard: Shard, uniform: bool) -> TarIndex:
     """Read a whole shard."""
-    reader = ShardReader(shard, _IndexDecoder(shard.name, uniform=uniform), AHEAD, PartPosition(0))
-    rows: list[IndexRow] = []
+    reader = InterleavedShards([shard], [0], lambda _: _IndexDecoder(shard.name, uniform=uniform), AHEAD)
     try:
-        while not reader.ended:
-            await reader.fill()
-            rows.extend(reader.samples)
-            if reader.error is not None:
-                raise reader.error
-        return TarIndex.of(shard, rows)
+        return TarIndex.of(shard, [row async for row in reader])
     finally:
         await reader.aclose()
 

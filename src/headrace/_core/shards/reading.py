@@ -92,15 +92,18 @@ class PartReader(ResumableIterator[Any], Generic[R]):
         self._restored: deque[PartPosition] = deque()  # of parts that were open when the state was saved
         self._open: deque[R] = deque()
         self._ahead: deque[R] = deque()  # successors of those that are open
+        self._only: deque[Any] = deque()  # samples of the part that is open, where it is the only one
         self._closed: State | None = None  # the state in which it was closed
 
     async def __anext__(self) -> Any:
+        if self._only:
+            return self._only.popleft()
         readers = self._open
         while readers or self._start():
             reader = readers[0]
-            if reader.samples:
+            if samples := reader.samples:
                 readers.rotate(-1)
-                return reader.samples.popleft()
+                return samples.popleft()
             if reader.ended:
                 readers.popleft()
                 successor = self._ahead.popleft() if self._ahead else self._open_next()
@@ -110,6 +113,8 @@ class PartReader(ResumableIterator[Any], Generic[R]):
                     raise reader.error
             else:
                 await self._fill(reader)
+                if self._parallel == 1:
+                    self._only = reader.samples
         raise StopAsyncIteration
 
     def _start(self) -> bool:
@@ -161,7 +166,7 @@ class PartReader(ResumableIterator[Any], Generic[R]):
     async def aclose(self) -> None:
         """Stop reading; no request is in flight when this returns."""
         self._closed = self.state_dict()
-        self._parts = ()
+        self._parts, self._only = (), deque()
         readers = [*self._open, *self._ahead]
         for queue in (self._restored, self._open, self._ahead):
             queue.clear()

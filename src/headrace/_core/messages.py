@@ -85,12 +85,14 @@ class Link:
     Attributes:
         messages: those that have been received, the oldest first; the caller removes them. A `SessionEnd` is the last.
         source: a descriptor that is readable when there is something to receive; None if there is no wait.
+        receives: whether there is something to do in `receive`; otherwise messages are added by another thread.
         guarded: whether `send` and `receive` must not overlap with `close`.
         look_by: when `receive` is to be called even if nothing arrives, by `time.monotonic`; None for never.
     """
 
     messages: deque[Answer]
     source: Readable | None = None
+    receives = True
     guarded = False
     look_by: float | None = None
 
@@ -124,7 +126,7 @@ class OpenSession(Protocol):
     def send(self, message: Request) -> None: ...  # to the engine that it is for, or to all
     def take(self) -> HostBatch | None: ...  # the next batch if there is one; does not block
     def take_status(self) -> str | None: ...  # the answer to a `StatusRequest`, if it has arrived
-    def ready(self) -> int: ...  # batches that have arrived
+    def ready(self) -> int: ...  # batches that had arrived when `take` or a wait last looked
     def certain(self) -> int: ...  # those of them that `next()` will return, or raise an error for
     def wait(self, timeout: float | None) -> bool: ...  # for any of these; False after `timeout` seconds
     async def wait_async(self, timeout: float | None) -> bool: ...

@@ -118,7 +118,7 @@ def test_typed_storage_has_an_untyped_one():
 
 
 def test_running_profiler_is_seen_by_the_thread_that_it_records():
-    assert not private.profiler_enabled()
+    assert not private.profiler._is_profiler_enabled
     with torch.autograd.profiler.profile():
-        assert private.profiler_enabled()
-    assert not private.profiler_enabled()
+        assert private.profiler._is_profiler_enabled
+    assert not private.profiler._is_profiler_enabled

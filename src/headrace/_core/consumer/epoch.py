@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import anyio.lowlevel
-from torch.autograd.profiler import record_function
 
 from headrace._core.consumer.agreement import StepGroup
 from headrace._core.consumer.deliver import FailureHandler, Finish, opened
@@ -31,7 +30,7 @@ from headrace._core.ranks.rankinfo import provide_rank, provided_rank, withdraw_
 from headrace._core.streams.kinds import DatasetKind, capabilities
 from headrace._core.streams.resumable import State
 from headrace._core.text import shorten_list
-from headrace._core.torchcompat.private import profiler_enabled
+from headrace._core.torchcompat.private import profiler
 from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import (
     CoordinationError,
@@ -413,7 +412,7 @@ class BatchIterator(Epoch, Iterator[T_co]):
     """The iterator of `for`: blocks in `next()` until a batch is ready."""
 
     def __next__(self) -> T_co:
-        record = _begin_record(self) if profiler_enabled() else None
+        record = _begin_record(self) if profiler._is_profiler_enabled else None
         try:
             with self._turn:  # threads that share an iterator take turns
                 while (batch := self._poll()) is WAIT:
@@ -433,7 +432,7 @@ class AsyncBatchIterator(Epoch, AsyncIterator[T_co]):
     async def __anext__(self) -> T_co:
         # Other tasks of the caller's loop get their turn even while batches are always ready.
         await anyio.lowlevel.checkpoint()
-        record = _begin_record(self) if profiler_enabled() else None
+        record = _begin_record(self) if profiler._is_profiler_enabled else None
         try:
             while (batch := self._poll()) is WAIT:
                 await self._wait_async()
@@ -449,11 +448,11 @@ class AsyncBatchIterator(Epoch, AsyncIterator[T_co]):
         self.close()
 
 
-def _begin_record(iterator: object) -> record_function:
+def _begin_record(iterator: object) -> profiler.record_function:
     """Begin the profiler's record of a call of `next()`, named as torch's is; tools look for both ends of the name.
 
     In `async for` it lasts until the batch is there: what other tasks of the loop do meanwhile is shown inside it.
     """
-    record = record_function(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")
+    record = profiler.record_function(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")
     record.__enter__()  # type: ignore[no-untyped-call]
     return record

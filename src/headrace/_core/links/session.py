@@ -71,8 +71,7 @@ class Session:
                 self._link.send(message)
 
     def take(self) -> HostBatch | None:
-        if not self._ready or self._link.guarded:  # an engine that has died is replaced at once
-            self._receive()
+        self._receive()  # also where some are ready: an engine that has died is replaced at once
         while self._calls and not self._ready:
             assert self._work is not None
             self._work.call(self._calls[0].function)  # after Ctrl-C it is called again
@@ -95,7 +94,6 @@ class Session:
         return status
 
     def ready(self) -> int:
-        self._receive()
         return len(self._ready)
 
     def certain(self) -> int:
@@ -161,7 +159,7 @@ class Session:
             with self._guard as entered:
                 if entered:
                     link.receive()
-        else:
+        elif link.receives:
             link.receive()
         messages = link.messages
         if not messages:

@@ -183,6 +183,8 @@ class ThreadLink(Link):
         loop: the engine's.
     """
 
+    receives = False
+
     def __init__(self, session: EngineSession, mailbox: Mailbox[Answer], loop: LoopThread) -> None:
         self._session = session
         self._loop = loop

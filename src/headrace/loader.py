@@ -361,7 +361,9 @@ class DataLoader(TorchDataLoader[T_co]):
             ...     loader.report().batches
             31
         """
-        return self._control.report(self)
+        from headrace.telemetry.report import make_report
+
+        return make_report(self._control.counters.records(), self._control.setup(self))
 
     def close(self) -> None:
         """End every iteration, the workers and the engine; blocks until they have ended.

@@ -396,7 +396,7 @@ def test_state_soon_after_a_restore_continues_too(loader_class, name, options):
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=str)
 def test_state_of_torchdata_is_refused_with_its_keys(options):
     state = CASES["random sampler"](torchdata.StatefulDataLoader, **options).state_dict()
-    with pytest.raises(hr.StateError, match=r"torchdata's StatefulDataLoader: a dict with the keys _"):
+    with pytest.raises(hr.StateError, match=r"torchdata's StatefulDataLoader: \['_"):
         CASES["random sampler"](hr.DataLoader, **options).load_state_dict(state)
 
 

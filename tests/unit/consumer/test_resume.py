@@ -316,14 +316,13 @@ def test_damaged_states_are_refused():
     loader = CASES["shuffled by seed"]()
     for wrong, message in (
         ({}, "no state of a headrace.DataLoader"),
-        ({"x": 1}, "no state of a headrace.DataLoader: a dict with the keys x"),
-        ({"_snapshot": 1}, "but of torchdata's StatefulDataLoader: a dict with the keys _snapshot"),
+        ({"_snapshot": 1}, r"but of torchdata's StatefulDataLoader: \['_snapshot'\]"),
         ({**state, "version": 1}, "format version 1"),
-        ({"version": 2}, "damaged: it has a dict with the keys version, and not version, state"),
+        ({"version": 2}, "damaged: None is not a list of states"),
         ({**state, "state": []}, "damaged: .* is not a list of states"),
         ({**state, "state": [3]}, "damaged: .3. is not a list of states"),
         (damaged(state, samples=9), "edited: its checksum does not match"),
-        (damaged(state, more=9), "damaged: it has a dict with the keys .*, more, and not epoch, "),
+        (damaged(state, more=9), "edited: its checksum does not match"),
     ):
         with pytest.raises(StateError, match=message):
             loader.load_state_dict(wrong)

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from headrace import DataLoader, StateError
+from headrace import DataLoader
 
 COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda loader: pickle.loads(pickle.dumps(loader))}
 
@@ -45,9 +45,3 @@ def test_set_epoch_in_a_restored_iteration_is_for_the_next_one():
     restored.set_epoch(2)
     assert [batch.tolist() for batch in iterator] == whole[0][1:]
     assert epoch_of(restored) == whole[2]
-
-
-def test_state_that_accelerate_saved_for_its_own_loader_is_refused():
-    state = {"_sampler_iter_yielded": 2, "_num_yielded": 2, "_iterator_finished": False}
-    with pytest.raises(StateError, match="torchdata's StatefulDataLoader: a dict with the keys _sampler_iter_yielded"):
-        make().load_state_dict(state)

@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import DistributedSampler
@@ -24,7 +24,6 @@ from torch.utils.data import DistributedSampler
 from headrace._core.consumer.agreement import StepGroup, begin_agreement, close_all
 from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
-from headrace._core.consumer.planning import Planner
 from headrace._core.descriptors import explained
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import pin
@@ -70,21 +69,16 @@ from headrace.telemetry.counters import Counters
 
 if TYPE_CHECKING:
     from headrace.telemetry.diagnosis import Setup
-    from headrace.telemetry.report import Report
 
 E = TypeVar("E", bound=Epoch)
 _log = logging.getLogger("headrace")
 
 
-class Trainer(Protocol):
-    """A trainer that runs in this process, and knows more of the epoch than the loader."""
+trainers: list[Any] = []
+"""The trainers that run in this process, and cannot call the loader themselves.
 
-    def begins(self, loader: Any) -> bool:
-        """Set the position of a loader whose iteration begins; returns whether it has to be empty."""
-
-
-trainers: list[Trainer] = []
-"""The trainers that run; those of `headrace.integrations` that cannot call the loader themselves."""
+Their `begins(loader)` sets the position of a loader whose iteration begins; it returns whether that has to be empty.
+"""
 
 
 class LoaderControl:
@@ -371,7 +365,6 @@ class LoaderControl:
             loader,
             self.spec,
             spec,
-            Planner(spec, progress, batched=loader._auto_collation),
             delivers,
             look_ahead=None if session.inline_state is not None else self._ahead,
             finish=finalize,
@@ -494,8 +487,11 @@ class LoaderControl:
         """The arguments that decide on the loader's speed."""
         from headrace.telemetry.diagnosis import Setup
 
-        options = self.spec.options
+        options, placement = self.spec.options, self.spec.placement
         least, most = self.look_ahead(loader)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if isinstance(placement, RayPlacement):
+            cores = max(1, int(self.spec.engines * placement.cpus_per_engine))
         return Setup(
             concurrency=options["concurrency"],
             num_workers=loader.num_workers,
@@ -507,24 +503,12 @@ class LoaderControl:
             placement=self.counters.placement.partition(":")[0],
             stream=self.spec.kind.is_iterable,
             is_async=self.spec.kind.is_async,
-            cores=self._cores(),
+            cores=cores,
             most_concurrency=self.spec.engines * most_concurrency(),
             engines=self.spec.engines,
             by_engines=not self.spec.kind.is_iterable or self._lanes.possible,
             fixed_look_ahead=not isinstance(loader.prefetch_factor, Unset | None),
         )
-
-    def _cores(self) -> int:
-        """The cores that the engines and workers can use."""
-        if isinstance(self.spec.placement, RayPlacement):
-            return max(1, int(self.spec.engines * self.spec.placement.cpus_per_engine))
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-    def report(self, loader: TorchLoader) -> Report:
-        """The report on the iteration begun last."""
-        from headrace.telemetry.report import make_report
-
-        return make_report(self.counters.records(), self.setup(loader))
 
     def close_epochs(self) -> None:
         """Close the open epochs; does not wait."""

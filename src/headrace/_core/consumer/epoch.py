@@ -57,8 +57,7 @@ class Epoch:
         loader: kept alive as long as the iterator: dropping a loader ends its engine.
         arguments: the loader's dataset and options.
         spec: the epoch.
-        planner: draws the plans; runs the user's sampler.
-        session: where they go; owned from here on.
+        session: where its plans go; owned from here on.
         look_ahead: how many plans may be outstanding; None to plan one batch at a time, in the caller's thread.
         state: returns the state after the last call of `next()`, or so many calls before.
         agreement: of the ranks, on the number of steps; None if each ends its epoch by itself.
@@ -69,7 +68,6 @@ class Epoch:
         loader: TorchLoader,
         arguments: LoaderSpec,
         spec: EpochSpec,
-        planner: Planner,
         session: OpenSession,
         *,
         look_ahead: LookAheadSize | None,
@@ -80,7 +78,7 @@ class Epoch:
         agreement: StepGroup | None,
     ) -> None:
         self._loader = loader
-        self._planner = planner
+        self._planner = planner = Planner(spec, progress, batched=loader._auto_collation)
         self._session = session
         self._failures = FailureHandler(arguments, spec, planner.repeat, counters)
         self._ahead = Prefetcher(

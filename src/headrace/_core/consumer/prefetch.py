@@ -11,16 +11,15 @@ from headrace._core.look_ahead import LookAheadSize
 
 # Batches for which plans are sent one by one after a wait: first, and at most. Waking the engine costs 8 µs where it is
 # a thread and 20 to 90 µs where it is a process (benchmarks/next_latency.py), and only pays if it idles.
-PROMPT, MOST_PROMPT = 8, 1 << 16
-CALM = 64  # batches without a stall, sent in groups, after which that number is halved: a stall now and then is chance
+PROMPT, MOST_PROMPT = 8, 1 << 10
+CALM = 64  # batches without a stall, at least, after which the look-ahead is reduced
 
 
 class Prefetcher:
     """Draws plans and sends them ahead, so that as many batches are under way or ready as the look-ahead says.
 
     While a third of the look-ahead (and at least two batches) is ready, plans are held back, and then sent as a group.
-    After a stall of the consumer each plan is sent at once for a while: twice as long at each stall, and half as long
-    again for every `CALM` batches without one.
+    After a stall of the consumer each plan is sent at once for a while: twice as long at each stall.
 
     The look-ahead is extended whenever the consumer waited for samples to be fetched, and fetches had nothing to begin:
     by the batches that they could begin. It is reduced after twice as many batches as it has, and `CALM` at least,
@@ -56,7 +55,6 @@ class Prefetcher:
         self._ahead = ahead
         self._together = together
         self._prompt = self._prompt_again = PROMPT
-        self._calm = 0  # batches sent in groups since the last stall, or since the last halving
         self._stalled: float | None = None  # when the consumer began to wait for the next batch
         self._unstalled = 0  # batches since the last stall, or since the look-ahead was last reduced
         self.planned = 0
@@ -118,9 +116,6 @@ class Prefetcher:
         if self._prompt:
             self._prompt -= 1
             return True
-        self._calm += 1
-        if self._calm == CALM:
-            self._calm, self._prompt_again = 0, max(PROMPT, self._prompt_again // 2)
         return ready < 2 or ready < ahead.batches // 3
 
     def on_stall(self, now: float) -> None:
@@ -129,4 +124,4 @@ class Prefetcher:
             self._stalled = now
         if not self._prompt:
             self._prompt_again = min(2 * self._prompt_again, MOST_PROMPT)
-        self._prompt, self._calm = self._prompt_again, 0
+        self._prompt = self._prompt_again

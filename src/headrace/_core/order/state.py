@@ -162,12 +162,7 @@ class LoaderState(NamedTuple):
     @classmethod
     def _from_values(cls, saved: Mapping[str, Any]) -> LoaderState:
         values = dict(saved)
-        checked = values.pop("checksum", None)
-        if set(values) != set(cls._fields):
-            raise StateError(
-                f"the state is damaged: it has {_keys_of(saved)}, and not {', '.join(cls._fields)}, checksum"
-            )
-        if checked != _checksum(values):
+        if values.pop("checksum", None) != _checksum(values):
             raise StateError("the state is damaged, or was edited: its checksum does not match")
         # With its checksum it is what was saved, as JSON has it: tuples may be lists.
         last = values["last_indices"]
@@ -200,23 +195,16 @@ def states_from_dict(state: Mapping[str, object]) -> tuple[LoaderState, ...]:
     if not isinstance(state, Mapping) or "version" not in state:
         of_torchdata = isinstance(state, Mapping) and not _KEYS_OF_TORCHDATA.isdisjoint(state)
         whose = ", but of torchdata's StatefulDataLoader" if of_torchdata else ""
-        raise StateError(f"this is no state of a headrace.DataLoader{whose}: {_keys_of(state)}")
+        keys = list(state) if isinstance(state, Mapping) else f"a {type(state).__name__}"
+        raise StateError(f"this is no state of a headrace.DataLoader{whose}: {keys}")
     if state["version"] != VERSION:
         raise StateError(
             f"the state has format version {state['version']!r}, but this release of headrace reads {VERSION}"
         )
-    if set(state) != {"version", "state"}:
-        raise StateError(f"the state is damaged: it has {_keys_of(state)}, and not version, state")
-    saved = state["state"]
+    saved = state.get("state")
     if not (isinstance(saved, list | tuple) and saved and all(isinstance(values, Mapping) for values in saved)):
         raise StateError(f"the state is damaged: {saved!r:.80} is not a list of states")
     return tuple(LoaderState._from_values(values) for values in saved)
-
-
-def _keys_of(state: object) -> str:
-    if isinstance(state, Mapping):
-        return f"a dict with the keys {', '.join(map(str, state)) or '(none)'}"
-    return f"a {type(state).__name__}"
 
 
 def _checksum(state: Mapping[str, object]) -> str:

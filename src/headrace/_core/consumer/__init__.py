@@ -1,1 +1,1 @@
-"""The consumer's side of an epoch: planning, prefetching, delivery."""
+"""The consumer's side of an epoch: its beginning, prefetching, delivery."""

@@ -341,6 +341,7 @@ class LoaderControl:
         )
         progress = EpochProgress(
             spec,
+            batched=loader._auto_collation,
             readers=(spec.session.lanes if kind.is_async else loader.num_workers) or 1,
             of_rank=kind.is_iterable and not getattr(self.spec.source, "divides_samples", False),
             keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,

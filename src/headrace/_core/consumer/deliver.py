@@ -54,22 +54,19 @@ class FailureHandler:
         repeat: Callable[[Sequence[object] | None], BatchPlan],
         counters: Counters,
     ) -> None:
-        self._policy = arguments.policy
-        self._repeat = repeat
+        self._policy, self.skips = arguments.policy, arguments.policy.tolerance.skips
+        self._repeat, self._counters = repeat, counters
         self._stream = arguments.kind.is_iterable
         self._as_torch = not arguments.kind.is_async  # whether errors from workers are put in torch's words
-        self._counters = counters
-        self.skips = arguments.policy.tolerance.skips
-        epoch = self._epoch = EpochFailures()
         # Of batches that lost all their samples: those without a replacement, and the replacements that came back.
-        epoch.delivered, epoch.skipped, epoch.in_a_row, self._missing, self._repeated = self.counts = spec.begun.skipped
+        delivered, skipped, in_a_row, self._missing, self._repeated = self.counts = spec.begun.skipped
+        self._epoch = EpochFailures(delivered, skipped, in_a_row)
         self._owed = self._missing if self.skips else 0  # replacements to be planned
         self._candidates: deque[Sequence[object] | None] = deque(maxlen=1 if self._stream else CANDIDATES)
         if self.skips:
-            self._candidates.extend([None] if self._stream and epoch.delivered else spec.order.batches_before())
-        self._deaths_in_a_row = 0
-        self._lost = 0  # batches since it began that lost all their samples
-        self._lost_in_a_row = 0
+            self._candidates.extend([None] if self._stream and delivered else spec.order.batches_before())
+        self._lost = False  # whether a batch has lost all its samples since it began
+        self._deaths_in_a_row = self._lost_in_a_row = 0  # batches
 
     def replacement(self) -> BatchPlan | None:
         """A plan in place of a lost batch; None if none was lost, or if there is nothing to repeat."""
@@ -140,23 +137,21 @@ class FailureHandler:
         self._check(ended=False)
         if raised is not None:
             raise raised.exception(as_torch=self._as_torch)
-        lost = host.empty and self._lose(host)
-        if first or (lost and self._lost == 1):
+        lost = host.empty
+        if lost and self._stream and all(failure.stage is Stage.FETCH for failure in host.failures):
+            # A batch continues after unreadable samples: it is empty at the stream's end only.
+            self._on_end(host.plan)
+            lost = False
+        if lost:
+            self._owed += 1
+            self._missing += not host.plan.repeat
+            self._lost_in_a_row += 1
+            if self._lost_in_a_row >= LOST_IN_A_ROW:
+                self._lost_in_a_row = 0
+                raise self._epoch.error(f"each of the last {LOST_IN_A_ROW} batches lost all its samples")
+        if first or (lost and not self._lost):
             _warn_of_skip(host.failures[0], lost=lost)
-
-    def _lose(self, host: HostBatch) -> bool:
-        """Note a batch without samples; whether it is to be replaced."""
-        if self._stream and all(failure.stage is Stage.FETCH for failure in host.failures):
-            self._on_end(host.plan)  # a batch continues after unreadable samples: it is empty at the stream's end only
-            return False
-        self._lost += 1
-        self._owed += 1
-        self._missing += not host.plan.repeat
-        self._lost_in_a_row += 1
-        if self._lost_in_a_row >= LOST_IN_A_ROW:
-            self._lost_in_a_row = 0
-            raise self._epoch.error(f"each of the last {LOST_IN_A_ROW} batches lost all its samples")
-        return True
+        self._lost = self._lost or lost
 
     def _on_end(self, plan: BatchPlan) -> None:
         """Note that the stream had no samples left for `plan`."""
@@ -214,20 +209,18 @@ def checked_length(finish: Finish | None, dataset: Sized, *, copies: bool) -> Fi
     `copies` is whether each worker reads a copy of the stream.
     """
     announced, given = len(dataset), itertools.count(1)
+    several_copies = (
+        "For multiprocessing data-loading, this could be caused by not properly configuring the IterableDataset "
+        "replica at each worker. Please see https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset "
+        "for examples."
+    )
 
     def finish_and_count(batch: Any, number: int) -> Any:
         if (count := next(given)) > announced:
-            message = (
-                f"Length of IterableDataset {dataset} was reported to be {announced}"
-                f"(when accessing len(dataloader)), but {count} samples have been fetched. "
+            _warn_at_iter(
+                f"Length of IterableDataset {dataset} was reported to be {announced}(when accessing len(dataloader)), "
+                f"but {count} samples have been fetched. {several_copies if copies else ''}"
             )
-            if copies:
-                message += (
-                    "For multiprocessing data-loading, this could be caused by not properly configuring the "
-                    "IterableDataset replica at each worker. Please see "
-                    "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
-                )
-            warnings.warn(message, stacklevel=users_stacklevel())
         return batch if finish is None else finish(batch, number)
 
     return finish_and_count
@@ -255,12 +248,8 @@ def should_pin(pin_memory: bool, device: str) -> bool:
 def check_pin_memory_device(named: str, device: torch.device) -> None:
     """Raise `ValueError` where `pin_memory_device` names another device than the one that batches go to."""
     pinned = torch.device(named)
-    both_numbered = pinned.index is not None and device.index is not None
-    if pinned.type != device.type or (both_numbered and pinned.index != device.index):
-        raise ValueError(
-            f"device={str(device)!r} and pin_memory_device={named!r} disagree; leave out pin_memory_device, "
-            "whose memory serves every device"
-        )
+    if pinned.type != device.type or len({pinned.index, device.index} - {None}) > 1:
+        raise ValueError(f"device={str(device)!r} and pin_memory_device={named!r} disagree; leave out the latter")
 
 
 def _warn_at_iter(message: str) -> None:

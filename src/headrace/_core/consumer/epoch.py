@@ -17,7 +17,6 @@ import anyio.lowlevel
 
 from headrace._core.consumer.agreement import StepGroup
 from headrace._core.consumer.deliver import FailureHandler, Finish, opened
-from headrace._core.consumer.planning import Planner
 from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.failure import Stage
 from headrace._core.look_ahead import LookAheadSize
@@ -78,11 +77,10 @@ class Epoch:
         agreement: StepGroup | None,
     ) -> None:
         self._loader = loader
-        self._planner = planner = Planner(spec, progress, batched=loader._auto_collation)
         self._session = session
-        self._failures = FailureHandler(arguments, spec, planner.repeat, counters)
+        self._failures = FailureHandler(arguments, spec, progress.repeat, counters)
         self._ahead = Prefetcher(
-            planner,
+            progress,
             session.send,
             look_ahead,
             together=arguments.kind.is_iterable or capabilities(arguments.source).ranges,
@@ -225,7 +223,7 @@ class Epoch:
 
     def _take_next(self) -> Any:
         """The next step: a batch, its error, and times of a `BatchRecord`; None at this rank's end, or `WAIT`."""
-        planner, ahead, session, failures = self._planner, self._ahead, self._session, self._failures
+        progress, ahead, session, failures = self._progress, self._ahead, self._session, self._failures
         while True:
             if not ahead.under_way:
                 self._fill()
@@ -251,9 +249,9 @@ class Epoch:
             ready = session.ready()
             step = host, error, called, taken, taken, ready
             if not delivers:
-                self._progress.on_batch(host, failures.counts, given=False)
-            planner.taken += 1
-            end = host.end if planner.turns is None else planner.turns.on_batch(host)
+                progress.on_batch(host, failures.counts, given=False)
+            progress.taken += 1
+            end = host.end if progress.turns is None else progress.turns.on_batch(host)
             if ahead.on_batch(host.plan.number, end, times, ready):
                 if delivers:  # Ctrl-C while plans are drawn and sent must not lose the batch
                     self._next = step
@@ -370,7 +368,7 @@ class Epoch:
             if self._bounded_engines:
                 last = next(reversed(self._ahead.under_way.values()), None)
                 # From its last plan a single engine knows what was taken before.
-                if self._bounded_engines > 1 or last is None or last.taken != self._planner.taken:
+                if self._bounded_engines > 1 or last is None or last.taken != self._progress.taken:
                     self._report_consumed()
             with self._counters.waiting():
                 yield None

@@ -65,7 +65,7 @@ class LaneChoice:
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(f"{message}.", UserWarning, stacklevel=users_stacklevel())
+            warnings.warn(message, UserWarning, stacklevel=users_stacklevel())
 
     def describe(self) -> str:
         """How engines read the stream of the epoch begun last, for `stats()`."""

@@ -1,17 +1,22 @@
-"""The batches of an epoch that were given out, and the state after each of the last few."""
+"""The batches of an epoch: planned without I/O, followed to the consumer, and the state after each of the last few."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from headrace._core.batches import BatchPlan, HostBatch, StreamState, load_state
+from headrace._core.order.lanes import LaneTurns
+from headrace._core.order.order import Scattered
 from headrace._core.order.restore import EpochSpec
 from headrace._core.order.state import LoaderState, checksum, encoded
+from headrace._core.seeding import batch_seed, random_key
 from headrace._core.streams.resumable import State, state_of_dataset
 
 KEPT_POINTS = 9  # after each of the last 8 batches, and before them
+_SAMPLES_AT_MOST = 1 << 48  # of one rank in an epoch; replacements of lost batches have positions after these
 
 
 # Plain tuples, as there is one for each batch. Of a plan: the plan (None before the first), the number of samples drawn
@@ -21,46 +26,36 @@ _Drawn: TypeAlias = tuple[Any, ...]
 
 
 class _Point(NamedTuple):
-    """The position after a batch. Made as a plain tuple too.
+    """The position after a batch. Made as a plain tuple too."""
 
-    Attributes:
-        batches: number of the epoch's batches that were given out without a gap.
-        drawn: the plan of the last of them, with what was drawn for them.
-        streams: the state of the stream of each worker or lane, or of the loader's (None), after them.
-        last_worker: the worker of the last batch.
-        delivered: batches given out after the gap.
-        skipped: counts of `on_error`.
-    """
-
-    batches: int
-    drawn: _Drawn
-    streams: Mapping[int | None, StreamState]
-    last_worker: int
-    delivered: tuple[_Drawn, ...]
-    skipped: tuple[int, ...]
+    batches: int  # number of the epoch's batches that were given out without a gap
+    drawn: _Drawn  # the plan of the last of them, with what was drawn for them
+    streams: Mapping[int | None, StreamState]  # after them, of each worker or lane, or the loader's (None)
+    last_worker: int  # that of the last batch
+    delivered: tuple[_Drawn, ...]  # batches given out after the gap
+    skipped: tuple[int, ...]  # counts of `on_error`
 
     def loaded_streams(self) -> dict[int | None, Mapping[str, object]]:
         return {reader: load_state(state) for reader, state in self.streams.items()}
 
 
-class EpochProgress:
-    """Follows one epoch's plans from the sampler to the consumer.
+class EpochProgress(Iterator[BatchPlan]):
+    """Draws one epoch's plans from a sampler or a batch sampler, and follows them to the consumer.
 
     Args:
         spec: the epoch.
+        batched: whether the sampler gives sequences of indices, and not one at a time.
         readers: number of workers that each read a copy of the dataset, or of lanes; 1 where there are none.
         of_rank: whether the state is of this rank alone; otherwise it depends on the order.
         keeps_dataset: whether a dataset with a state of its own is used for the next epoch too.
         before_first: returns the state of the dataset, or of its iterator, before the first batch; None if unknown.
-
-    Attributes:
-        over: whether the epoch has ended, which is a call of `next()` too.
     """
 
     def __init__(
         self,
         spec: EpochSpec,
         *,
+        batched: bool,
         readers: int,
         of_rank: bool,
         keeps_dataset: bool,
@@ -68,10 +63,17 @@ class EpochProgress:
     ) -> None:
         begun = self._begun = spec.begun
         self._spec, self._order, self._rank = spec, spec.order, spec.rank
+        self._batched = batched
         self._readers = readers
         self._of_rank = of_rank
         self._keeps_dataset = keeps_dataset
         self._before_first = before_first
+        self.turns = LaneTurns(spec.session) if spec.session.lanes > 1 else None  # of a stream that is read by lanes
+        # Number of the last batch that was taken; out of order, one less than their number. Set by the consumer.
+        self.taken = begun.batches - 1
+        self.over = False  # whether the epoch has ended, which is a call of `next()` too
+        self._random_key = random_key(spec.base_seed, begun.epoch)
+        self._repeats = begun.skipped[-1]
         self._drawn: dict[int, _Drawn] = {}  # plans that were not given out
         self._beyond: dict[int, _Drawn] = {}  # those given out after a gap
         first = self._samples = spec.order.first_sample
@@ -80,8 +82,7 @@ class EpochProgress:
         drawn = None, first, first, begun.sampler
         self._last: tuple[Any, ...] = begun.batches, drawn, streams, begun.next_worker - 1, (), begun.skipped
         self._points = deque([self._last], maxlen=KEPT_POINTS)  # as `_Point`
-        self.over = False
-        self._next = begun.batches  # number of the next plan
+        self._number = begun.batches  # of the next plan
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
         self._sampler_at_end: object = None  # its state then, which may be another one than after the last plan
 
@@ -90,18 +91,86 @@ class EpochProgress:
         """The position after the last batch that was given out: another object after each."""
         return self._points[-1]
 
-    def on_plan(self, plan: BatchPlan, samples: int) -> None:
-        """Record a plan; `samples` have been drawn with it."""
-        state = self._order.sampler_after_draw()
-        self._drawn[plan.number] = plan, self._samples, samples, state
-        self._samples = samples
-        self._next = plan.number + 1
-        if state is not None and self._order.is_partial(plan.indices):
-            self.on_exhausted()  # as the sampler's state says already, though its end has not been asked for
+    def __next__(self) -> BatchPlan:
+        before = self._samples
+        try:
+            if self._spec.over or (self.turns is not None and not self.turns.left):
+                raise StopIteration
+            drawn = next(self._spec.draws)
+        except StopIteration:
+            self._on_exhausted()
+            raise
+        if type(drawn) is Scattered:
+            self._samples = drawn.samples[-1] + 1
+            return self._plan(drawn.indices, [self._position(number) for number in drawn.samples], before)
+        indices = tuple(drawn) if self._batched else (drawn,)
+        self._samples += len(indices)
+        return self._plan(indices, self._positions(before, len(indices)), before)
 
-    def on_exhausted(self) -> None:
-        """Record that the sampler has nothing more."""
-        self._most = self._next
+    def repeat(self, indices: Sequence[object] | None) -> BatchPlan:
+        """Plan one more batch, of samples that were planned before, or of a stream if `indices` is None."""
+        if indices is None:
+            drawn = next(self._spec.draws)
+            indices = tuple(drawn) if self._batched else (drawn,)
+        first = _SAMPLES_AT_MOST + self._repeats * len(indices)
+        self._repeats += 1
+        return self._plan(indices, self._positions(first, len(indices)), self._samples, repeat=True)
+
+    def _position(self, number: int) -> int:
+        """The position of this rank's sample of this number."""
+        spec = self._spec
+        block, inside = divmod(number, spec.block)
+        return spec.first + block * spec.block * spec.stride + inside
+
+    def _positions(self, first: int, count: int) -> Sequence[int]:
+        start, block, stride = self._position(first), self._spec.block, self._spec.stride
+        if block == 1:
+            return range(start, start + count * stride, stride)
+        if first % block + count <= block:
+            return range(start, start + count)
+        return [self._position(number) for number in range(first, first + count)]
+
+    def _plan(
+        self, indices: Sequence[object], positions: Sequence[int], before: int, *, repeat: bool = False
+    ) -> BatchPlan:
+        """Plan a batch; `before` it so many samples had been drawn."""
+        spec, order, number = self._spec, self._order, self._number
+        seeded_by = positions[0] if positions else self._position(self._samples)
+        lane: int | None = None
+        if self.turns is not None:
+            if repeat:
+                lane = self.turns.repeating
+            else:
+                lane, of_lane = self.turns.take(len(indices))
+                seeded_by = self._position(of_lane * self.turns.lanes + lane)
+            first = (_SAMPLES_AT_MOST if repeat else 0) + lane
+            # Sample n of lane k of K is number n * K + k of this rank, whenever the other lanes end.
+            step = spec.stride * self.turns.lanes
+            start = self._position(first)
+            positions = range(start, start + _SAMPLES_AT_MOST * step, step)
+        elif order.is_stream:  # which of its samples are in the batch is known when it is read
+            positions = self._positions(_SAMPLES_AT_MOST if repeat else 0, _SAMPLES_AT_MOST)
+        plan = BatchPlan(
+            number=number,
+            indices=indices,
+            seed=batch_seed(spec.base_seed, self._begun.epoch, seeded_by),
+            epoch=self._begun.epoch,
+            positions=positions,
+            repeat=repeat,
+            random_key=self._random_key,
+            planned=time.perf_counter(),
+            lane=lane,
+            taken=self.taken,
+        )
+        self._number = number + 1
+        state = order.sampler_after_draw()
+        self._drawn[number] = plan, before, self._samples, state
+        if state is not None and order.is_partial(indices):
+            self._on_exhausted()  # as the sampler's state says already, though its end has not been asked for
+        return plan
+
+    def _on_exhausted(self) -> None:
+        self._most = self._number
         self._sampler_at_end = self._order.sampler_after_draw()
 
     def on_batch(self, host: HostBatch, skipped: tuple[int, ...], *, given: bool) -> None:

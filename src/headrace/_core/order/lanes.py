@@ -15,22 +15,16 @@ from headrace._core.text import users_stacklevel
 
 
 class LaneChoice:
-    """Chooses the number of lanes for the epochs of one loader, and warns where engines have nothing to read.
-
-    Attributes:
-        wanted: the number of lanes that an epoch has, if the stream has as many shards: that of the engines.
-        own: the number of lanes of an epoch that begins anew, as last determined; 1 where the dataset is read as a
-            whole.
-        current: the number of lanes of the epoch begun last.
-    """
+    """Chooses the number of lanes for the epochs of one loader, and warns where engines have nothing to read."""
 
     def __init__(self, spec: LoaderSpec) -> None:
         self._source = spec.source
         self._is_stream = spec.kind is DatasetKind.ASYNC_ITERABLE
-        self._engines = self.wanted = spec.engines
+        self._engines = self.wanted = spec.engines  # lanes that an epoch has, if the stream has as many shards
         self._why_whole = why_not_by_lanes(spec.source) if self._is_stream else None
         self._warned: set[str] = set()
-        self.own = self.current = 1
+        self.own = 1  # lanes of an epoch that begins anew, as last determined
+        self.current = 1  # of the epoch begun last
 
     @property
     def possible(self) -> bool:

@@ -45,15 +45,10 @@ class _Watched(Iterator[object]):
 
 
 class Scattered(NamedTuple):
-    """A batch whose samples do not follow each other, since those between them were delivered before.
+    """A batch whose samples do not follow each other, since those between them were delivered before."""
 
-    Attributes:
-        indices: the sampler's indices.
-        samples: for each, its number among this rank's samples.
-    """
-
-    indices: tuple[object, ...]
-    samples: tuple[int, ...]
+    indices: tuple[object, ...]  # the sampler's
+    samples: tuple[int, ...]  # for each, its number among this rank's samples
 
 
 def scattered(
@@ -106,20 +101,6 @@ class EpochOrder:
         resumed: the state to continue from, or one before the epoch; None for the whole epoch.
         renumbered: whether this rank's samples are numbered from 0 at the resume point.
         at_once: whether a `DistributedSampler` decides on its order now, and not when the first index is drawn.
-
-    Attributes:
-        resumed: the state to continue from, in this order's numbers; None for the whole epoch.
-        sampler: the sampler of single indices; None where a batch sampler of the user's decides.
-        is_stream: whether the dataset decides on the order.
-        is_by_arithmetic: whether every position in a sampler's order is computed.
-        is_walked: whether a position is found only by drawing all indices before it.
-        shared: whether the ranks share one order, of which each takes its part, so that positions are of all ranks.
-        may_be_divided: whether each rank may draw other indices, in a way that depends on the number of ranks.
-        first_sample: the number of the first sample drawn, among this rank's.
-        order_seed: the seed that torch's RandomSampler drew; None before the first draw, and of any other order.
-        generator: the state of a generator before the epoch's first draw; None if none was used.
-        stateful: the user's sampler or its iterator, if its state is saved with each plan; None before the draws.
-        sampler_at_start: the state of a user's sampler before the epoch's first draw; None if it has none.
     """
 
     def __init__(
@@ -133,9 +114,10 @@ class EpochOrder:
     ) -> None:
         self._index_sampler: Any = loader._index_sampler  # not the loader, which holds this order
         self._dataset: Any = loader.dataset
-        self.is_stream = stream
+        self._at_once = at_once
+        self.is_stream = stream  # whether the dataset decides on the order
         self._batch_sampler: Any = loader.batch_sampler
-        self.sampler: Any = loader.sampler
+        self.sampler: Any = loader.sampler  # of single indices; None where a batch sampler of the user's decides
         # A subclass that only has attributes of its own batches its sampler as torch does.
         if (
             isinstance(self._batch_sampler, BatchSampler)
@@ -144,29 +126,31 @@ class EpochOrder:
             self.sampler = self._batch_sampler.sampler
         elif self._batch_sampler is not None:
             self.sampler = None
-        self._at_once = at_once
         self._computed: CursorSampler | None = self.sampler if isinstance(self.sampler, CursorSampler) else None
+        # Whether the ranks share one order, of which each takes its part, so that positions are of all ranks.
         self.shared = self._computed is not None and isinstance(self.sampler, DistributedSampler)
+        # Whether every position in the order is computed; or is found only by drawing all indices before it.
         self.is_by_arithmetic = self._computed is not None or type(self.sampler) is SequentialSampler
         self.is_walked = not (stream or self.is_by_arithmetic)
+        # Whether each rank may draw other indices, in a way that depends on the number of ranks.
         self.may_be_divided = self.is_walked and type(self.sampler) not in _WHOLE
-        renumbered = renumbered or self.shared
-        if resumed is not None and not (stream or self.shared) and self.is_by_arithmetic and not resumed.delivered:
-            resumed = resumed._replace(samples=resumed.cursor)  # of all ranks, if there were several
         own = getattr(self.sampler, "generator", None)
         self._generator: torch.Generator | None = loader.generator if own is None else own
         self._parts = (self._batch_sampler, self.sampler) if self.is_walked else ()
         self._own_state: Stateful | None = next((part for part in self._parts if isinstance(part, Stateful)), None)
-        self.stateful: Stateful | None = None
-        self.sampler_at_start: object = None
+        self.stateful: Stateful | None = None  # the user's sampler or its iterator, if it has a state, from `draws` on
+        self.sampler_at_start: object = None  # the state of a user's sampler before the epoch's first draw
+        if resumed is not None and not (stream or self.shared) and self.is_by_arithmetic and not resumed.delivered:
+            resumed = resumed._replace(samples=resumed.cursor)  # of all ranks, if there were several
         self._between: LoaderState | None = None  # a state before the epoch, to be restored at the first draw
         # With the state of the default generator an order has been drawn.
         if resumed is not None and resumed.is_between_epochs and (self._generator is not None or not resumed.generator):
             self._between, resumed = resumed, None
-        self.resumed = resumed
-        self.first_sample = 0 if resumed is None or renumbered else resumed.samples
-        self.order_seed = None if resumed is None else resumed.order_seed
-        self.generator: torch.Tensor | None = None
+        self.resumed = resumed  # the state to continue from, in this order's numbers; None for the whole epoch
+        # The number of the first sample drawn, among this rank's.
+        self.first_sample = 0 if resumed is None or renumbered or self.shared else resumed.samples
+        self.order_seed = None if resumed is None else resumed.order_seed  # that torch's RandomSampler drew
+        self.generator: torch.Tensor | None = None  # state of the generator before the first draw; None if unused
         self._walked_last: Sequence[Any] = ()  # the last draws before the resume point, of an order that is walked
         if resumed is None and self.is_walked and self._generator is not None:
             self.generator = self._generator.get_state()

@@ -29,35 +29,20 @@ from headrace.errors import StateError
 
 @dataclass(frozen=True, slots=True)
 class EpochSpec:
-    """An epoch that begins on this rank, anew or from a resume point: for its plans, its session and its progress.
+    """An epoch that begins on this rank, anew or from a resume point: for its plans, its session and its progress."""
 
-    Attributes:
-        begun: the state at its beginning: of the whole epoch, or the one restored.
-        order: the order of the indices.
-        draws: the draws of the loader's sampler from there on.
-        base_seed: the seed that the batches' seeds derive from.
-        pipe_seed: that of a datapipe's shuffles; None of another dataset.
-        rank: of this process.
-        session: where it begins in the engine.
-        origin: the cursor before this epoch's sample 0.
-        ranks: number of ranks that share the order; 1 where each has its own.
-        first: position of this rank's sample 0 among the samples of all ranks.
-        stride: the number of ranks.
-        block: number of consecutive positions that this rank has before the next rank's turn.
-    """
-
-    begun: LoaderState
+    begun: LoaderState  # at its beginning: of the whole epoch, or the one restored
     order: EpochOrder
-    draws: Iterator[Any]
-    base_seed: int
-    pipe_seed: int | None
-    rank: RankInfo
-    session: SessionStart
-    origin: int
-    ranks: int
-    first: int
-    stride: int
-    block: int
+    draws: Iterator[Any]  # of the loader's sampler, from there on
+    base_seed: int  # that the batches' seeds derive from
+    pipe_seed: int | None  # of a datapipe's shuffles; None of another dataset
+    rank: RankInfo  # of this process
+    session: SessionStart  # where it begins in the engine
+    origin: int  # the cursor before this epoch's sample 0
+    ranks: int  # number of ranks that share the order; 1 where each has its own
+    first: int  # position of this rank's sample 0 among the samples of all ranks
+    stride: int  # the number of ranks
+    block: int  # number of consecutive positions that this rank has before the next rank's turn
 
     @property
     def over(self) -> bool:

@@ -19,23 +19,14 @@ TorchLoader: TypeAlias = TorchDataLoader[object]
 
 @dataclass(frozen=True, slots=True)
 class LoaderSpec:
-    """A loader's dataset and headrace's own options. Torch's arguments are read from the loader at each epoch.
+    """A loader's dataset and headrace's own options. Torch's arguments are read from the loader at each epoch."""
 
-    Attributes:
-        source: the dataset that is fetched from.
-        kind: its kind.
-        maps: functions that `map` put before the loader's transform.
-        options: headrace's own options, checked.
-        policy: the policy of `on_error`.
-        device: the device that batches are copied to; None for host memory.
-    """
-
-    source: Any
+    source: Any  # the dataset that is fetched from
     kind: DatasetKind
-    maps: tuple[Callable[[Any], Any], ...]
-    options: LoaderOptions
-    policy: ErrorPolicy
-    device: torch.device | None
+    maps: tuple[Callable[[Any], Any], ...]  # functions that `map` put before the loader's transform
+    options: LoaderOptions  # checked
+    policy: ErrorPolicy  # of `on_error`
+    device: torch.device | None  # that batches are copied to; None for host memory
 
     @property
     def engines(self) -> int:

@@ -43,21 +43,13 @@ _KEYS_OF_TORCHDATA: Final = frozenset({"_snapshot", "_num_yielded", "_sampler_it
 
 
 class Fingerprint(NamedTuple):
-    """The properties of a loader that a state must agree with.
+    """The properties of a loader that a state must agree with."""
 
-    Attributes:
-        kind: the kind of the dataset.
-        length: number of samples of a map-style dataset; None if unknown, or of a stream.
-        order: the sampler, with the arguments that decide on the order.
-        seed: the loader's `seed`.
-        readers: number of workers that each read a copy of a stream; None where the number does not matter.
-    """
-
-    kind: str
-    length: int | None
-    order: str
-    seed: int | None
-    readers: int | None
+    kind: str  # of the dataset
+    length: int | None  # number of samples of a map-style dataset; None if unknown, or of a stream
+    order: str  # the sampler, with the arguments that decide on the order
+    seed: int | None  # the loader's
+    readers: int | None  # workers that each read a copy of a stream; None where the number does not matter
 
     def differences(self, saved: Fingerprint) -> list[str]:
         """For each property that differs, its name, the saved value and the value now."""
@@ -72,58 +64,37 @@ class Fingerprint(NamedTuple):
 
 
 class LoaderState(NamedTuple):
-    """The position in an epoch, and all that is needed to continue after it.
-
-    Attributes:
-        epoch: the epoch's number.
-        cursor: number of samples given out in it, over all ranks if they share one order.
-        samples: those among them of this rank.
-        batches: number of batches given out on this rank.
-        over: whether the sampler has nothing more.
-        rank: the rank that the state is of; None if it is the same on all.
-        ranks: the number of ranks.
-        base_seed: the seed of the batches' seeds, where it was drawn; None with `seed=`, and before an epoch has begun.
-        order_seed: the seed that torch's RandomSampler drew; None of any other order.
-        pipe_seed: the seed of a DataPipe; None of any other dataset.
-        kept_seed: the seed that persistent workers began with, of a state before an epoch has begun; None without.
-        sampler_epoch: the `epoch` of a sampler with `set_epoch`, from which it derives its order; None without.
-        generator: the state at the epoch's start of the generator that the sampler draws from, in base64.
-        sampler: the state of a user's sampler after the samples given out.
-        last_indices: number and checksum of the last batch's indices, and their rank, of an order that is walked
-            through.
-        streams: for each worker or lane that reads a stream (None: the loader itself), its state.
-        lanes: the number of lanes of the epoch, 1 for a stream that is not divided; None of any other dataset, and
-            before an epoch has begun.
-        merged: for each rank, its state of the stream, where states of several ranks were merged.
-        next_worker: the worker or lane whose batch is next.
-        delivered: batches given out after others that were not: number, first sample and number of samples of each,
-            and of a stream the first and last position.
-        skipped: counts of `on_error`: delivered and skipped samples, those in a row, lost batches to be replaced, and
-            replacements among `batches`.
-        fingerprint: of the loader.
-    """
+    """The position in an epoch, and all that is needed to continue after it."""
 
     epoch: int
-    fingerprint: Fingerprint
-    cursor: int = 0
-    samples: int = 0
-    batches: int = 0
-    over: bool = False
-    rank: int | None = None
-    ranks: int = 1
-    base_seed: int | None = None
-    order_seed: int | None = None
-    pipe_seed: int | None = None
-    kept_seed: int | None = None
-    sampler_epoch: int | None = None
-    generator: str | None = None
-    sampler: object = None
+    fingerprint: Fingerprint  # of the loader
+    cursor: int = 0  # number of samples given out in the epoch, over all ranks if they share one order
+    samples: int = 0  # those among them of this rank
+    batches: int = 0  # number of batches given out on this rank
+    over: bool = False  # whether the sampler has nothing more
+    rank: int | None = None  # the rank that the state is of; None if it is the same on all
+    ranks: int = 1  # the number of ranks
+    base_seed: int | None = None  # of the batches' seeds, if it was drawn; None with `seed=`, and before an epoch
+    order_seed: int | None = None  # that torch's RandomSampler drew; None of any other order
+    pipe_seed: int | None = None  # of a DataPipe; None of any other dataset
+    kept_seed: int | None = None  # that persistent workers began with, of a state before an epoch; None without
+    sampler_epoch: int | None = None  # of a sampler with `set_epoch`, which derives its order from it; None without
+    generator: str | None = None  # state of the sampler's generator at the epoch's start, in base64
+    sampler: object = None  # state of a user's sampler after the samples given out
+    # Number and checksum of the last batch's indices, and their rank, of an order that is walked through.
     last_indices: tuple[int, int, int] | None = None
+    # Of each worker or lane that reads a stream (None: the loader itself).
     streams: Mapping[int | None, Mapping[str, object]] = {}
+    # Number of the epoch's lanes, 1 for a stream that is not divided; None of another dataset, and before an epoch.
     lanes: int | None = None
+    # For each rank, its state of the stream, where states of several ranks were merged.
     merged: tuple[Mapping[str, object], ...] = ()
-    next_worker: int = 0
+    next_worker: int = 0  # the worker or lane whose batch is next
+    # Batches given out after others that were not: number, first sample and number of samples of each, and of a stream
+    # the first and last position.
     delivered: tuple[tuple[int, ...], ...] = ()
+    # Counts of `on_error`: delivered and skipped samples, those in a row, lost batches to be replaced, and replacements
+    # among `batches`.
     skipped: tuple[int, ...] = (0, 0, 0, 0, 0)
 
     @property

@@ -56,8 +56,8 @@ def engines_of(loader: hr.DataLoader) -> list[int]:
     """The ids of the processes of a loader's engines."""
     started = loader._control._placements._current._engines
     engines = [started[number] for number in sorted(started)]
-    wait_until(lambda: all(engine.ended or engine.pid is not None for engine in engines))
-    return [engine.pid for engine in engines]
+    wait_until(lambda: all(engine.process.ended() or engine.process.pid is not None for engine in engines))
+    return [engine.process.pid for engine in engines]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

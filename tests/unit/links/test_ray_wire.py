@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from headrace._core.links.ray_wire import IN_BAND, pack, unpack, unpack_views
+from headrace._core.links.ray_wire import IN_BAND, unpack, unpack_views
+from headrace._core.links.ray_wire import pack as pack_message
+from headrace._core.transport.pickling import dump_message
+
+
+def pack(obj):
+    return pack_message(dump_message(obj))
 
 
 def sample(size):

@@ -9,19 +9,7 @@ import pytest
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.links.session import Session
 from headrace._core.links.thread import Mailbox
-from headrace._core.messages import Link, SessionEnd
-
-
-class Mail(Link):
-    """A link to an engine that is a mailbox."""
-
-    def __init__(self):
-        self.mailbox = Mailbox()
-        self.messages, self.source = self.mailbox.messages, self.mailbox.source
-        self.put = self.mailbox.put
-        self.must_wait = self.mailbox.must_wait
-        self.leave = self.mailbox.wake
-        self.close = self.mailbox.close
+from headrace._core.messages import SessionEnd
 
 
 def host(number):
@@ -30,7 +18,7 @@ def host(number):
 
 @pytest.fixture
 def link():
-    return Mail()
+    return Mailbox()
 
 
 @pytest.fixture
@@ -70,14 +58,12 @@ def test_an_end_wakes_and_follows_the_batches_before_it(link, session):
 
 
 WAITS_WHILE_IT_IS_CLOSED = """
-import sys, anyio, uvloop
-sys.path.insert(0, "tests/unit/links")
+import anyio, uvloop
 from headrace._core.links.session import Session
-from test_session import Mail
+from headrace._core.links.thread import Mailbox
 
 async def scenario():
-    link = Mail()
-    session = Session(link)
+    session = Session(Mailbox())
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(session.wait_async, None)

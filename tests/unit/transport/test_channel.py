@@ -28,17 +28,16 @@ class Received:
         self.lost = asyncio.Event()
 
 
-async def connected():
+def connected():
     ours, theirs = Connection.pair()
     received = Received()
     channel = EngineChannel(ours, received.objects.put_nowait, received.lost.set)
-    await channel.connect()
     return channel, BlockingChannel(theirs), received
 
 
 def test_echoed_objects_arrive_in_order(on_loop):
     async def scenario():
-        channel, worker, received = await connected()
+        channel, worker, received = connected()
 
         def echo():
             for _ in OBJECTS:
@@ -83,7 +82,7 @@ def test_nothing_follows_a_message_whose_sending_was_interrupted(monkeypatch, se
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(sender, "_send_all", interrupted)
+        patched.setattr(sender, "_write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sender.send([*range(10_000)])
     with pytest.raises(BrokenPipeError):
@@ -107,7 +106,7 @@ def _refuse():
 
 def test_object_that_cannot_be_unpickled_arrives_as_its_error(on_loop):
     async def scenario():
-        channel, worker, received = await connected()
+        channel, worker, received = connected()
         worker.send(CannotArrive())
         worker.send([torch.ones(2)])
         error = await received.objects.get()

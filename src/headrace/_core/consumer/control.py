@@ -389,20 +389,6 @@ class LoaderControl:
         transforms = self.spec.maps if options["transform"] is None else (*self.spec.maps, options["transform"])
         collate_fn = loader.collate_fn.collate if isinstance(loader.collate_fn, PortableCollate) else loader.collate_fn
         assembler = Assembler(transforms, collate_fn, loader._auto_collation, self.spec.policy.tolerance)
-        if not self.spec.kind.is_async and loader.num_workers == 0:
-            self.counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
-            iterable = self.spec.kind.is_iterable
-            divide_pipe(self.spec.source, rank)
-            link = InlineLink(
-                self.spec.source,
-                iterable=iterable,
-                assembler=assembler,
-                drop_last=loader.drop_last,
-                rank=rank,
-                start=start,
-                seeds=options["seed"] is not None,
-            )
-            return Session(link, inline_state=link.state_dict)
         if options["seed"] is not None and not self.spec.kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
             base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
@@ -428,6 +414,11 @@ class LoaderControl:
             seeds_batches=options["seed"] is not None,
             lanes=self._lanes.own,
         )
+        if not self.spec.kind.is_async and loader.num_workers == 0:
+            self.counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
+            divide_pipe(self.spec.source, rank)
+            link = InlineLink(config, start)
+            return Session(link, inline_state=link.state_dict)
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = loader.persistent_workers
         with explained("start the loader"):

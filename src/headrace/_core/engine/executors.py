@@ -17,7 +17,7 @@ from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import Chunk, StepsTask, settle
 from headrace._core.engine.worker_tasks import not_picklable
 from headrace._core.failure import Failure, Stage, as_exception
-from headrace._core.pool.supervisor import Pool
+from headrace._core.pool.supervisor import Job, Pool
 from headrace._core.ranks.rankinfo import RankInfo, provide_rank
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -143,7 +143,7 @@ class ProcessExecutor(Pool):
 
     async def apply(self, task: StepsTask, chunk: Chunk) -> list[object]:
         """Apply steps in the first free worker."""
-        answer = (await self.run(tuple(chunk), task.pickle(self._steps), doing=_STEPS)).answer
+        answer = await self.run(Job(tuple(chunk), task.pickle(self._steps), doing=_STEPS))
         if answer.error is None:
             outcomes: list[object] = answer.value
             return outcomes
@@ -157,22 +157,15 @@ class ProcessExecutor(Pool):
         plan, pinned = raw.plan, raw.worker is not None
         if raw.stream_state is not None:
             raw = raw._replace(stream_state=None)  # it stays here
+        job = Job(raw.flat(), work, raw.worker, plan.number, tuple(plan.indices), plain=raw.is_plain)
         try:
-            reply = await self.run(
-                raw.flat(),
-                work,
-                worker=raw.worker,
-                batch=plan.number,
-                indices=tuple(plan.indices),
-                plain=raw.is_plain,
-            )
+            answer = await self.run(job)
         except WorkerDiedError as died:
             return HostBatch.failed(plan, died, stage=Stage.ASSEMBLE)._replace(end=pinned)
         except asyncio.CancelledError:
             raise
         except BaseException as caught:  # user code: __reduce__ of a sample's class
             return HostBatch.failed(plan, _unpicklable_sample(caught), stage=Stage.ASSEMBLE)
-        answer = reply.answer
         if answer.error is None:
             host = HostBatch.from_flat(answer.value, plan)
         else:
@@ -185,7 +178,7 @@ class ProcessExecutor(Pool):
             host = HostBatch.nothing(plan, (failure,), end=cannot_start and pinned)
         if not host.failures:
             return host
-        located = (replace(f, worker=reply.worker, attempt=reply.attempt) for f in host.failures)
+        located = (replace(f, worker=job.worker, attempt=job.attempt) for f in host.failures)
         return host._replace(failures=tuple(located))
 
     def take_deaths(self) -> int:

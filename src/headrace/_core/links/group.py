@@ -29,17 +29,11 @@ _GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")  # of `S
 
 @dataclass(frozen=True, slots=True)
 class Quorum:
-    """How many engines an epoch begins with, where they may take long to start, and are lost with their nodes.
-
-    Attributes:
-        least: engines that have to run.
-        seconds: for which fewer may run, before the epoch ends with an error.
-        shortage: says what the others wait for.
-    """
+    """How many engines an epoch begins with, where they may take long to start, and are lost with their nodes."""
 
     least: int
-    seconds: float
-    shortage: Callable[[], str]
+    seconds: float  # for which fewer may run, before the epoch ends with an error
+    shortage: Callable[[], str]  # says what the others wait for
 
 
 class EngineGroup(Link):
@@ -47,8 +41,6 @@ class EngineGroup(Link):
 
     Args:
         connect: opens the link to an engine, by its number; replaces an engine that has died.
-        engines: their number.
-        dealer: of their plans.
         quorum: of engines that have to run before plans are dealt; None where they start at once.
         later: engines to which links are opened when another has begun: the first batch needs a core.
     """
@@ -105,16 +97,13 @@ class EngineGroup(Link):
             if engine in self._links:
                 self._links[engine].send(message)
             else:
-                self.messages.append(Status(f"batch {message.number} waits for an engine: {self._why_waiting()}"))
+                short = self._quorum is not None and len(self._running) < self._least
+                why = self._quorum.shortage() if self._quorum is not None and short else "others have ended"
+                self.messages.append(Status(f"batch {message.number} waits for an engine: {why}"))
         else:
             self._standing[type(message)] = message
             for link in self._links.values():
                 link.send(message)
-
-    def _why_waiting(self) -> str:
-        if self._quorum is None or len(self._running) >= self._least:
-            return "others have ended"
-        return self._quorum.shortage()
 
     def receive(self) -> None:
         """Take in the messages of all engines, replace those that have died, and deal the plans that wait."""
@@ -130,7 +119,8 @@ class EngineGroup(Link):
                 self._end(error)
         while self._lost and not self._over:
             self._take_in([*self._links])  # all that have died by now: none gets the batches of another
-            self._replace_lost()
+            if not self._over:
+                self._replace_lost()
         self._deal()
 
     def must_wait(self) -> bool:
@@ -200,32 +190,21 @@ class EngineGroup(Link):
         if self._over or not self._dealer.waiting:
             return
         if len(self._running) < self._least:
-            self._check_deadline()
+            if (quorum := self._quorum) is None:
+                return
+            if self._deadline is None:
+                self._deadline = time.monotonic() + quorum.seconds
+            elif time.monotonic() >= self._deadline:
+                running, shortage = len(self._running), quorum.shortage()
+                counts = {"running": running, "engines": self._engines, "least": self._least}
+                self._end(EngineStartError(**counts, seconds=quorum.seconds, shortage=shortage))
             return
         self._least, self._deadline = 1, None  # the epoch has begun: one is enough from now on
         for number, plans in self._dealer.deal(sorted(self._running)).items():
             if number in self._links:  # otherwise they are sent when it is started
                 self._links[number].send(plans)
 
-    def _check_deadline(self) -> None:
-        if self._quorum is None:
-            return
-        if self._deadline is None:
-            self._deadline = time.monotonic() + self._quorum.seconds
-        elif time.monotonic() >= self._deadline:
-            self._end(
-                EngineStartError(
-                    running=len(self._running),
-                    engines=self._engines,
-                    least=self._least,
-                    seconds=self._quorum.seconds,
-                    shortage=self._quorum.shortage(),
-                )
-            )
-
     def _replace_lost(self) -> None:
-        if self._over:
-            return
         lost, self._lost = self._lost, {}
         self._ends |= lost
         for number in lost:

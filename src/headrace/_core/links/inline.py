@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
-from headrace._core.engine.assemble import CONSUMER_CATCH, Assembler
+from headrace._core.engine.assemble import CONSUMER_CATCH
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.worker_tasks import BatchReader, MapReader, StreamReader, cannot_start
 from headrace._core.messages import Answer, Link, Request
-from headrace._core.ranks.rankinfo import RankInfo, provide_rank, provided_rank, withdraw_rank
+from headrace._core.ranks.rankinfo import provide_rank, provided_rank, withdraw_rank
 from headrace._core.seeding import isolated_generators
 from headrace._core.streams.kinds import sample_key
 from headrace._core.streams.resumable import State, session_epoch, warn_of_rereading
@@ -23,49 +23,37 @@ T = TypeVar("T")
 
 
 class InlineLink(Link):
-    """A link to the dataset itself, which reads a batch when it is received.
+    """A link to a torch dataset itself, which reads a batch when it is received.
 
     Args:
-        dataset: a map-style or iterable-style torch dataset.
-        iterable: which of the two; a stream is started here.
-        assembler: the CPU work.
-        drop_last: whether a stream's last batch is dropped if it is not full.
-        rank: the result of `get_rank_info` in the dataset and in the CPU work.
-        start: the epoch, and where it begins within that.
-        seeds: whether random generators are seeded for each batch; the program's own are restored after it.
+        config: the loader's; with `seeds_batches`, the program's own random generators are restored after each batch.
+        start: the epoch, and where it begins within that; a stream is started here.
     """
 
-    def __init__(
-        self,
-        dataset: object,
-        *,
-        iterable: bool,
-        assembler: Assembler,
-        drop_last: bool,
-        rank: RankInfo,
-        start: SessionStart,
-        seeds: bool = False,
-    ) -> None:
-        # Ctrl-C is raised here, and is not an error of the dataset.
-        inline = replace(assembler, catch=Exception)
+    def __init__(self, config: EngineConfig, start: SessionStart) -> None:
         self._epoch = start.epoch
-        self._rank = rank
-        self._isolates = seeds
-        reader = StreamReader if iterable else MapReader
-        make = functools.partial(reader, dataset, inline, drop_last=drop_last, seeds=seeds)
+        self._rank = config.rank
+        self._isolates = config.seeds_batches
+        make = functools.partial(
+            StreamReader if config.kind.is_iterable else MapReader,
+            config.dataset,
+            replace(config.assembler, catch=Exception),  # Ctrl-C is raised, and is not an error of the dataset
+            drop_last=config.drop_last,
+            seeds=config.seeds_batches,
+        )
         self._read: Callable[[BatchPlan], HostBatch]
-        self._read = self._in_context(make) if not start.streams else self._restored(make, start)
-        self._sample_key = functools.partial(sample_key, dataset)
+        if start.streams:
+            warn_of_rereading(start.streams)
+            try:
+                self._read = self._in_context(functools.partial(make, state=start.state_of(None)))
+            except Exception as error:  # raised at the first batch, as in an engine
+                self._read = cannot_start(error, restoring=True)
+        else:
+            self._read = self._in_context(make)
+        self._sample_key = functools.partial(sample_key, config.dataset)
         self.messages: deque[Answer] = deque()
         self._plans: deque[BatchPlan] = deque()
         self._interrupted: BatchPlan | None = None
-
-    def _restored(self, make: Callable[..., BatchReader], start: SessionStart) -> Callable[[BatchPlan], HostBatch]:
-        warn_of_rereading(start.streams)
-        try:
-            return self._in_context(functools.partial(make, state=start.state_of(None)))
-        except Exception as error:  # raised at the first batch, as in an engine
-            return cannot_start(error, restoring=True)
 
     def state_dict(self) -> State | None:
         """The state of a stateful dataset, or of its iterator; None if there is none."""
@@ -135,17 +123,9 @@ class WorkOnConsumersThread:
             return host
         with isolated_generators(), provided_rank(self._rank):
             self._generators.seed(host.plan.seed)
-            made = self._assembler(host.data)
+            made = self._assembler(host.data).located(self._sample_key)
         work = made.times
-        return host._replace(
-            data=made.data,
-            size=made.size,
-            failures=(*host.failures, *made.located(self._sample_key).failures),
-            empty=made.empty,
-            times=host.times._replace(
-                work_began=work.work_began,
-                work_ended=work.work_ended,
-                work_cpu=work.work_cpu,
-                worked_by=work.worked_by,
-            ),
+        times = host.times._replace(
+            work_began=work.work_began, work_ended=work.work_ended, work_cpu=work.work_cpu, worked_by=work.worked_by
         )
+        return made.with_failures_of(host)._replace(times=times)

@@ -23,23 +23,18 @@ from headrace._core.links.placement import CLOSE_DEADLINE, Placement
 from headrace._core.links.session import Session
 from headrace._core.links.sidecar import OPEN, SidecarTask, StartSession
 from headrace._core.messages import Answer, Link, Request, SessionEnd, check_not_forked
-from headrace._core.pool.launch import WorkerProcess, how_it_ended, launch_with_control
+from headrace._core.pool.launch import WorkerProcess, launch_with_control
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.pool.worker import BootMessage, ProcessEnvironment
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
-from headrace._core.transport.pickling import Message, dump_message, dump_plain
+from headrace._core.transport.pickling import Message, dump_message
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
 
 
 class ProcessPlacement(Placement):
     """One sidecar process, or several.
-
-    Args:
-        config: what to run.
-        work: the functions of the first session.
-        engines: number of processes.
 
     Raises:
         NotPicklableError: the dataset cannot be pickled.
@@ -58,19 +53,18 @@ class ProcessPlacement(Placement):
 
     @property
     def alive(self) -> bool:
-        return self._pid == os.getpid() and not all(engine.ended for engine in self._engines.values())
+        return self._pid == os.getpid() and not all(engine.process.ended() for engine in self._engines.values())
 
     def connect(self, config: EngineConfig, work: SharedPickle, start: SessionStart, engine: int = 0) -> ProcessLink:
         """A link to one engine's part of a session; an engine is started first, and again if it has died."""
-        if engine in self._engines and self._engines[engine].ended and self._count > 1:
-            dead = self._engines.pop(engine)
+        if self._count > 1 and (dead := self._engines.get(engine)) is not None and dead.process.ended():
+            del self._engines[engine]
             dead.close()
             dead.join()
         if engine not in self._engines:
             task = SidecarTask(self._pickled, self._config.rank, engine, self._count)
             self._engines[engine] = SidecarProcess(task, self._modules)
-        opening = StartSession(work, config.steps_seed(start.epoch), start)
-        return self._engines[engine].connect(opening)
+        return self._engines[engine].connect(StartSession(work, config.steps_seed(start.epoch), start))
 
     def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
         assert work is not None
@@ -86,53 +80,35 @@ class ProcessPlacement(Placement):
 
 
 class SidecarProcess:
-    """A sidecar process, started without waiting until it runs. Its placement owns it.
-
-    Args:
-        task: its main function.
-        modules: to be imported before the process is forked.
-    """
+    """A sidecar process, started without waiting until it runs; `modules` are imported before it is forked."""
 
     def __init__(self, task: SidecarTask, modules: tuple[str, ...]) -> None:
         settings = Settings.here()
         modules = tuple(dict.fromkeys((*settings.modules, *modules)))
         message = BootMessage(ProcessEnvironment.here(), settings, modules, task, None, 0)
-        self._process, self._connection = launch_with_control(modules)
+        self.process, self._connection = launch_with_control(modules)
         try:
             BlockingChannel(self._connection).send(message)
         except BaseException as error:
             self._connection.close()
-            reason, death = _end_of(self._process)
-            self._process.release()
+            reason, death = _end_of(self.process)
+            self.process.release()
             if death is not None and isinstance(error, BrokenPipeError | ConnectionResetError):
                 raise reason from error
             raise
-
-    @property
-    def pid(self) -> int | None:
-        """The process id; None until it has started."""
-        return self._process.pid
-
-    @property
-    def ended(self) -> bool:
-        """Whether the process has ended."""
-        return self._process.ended()
 
     def connect(self, opening: StartSession) -> ProcessLink:
         """Start a session; the process is sent one end of its connection."""
         ours, theirs = Connection.pair()
         try:
-            try:
+            with contextlib.closing(theirs):
                 ends = [theirs.frames.fileno(), theirs.descriptors.fileno()]
                 socket.send_fds(self._connection.descriptors, [OPEN], ends)
-            finally:
-                theirs.close()
-            return ProcessLink(ours, self._process, opening)
-        except OSError as error:
+            return ProcessLink(ours, self.process, opening)
+        except BaseException as error:  # also of user code: `__reduce__` of an object in a state
             ours.close()
-            raise _end_of(self._process)[0] from error
-        except BaseException:  # user code: `__reduce__` of an object in a state
-            ours.close()
+            if isinstance(error, OSError):
+                raise _end_of(self.process)[0] from error
             raise
 
     def close(self) -> None:
@@ -141,29 +117,24 @@ class SidecarProcess:
 
     def join(self) -> None:
         """Wait until the process has ended, after `close`; it is killed after a deadline."""
-        if self._process.sentinel == -1:
+        process = self.process
+        if process.sentinel == -1:
             return
         # One that has no pid yet has not started; it ends as soon as it has.
-        if not _ends_within(self._process, 5 * CLOSE_DEADLINE + WORK_DEADLINE) and self._process.pid is not None:
+        if not _ends_within(process, 5 * CLOSE_DEADLINE + WORK_DEADLINE) and process.pid is not None:
             warnings.warn(
-                f"the loader's process {self._process.pid} did not end within its deadline and is killed: code in aget "
-                f"or __aiter__ blocks, or does not let CancelledError pass.",
+                f"the loader's process {process.pid} did not end within its deadline and is killed: code in aget or "
+                f"__aiter__ blocks, or does not let CancelledError pass.",
                 RuntimeWarning,
                 stacklevel=2,
             )
-            self._process.signal(signal.SIGKILL)
-            _ends_within(self._process, CLOSE_DEADLINE)
-        self._process.release()
+            process.signal(signal.SIGKILL)
+            _ends_within(process, CLOSE_DEADLINE)
+        process.release()
 
 
 class ProcessLink(Link):
-    """A link to an engine in a sidecar process. Its end is that of the connection, which no other process has open.
-
-    Args:
-        connection: its own; this owns it.
-        process: the sidecar.
-        opening: the first message.
-    """
+    """A link to an engine in a sidecar process. Its end is that of the connection, which no other process has open."""
 
     source: socket.socket
 
@@ -226,15 +197,13 @@ class ProcessLink(Link):
 
 def dump_request(message: Request) -> Message:
     """Pickle a message. Plans with indices of a class of a script need cloudpickle, which takes three times as long."""
-    plain = not isinstance(message, list) or all(plan.is_plain for plan in message)
-    return dump_plain(message) if plain else dump_message(message)
+    return dump_message(message, plain=not isinstance(message, list) or all(plan.is_plain for plan in message))
 
 
 def _ends_within(process: WorkerProcess, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while not process.ended():
-        left = deadline - time.monotonic()
-        if left <= 0 or not wait_readable(process.sentinel, timeout=left):
+        if not wait_readable(process.sentinel, timeout=max(0.0, deadline - time.monotonic())):
             return process.ended()
     return True
 
@@ -243,7 +212,7 @@ def _end_of(process: WorkerProcess) -> tuple[Exception, str | None]:
     """The error of a sidecar that has ended, or has closed a session without one, and how it has ended."""
     if not _ends_within(process, CLOSE_DEADLINE):  # which reads a refusal, too
         return EngineDiedError(why=f"its process {process.pid} has closed the session"), None
-    how = how_it_ended(process)
+    how = process.how_it_ended()
     if process.refusal is not None:
         return process.refusal, how
     if process.pid is None:

@@ -15,21 +15,16 @@ import ray
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig
 from headrace._core.links.process import ProcessLink, ProcessPlacement
-from headrace._core.links.ray_wire import Packed, pack, packed_message, unpack, unpack_views
+from headrace._core.links.ray_wire import Packed, pack, unpack, unpack_views
 from headrace._core.links.sidecar import dump_batch, portable_error
 from headrace._core.messages import Answer, SessionEnd, Status, StatusRequest
 from headrace._core.pool.settings import Settings
+from headrace._core.transport.pickling import dump_message
 from headrace._core.transport.shared_pickle import SharedPickle
 
 
 class EngineActor:
-    """One engine of a loader, on the node where Ray has placed it.
-
-    Args:
-        engine: its number, from 0.
-        engines: how many the loader has.
-        settings: those of the consumer's process.
-    """
+    """Engine number `engine` of a loader's, on the node where Ray has placed it, with the consumer's settings."""
 
     def __init__(self, engine: int, engines: int, settings: Settings) -> None:
         self._part = engine, engines
@@ -37,8 +32,7 @@ class EngineActor:
         self._config: EngineConfig | None = None
         self._placement: ProcessPlacement | None = None
         self._work: SharedPickle | None = None
-        self._sessions: dict[int, _Served] = {}
-        self._ended: set[int] = set()
+        self._sessions: dict[int, _Served | None] = {}  # None for those that have ended
         self._opening = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -47,18 +41,7 @@ class EngineActor:
     async def open(
         self, session: int, base_seed: int, start: SessionStart, config: Packed, work: Packed
     ) -> tuple[str, str, int]:
-        """Start a session; its errors answer its plans.
-
-        Args:
-            session: its number, in the loader.
-            base_seed: of the epoch, as in `EngineConfig`.
-            start: the epoch, and where it begins within that.
-            config: the loader's.
-            work: the functions that assemble its batches.
-
-        Returns:
-            The node's id and address, and the process id.
-        """
+        """Start a session, whose errors answer its plans; returns the node's id and address, and the process id."""
         if (served := self._served(session)) is not None:
             try:
                 async with self._opening:
@@ -84,26 +67,17 @@ class EngineActor:
 
     def _served(self, number: int) -> _Served | None:
         """A session, also before it is open; None after its end."""
-        return None if number in self._ended else self._sessions.setdefault(number, _Served())
+        return self._sessions.setdefault(number, _Served())
 
     async def send(self, session: int, sequence: int, message: Packed) -> None:
-        """Pass on a message.
-
-        Args:
-            session: the session's number.
-            sequence: the message's: Ray may start calls in another order than they were made in.
-            message: the message.
-        """
+        """Pass on a message; it is numbered, since Ray may start calls in another order than they were made in."""
         if (served := self._served(session)) is not None:
             served.send(sequence, message)
 
     async def answer(self, session: int, sequence: int = -1, message: Packed = b"") -> Packed | None:
         """The next message from the engine; None if the consumer has left the session.
 
-        Args:
-            session: the session's number.
-            sequence: that of a message that is passed on first; -1 for none.
-            message: this message.
+        A message that comes with it is passed on first; `sequence` is -1 if there is none.
         """
         if (served := self._served(session)) is None:
             return None
@@ -113,8 +87,8 @@ class EngineActor:
 
     async def end_session(self, session: int) -> None:
         """Leave a session: the consumer wants no more of its batches."""
-        self._ended.add(session)
-        if (served := self._sessions.pop(session, None)) is not None:
+        served, self._sessions[session] = self._sessions.get(session), None
+        if served is not None:
             served.end(None)
 
     async def stop(self) -> None:
@@ -177,13 +151,13 @@ class _Served:
         """The next message from the engine, when there is one."""
         answer = await self._answers.get()
         if isinstance(answer, HostBatch):
-            return packed_message(dump_batch(answer, self._plans.pop(answer.plan.number)))
+            return pack(dump_batch(answer, self._plans.pop(answer.plan.number)))
         if isinstance(answer, SessionEnd | None):
             self._answers.put_nowait(answer)  # for all that wait, and that come
         if isinstance(answer, SessionEnd):
             error = portable_error(answer.error, f"on node {ray.util.get_node_ip_address()}")
-            return pack(SessionEnd(error, answer.death))
-        return None if answer is None else pack(answer)
+            answer = SessionEnd(error, answer.death)
+        return None if answer is None else pack(dump_message(answer))
 
     def end(self, end: SessionEnd | None) -> None:
         """Let the end of the session be the last answer."""

@@ -11,7 +11,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -25,13 +24,14 @@ from headrace._core.links.group import Quorum, link_to
 from headrace._core.links.placement import Placement
 from headrace._core.links.process import dump_request
 from headrace._core.links.ray_actor import EngineActor
-from headrace._core.links.ray_wire import Packed, pack, packed_message, unpack
+from headrace._core.links.ray_wire import Packed, pack, unpack
 from headrace._core.links.session import Session
 from headrace._core.links.thread import Mailbox
 from headrace._core.messages import Answer, Link, Request, SessionEnd, Started, Status, StatusRequest
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.ray_placement import RayPlacement
+from headrace._core.transport.pickling import dump_message
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
 
@@ -46,12 +46,7 @@ _IDENTITY = re.compile(r"\w+: \S+$")  # a line of an error of Ray's: class_name:
 
 
 class RayEngines(Placement):
-    """The engines of a loader on a Ray cluster.
-
-    Args:
-        config: what to run.
-        placement: the loader's argument.
-        engines: their number; fewer than the placement's where one reads a stream.
+    """The engines of a loader on a Ray cluster; fewer than the placement's where they read a stream of few lanes.
 
     Raises:
         RuntimeError: this process is not connected to a cluster.
@@ -118,13 +113,8 @@ class RayEngines(Placement):
 class RayLink(Link):
     """A link to an engine in an actor.
 
-    Each answer is the result of a call of the actor: a batch is one object of Ray's, released when it is copied.
-
-    Args:
-        engine: the engine's number.
-        actor: the handle of its actor.
-        opening: the arguments that open the session, of which its number is the first.
-        on_lost: called with the actor if it is found to be lost.
+    Each answer is the result of a call of the actor: a batch is one object of Ray's, released when it is copied. The
+    first argument that opens the session is its number; `on_lost` is called with the actor if that is lost.
     """
 
     def __init__(self, engine: int, actor: Any, opening: tuple[Any, ...], on_lost: Callable[[Any], object]) -> None:
@@ -133,7 +123,7 @@ class RayLink(Link):
         self._on_lost = on_lost
         self._connection = connection()
         self._number = opening[0]
-        self._mailbox: Mailbox[Future[Any]] = Mailbox()
+        self._mailbox = Mailbox()  # of futures
         self._plans: dict[int, BatchPlan] = {}  # of the batches that have not arrived
         self._sequence = itertools.count()
         self._ahead = -math.inf  # seconds by which its clock is ahead of this one, at least
@@ -149,7 +139,7 @@ class RayLink(Link):
             raise
 
     def send(self, message: Request) -> None:
-        order = next(self._sequence), packed_message(dump_request(message))
+        order = next(self._sequence), pack(dump_request(message))
         if isinstance(message, list):
             self._plans.update((plan.number, plan) for plan in message)
             for arguments in (order, *[()] * (len(message) - 1)):
@@ -169,7 +159,7 @@ class RayLink(Link):
         return False
 
     def receive(self) -> None:
-        answers = self._mailbox.messages
+        answers: deque[Any] = self._mailbox.messages
         while answers and not self._over:
             future = answers.popleft()
             error = future.exception()
@@ -269,9 +259,8 @@ def _check_connected() -> None:
 def _shortage(asked: RayPlacement) -> str:
     """What each engine asks for, and what the cluster has, in words."""
     wanted = {"CPU": asked.cpus_per_engine, **(asked.resources or {})}
-    for option, resource in (("num_gpus", "GPU"), ("memory", "memory")):
-        if asked.options.get(option):
-            wanted[resource] = asked.options[option]
+    options = {"GPU": asked.options.get("num_gpus"), "memory": asked.options.get("memory")}
+    wanted |= {resource: amount for resource, amount in options.items() if amount}
 
     def amounts(of: dict[str, Any]) -> str:
         return ", ".join(f"{of.get(name, 0):g} {name}" for name in wanted)
@@ -292,7 +281,7 @@ def _kill(actor: Any) -> None:
 
 def _packed(config: EngineConfig, obj: object) -> Packed:
     try:
-        return pack(obj)
+        return pack(dump_message(obj))
     except Exception as error:
         name_unpicklable(config, error)
 

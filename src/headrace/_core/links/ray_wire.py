@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace._core.transport.pickling import Message, dump_message, load_message
+from headrace._core.transport.pickling import Message, load_message
 from headrace._core.transport.slabs import aligned
 
 IN_BAND = 64 * 1024  # bytes of buffers up to which an object is one byte string; below 100 KB it comes with Ray's reply
@@ -17,13 +17,8 @@ Packed = bytes | tuple[bytes, list[np.ndarray[Any, Any]]]
 """An object as one byte string, or as a pickle with arrays of bytes that lie in Ray's object store without a copy."""
 
 
-def pack(obj: object) -> Packed:
-    """Pickle an object for Ray; the error of pickling it is raised."""
-    return packed_message(dump_message(obj))
-
-
-def packed_message(message: Message) -> Packed:
-    """The same of an object that is pickled."""
+def pack(message: Message) -> Packed:
+    """A pickled object for Ray."""
     if sum(buffer.nbytes for buffer in message.buffers) <= IN_BAND:
         return pickle.dumps((message.pickled, [bytes(buffer) for buffer in message.buffers]), protocol=5)
     empty: np.ndarray[Any, Any] = np.empty(0, dtype=np.uint8)
@@ -36,7 +31,7 @@ def unpack(packed: Packed) -> Any:
     What Ray gives is a view of its object store, read-only, and shared with other readers. This is the only copy on
     this side; the store's object can be released behind it.
     """
-    pickled, found = _parts(packed)
+    pickled, found = pickle.loads(packed) if isinstance(packed, bytes) else packed
     memory = np.empty(sum(aligned(len(buffer)) for buffer in found), dtype=np.uint8)
     buffers, end = [], 0
     for buffer in found:
@@ -48,11 +43,7 @@ def unpack(packed: Packed) -> Any:
 
 def unpack_views(packed: Packed) -> Any:
     """The object, its tensors and arrays read-only views of what Ray gave."""
-    pickled, found = _parts(packed)
+    parts: tuple[bytes, list[Any]] = pickle.loads(packed) if isinstance(packed, bytes) else packed
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable", UserWarning)  # of torch
-        return load_message(pickled, [memoryview(buffer).cast("B") for buffer in found])
-
-
-def _parts(packed: Packed) -> tuple[bytes, list[Any]]:
-    return pickle.loads(packed) if isinstance(packed, bytes) else packed
+        return load_message(parts[0], [memoryview(buffer).cast("B") for buffer in parts[1]])

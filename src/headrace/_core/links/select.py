@@ -53,16 +53,12 @@ class PlacementSelector:
         self._seen: list[object] | None = None  # the snapshot of the dataset that it has a copy of
         self._retired: list[Placement] = []
         self._work: SharedPickle | None = None  # the functions of the last session
-        self.where = "not started"
-        """The engine's placement and its reason, for `stats()`."""
+        self.where = "not started"  # the engine's placement and its reason, for `stats()`
 
     def open(self, config: EngineConfig, start: SessionStart, *, persistent: bool) -> Session:
         """Start a session, in the current engine if it does what `config` asks for.
 
-        Args:
-            config: what to run.
-            start: the epoch, and where it begins within that.
-            persistent: whether workers that have a copy of this process are kept for the next epoch.
+        Workers that have a copy of this process are kept for the next epoch if they are `persistent`.
 
         Raises:
             DeadlockError: called on the engine's own thread.
@@ -83,17 +79,18 @@ class PlacementSelector:
         for retired in [each for each in self._retired if each.idle]:
             self._retired.remove(retired)
             retired.close()
-        if self._current is not None and not self._serves(self._current, config, work):
+        current = self._current
+        if current is not None and not self._serves(current, config, work):
             # An attribute was set since (the dataset, for example). Current iterations continue unchanged.
-            self._retired.append(self._current)
-            self._current = None
-        if self._current is None:
-            self._current = self._place(config, work)
+            self._retired.append(current)
+            current = self._current = None
+        if current is None:
+            current = self._current = self._place(config, work)
             self._config, self._made_with = config, work
-            self._seen = snapshot(config.dataset) if self._current.has_copy else None
-        if self._current.is_current:  # in aget: its session would start another, recursively
+            self._seen = snapshot(config.dataset) if current.has_copy else None
+        if current.is_current:  # in aget: its session would start another, recursively
             raise DeadlockError(what="iter() of a loader")
-        return self._current.open(config, work, start)
+        return current.open(config, work, start)
 
     def _serves(self, current: Placement, config: EngineConfig, work: SharedPickle | None) -> bool:
         """Whether the engines are alive, of this process, and do what `config` asks for, of the current dataset."""
@@ -165,12 +162,10 @@ class PlacementSelector:
             return RayEngines(config, self._placement, engines)
         if not config.kind.is_async:
             why = "a torch dataset's workers do the reading"
-        elif work is None and config.has_processes:
-            why = "forks of this process"
+        elif work is None:
+            why = "forks of this process" if config.has_processes else "num_workers=0"
         elif self._placement == "thread":
             why = "placement='thread'"
-        elif work is None:
-            why = "num_workers=0"
         else:
             from headrace._core.links.process import ProcessPlacement
 

@@ -26,10 +26,8 @@ class Session:
         work: what runs on the consumer's thread.
         is_current: whether the caller is on the engine's own thread.
         on_close: called once, after the session is closed.
-        inline_state: returns the state of a dataset that is read in the caller's thread, a batch when it is taken.
-
-    Attributes:
-        inline_state: as given; None where an engine reads ahead.
+        inline_state: returns the state of a dataset of which a batch is read when it is taken; None where an engine
+            reads ahead.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.text import add_note
 from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
 from headrace._core.transport.log_records import Record, send_no_more_by, send_records_by
-from headrace._core.transport.pickling import Message, dump_message, dump_plain, format_error, picklable_error
+from headrace._core.transport.pickling import Message, dump_message, format_error, picklable_error
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.slabs import enable_forwarding
 from headrace.errors import LoaderClosedError
@@ -38,32 +38,19 @@ OPEN = b"o"  # requests a session; sent with the two ends of its connection, on 
 
 
 class StartSession(NamedTuple):
-    """The first message of a session's connection.
+    """The first message of a session's connection."""
 
-    Attributes:
-        work: the functions that assemble its batches.
-        seed: of the functions of a stream that are applied before batching.
-        start: the epoch, and where it begins within that.
-    """
-
-    work: SharedPickle
-    seed: int
+    work: SharedPickle  # the functions that assemble its batches
+    seed: int  # of the functions of a stream that are applied before batching
     start: SessionStart
 
 
 @dataclass(frozen=True, slots=True)
 class SidecarTask:
-    """The main function of the sidecar.
+    """The main function of the sidecar, which is one of `engines`."""
 
-    Attributes:
-        config: the loader's config, without functions. An error of its unpickling ends each session.
-        rank: the rank of the consumer's process.
-        engine: the number of this engine, from 0.
-        engines: how many the loader has.
-    """
-
-    config: SharedPickle
-    rank: RankInfo
+    config: SharedPickle  # without functions; an error of its unpickling ends each session
+    rank: RankInfo  # of the consumer's process
     engine: int = 0
     engines: int = 1
 
@@ -80,7 +67,9 @@ class SidecarTask:
                 loop = new_event_loop()
         except OSError as error:
             reserve.close()
-            _refuse(connection, error)
+            with contextlib.suppress(OSError):  # it is closed, or none could be received
+                if (refused := _accept(connection)) is not None:
+                    BlockingChannel(refused).send(SessionEnd(error))
             channel.close()
             return
         asyncio.set_event_loop(loop)
@@ -92,15 +81,21 @@ class SidecarTask:
             channel.close()
 
 
-def _refuse(connection: Connection, error: OSError) -> None:
-    """End the first session with the error by which no event loop could be made."""
-    _, descriptors, _, _ = socket.recv_fds(connection.descriptors, len(OPEN), 2)
+def _accept(connection: Connection) -> Connection | None:
+    """The connection of a session that is requested; None at the end of `connection`.
+
+    Raises:
+        OSError: its descriptors could not be received; the consumer sees it closed.
+    """
+    message, descriptors, _, _ = socket.recv_fds(connection.descriptors, len(OPEN), 2)
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-    with contextlib.suppress(BrokenPipeError):  # the consumer has closed it
-        if len(sockets) == 2:
-            BlockingChannel(Connection(*sockets)).send(SessionEnd(error))
-    for each in sockets:
-        each.close()
+    if len(sockets) < 2:
+        for each in sockets:
+            each.close()
+        if message:
+            raise shortage("open a session in the loader's process")
+        return None
+    return Connection(*sockets)
 
 
 class _Sidecar:
@@ -134,21 +129,15 @@ class _Sidecar:
             await engine.close(CLOSE_DEADLINE)
             engine.watch.close()
         await close_resources(CLOSE_DEADLINE)
-        for server in self.servers:
+        for server in list(self.servers):
             server.channel.close()
 
     def _on_open(self) -> None:
-        with self._reserve.given_up():
-            message, descriptors, _, _ = socket.recv_fds(self._connection.descriptors, len(OPEN), 2)
-        if not message:
-            self._over.set()
-            return
-        sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        if len(sockets) < 2:  # other code took the reserve; the consumer sees its connection closed
-            for each in sockets:
-                each.close()
-            return
-        self.servers.add(_SessionServer(self, Connection(*sockets)))
+        with self._reserve.given_up(), contextlib.suppress(OSError):  # other code took the reserve
+            if (connection := _accept(self._connection)) is None:
+                self._over.set()
+            else:
+                self.servers.add(_SessionServer(self, connection))
 
     def begin(self, server: _SessionServer, begin: StartSession) -> Session:
         """Start a session on the engine, which is made first, or again if its workers could not be replaced."""
@@ -189,7 +178,6 @@ class _SessionServer:
         self._ended = False
         self._loop = asyncio.get_running_loop()
         self.channel = EngineChannel(connection, self._on_object, self._on_close)
-        self._connecting = asyncio.ensure_future(self.channel.connect())  # referred to until it is done
 
     def _on_object(self, obj: object) -> None:
         try:
@@ -209,7 +197,7 @@ class _SessionServer:
 
     def _send_record(self, record: Record) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self.channel.send, dump_plain(record))
+            self._loop.call_soon_threadsafe(self.channel.send, dump_message(record, plain=True))
 
     def _on_close(self) -> None:
         send_no_more_by(self._send_record)

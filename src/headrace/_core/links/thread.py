@@ -7,7 +7,7 @@ import socket
 import threading
 import warnings
 from collections import deque
-from typing import Generic, TypeVar
+from typing import Any
 
 from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig
@@ -18,28 +18,25 @@ from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.links.inline import WorkOnConsumersThread
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
 from headrace._core.links.session import Session
-from headrace._core.messages import Answer, Link, Request, SessionEnd
+from headrace._core.messages import Link, Request, SessionEnd
 from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.streams.blocking import background_loop, context_managers
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
 
-T = TypeVar("T")
 
-
-class Mailbox(Generic[T]):
-    """Messages from another thread to the consumer, which owns it and calls `close`.
+class Mailbox(Link):
+    """A link whose messages come from other threads: the engine's, or Ray's.
 
     Nothing polls: a byte is written to a socket pair only if the consumer waits. No more batches exist than plans are
     outstanding, so it needs no bound.
-
-    Attributes:
-        messages: those that have arrived, the oldest first; the consumer removes them.
-        source: readable when a message arrives after `must_wait`, or after `wake`.
     """
 
+    source: socket.socket
+    receives = False
+
     def __init__(self) -> None:
-        self.messages: deque[T] = deque()
+        self.messages = deque()
         # Reentrant: the garbage collector may close an abandoned iterator inside `put`, on the engine's thread.
         self._lock = threading.RLock()
         self._waiting = False
@@ -48,7 +45,7 @@ class Mailbox(Generic[T]):
         for end in (self._sender, self.source):
             end.setblocking(False)
 
-    def put(self, message: T) -> None:
+    def put(self, message: Any) -> None:
         """Hand over a message, from any thread; it is dropped if the consumer has left."""
         with self._lock:
             if not self._closed:
@@ -56,15 +53,7 @@ class Mailbox(Generic[T]):
                 if self._waiting:
                     self.wake()
 
-    def wake(self) -> None:
-        """Make `source` readable; from any thread."""
-        with self._lock, contextlib.suppress(OSError):  # full of bytes, which wake the consumer as well
-            self._waiting = False
-            if not self._closed:
-                self._sender.send(b"\0")
-
     def must_wait(self) -> bool:
-        """Whether there is no message; the next one makes `source` readable."""
         with self._lock:
             if self.messages or self._closed:
                 return False
@@ -73,8 +62,16 @@ class Mailbox(Generic[T]):
             self._waiting = True
             return True
 
+    def wake(self) -> None:
+        """Make `source` readable; from any thread."""
+        with self._lock, contextlib.suppress(OSError):  # full of bytes, which wake the consumer as well
+            self._waiting = False
+            if not self._closed:
+                self._sender.send(b"\0")
+
+    leave = wake
+
     def close(self) -> None:
-        """Drop the messages and close the socket pair; idempotent."""
         with self._lock:
             self._closed = True
             self.messages.clear()
@@ -87,11 +84,6 @@ class ThreadPlacement(Placement):
 
     The engine has a loop of its own, unless the dataset is an async context manager: then it runs on the background
     loop that `dataset[i]` uses, so that all reads of the dataset in this process share what `__aenter__` opened.
-
-    Args:
-        config: what to run.
-        work: the functions of the first session, where they go to worker processes.
-        for_one_session: whether it ends with its session.
     """
 
     has_copy = False
@@ -120,12 +112,12 @@ class ThreadPlacement(Placement):
         return self._loop.is_current
 
     def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
-        mailbox: Mailbox[Answer] = Mailbox()
+        link = ThreadLink(self._loop)
         shipped = work if config.context is None else None
-        steps = apply_on_consumers_thread(mailbox.put) if config.steps_on_consumers_thread else None
+        steps = apply_on_consumers_thread(link.put) if config.steps_on_consumers_thread else None
         functions = shipped if config.has_processes else config.assembler
-        session = EngineSession(self._engine, mailbox.put, functions, start, config.steps_seed(start.epoch), steps)
-        link = ThreadLink(session, mailbox, self._loop)
+        session = EngineSession(self._engine, link.put, functions, start, config.steps_seed(start.epoch), steps)
+        link.session = session
         self._loop.call_soon(self._engine.start, session, config.pipe_seed)
         return Session(
             link,
@@ -174,42 +166,28 @@ class ThreadPlacement(Placement):
             self._loop.close(CLOSE_DEADLINE)
 
 
-class ThreadLink(Link):
-    """A link to an engine in a thread of this process.
+class ThreadLink(Mailbox):
+    """A link to an engine's session in a thread of this process, on its loop."""
 
-    Args:
-        session: the engine's.
-        mailbox: where its messages arrive; owned from here on.
-        loop: the engine's.
-    """
+    session: EngineSession
 
-    receives = False
-
-    def __init__(self, session: EngineSession, mailbox: Mailbox[Answer], loop: LoopThread) -> None:
-        self._session = session
+    def __init__(self, loop: LoopThread) -> None:
+        super().__init__()
         self._loop = loop
-        self._wake = mailbox.wake
-        self._put = mailbox.put
-        self.source = mailbox.source
-        self.messages = mailbox.messages
-        self.must_wait = mailbox.must_wait  # type: ignore[method-assign]
-        self.close = mailbox.close  # type: ignore[method-assign]
         loop.on_death(self._on_death)
 
     def send(self, message: Request) -> None:
-        try:
-            self._loop.call_soon(self._session.handle, message)
-        except EngineDiedError:  # whose message has the reason
-            return
+        with contextlib.suppress(EngineDiedError):  # whose message has the reason
+            self._loop.call_soon(self.session.handle, message)
 
     def leave(self) -> None:
         self._loop.forget(self._on_death)
         if self._loop.alive:
             with contextlib.suppress(EngineDiedError):  # since the check, and the session with it
-                self._loop.call_soon(self._session.cancel)
-        self._wake()
+                self._loop.call_soon(self.session.cancel)
+        self.wake()
 
     def _on_death(self, error: BaseException) -> None:
         died = EngineDiedError(why=repr(error))
         died.__cause__ = error
-        self._put(SessionEnd(died))
+        self.put(SessionEnd(died))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import functools
 import multiprocessing.process
 import os
 import pickle
@@ -53,6 +54,13 @@ class WorkerProcess(ABC):
     def ended(self) -> bool:
         """Whether the process has ended; does not block."""
 
+    def how_it_ended(self) -> str:
+        if self.refusal is not None:
+            return f"could not be started ({self.refusal.strerror})"
+        if (code := self.exit_code) is None:
+            return "is gone"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
     def signal(self, number: int) -> None:
         """Send it a signal, if it runs."""
         if not self.ended() and self.pid is not None:
@@ -64,19 +72,10 @@ class WorkerProcess(ABC):
         """Close the descriptors of this handle."""
 
 
-def how_it_ended(process: WorkerProcess) -> str:
-    code = process.exit_code
-    if process.refusal is not None:
-        return f"could not be started ({process.refusal.strerror})"
-    if code is None:
-        return "is gone"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
 def launch_worker(
     context: BaseContext | None, task: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
 ) -> tuple[WorkerProcess, Connection]:
-    """Start a worker; may be called from any thread.
+    """Start a worker, from any thread; returns its process, and the engine's end of its channel.
 
     Args:
         context: `multiprocessing`'s fork, spawn or forkserver; None to fork the zygote, which is started on first use.
@@ -84,9 +83,6 @@ def launch_worker(
         worker: its number.
         workers: how many there are.
         modules: those that the zygote imports first.
-
-    Returns:
-        The handle of the process, and the engine's end of its channel.
     """
     if context is None:
         return _forked(FORK, (), modules)
@@ -140,16 +136,9 @@ IMPORTED = "headrace, headrace._core.links.sidecar, headrace._core.pool.zygote"
 
 def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:
     """Fork a process, `modules` imported, that can itself request processes of the zygote (see `adopt_control`)."""
-    ours, theirs = _control_pair()
+    ours, theirs = socket.socketpair()
     with ours, theirs:
         return _forked(FORK_WITH_CONTROL, (ours.fileno(), theirs.fileno()), modules)
-
-
-def _control_pair() -> tuple[socket.socket, socket.socket]:
-    pair = socket.socketpair()
-    for end in pair:
-        end.setblocking(True)  # whatever the task has as `socket.setdefaulttimeout`
-    return pair
 
 
 def _forked(request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:
@@ -217,7 +206,7 @@ class _Zygote:
 
     @classmethod
     def start(cls) -> _Zygote:
-        control, theirs = _control_pair()
+        control, theirs = socket.socketpair()
         start = (
             f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; "
             f"import {IMPORTED}; [getattr(headrace, name) for name in headrace.__all__]; "
@@ -245,7 +234,7 @@ class _Zygote:
         for imported, unchanged, template in self._templates:
             if set(modules) <= set(imported) and unchanged <= sources:
                 return template
-        control, theirs = _control_pair()
+        control, theirs = socket.socketpair()
         try:
             with theirs, tempfile.TemporaryFile() as request:
                 pickle.dump((ProcessEnvironment.here(), modules), request)
@@ -257,14 +246,18 @@ class _Zygote:
         self._templates.append((modules, sources, control))
         return control
 
-    def close_controls(self) -> None:
-        """Close the control sockets; the processes at the other ends exit when all copies are closed."""
+    def close(self, *, inherited: bool = False) -> None:
+        """Close the control sockets; the processes at the other ends exit when all copies are closed.
+
+        Args:
+            inherited: whether this is a fork of the process that started it, and has nothing to wait for.
+        """
         for control in (*(template for _, _, template in self._templates), self.control):
             control.close()
-
-    def dispose(self) -> None:
-        self.close_controls()
         if self.process is None:
+            return
+        if inherited:
+            self.process.returncode = 0
             return
         try:  # it exits in milliseconds unless it is still importing torch
             self.process.wait(timeout=0.5 if self.used else 0)  # seconds
@@ -308,33 +301,24 @@ def _request_fork(modules: tuple[str, ...], request: bytes, descriptors: list[in
                 _zygote.used = True
                 return
             except (BrokenPipeError, ConnectionResetError):
-                _zygote.dispose()
-                _zygote = None
+                _end_zygote()
         raise OSError(
             "the process that forks workers ends as soon as it starts; its error is on standard error. "
             "Check that `python -c 'import torch'` works with this interpreter."
         )
 
 
-def _end_zygote() -> None:
-    global _zygote
-    with _lock:
-        if _zygote is not None:
-            _zygote.dispose()
-            _zygote = None
-
-
-def _forget_inherited() -> None:
+def _end_zygote(*, inherited: bool = False) -> None:
     global _zygote, _lock
-    _lock = threading.RLock()
-    if _zygote is not None:
-        _zygote.close_controls()
-        if _zygote.process is not None:
-            _zygote.process.returncode = 0  # not this process's child: nothing to wait for
-        _zygote = None
+    if inherited:
+        _lock = threading.RLock()  # which another thread may have held
+    with _lock:
+        zygote, _zygote = _zygote, None
+        if zygote is not None:
+            zygote.close(inherited=inherited)
 
 
 # Registered when this module is imported, and so before any loader's own hook: it runs after them.
 atexit.register(_end_zygote)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_inherited)
+    os.register_at_fork(after_in_child=functools.partial(_end_zygote, inherited=True))

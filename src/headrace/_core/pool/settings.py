@@ -7,7 +7,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -17,15 +17,15 @@ from headrace._core.torchcompat.private import set_deterministic_algorithms
 from headrace._core.transport.preload import modules_named_in
 
 
-class Settings:
-    """A process's settings; can be pickled.
+class Settings(NamedTuple):
+    """A process's settings.
 
-    Each value is pickled by itself, and unpickled by `adopt`: it may be an object of a user's class, which needs the
-    program's modules.
+    Attributes:
+        pickled: each value, pickled by itself and unpickled by `adopt`: it may be an object of a user's class, which
+            needs the program's modules.
     """
 
-    def __init__(self, pickled: Mapping[str, bytes]) -> None:
-        self._pickled = pickled
+    pickled: Mapping[str, bytes]
 
     @classmethod
     def here(cls) -> Settings:
@@ -45,8 +45,8 @@ class Settings:
     def adopt(self) -> None:
         """Apply the settings to this process, and call the functions given to `worker_setup`."""
         for name, (read, write) in _SETTINGS.items():
-            if name in self._pickled:
-                value = cloudpickle.loads(self._pickled[name])
+            if name in self.pickled:
+                value = cloudpickle.loads(self.pickled[name])
                 if read() != value:
                     write(value)
         run_setups()
@@ -54,7 +54,7 @@ class Settings:
     @property
     def modules(self) -> tuple[str, ...]:
         """The modules that are needed to apply the settings."""
-        return modules_named_in(b"".join(self._pickled.get(name, b"") for name in _NEED_MODULES))
+        return modules_named_in(b"".join(self.pickled.get(name, b"") for name in _NEED_MODULES))
 
 
 _setups: list[Callable[[], object]] = []
@@ -144,20 +144,19 @@ def _deterministic() -> tuple[bool, bool]:
 
 
 # Flags of modules that may not be imported, with their defaults.
-_FLAGS: dict[str, dict[str, object]] = {
-    "PIL.Image": {"MAX_IMAGE_PIXELS": 1024**3 // 4 // 3, "WARN_POSSIBLE_FORMATS": False},
-    "PIL.ImageFile": {"LOAD_TRUNCATED_IMAGES": False, "MAXBLOCK": 64 * 1024},
-    "PIL.PngImagePlugin": {"MAX_TEXT_CHUNK": 1024**2, "MAX_TEXT_MEMORY": 64 * 1024**2},
+_FLAGS: dict[tuple[str, str], object] = {
+    ("PIL.Image", "MAX_IMAGE_PIXELS"): 1024**3 // 4 // 3,
+    ("PIL.Image", "WARN_POSSIBLE_FORMATS"): False,
+    ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"): False,
+    ("PIL.ImageFile", "MAXBLOCK"): 64 * 1024,
+    ("PIL.PngImagePlugin", "MAX_TEXT_CHUNK"): 1024**2,
+    ("PIL.PngImagePlugin", "MAX_TEXT_MEMORY"): 64 * 1024**2,
 }
 
 
 def _flags() -> dict[tuple[str, str], object]:
-    return {
-        (module, flag): value
-        for module, flags in _FLAGS.items()
-        for flag, usual in flags.items()
-        if (value := getattr(sys.modules.get(module), flag, usual)) != usual
-    }
+    now = {flag: getattr(sys.modules.get(flag[0]), flag[1], usual) for flag, usual in _FLAGS.items()}
+    return {flag: value for flag, value in now.items() if value != _FLAGS[flag]}
 
 
 def _set_flags(flags: dict[tuple[str, str], object]) -> None:

@@ -16,11 +16,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
-from typing import NamedTuple
 
 from headrace._core.descriptors import explained
 from headrace._core.failure import as_exception
-from headrace._core.pool.launch import WorkerProcess, how_it_ended, launch_worker
+from headrace._core.pool.launch import WorkerProcess, launch_worker
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.worker import INHERITED, Answer, BootMessage, ProcessEnvironment, Request, Started, WorkerTask
 from headrace._core.transport.channel import Connection, EngineChannel
@@ -36,31 +35,36 @@ WORK_DEADLINE = 5.0  # seconds in which workers finish their current request whe
 STARTS_WITHOUT_ANSWER = 3  # deaths before the first answer after which a worker is given up
 
 
-class Reply(NamedTuple):
-    """An answer, with the worker and the attempt that it came from."""
-
-    answer: Answer
-    worker: int
-    attempt: int
-
-
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request and who waits for its answer; attributes are the arguments of `Pool.run`."""
+    """A request to a worker.
+
+    Attributes:
+        request: the task's argument.
+        task: the task, where tasks are sent; sent with the request to a worker that lacks it; None for the last.
+        worker: the number of the worker to use, None for the first free one; later of the one that it was sent to.
+        batch: the batch's number, for `WorkerDiedError`, as the next two.
+        indices: the batch's indices.
+        doing: a description of the request, which has a task of its own; None for a batch.
+        plain: whether the request holds no object of the user's.
+        attempt: counts the workers that it was given to.
+        answer: the worker's.
+    """
 
     request: object
-    task: SharedPickle | None
-    reply: asyncio.Future[Reply]
+    task: SharedPickle | None = None
+    worker: int | None = None
     batch: int | None = None
     indices: tuple[object, ...] = ()
     doing: str | None = None
     plain: bool = False
     attempt: int = 1
+    answer: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def fail(self, error: Exception) -> None:
         """Answer with an error, unless it is answered or its caller was cancelled."""
-        if not self.reply.done():
-            self.reply.set_exception(error)
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,8 +75,8 @@ class NumberedWorker:
         pinned: jobs that have to go to this number.
         failed_starts: processes of this number that have died since the last answer, this one included.
         started: whether it has begun to read jobs.
-        channel: None while it is not connected, and after it was closed by this end.
-        connecting: whether the channel, which owns the connection, is being connected.
+        channel: None before it is connected, and after it was closed by this end.
+        connected: whether the connection is or was the channel's, which closes it.
         loaded: the numbers of the tasks that it has, if tasks are sent.
         jobs: jobs that were sent to it, in order.
     """
@@ -84,7 +88,7 @@ class NumberedWorker:
     failed_starts: int = 1
     started: bool = False
     channel: EngineChannel | None = None
-    connecting: bool = False
+    connected: bool = False
     loaded: set[int] = field(default_factory=set)
     jobs: deque[Job] = field(default_factory=deque)
     exited: asyncio.Event = field(default_factory=asyncio.Event)
@@ -93,7 +97,7 @@ class NumberedWorker:
         channel, self.channel = self.channel, None
         if channel is not None:
             channel.close()
-        elif not self.connecting:
+        elif not self.connected:
             self.connection.close()
 
     def release(self) -> None:
@@ -104,16 +108,11 @@ class NumberedWorker:
         self.close_channel()
 
     def death(self, job: Job | None, obstacle: Exception | None = None) -> WorkerDiedError:
-        """The error that reports the end of the process.
-
-        Args:
-            job: what it was doing, if that is known.
-            obstacle: why it could not be replaced.
-        """
+        """The error that reports the end of the process, which was doing `job`, and could not be replaced."""
         return WorkerDiedError.of(
             worker=self.number,
             pid=self.process.pid,
-            how=how_it_ended(self.process),
+            how=self.process.how_it_ended(),
             exit_code=self.process.exit_code,
             batch=None if job is None else job.batch,
             indices=() if job is None else job.indices,
@@ -168,7 +167,6 @@ class Pool:
         self.broken: WorkerDiedError | None = None  # why it runs nothing any more
         self.deaths = 0  # of processes that had started, since the reader of this set it to 0
         self._closing = False
-        self._connecting: set[asyncio.Future[None]] = set()
 
     @property
     def workers(self) -> int:
@@ -195,22 +193,14 @@ class Pool:
     async def open(self) -> None:
         """Connect to the launched processes on the running loop."""
         for worker in self._workers:
-            await self._connect(worker)
+            self._connect(worker)
 
-    async def _connect(self, worker: NumberedWorker) -> None:
+    def _connect(self, worker: NumberedWorker) -> None:
         """Connect to a process, and send it the first task."""
-        self._watch(worker)
         on_object, on_lost = functools.partial(self._on_object, worker), functools.partial(self._on_lost, worker)
-        channel = EngineChannel(worker.connection, on_object, on_lost)
-        worker.connecting = True
-        try:
-            await channel.connect()
-        finally:
-            worker.connecting = False
-        if worker.exited.is_set():  # it may have a successor
-            channel.close()
-            return
-        worker.channel = channel
+        self._watch(worker)
+        worker.connected = True
+        worker.channel = channel = EngineChannel(worker.connection, on_object, on_lost)
         if (task := self._latest) is not None:
             place = worker.number, self._of
             boot = BootMessage(ProcessEnvironment.here(), self._settings, self._modules(task), task, *place)
@@ -229,57 +219,33 @@ class Pool:
         if not worker.exited.is_set():
             asyncio.get_running_loop().add_reader(worker.process.sentinel, check)
 
-    async def run(
-        self,
-        request: object,
-        task: SharedPickle | None = None,
-        *,
-        worker: int | None = None,
-        batch: int | None = None,
-        indices: tuple[object, ...] = (),
-        doing: str | None = None,
-        plain: bool = False,
-    ) -> Reply:
-        """Have a worker answer `request`.
-
-        Args:
-            request: the task's argument.
-            task: the task, where tasks are sent; sent with the request to a worker that lacks it; None for the last.
-            worker: the worker to use; None for the first free one.
-            batch: the batch's number, for `WorkerDiedError`.
-            indices: the batch's indices, for `WorkerDiedError`.
-            doing: a description of the request for `WorkerDiedError`, which has a task of its own; None for a batch.
-            plain: whether the request holds no object of the user's.
-
-        Raises:
-            WorkerDiedError: the worker died on the last attempt, or one could not be started or replaced.
-            Exception: whatever pickling the request raises.
-        """
+    async def run(self, job: Job) -> Answer:
+        """Have a worker answer a job. Raises `WorkerDiedError`, or whatever pickling the request raises."""
         if self.broken is not None:
             raise copy.copy(self.broken)
-        if task is not None:
-            self._in_use[task.number] = task
-            self._latest = task if doing is None else self._latest
-        task = task or self._latest
-        job = Job(request, task, asyncio.get_running_loop().create_future(), batch, indices, doing, plain)
-        if worker is not None:
-            chosen = self._workers[self._numbers.index(worker)]
+        if job.task is None:
+            job.task = self._latest
+        else:
+            self._in_use[job.task.number] = job.task
+            self._latest = job.task if job.doing is None else self._latest
+        if job.worker is not None:
+            chosen = self._workers[self._numbers.index(job.worker)]
             chosen.pinned.append(job)
             self._next_job(chosen)
         else:
             self._waiting.append(job)
             for candidate in self._workers:
                 self._next_job(candidate)
-        return await job.reply
+        return await job.answer
 
     def broadcast(self, request: Callable[[int], object]) -> None:
         """Send each worker, by its number, a request ahead of later ones, without waiting for the answers."""
         if self.broken is not None:
             return
         for worker in self._workers:
-            reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-            reply.add_done_callback(lambda reply: reply.cancelled() or reply.exception())  # mark it as retrieved
-            worker.pinned.append(Job(request(worker.number), self._latest, reply))
+            job = Job(request(worker.number), self._latest)
+            job.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # it is retrieved
+            worker.pinned.append(job)
             self._next_job(worker)
 
     def worker_of(self, batch: int) -> int | None:
@@ -293,11 +259,6 @@ class Pool:
         `deadline` seconds more.
         """
         self._closing = True
-        if self._connecting:  # successors of workers that have just died; connecting takes a few iterations of the loop
-            await asyncio.wait(self._connecting, timeout=deadline)
-            for connecting in self._connecting:  # closed here, its socket would be closed twice
-                connecting.cancel()
-            await asyncio.gather(*self._connecting, return_exceptions=True)
         for worker in self._workers:
             worker.close_channel()
             self._watch(worker)  # if it could not be connected
@@ -339,7 +300,7 @@ class Pool:
             if not queue or len(worker.jobs) >= most:
                 return
             job = queue.popleft()
-            if not job.reply.done():  # otherwise its caller was cancelled
+            if not job.answer.done():  # otherwise its caller was cancelled
                 self._send(worker, worker.channel, job)
 
     def _send(self, worker: NumberedWorker, channel: EngineChannel, job: Job) -> None:
@@ -354,8 +315,9 @@ class Pool:
                 request = job.request, number, task, numbers
             channel.send(dump_message(request, plain=job.plain and not ships))
         except BaseException as error:  # user code: __reduce__ of a sample's class; descriptors that cannot be sent
-            job.reply.set_exception(as_exception(error))
+            job.answer.set_exception(as_exception(error))
             return
+        job.worker = worker.number
         worker.jobs.append(job)
         if ships:
             worker.loaded.add(number)
@@ -373,8 +335,8 @@ class Pool:
         if obj.step == "receive":  # the task may have been sent with it
             worker.loaded.clear()
         job = worker.jobs.popleft() if worker.jobs else None
-        if job is not None and not job.reply.done():
-            job.reply.set_result(Reply(obj, worker.number, job.attempt))
+        if job is not None and not job.answer.done():
+            job.answer.set_result(obj)
         self._next_job(worker)
 
     def _on_lost(self, worker: NumberedWorker) -> None:
@@ -405,23 +367,19 @@ class Pool:
         if refusal is not None:
             self._break(worker.death(None, obstacle=refusal))
             return
-        worker.failed_starts += 1
         try:
             with explained(f"replace worker {worker.number}"):
                 process, connection = self._start(worker.number)
         except Exception as error:
+            worker.failed_starts += 1
             self._break(worker.death(None, obstacle=error))
             return
-        successor = NumberedWorker(worker.number, process, connection, worker.pinned, worker.failed_starts)
+        successor = NumberedWorker(worker.number, process, connection, worker.pinned, worker.failed_starts + 1)
         self._workers[self._numbers.index(worker.number)] = successor
-        self._connecting.add(task := asyncio.ensure_future(self._connect_successor(successor)))
-        task.add_done_callback(self._connecting.discard)
-
-    async def _connect_successor(self, successor: NumberedWorker) -> None:
         try:
-            await self._connect(successor)
+            self._connect(successor)
         except Exception as error:
-            successor.process.signal(signal.SIGKILL)
+            process.signal(signal.SIGKILL)
             self._break(successor.death(None, obstacle=error))
 
     def _break(self, died: WorkerDiedError) -> None:

@@ -123,11 +123,9 @@ def serve_boot_message(connection: Connection, control: socket.socket | None) ->
         return
     if isinstance(message.task, SharedPickle):
         assert message.worker is not None
-        _begin_worker(message.worker)
         send_records_by(channel.send_between)
         worker = Worker(channel, message.worker, message.workers)
-        worker.prepare(message.prepare)
-        worker.add(message.task.number, message.task.loads)
+        worker.begin(message.prepare, message.task.number, message.task.loads)
         del message  # its shared memory is kept alive only by the objects loaded from it
         worker.serve()
     else:
@@ -139,10 +137,12 @@ def serve_boot_message(connection: Connection, control: socket.socket | None) ->
 def serve(connection: Connection, task: WorkerTask | bytes, number: int, workers: int, setups: bytes | None) -> None:
     """The main function of a process started by `multiprocessing`, with a task that is inherited or pickled."""
     prefer_references()
-    _begin_worker(number)
     worker = Worker(BlockingChannel(connection), number, workers)
-    worker.prepare(lambda: run_setups(None if setups is None else pickle.loads(setups)))
-    worker.add(INHERITED, lambda: pickle.loads(task) if isinstance(task, bytes) else task)
+    worker.begin(
+        lambda: run_setups(None if setups is None else pickle.loads(setups)),
+        INHERITED,
+        lambda: pickle.loads(task) if isinstance(task, bytes) else task,
+    )
     worker.serve()
 
 
@@ -150,15 +150,6 @@ def _begin_process(name: str) -> None:
     current_process().name = name
     # Ctrl-C goes to the whole process group; the consumer decides, and closes the channel.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _begin_worker(number: int) -> None:
-    _begin_process(f"headrace-worker-{number}")
-    torch.set_num_threads(1)
-    # Existing objects are the parent's, or modules. In a forked process a collection would copy each of their pages:
-    # once in the first seconds, 165 ms in which no batch is made (170,000 objects after importing torch;
-    # benchmarks/drop_in.py).
-    gc.freeze()
 
 
 class Worker:
@@ -170,12 +161,19 @@ class Worker:
         self._tasks: dict[int, WorkerTask | Answer] = {}
         self._broken: BaseException | None = None
 
-    def prepare(self, prepare: Callable[[], None]) -> None:
-        """Call user code that is first; its error answers each request."""
+    def begin(self, prepare: Callable[[], None], number: int, make: Callable[[], WorkerTask]) -> None:
+        """Make this process a worker, call user code that is first, and add the first task, as `add` does."""
+        _begin_process(f"headrace-worker-{self._position[0]}")
+        torch.set_num_threads(1)
+        # Existing objects are the parent's, or modules. In a forked process a collection would copy each of their
+        # pages: once in the first seconds, 165 ms in which no batch is made (170,000 objects after importing torch;
+        # benchmarks/drop_in.py).
+        gc.freeze()
         try:
             prepare()
-        except BaseException as error:  # user code: worker_setup
+        except BaseException as error:  # user code: worker_setup; its error answers each request
             self._broken = error
+        self.add(number, make)
 
     def add(self, number: int, make: Callable[[], WorkerTask]) -> None:
         """Make and start a task; if that fails, the error answers each of its requests."""

@@ -28,6 +28,7 @@ import socket
 import struct
 import sys
 import traceback
+from collections.abc import Callable
 
 from headrace._core.descriptors import Reserve
 from headrace._core.eventloop.loop_thread import import_event_loop
@@ -59,13 +60,6 @@ def main(control_descriptor: int) -> None:
     gc.freeze()
     gc.enable()
     _serve(socket.socket(fileno=control_descriptor))
-
-
-def _flush_output() -> None:
-    """Write what user code has printed, which is buffered where the output is a file or a pipe."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the user's stream; or there is none, or its pipe is closed
-            stream.flush()
 
 
 def _serve(control: socket.socket) -> None:
@@ -110,64 +104,71 @@ class _Zygote:
                     self._controls.pop(descriptor).close()
 
     def _answer(self, control: socket.socket) -> bool:
+        """Answer a request; False if the control socket has closed."""
         with self._reserve.given_up():
             request, descriptors, _, _ = socket.recv_fds(control, 1, max(_DESCRIPTORS.values()))
         if not request:
             return False
-        if len(descriptors) < _DESCRIPTORS[request]:
-            self._refuse(request, descriptors, errno.EMFILE)
-        else:
-            self._fork_for(control, request, descriptors)
-        return True
-
-    def _fork_for(self, control: socket.socket, request: bytes, descriptors: list[int]) -> None:
-        """Answer a request for a fork, of which all descriptors have arrived."""
+        reason = errno.EMFILE
         try:
-            if request == FORK_TEMPLATE:
-                self._fork_template(*descriptors)
-                return
-            status, connection, extra = descriptors[0], descriptors[1:3], descriptors[3:]
-            pid = self._fork(connection, extra, status)
+            if len(descriptors) == _DESCRIPTORS[request]:
+                answer = self._fork_template if request == FORK_TEMPLATE else self._fork_process
+                answer(control, *descriptors)
+                return True
         except OSError as error:  # the limit of processes, or no memory
-            self._refuse(request, descriptors, error.errno or errno.EAGAIN)
-            return
-        self._statuses[pid], self._requester_of[pid] = status, control.fileno()
-        for descriptor in connection:
-            os.close(descriptor)
-        if request == FORK_WITH_CONTROL:
-            ours, theirs = extra
-            os.close(theirs)
-            self._listen_to(socket.socket(fileno=ours))
-        # The pid goes first on the status pipe; the exit status follows when there is one.
-        with contextlib.suppress(BrokenPipeError):  # the requester has ended; its control socket closes too
-            os.write(status, EXIT_STATUS.pack(pid))
-
-    def _refuse(self, request: bytes, descriptors: list[int], number: int) -> None:
-        """Report on the status pipe, the first of the descriptors, why a request failed."""
+            reason = error.errno or errno.EAGAIN
         if descriptors and request == FORK_TEMPLATE:  # its requests are answered here, without its imports
             self._listen_to(socket.socket(fileno=descriptors.pop(0)))
         elif descriptors:
             with contextlib.suppress(BrokenPipeError):  # the requester has ended
-                os.write(descriptors[0], EXIT_STATUS.pack(-number))
+                os.write(descriptors[0], EXIT_STATUS.pack(-reason))
         else:
-            print(f"headrace: a process cannot be started: {os.strerror(number)}", file=sys.stderr)
+            print(f"headrace: a process cannot be started: {os.strerror(reason)}", file=sys.stderr)
         for descriptor in descriptors:
             os.close(descriptor)
+        return True
 
-    def _fork(self, connection: list[int], extra: list[int], status: int) -> int:
+    def _fork_process(self, control: socket.socket, status: int, frames: int, descriptors: int, *own: int) -> None:
+        def run() -> None:
+            for descriptor in (status, *own[:1]):
+                os.close(descriptor)
+            connection = Connection(socket.socket(fileno=frames), socket.socket(fileno=descriptors))
+            serve_boot_message(connection, socket.socket(fileno=own[1]) if own else None)
+
+        pid = self._fork(run)
+        self._statuses[pid], self._requester_of[pid] = status, control.fileno()
+        for descriptor in (frames, descriptors, *own[1:]):
+            os.close(descriptor)
+        if own:
+            self._listen_to(socket.socket(fileno=own[0]))
+        # The pid goes first on the status pipe; the exit status follows when there is one.
+        with contextlib.suppress(BrokenPipeError):  # the requester has ended; its control socket closes too
+            os.write(status, EXIT_STATUS.pack(pid))
+
+    def _fork_template(self, _: socket.socket, own: int, request: int) -> None:
+        def run() -> None:
+            with open(request, "rb") as file:
+                environment, modules = pickle.load(file)
+            environment.adopt()
+            import_modules(modules)
+            gc.freeze()
+            _flush_output()  # before each fork copies buffered output of modules
+            if not has_threads():
+                _serve(socket.socket(fileno=own))
+
+        self._templates[self._fork(run)] = socket.socket(fileno=own)
+        os.close(request)
+
+    def _fork(self, run: Callable[[], None]) -> int:
         zygote = os.getpid()
-        pid = os.fork()
-        if pid:
+        if pid := os.fork():
             return pid
         code = 1
         try:
-            self._become_child_of(zygote)
-            for descriptor in (status, *extra[:1]):
-                os.close(descriptor)
-            own_control = socket.socket(fileno=extra[1]) if extra else None
-            serve_boot_message(
-                Connection(*(socket.socket(fileno=descriptor) for descriptor in connection)), own_control
-            )
+            _die_with(zygote)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self.close()
+            run()
             code = 0
         except BaseException:  # printed as an interpreter does: the process ends here
             traceback.print_exc()
@@ -175,37 +176,6 @@ class _Zygote:
             # Never return to the zygote's loop. Exit hooks of user code are not run, as in any forked worker.
             _flush_output()
             os._exit(code)
-
-    def _fork_template(self, control: int, request: int) -> None:
-        zygote = os.getpid()
-        pid = os.fork()
-        if pid:
-            os.close(request)
-            self._templates[pid] = socket.socket(fileno=control)
-            return
-        try:
-            self._become_child_of(zygote)
-            with open(request, "rb") as file:
-                surroundings, modules = pickle.load(file)
-            surroundings.adopt()
-            import_modules(modules)
-            gc.freeze()
-            _flush_output()  # before each fork copies buffered output of modules
-            if not has_threads():
-                _serve(socket.socket(fileno=control))
-        finally:
-            os._exit(0)
-
-    def _become_child_of(self, zygote: int) -> None:
-        """Close, in a fork, the zygote's descriptors."""
-        _die_with(zygote)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._reserve.close()
-        for descriptor in (self._wake, self._woken, *self._statuses.values()):
-            os.close(descriptor)
-        for control in (*self._controls.values(), *self._templates.values()):
-            control.close()
 
     def _listen_to(self, control: socket.socket) -> None:
         self._controls[control.fileno()] = control
@@ -230,7 +200,7 @@ class _Zygote:
                 self._listen_to(control)  # which reads as closed if that is why the template ended
 
     def close(self) -> None:
-        """Close all descriptors; forked processes see this as the end."""
+        """Close all descriptors: in this process, where forked ones see it as the end, or in a fork."""
         for control in (*self._controls.values(), *self._templates.values()):
             control.close()
         signal.set_wakeup_fd(-1)
@@ -243,6 +213,13 @@ class _Zygote:
         for pid, requester in self._requester_of.items():
             if of is None or requester == of:
                 os.kill(pid, signal.SIGKILL)  # one that has ended is there until `_reap` forgets it
+
+
+def _flush_output() -> None:
+    """Write what user code has printed, which is buffered where the output is a file or a pipe."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the user's stream; or there is none, or its pipe is closed
+            stream.flush()
 
 
 _PR_SET_PDEATHSIG = 1

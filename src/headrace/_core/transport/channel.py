@@ -3,8 +3,8 @@
 Both ends allocate slabs (recycled shared memory): a fetched sample's bytes for the worker, a batch's tensors for the
 engine. Their descriptors are sent over a second socket, each before the first frame that refers to it.
 
-The worker's end blocks (`BlockingChannel`); the engine's is an asyncio protocol (`EngineChannel`). A frame is a header,
-a table, the pickle, and the region of its buffers (see `pickling`) unless that is in a slab::
+The worker's end blocks (`BlockingChannel`); the engine's is read on its event loop (`EngineChannel`). A frame is a
+header, a table, the pickle, and the region of its buffers (see `pickling`) unless that is in a slab::
 
     ┌ header:   pickle size u32 · number of buffers u32 · region size u64 · slab u32 · number of returned slabs u32
     │           · first descriptor u32 · number of descriptors u32
@@ -23,23 +23,23 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from headrace._core.eventloop.waiting import wait_writable
 from headrace._core.transport.log_records import Record
-from headrace._core.transport.pickling import Message, dump_message, dump_plain, load_message
-from headrace._core.transport.slabs import Allocator, Arena, Mapper, Slab
+from headrace._core.transport.pickling import Message, dump_message, load_message
+from headrace._core.transport.slabs import ALIGNMENT, Allocator, Arena, Mapper, aligned
 
 _HEADER = struct.Struct("<IIQIIII")
 _EXTENT = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<I")
 _JOINED = 16 * 1024  # bytes; a larger pickle is a piece of its own, and is not copied
+_IOV_MAX = 512  # pieces for one sendmsg; the kernel's limit is 1,024
 _BUFFER_SIZE = 64 * 1024  # bytes; more than a region that goes without a slab, so that most frames come in one read
-_IOV_MAX = 512  # buffers for one sendmsg; the kernel's limit is 1,024
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,155 +93,156 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_fork)
 
 
-class _Frames:
-    """Messages to frames and back, for one end of a channel: to read, fill `buffer`, then call `advance`.
-
-    Small frames are read together, into one buffer. An incomplete part gets memory of its own, so that a large
-    region is read straight into the memory that its views will keep.
-    """
-
-    def __init__(self, descriptors: socket.socket) -> None:
-        self.allocator = Allocator(descriptors)
-        self.mapper = Mapper(descriptors)
-        self._shared = memoryview(bytearray(_BUFFER_SIZE))
-        self._memory = self._shared
-        self._start = self._filled = 0  # the range of received bytes that are not yet parsed
-        self._part, self._size = "header", _HEADER.size
-
-    def frame(self, packed: Message, slab: Slab | None) -> list[bytes | memoryview]:
-        """The pieces of a frame, in order, padding included; the region is copied into `slab` if there is one.
-
-        Raises:
-            OSError: the descriptors of the object cannot be sent; nothing of the frame may be sent.
-        """
-        if slab is not None:
-            memory = slab.memory
-            for offset, buffer, placed in zip(packed.offsets, packed.buffers, packed.placed, strict=True):
-                if not placed:
-                    memory[offset : offset + buffer.nbytes] = buffer
-            return self.preamble(packed, slab.number)
-        pieces = self.preamble(packed, 0)
-        if packed.size:
-            end = 0
-            # If an arena was used and did not suffice, its buffers' offsets are not in the order of the buffers.
-            for offset, buffer in sorted(
-                zip(packed.offsets, packed.buffers, strict=True), key=lambda extent: extent[0]
-            ):
-                if offset > end:
-                    pieces.append(bytes(offset - end))
-                pieces.append(buffer)
-                end = offset + buffer.nbytes
-            if packed.size > end:
-                pieces.append(bytes(packed.size - end))
-        return pieces
-
-    def preamble(self, packed: Message, number: int) -> list[bytes | memoryview]:
-        """A frame up to its region; all of it if the region is in slab `number`. Raises as `frame` does."""
-        count = len(packed.descriptors)
-        first = self.allocator.send_descriptors(packed.descriptors) if count else 0
-        returned = self.mapper.returned()
-        sizes = len(packed.pickled), len(packed.buffers), packed.size
-        head = [_HEADER.pack(*sizes, number, len(returned), first, count)]
-        for offset, buffer in zip(packed.offsets, packed.buffers, strict=True):
-            head.append(_EXTENT.pack(offset, buffer.nbytes))
-        head += map(_NUMBER.pack, returned)
-        if len(packed.pickled) <= _JOINED:
-            return [b"".join([*head, packed.pickled])]
-        return [b"".join(head), packed.pickled]
-
-    @property
-    def buffer(self) -> memoryview:
-        """Memory for the next bytes; never empty."""
-        return self._memory[self._filled :]
-
-    def advance(self, count: int) -> Iterator[Any]:
-        """Parse `count` more bytes; yields the objects they complete, or the errors of unpickling them."""
-        self._filled += count
-        while self._filled - self._start >= self._size:
-            part = self._taken()
-            if self._part == "header":
-                self._header = _HEADER.unpack(part)
-                pickled, buffers, region, slab, returned, _, _ = self._header
-                self._part = "body"
-                self._size = buffers * _EXTENT.size + returned * _NUMBER.size + pickled
-                self._in_band = 0 if slab else region
-            elif self._part == "body":
-                self._body = part
-                self._part, self._size = "region", self._in_band
-            else:
-                self._part, self._size = "header", _HEADER.size
-                try:
-                    obj = self._parse(self._body, part)
-                    if type(obj) is Record:
-                        obj.handle()
-                        continue
-                except BaseException as error:  # user code: __setstate__ of a user's class; or no memory for a slab
-                    obj = error
-                yield obj
-        if self._memory is self._shared:  # move an incomplete part to memory that has room for the rest of it
-            begun = self._memory[self._start : self._filled]
-            if self._part != "header":
-                self._memory = np.empty(self._size, dtype=np.uint8).data
-            elif self._start:
-                begun = memoryview(bytes(begun))  # it may overlap with where it goes
-            self._memory[: len(begun)] = begun
-            self._start, self._filled = 0, len(begun)
-
-    def _taken(self) -> memoryview:
-        """The part that is complete. A region is copied out of the shared buffer: its views outlive the next read."""
-        part = self._memory[self._start : self._start + self._size]
-        self._start += self._size
-        if self._memory is not self._shared:
-            self._memory, self._start, self._filled = self._shared, 0, 0
-        elif self._part == "region":
-            part, shared = np.empty(self._size, dtype=np.uint8).data, part  # numpy does not clear it
-            part[:] = shared
-        return part
-
-    def _parse(self, body: memoryview, region: memoryview) -> object:
-        """The object in a frame; `region` is used if there is no slab."""
-        _, buffers, size, slab, returned, first, count = self._header
-        table = buffers * _EXTENT.size
-        begin = table + returned * _NUMBER.size
-        if returned:
-            self.allocator.free(number for (number,) in _NUMBER.iter_unpack(body[table:begin]))
-        if slab:
-            region = self.mapper.view(slab, size)
-        views = [region[offset : offset + length] for offset, length in _EXTENT.iter_unpack(body[:table])]
-        descriptors = self.mapper.take_descriptors(first, count) if count else ()
-        return load_message(body[begin:], views, descriptors)
-
-
 class Disconnected(EOFError):
     """The other end of a channel is closed; no error of user code is one of these."""
 
 
-class BlockingChannel:
-    """The worker's end: `send` and `receive` block.
+class _Channel:
+    """Messages to frames and back, for one end of a channel.
+
+    Small frames are read together, into one buffer. An incomplete one gets memory of its own, so that a large region is
+    read straight into the memory that its views will keep.
 
     Attributes:
-        arena: memory for the next message, so that `send` need not copy it.
+        arena: memory for the next message, so that sending it need not copy it.
     """
 
     def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._socket = connection.frames
-        self._frames = _Frames(connection.descriptors)
-        self._arrived: deque[object] = deque()
+        self._allocator = Allocator(connection.descriptors)
+        self._mapper = Mapper(connection.descriptors)
+        self.arena = Arena(self._allocator)
+        self._arrived: deque[object] = deque()  # objects, or the errors of unpickling them
+        self._shared = memoryview(bytearray(_BUFFER_SIZE))
+        self._memory = self._shared
+        self._start = self._filled = 0  # the range of received bytes that are not yet parsed
+        self._header: tuple[int, ...] | None = None  # of the frame whose rest is read
+        self._size = _HEADER.size  # of the header, or the rest
+
+    def _frame(self, message: Message) -> list[memoryview]:
+        """The pieces of a frame, in order. Buffers are copied into a slab, except those that the arena has in its own.
+
+        Raises:
+            OSError: the descriptors of the object cannot be sent; nothing of the frame may be sent.
+        """
+        if not message.buffers:
+            return self._preamble(message, 0, (), 0)
+        arena, end = self.arena, self.arena.used
+        offsets, missing = [], []
+        for buffer in message.buffers:
+            if (offset := arena.offset_of(buffer)) is None:
+                offset, end = end, end + aligned(buffer.nbytes)
+                missing.append((offset, buffer))
+            offsets.append(offset)
+        slab = arena.finish(end)
+        if slab is None:  # nothing was allocated in the arena, or more than it holds
+            missing = list(zip(offsets, message.buffers, strict=True))
+            slab = self._allocator.allocate(end)
+        memory = np.empty(end, dtype=np.uint8).data if slab is None else slab.memory
+        for offset, buffer in missing:
+            memory[offset : offset + buffer.nbytes] = buffer
+        if slab is not None:
+            return self._preamble(message, slab.number, offsets, end)
+        return [*self._preamble(message, 0, offsets, end), memory]
+
+    def _preamble(self, message: Message, slab: int, offsets: Sequence[int], size: int) -> list[memoryview]:
+        """A frame up to its region; all of it if the region is in slab number `slab`. Raises as `_frame` does."""
+        count = len(message.descriptors)
+        first = self._allocator.send_descriptors(message.descriptors) if count else 0
+        returned = self._mapper.returned()
+        sizes = len(message.pickled), len(message.buffers), size
+        head = [_HEADER.pack(*sizes, slab, len(returned), first, count)]
+        for offset, buffer in zip(offsets, message.buffers, strict=True):
+            head.append(_EXTENT.pack(offset, buffer.nbytes))
+        head += map(_NUMBER.pack, returned)
+        if len(message.pickled) <= _JOINED:
+            return [memoryview(b"".join([*head, message.pickled]))]
+        return [memoryview(b"".join(head)), memoryview(message.pickled)]
+
+    def _write(self, pieces: list[memoryview]) -> None:
+        """Send pieces, and remove from the list what is sent; BlockingIOError if the socket does not take all."""
+        while pieces:
+            sent = self._socket.sendmsg(pieces[:_IOV_MAX])
+            while pieces and sent >= len(pieces[0]):
+                sent -= len(pieces.pop(0))
+            if sent:
+                pieces[0] = pieces[0][sent:]
+
+    def _read(self, flags: int = 0) -> bool:
+        """Read once, and parse; returns whether there may be more. Raises `Disconnected`."""
+        buffer = self._memory[self._filled :]
+        try:
+            count = self._socket.recv_into(buffer, 0, flags)
+        except ConnectionResetError:
+            count = 0
+        if not count:
+            raise Disconnected("the other end has closed the channel")
+        self._filled += count
+        while self._filled - self._start >= self._size:
+            part = self._memory[self._start : self._start + self._size]
+            self._start += self._size
+            if (header := self._header) is None:
+                self._header = _HEADER.unpack(part)
+                pickled, buffers, size, slab, returned, _, _ = self._header
+                self._region = buffers * _EXTENT.size + returned * _NUMBER.size + pickled  # where it begins
+                self._size = self._region + (0 if slab else size)
+            else:
+                self._header, self._size = None, _HEADER.size
+                region = part[self._region :]
+                if self._memory is not self._shared:
+                    self._memory, self._start, self._filled = self._shared, 0, 0
+                elif region:  # its views outlive the next read; numpy does not clear it
+                    region, shared = np.empty(len(region), dtype=np.uint8).data, region
+                    region[:] = shared
+                self._load(header, part[: self._region], region)
+        if self._memory is self._shared:  # move an incomplete part to memory that has room for the rest of it
+            begun = self._memory[self._start : self._filled]
+            if self._header is not None:
+                padding = -self._region % ALIGNMENT
+                self._memory = np.empty(padding + self._size, dtype=np.uint8).data[padding:]
+            elif self._start:
+                begun = memoryview(bytes(begun))  # it may overlap with where it goes
+            self._memory[: len(begun)] = begun
+            self._start, self._filled = 0, len(begun)
+        return count == len(buffer)
+
+    def _load(self, header: tuple[int, ...], body: memoryview, region: memoryview) -> None:
+        """Unpickle the object in a frame; `region` is used if there is no slab."""
+        _, buffers, size, slab, returned, first, count = header
+        table = buffers * _EXTENT.size
+        begin = table + returned * _NUMBER.size
+        if returned:
+            self._allocator.free(number for (number,) in _NUMBER.iter_unpack(body[table:begin]))
+        try:
+            if slab:
+                region = self._mapper.view(slab, size)
+            views = [region[offset : offset + length] for offset, length in _EXTENT.iter_unpack(body[:table])]
+            descriptors = self._mapper.take_descriptors(first, count) if count else ()
+            obj = load_message(body[begin:], views, descriptors)
+            if type(obj) is Record:
+                obj.handle()
+            else:
+                self._arrived.append(obj)
+        except BaseException as error:  # user code: __setstate__ of a user's class; or no memory for a slab
+            self._arrived.append(error)
+
+
+class BlockingChannel(_Channel):
+    """The worker's end: `send` and `receive` block."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
         self._sending = threading.Lock()
         self._between: deque[object] = deque()  # small messages of any thread
-        self.arena = Arena(self._frames.allocator)
 
     def send(self, obj: object, *, plain: bool = False) -> None:
         """Pickle and send `obj`; errors of pickling are raised before anything is sent."""
-        self.send_message(dump_message(obj, self.arena, plain=plain))
+        self.send_message(dump_message(obj, plain=plain))
 
-    def send_message(self, packed: Message) -> None:
-        slab = self.arena.finish(packed.size) if packed.size else None
-        if slab is None:  # nothing was allocated in the arena, or more than it holds
-            packed.placed[:] = [False] * len(packed.placed)
-            slab = self._frames.allocator.allocate(packed.size)
+    def send_message(self, message: Message) -> None:
         with self._sending:
-            self._send_frame(packed, slab)
+            self._send_whole(message)
         self.arena.abandon()
         if self._between:
             self._send_those_between()
@@ -258,43 +259,29 @@ class BlockingChannel:
         while self._between and self._sending.acquire(blocking=False):
             try:
                 while self._between:
-                    self._send_frame(dump_plain(self._between.popleft()), None)
+                    self._send_whole(dump_message(self._between.popleft(), plain=True))
             except OSError:  # the other end has ended
                 self._between.clear()
             finally:
                 self._sending.release()
 
-    def _send_frame(self, packed: Message, slab: Slab | None) -> None:
+    def _send_whole(self, message: Message) -> None:
         try:
-            pieces = [memoryview(piece).cast("B") for piece in self._frames.frame(packed, slab)]
-            for first in range(0, len(pieces), _IOV_MAX):
-                self._send_all(pieces[first : first + _IOV_MAX])
+            pieces = self._frame(message)
+            while pieces:
+                try:
+                    self._write(pieces)
+                except BlockingIOError:  # a wait on uvloop's loop has made the descriptor non-blocking
+                    wait_writable(self._socket)
         except BaseException:  # Ctrl-C, say: the other end must not take later messages for the rest of this one
             with contextlib.suppress(OSError):  # it has closed the connection
                 self._socket.shutdown(socket.SHUT_WR)
             raise
 
-    def _send_all(self, pieces: list[memoryview]) -> None:
-        while pieces:
-            try:
-                sent = self._socket.sendmsg(pieces)
-            except BlockingIOError:  # full; a wait on uvloop's loop has made the descriptor non-blocking
-                wait_writable(self._socket)
-                continue
-            while pieces and sent >= len(pieces[0]):
-                sent -= len(pieces.pop(0))
-            if sent:
-                pieces[0] = pieces[0][sent:]
-
     def receive(self) -> Any:
-        """The next object.
-
-        Raises:
-            Disconnected: the other end has closed the channel.
-            Exception: the error of unpickling it.
-        """
+        """The next object; raises `Disconnected`, or the error of unpickling it."""
         while not self._arrived:
-            self._read(0)
+            self._read()
         obj = self._arrived.popleft()
         if isinstance(obj, BaseException):
             raise obj
@@ -311,90 +298,85 @@ class BlockingChannel:
             while self._arrived:  # before the next read, which may find the end
                 yield self._arrived.popleft()
 
-    def _read(self, flags: int) -> bool:
-        """Read once; returns whether there may be more."""
-        buffer = self._frames.buffer
-        try:
-            count = self._socket.recv_into(buffer, 0, flags)
-        except ConnectionResetError:
-            count = 0
-        if not count:
-            raise Disconnected("the other end has closed the channel")
-        self._arrived.extend(self._frames.advance(count))
-        return count == len(buffer)
-
     def close(self) -> None:
         """Close the channel; the socket for descriptors stays open while received slabs are in use."""
         self._socket.close()
-        self._frames.mapper.close()
+        self._mapper.close()
 
 
-class EngineChannel(asyncio.BufferedProtocol):
-    """The engine's end; owns the connection once connected.
+class EngineChannel(_Channel):
+    """The engine's end, on the running event loop; owns the connection.
 
     Args:
-        on_object: called on the loop with each object that arrives, or with the error of unpickling it.
-        on_lost: called once, when the other end closes or after `close`.
+        on_object: called with each object that arrives, or with the error of unpickling it.
+        on_lost: called once, when the other end closes or by `close`.
     """
 
     def __init__(
         self, connection: Connection, on_object: Callable[[object], None], on_lost: Callable[[], None]
     ) -> None:
+        super().__init__(connection)
         connection.keep_from_forks()
-        self._connection = connection
-        self._frames = _Frames(connection.descriptors)
+        self._socket.setblocking(False)
         self._on_object = on_object
         self._on_lost = on_lost
-        self._transport: asyncio.Transport | None = None
+        self._unsent: list[memoryview] = []
+        self._closed = False
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket, self._on_readable)
 
-    async def connect(self) -> None:
-        """Connect on the running loop."""
-        self._connection.frames.setblocking(False)
-        loop = asyncio.get_running_loop()
-        await loop.create_unix_connection(lambda: self, sock=self._connection.frames)
-
-    def send(self, packed: Message) -> None:
-        """Send a message; the transport buffers what the worker has not yet read."""
-        assert self._transport is not None
-        if self._transport.is_closing():
+    def send(self, message: Message) -> None:
+        """Send a message; what the other end has not room for is kept here."""
+        if self._closed:
             return
-        allocator = self._frames.allocator
-        forwarded = allocator.forward(packed.buffers) if packed.size else None
-        if forwarded is None:
-            frame = self._frames.frame(packed, allocator.allocate(packed.size))
-        else:
-            number, offsets = forwarded
-            ends = (offset + buffer.nbytes for offset, buffer in zip(offsets, packed.buffers, strict=True))
-            frame = self._frames.preamble(packed._replace(offsets=offsets, size=max(ends)), number)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # of its descriptors: the worker has ended
-            self._transport.writelines(frame)
+        forwarded = self._allocator.forward(message.buffers) if message.buffers else None
+        frame = self._frame(message) if forwarded is None else self._preamble(message, *forwarded)
+        waits = bool(self._unsent)
+        self._unsent += frame
+        if not waits and not self._sent_all():
+            self._loop.add_writer(self._socket, self._on_writable)
+
+    def _sent_all(self) -> bool:
+        try:
+            self._write(self._unsent)
+        except BlockingIOError:
+            return False
+        except OSError:  # the other end has ended, which is read after the objects that it has sent
+            self._unsent.clear()
+        return True
+
+    def _on_writable(self) -> None:
+        if self._sent_all():
+            self._loop.remove_writer(self._socket)
+
+    def _on_readable(self) -> None:
+        try:
+            self._read()
+        except BlockingIOError:
+            return
+        except Disconnected:
+            self.close()
+        while self._arrived:
+            self._on_object(self._arrived.popleft())
 
     def close(self) -> None:
-        """Close the connection; a waiting worker sees the end and exits."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    # asyncio's protocol interface, called by the loop.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not subclasses of asyncio's
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._frames.allocator.has_forwarded:
+        """Close the connection: a waiting worker sees the end, and exits. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_writer(self._socket)
+        self._loop.remove_reader(self._socket)
+        self._unsent.clear()
+        self._socket.close()
+        descriptors = self._connection.descriptors
+        if self._allocator.kept:
             # The other end may still use slabs of a third process. It closes its socket when it no longer does.
-            asyncio.get_running_loop().add_reader(self._connection.descriptors, self._on_views_collected)
+            self._loop.add_reader(descriptors, self._on_views_collected)
         else:
-            self._connection.descriptors.close()
+            descriptors.close()
         self._on_lost()
 
     def _on_views_collected(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._connection.descriptors)
+        self._loop.remove_reader(self._connection.descriptors)
         self._connection.descriptors.close()
-        self._frames.allocator.release()
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._frames.buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
-        for obj in self._frames.advance(nbytes):
-            self._on_object(obj)
+        self._allocator.kept.clear()

@@ -48,7 +48,7 @@ _unsent: deque[Record] = deque(maxlen=_MOST_UNSENT)
 def send_records_by(outlet: Callable[[Record], object]) -> None:
     """Send records by `outlet` from now on; called on any thread."""
     _outlets.append(outlet)
-    _send_all()
+    _send()
 
 
 def send_no_more_by(outlet: Callable[[Record], object]) -> None:
@@ -57,12 +57,8 @@ def send_no_more_by(outlet: Callable[[Record], object]) -> None:
         _outlets.remove(outlet)
 
 
-def _send(record: Record) -> None:
-    _unsent.append(record)
-    _send_all()
-
-
-def _send_all() -> None:
+def _send(*records: Record) -> None:
+    _unsent.extend(records)
     with contextlib.suppress(IndexError):  # another thread was faster
         while _outlets and _unsent:
             _outlets[-1](_unsent.popleft())
@@ -92,23 +88,17 @@ class _Forwarding(logging.Handler):
         self._worker = worker
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            _send(Record(_picklable(record, self._worker)))
+        try:  # the message is composed and the traceback formatted here, since they may hold any object
+            attributes = {**record.__dict__, "msg": record.getMessage(), "args": None, "worker": self._worker}
+            if record.exc_info and not record.exc_text:
+                attributes["exc_text"] = logging.Formatter().formatException(record.exc_info)
+            attributes["exc_info"] = None
+            try:
+                pickled = pickle.dumps(logging.makeLogRecord(attributes))
+            except Exception:  # values of `extra=`
+                for name, value in attributes.items():
+                    attributes[name] = value if isinstance(value, str | int | float | None) else repr(value)
+                pickled = pickle.dumps(logging.makeLogRecord(attributes))
+            _send(Record(pickled))
         except Exception:  # as in logging's own handlers: a record must not end user code
             self.handleError(record)
-
-
-def _picklable(record: logging.LogRecord, worker: int | None) -> bytes:
-    """The pickled record, its message composed and its traceback formatted, since they may hold any object."""
-    attributes = {**record.__dict__, "msg": record.getMessage(), "args": None, "worker": worker}
-    if record.exc_info and not record.exc_text:
-        attributes["exc_text"] = logging.Formatter().formatException(record.exc_info)
-    attributes["exc_info"] = None
-    try:
-        return pickle.dumps(logging.makeLogRecord(attributes))
-    except Exception:  # values of `extra=`
-        plain = {
-            name: value if isinstance(value, str | int | float | None) else repr(value)
-            for name, value in attributes.items()
-        }
-        return pickle.dumps(logging.makeLogRecord(plain))

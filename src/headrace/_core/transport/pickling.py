@@ -9,15 +9,16 @@ class after the way to a worker and back.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import io
 import math
+import operator
 import pickle
 import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import cloudpickle
@@ -27,7 +28,7 @@ import torch
 from headrace._core.descriptors import Descriptor, received, received_descriptor
 from headrace._core.text import set_cause
 from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
-from headrace._core.transport.slabs import SMALL, Arena, aligned
+from headrace._core.transport.slabs import SMALL, aligned
 from headrace.errors import RemoteError
 
 if TYPE_CHECKING:
@@ -37,31 +38,24 @@ E = TypeVar("E", bound=BaseException)
 
 
 class Message(NamedTuple):
-    """A pickled object, its buffers not yet copied to their region.
+    """A pickled object; its buffers are referred to, not copied.
 
     Attributes:
         pickled: the pickle, without the buffers.
         buffers: flat byte views, in the order in which the pickle refers to them.
-        offsets: where each buffer starts in the region, in bytes.
-        placed: for each buffer, whether it is in its place already, in the arena's slab.
-        size: the region's size in bytes.
         descriptors: the file descriptors that the pickle refers to.
     """
 
     pickled: bytes
     buffers: list[memoryview]
-    offsets: list[int]
-    placed: list[bool]
-    size: int
     descriptors: Sequence[Descriptor] = ()
 
 
-def dump_message(obj: object, arena: Arena | None = None, *, plain: bool = False) -> Message:
-    """Pickle `obj`; its large buffers are referred to, not copied.
+def dump_message(obj: object, *, plain: bool = False) -> Message:
+    """Pickle `obj`.
 
     Args:
         obj: anything that can be pickled.
-        arena: memory in which some of the buffers may be already; they keep their places, the others follow.
         plain: whether no tensors and no classes of `__main__` are looked for in it, which takes ten times as long.
 
     Raises:
@@ -73,15 +67,7 @@ def dump_message(obj: object, arena: Arena | None = None, *, plain: bool = False
         pickled = pickle.dumps(obj, protocol=5, buffer_callback=found.append)
     else:
         pickled = dump_parts(obj, found.append, descriptors)
-    buffers = [buffer.raw() for buffer in found]
-    offsets, placed, end = [], [], arena.used if arena is not None else 0
-    for buffer in buffers:
-        place = arena.offset_of(buffer) if arena is not None else None
-        placed.append(place is not None)
-        offsets.append(end if place is None else place)
-        if place is None:
-            end += aligned(buffer.nbytes)
-    return Message(pickled, buffers, offsets, placed, end, descriptors)
+    return Message(pickled, [buffer.raw() for buffer in found], descriptors)
 
 
 def out_of_band(view: memoryview) -> pickle.PickleBuffer:
@@ -93,11 +79,6 @@ def out_of_band(view: memoryview) -> pickle.PickleBuffer:
     dense = view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
     array: Any = np.frombuffer(dense, dtype=np.uint8) if len(dense) else b""
     return pickle.PickleBuffer(array)
-
-
-def dump_plain(obj: object) -> Message:
-    """Pickle an object of our own classes and plain values: tensors and classes of `__main__` are not looked for."""
-    return Message(pickle.dumps(obj, protocol=5), [], [], [], 0)
 
 
 def load_message(
@@ -127,11 +108,11 @@ def picklable_error(error: E) -> E | RemoteError:
         set_cause(error, cause)
         if _survives(error):
             return error
-    try:
+    with contextlib.suppress(BaseException):  # user code: __str__, __setstate__
         reduced = without_unpicklable_parts(error, _survives)
-    except BaseException:  # user code: __str__, __setstate__
-        return _substitute(error)
-    return reduced if type(reduced) is type(error) and _survives(reduced) else _substitute(error)
+        if type(reduced) is type(error) and _survives(reduced):
+            return reduced
+    return RemoteError(type_name=f"{type(error).__module__}.{type(error).__qualname__}", message=_message(error))
 
 
 def _survives(obj: object) -> bool:
@@ -143,34 +124,11 @@ def _survives(obj: object) -> bool:
     return True
 
 
-def _substitute(error: BaseException) -> RemoteError:
-    name = f"{type(error).__module__}.{type(error).__qualname__}"
-    return RemoteError(type_name=name, message=_message(error))
-
-
 def _message(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as broken:
         return f"<str() of it raised {type(broken).__name__}>"
-
-
-def _reduce_specially(obj: object, descriptors: list[Descriptor], packer: TensorPacker | None) -> object:
-    if type(obj) is torch.Tensor:
-        return (packer and packer.add(obj)) or _reduce_tensor(obj)
-    if type(obj) is memoryview:
-        return _reduce_memoryview(obj)
-    if type(obj) is np.ndarray and not obj.flags.writeable:
-        return _reduce_read_only(obj)
-    # obstore is not imported here: 4 ms, for which a program without a store need not wait.
-    if type(obj) is getattr(sys.modules.get("obstore"), "Bytes", None):
-        return _restore_store_bytes, (out_of_band(memoryview(cast("obstore.Bytes", obj))),)
-    if isinstance(obj, BaseException):
-        return reduce_exception(obj)
-    if type(obj) is Descriptor:
-        descriptors.append(obj)
-        return received_descriptor, (len(descriptors) - 1,)
-    return NotImplemented
 
 
 _CLOUDPICKLES = cloudpickle.Pickler._dispatch_table
@@ -190,20 +148,17 @@ def _is_known(obj: type | types.FunctionType) -> bool:
         return False
     if module.startswith("headrace."):
         return "<" not in obj.__qualname__
-    return _has_receivers_main and _found(sys.modules.get(module), obj.__qualname__) is obj
-
-
-def _found(found: object, path: str) -> object:
-    for name in path.split("."):
+    found: object = sys.modules.get(module)
+    for name in obj.__qualname__.split(".") if _has_receivers_main else ():
         found = getattr(found, name, None)
-    return found
+    return found is obj
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with tensors and byte buffers out of band, and with the causes of exceptions."""
 
-    descriptors: list[Descriptor]
-    packer: TensorPacker | None
+    descriptors: list[Descriptor]  # those that were met
+    small: SmallTensors | None  # takes the small tensors; None to send each by itself
 
     @property
     def dispatch_table(self) -> dict[type, Any]:
@@ -211,24 +166,37 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return copyreg.dispatch_table | _CLOUDPICKLES  # type: ignore[no-any-return]
 
     def reducer_override(self, obj: object) -> object:
-        reduced = _reduce_specially(obj, self.descriptors, self.packer)
-        if reduced is NotImplemented and isinstance(obj, type | types.FunctionType) and not _is_known(obj):
-            reduced = super().reducer_override(obj)
-        return reduced
+        if type(obj) is torch.Tensor:
+            return (self.small and self.small.add(obj)) or _reduce_tensor(obj)
+        if type(obj) is memoryview:
+            return _restore_memoryview, (out_of_band(obj), obj.format, obj.shape)
+        if type(obj) is np.ndarray and not obj.flags.writeable:
+            return _reduce_read_only(obj)
+        # obstore is not imported here: 4 ms, for which a program without a store need not wait.
+        if type(obj) is getattr(sys.modules.get("obstore"), "Bytes", None):
+            return _restore_store_bytes, (out_of_band(memoryview(cast("obstore.Bytes", obj))),)
+        if isinstance(obj, BaseException):
+            return reduce_exception(obj)
+        if type(obj) is Descriptor:
+            self.descriptors.append(obj)
+            return received_descriptor, (len(self.descriptors) - 1,)
+        if isinstance(obj, type | types.FunctionType) and not _is_known(obj):
+            return super().reducer_override(obj)
+        return NotImplemented
 
 
 def dump_parts(
     obj: object,
     buffer_callback: Callable[[pickle.PickleBuffer], object],
     descriptors: list[Descriptor],
-    packer: TensorPacker | None = None,
+    small: SmallTensors | None = None,
     pickler: type[Pickler] = Pickler,
 ) -> bytes:
     """The pickle of `obj`; its buffers are given to `buffer_callback`, its descriptors appended to `descriptors`."""
     stream = io.BytesIO()
     pickling = pickler(stream, protocol=5, buffer_callback=buffer_callback)
     pickling.descriptors = descriptors
-    pickling.packer = packer
+    pickling.small = small
     pickling.dump(obj)
     return stream.getvalue()
 
@@ -286,10 +254,6 @@ def _restore_tensor(
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def _reduce_memoryview(view: memoryview) -> object:
-    return _restore_memoryview, (out_of_band(view), view.format, view.shape)
-
-
 def _restore_memoryview(buffer: bytes | memoryview, item_format: str, shape: tuple[int, ...]) -> memoryview:
     if item_format == "B" and len(shape) == 1:
         return memoryview(buffer).toreadonly()
@@ -315,28 +279,24 @@ NUMPY_DTYPES = {
     torch.float64: np.dtype(np.float64),
 }
 
-Layout = tuple[list[int], list[tuple[str, tuple[int, ...], int, int]]]
-"""For each buffer that the pickle takes its number among the groups, from 1, or 0 for a buffer that is not packed; and
-of each group the dtype, the shape, the number of tensors and the offset of the first, in bytes."""
 
+class SmallTensors:
+    """The small tensors that a pickler meets, in one buffer: those of a dtype and shape one after the other.
 
-@dataclass(slots=True, eq=False)
-class _Group:
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    # Writable: in the place of a buffer that is not, an unpickler takes no tensor.
-    mark: pickle.PickleBuffer = field(default_factory=lambda: pickle.PickleBuffer(bytearray()))
+    Each in a buffer of its own would take twice as long.
 
-
-class TensorPacker:
-    """Collects the small tensors that a pickler meets."""
+    Attributes:
+        mark: stands for the buffer, which is made last.
+    """
 
     def __init__(self) -> None:
+        # Writable: in place of a buffer that is not, an unpickler makes a read-only view.
+        self.mark = pickle.PickleBuffer(bytearray())
+        self._table = _Table(self.mark)
         self._groups: dict[tuple[torch.dtype, torch.Size], _Group | None] = {}
 
     def add(self, tensor: torch.Tensor) -> tuple[object, ...] | None:
-        """The tensor as pickled: the next one of a group, for which a mark stands; None if it is not packed."""
+        """The tensor as pickled: the next one of its group; None if it is sent by itself."""
         if (
             tensor.is_nested
             or tensor.layout is not torch.strided
@@ -349,87 +309,92 @@ class TensorPacker:
         try:
             group = self._groups[key]
         except KeyError:
-            dtype = NUMPY_DTYPES.get(tensor.dtype)
-            fits = 0 < tensor.nbytes <= SMALL
-            group = self._groups[key] = _Group(dtype, tuple(tensor.shape)) if dtype is not None and fits else None
+            fits = tensor.dtype in NUMPY_DTYPES and 0 < tensor.nbytes <= SMALL
+            group = self._groups[key] = _Group(self._table, len(self._groups)) if fits else None
         if group is None:
             return None
         group.tensors.append(tensor)
-        return next, (group.mark,)
+        return next, (group,)
 
-    def pack(self, found: list[pickle.PickleBuffer]) -> tuple[list[memoryview], Layout | None]:
-        """The buffers of a pickle, that of the packed tensors last, and its layout; None if there are none.
-
-        Args:
-            found: the buffers and the marks, in the order of the pickle.
-        """
-        groups = [group for group in self._groups.values() if group is not None]
-        if not groups:
-            return [buffer.raw() for buffer in found], None
-        numbers = {id(group.mark): number for number, group in enumerate(groups, 1)}
-        slots = [numbers.get(id(buffer), 0) for buffer in found]
-        buffers = [buffer.raw() for buffer, slot in zip(found, slots, strict=True) if not slot]
-        places, end = [], 0
-        for group in groups:
-            places.append((group.dtype.str, group.shape, len(group.tensors), end))
+    def stacked(self) -> memoryview:
+        """The buffer: the tensors, and at its end where those of each group are."""
+        places: dict[int, tuple[str, tuple[int, ...], int]] = {}
+        end = 0
+        groups = [(NUMPY_DTYPES[dtype], shape, group) for (dtype, shape), group in self._groups.items() if group]
+        for dtype, shape, group in groups:
+            places[group.number] = dtype.str, (len(group.tensors), *shape), end
             end = aligned(end + len(group.tensors) * group.tensors[0].nbytes)
-        region = np.empty(end, np.uint8)
-        for group, (_, shape, count, offset) in zip(groups, places, strict=True):
-            rows: np.ndarray[Any, Any] = np.ndarray((count, *shape), group.dtype, region, offset)
-            torch.stack(group.tensors, out=torch.from_numpy(rows))
-        return [*buffers, region.data], (slots, places)
+        table = pickle.dumps(places, protocol=5)
+        buffer = bytearray(end + len(table) + _SIZE)
+        for dtype, _, group in groups:
+            _, rows, offset = places[group.number]
+            torch.stack(group.tensors, out=torch.from_numpy(np.ndarray(rows, dtype, buffer, offset)))
+        buffer[end:] = table + len(table).to_bytes(_SIZE, "little")
+        return memoryview(buffer)
 
 
-def unpacked(buffers: Sequence[memoryview], layout: Layout) -> Iterator[memoryview | Iterator[torch.Tensor]]:
-    """What the pickle takes in place of each buffer: the buffer itself, or for a mark the tensors of its group."""
-    slots, places = layout
-    own, groups = iter(buffers[:-1]), [_tensors(buffers[-1], *place) for place in places]
-    return (groups[slot - 1] if slot else next(own) for slot in slots)
+_SIZE = 4  # bytes that hold the size of the table of groups
 
 
-def _tensors(region: memoryview, dtype: str, shape: tuple[int, ...], count: int, offset: int) -> Iterator[torch.Tensor]:
-    rows: Any = np.ndarray((count, *shape), dtype, region, offset)
-    tensor_of: Callable[[Any], torch.Tensor] = torch.from_numpy
-    return map(tensor_of, rows if shape else (rows[number, ...] for number in range(count)))
+class _Table:
+    """In a pickle, the iterators of all groups."""
+
+    def __init__(self, mark: pickle.PickleBuffer) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unstacked, (self._mark,)
+
+
+class _Group:
+    """The tensors of one dtype and shape; in a pickle, an iterator over them."""
+
+    def __init__(self, table: _Table, number: int) -> None:
+        self._table = table
+        self.number = number
+        self.tensors: list[torch.Tensor] = []
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return operator.getitem, (self._table, self.number)
+
+
+def _unstacked(buffer: memoryview) -> dict[int, Iterator[torch.Tensor]]:
+    size = int.from_bytes(buffer[-_SIZE:], "little")
+    groups: dict[int, Iterator[torch.Tensor]] = {}
+    for number, (dtype, shape, offset) in pickle.loads(buffer[-_SIZE - size : -_SIZE]).items():
+        rows: Any = np.ndarray(shape, dtype, buffer, offset)
+        tensor_of: Callable[[Any], torch.Tensor] = torch.from_numpy
+        groups[number] = map(tensor_of, rows if rows.ndim > 1 else [rows[row, ...] for row in range(len(rows))])
+    return groups
 
 
 class PickledPayload:
-    """A pickled object that other processes forward without running the classes in it.
+    """A pickled object, and the buffers it refers to; other processes forward it without running the classes in it."""
 
-    Args:
-        pickled: the pickle.
-        layout: of the packed tensors, which are in the last buffer; None if there are none.
-        buffers: what the pickle refers to.
-    """
+    __slots__ = ("buffers", "pickled")
 
-    __slots__ = ("buffers", "layout", "pickled")
-
-    def __init__(self, pickled: bytes, layout: Layout | None, *buffers: memoryview) -> None:
+    def __init__(self, pickled: bytes, *buffers: memoryview) -> None:
         self.pickled = pickled
-        self.layout = layout
         self.buffers = buffers
 
     @classmethod
     def dumps(cls, obj: object, *, copied: bool = False) -> PickledPayload:
         """Pickle `obj`, its large buffers copied if `copied`, else referred to; errors of pickling are raised."""
         found: list[pickle.PickleBuffer] = []
-        packer = TensorPacker()
-        pickled = dump_parts(obj, found.append, [], packer)
-        buffers, layout = packer.pack(found)
+        small = SmallTensors()
+        pickled = dump_parts(obj, found.append, [], small)
+        buffers = [small.stacked() if buffer is small.mark else buffer.raw() for buffer in found]
         if copied:
-            buffers = [
-                np.frombuffer(buffer, dtype=np.uint8).copy().data if buffer.nbytes else buffer for buffer in buffers
-            ]
-        return cls(pickled, layout, *buffers)
+            buffers = [memoryview(bytearray(buffer)) if buffer.nbytes else buffer for buffer in buffers]
+        return cls(pickled, *buffers)
 
     def loads(self) -> object:
         """The object, its tensors and arrays views of the buffers."""
-        buffers = self.buffers if self.layout is None else unpacked(self.buffers, self.layout)
-        return pickle.loads(self.pickled, buffers=buffers)  # any objects, to pickle
+        return pickle.loads(self.pickled, buffers=self.buffers)  # any objects, to pickle
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restore_payload, (self.pickled, self.layout, *map(out_of_band, self.buffers))
+        return _restore_payload, (self.pickled, *map(out_of_band, self.buffers))
 
 
-def _restore_payload(pickled: bytes, layout: Layout | None, *buffers: bytes | memoryview) -> PickledPayload:
-    return PickledPayload(pickled, layout, *(memoryview(buffer) for buffer in buffers))
+def _restore_payload(pickled: bytes, *buffers: bytes | memoryview) -> PickledPayload:
+    return PickledPayload(pickled, *(memoryview(buffer) for buffer in buffers))

@@ -70,16 +70,7 @@ class SharedPickle:
 
     @classmethod
     def dumps(cls, obj: object, previous: SharedPickle | None = None) -> SharedPickle:
-        """Pickle `obj`.
-
-        Args:
-            obj: anything that can be pickled by value.
-            previous: the result of an earlier call, returned if nothing has changed. 6 GB are compared in a second.
-
-        Raises:
-            OSError: there is no memory, or no descriptor, for the large buffers.
-            Exception: `obj` cannot be pickled.
-        """
+        """Pickle `obj`; `previous` is returned if nothing has changed since. 6 GB are compared in a second."""
         large: list[memoryview] = []
         descriptors: list[Descriptor] = []
 
@@ -134,7 +125,11 @@ def _in_new_memory(views: Sequence[memoryview]) -> tuple[Descriptor | None, tupl
     """Copy buffers into new shared memory, and seal it against writing; also returns where each lies."""
     if not views:
         return None, ()
-    memory = _shared_memory()
+    if hasattr(os, "memfd_create"):
+        memory = Descriptor(os.memfd_create("headrace-functions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    else:  # macOS
+        with tempfile.TemporaryFile() as file:
+            memory = Descriptor.duplicate(file.fileno())
     extents, end = [], 0
     for view in views:
         extents.append((end, view.nbytes))
@@ -148,13 +143,6 @@ def _in_new_memory(views: Sequence[memoryview]) -> tuple[Descriptor | None, tupl
     return memory, tuple(extents)
 
 
-def _shared_memory() -> Descriptor:
-    if hasattr(os, "memfd_create"):
-        return Descriptor(os.memfd_create("headrace-functions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-    with tempfile.TemporaryFile() as file:  # macOS
-        return Descriptor.duplicate(file.fileno())
-
-
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -165,20 +153,21 @@ class SharingPickler(Pickler):
     def reducer_override(self, obj: object) -> object:
         if (reduced := reduce_unentered(obj, 5)) is not NotImplemented:
             return reduced
-        if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
-            if not _in_shared_memory(obj):
-                return super().reducer_override(obj)
+        if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage) and _in_shared_memory(obj):
             if isinstance(obj, torch.UntypedStorage) and get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
                 # Torch's own reducer counts on each pickle being loaded once; here several processes load it, or none.
                 return open_shared_file, share_by_file(obj)
-        elif type(obj) in _LEFT_TO_CLOUDPICKLE:
+        elif isinstance(obj, _LEFT_TO_CLOUDPICKLE):
             return super().reducer_override(obj)
         reduce = ForkingPickler._extra_reducers.get(type(obj))  # type: ignore[attr-defined]
         return super().reducer_override(obj) if reduce is None else reduce(obj)
 
 
-# ForkingPickler's reducers for these serve old versions of Python.
-_LEFT_TO_CLOUDPICKLE = {types.MethodType, functools.partial, type(list.append), type(int.__add__)}
+# ForkingPickler's reducers for these serve old versions of Python, or share the memory.
+_LEFT_TO_CLOUDPICKLE = (
+    *(types.MethodType, functools.partial, type(list.append), type(int.__add__)),
+    *(torch.Tensor, torch.UntypedStorage, torch.TypedStorage),
+)
 
 
 def _in_shared_memory(obj: torch.Tensor | torch.UntypedStorage | torch.TypedStorage) -> bool:
@@ -192,11 +181,7 @@ def _in_shared_memory(obj: torch.Tensor | torch.UntypedStorage | torch.TypedStor
 
 
 def dump_shared(obj: object, buffer_callback: Callable[[PickleBuffer], object], descriptors: list[Descriptor]) -> bytes:
-    """The pickle of `obj`, its buffers given to `buffer_callback`, its descriptors appended to `descriptors`.
-
-    Raises:
-        Exception: `obj` cannot be pickled.
-    """
+    """As `dump_parts`, for a process that shares what `multiprocessing` shares."""
     before = context.get_spawning_popen()
     context.set_spawning_popen(_Spawning())  # type: ignore[arg-type]
     try:

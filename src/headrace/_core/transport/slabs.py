@@ -70,21 +70,14 @@ def address_of(buffer: memoryview) -> int:
 class Slab:
     """A slab mapped here, readable and writable, until this and the last view of it are collected.
 
-    It keeps no descriptor open, unlike `mmap.mmap` before Python 3.13.
-
-    Args:
-        number: its name for both ends; from 1.
-        descriptor: of the memory; may be closed afterwards.
-        size: in bytes.
+    It keeps no descriptor open, unlike `mmap.mmap` before Python 3.13. Raises OSError if it cannot be mapped.
 
     Attributes:
+        number: its name for both ends; from 1.
         memory: all of it, as bytes.
         address: its first byte in this process.
         descriptor: owned, if a received slab may be forwarded to a third process; else None.
         last_use: the number of the last allocation that returned it.
-
-    Raises:
-        OSError: it cannot be mapped.
     """
 
     __slots__ = ("__weakref__", "address", "descriptor", "last_use", "memory", "number", "size")
@@ -104,36 +97,30 @@ class Slab:
         self.descriptor: int | None = None
         self.last_use = 0
 
-    def keep(self, descriptor: int) -> None:
-        """Own the descriptor from now on."""
-        self.descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor).atexit = False
-
     def punch_hole(self) -> None:
-        """Return the memory to the kernel; in every process it then reads as zeros, and must not be written to."""
+        """Return the memory to the kernel; it reads as zeros in every process then."""
         assert _libc is not None
         if _libc.madvise(self.address, self.size, mmap.MADV_REMOVE):
             raise OSError(error := ctypes.get_errno(), os.strerror(error))
 
 
 class Allocator:
-    """The slabs that this end of a channel writes."""
+    """The slabs that this end of a channel writes, and those of a third process that it forwards."""
 
-    def __init__(self, descriptors: socket.socket, limit: int = SLABS) -> None:
+    def __init__(self, descriptors: socket.socket) -> None:
         self._descriptors = descriptors
-        self._limit = limit if hasattr(os, "memfd_create") else 0
         self._slabs: dict[int, Slab] = {}
         self._free: dict[int, Slab] = {}  # the first freed first
         self._punched: list[int] = []
         self._last = 0
         self._allocations = 0
         self._forwarded: weakref.WeakKeyDictionary[Slab, int] = weakref.WeakKeyDictionary()
-        self._kept: dict[int, list[memoryview]] = {}
+        self.kept: dict[int, list[memoryview]] = {}  # the forwarded buffers that may still be in use
         self._gone: list[int] = []  # forwarded and no longer mapped here; not yet reported to the mapper
 
     def allocate(self, size: int) -> Slab | None:
         """A slab of at least `size` bytes to write to; None if there is none: `size` bytes go over the socket."""
-        if size < SMALLEST:
+        if size < SMALLEST or _libc is None:
             return None
         # Of those of one size, the one freed last: it may still be in a CPU cache, and the others stay idle.
         fitting = [slab for slab in reversed(self._free.values()) if slab.size >= size]
@@ -153,13 +140,12 @@ class Allocator:
         replaced = 0
         if self._punched:
             replaced = self._punched.pop()
-        elif len(self._slabs) >= self._limit:
+        elif len(self._slabs) >= SLABS:
             if not self._free:
                 return None
             replaced = next(iter(self._free))  # too small
             del self._free[replaced]
         self._slabs.pop(replaced, None)
-        number = self._last = self._last + 1
         # Rounded up to an eighth of a power of two, so that batches of nearly equal size share slabs.
         step = max(4096, 1 << max(0, size.bit_length() - 4))
         size = -(-size // step) * step
@@ -167,79 +153,66 @@ class Allocator:
             descriptor = os.memfd_create("headrace-slab", os.MFD_CLOEXEC)
             try:
                 os.posix_fallocate(descriptor, 0, size)
-                slab = Slab(number, descriptor, size)
-                self._announce(number, size, replaced, [descriptor])
+                slab = Slab(self._last + 1, descriptor, size)
+                self._announce(size, replaced, descriptor)
             finally:
                 os.close(descriptor)
         except OSError:  # no memory, no descriptors, no mappings: the socket is used
             return None
-        self._slabs[number] = slab
+        self._slabs[slab.number] = slab
         return slab
 
-    def _announce(self, number: int, size: int, third: int, descriptors: list[int]) -> None:
+    def _announce(self, size: int, third: int, *descriptors: int) -> int:
+        """Send descriptors; returns the number that the mapper knows the first of them by."""
+        number = self._last + 1
+        self._last += len(descriptors)
         socket.send_fds(self._descriptors, [_ANNOUNCEMENT.pack(number, size, third)], descriptors)
+        return number
 
     def free(self, numbers: Iterable[int]) -> None:
         """Free slabs: the mapper's views of them have been collected, or they were not sent."""
         for number in numbers:
-            self._kept.pop(number, None)
+            self.kept.pop(number, None)
             if number in self._slabs:
                 self._free[number] = self._slabs[number]
 
-    @property
-    def has_forwarded(self) -> bool:
-        """Whether forwarded slabs may still be in use."""
-        return bool(self._kept)
-
-    def release(self) -> None:
-        """Drop all forwarded buffers: the other end no longer uses them."""
-        self._kept.clear()
-
-    def forward(self, buffers: list[memoryview]) -> tuple[int, list[int]] | None:
+    def forward(self, buffers: list[memoryview]) -> tuple[int, list[int], int] | None:
         """Forward received memory to a third process without a copy: one mapped slab that holds all of `buffers`.
 
-        The buffers are kept alive, and so the slab in use, until it is freed here.
-
-        Returns:
-            The slab's number for the mapper, and the offset of each buffer in it; None if there is no such slab.
+        The buffers are kept alive, and so the slab in use, until it is freed here. Returns the slab's number for the
+        mapper, the offset of each buffer in it, and where the last one ends.
         """
         slab: Slab | None = None
-        offsets: list[int] = []
+        offsets, end = [], 0
         for buffer in buffers:
-            if not buffer.nbytes:
-                offsets.append(0)
-                continue
-            address = address_of(buffer)
-            holder = slab_at(address, buffer.nbytes)
-            if holder is None or (slab is not None and holder is not slab):
-                return None  # at the first buffer that is elsewhere, as those of fetched samples are
-            slab = holder
-            offsets.append(address - slab.address)
+            offset = 0
+            if buffer.nbytes:
+                address = address_of(buffer)
+                holder = slab_at(address, buffer.nbytes)
+                if holder is None or (slab is not None and holder is not slab):
+                    return None  # at the first buffer that is elsewhere, as those of fetched samples are
+                slab, offset = holder, address - holder.address
+            offsets.append(offset)
+            end = max(end, offset + buffer.nbytes)
         if slab is None or slab.descriptor is None:
             return None
         number = self._forwarded.get(slab)
         if number is None:
-            number = self._last = self._last + 1
             try:
-                self._announce(number, slab.size, self._gone.pop() if self._gone else 0, [slab.descriptor])
+                number = self._announce(slab.size, self._gone.pop() if self._gone else 0, slab.descriptor)
             except OSError:  # no descriptors, or the mapper's process has ended: the bytes are copied
                 return None
             self._forwarded[slab] = number
             weakref.finalize(slab, self._gone.append, number).atexit = False
-        self._kept[number] = buffers
-        return number, offsets
+        self.kept[number] = buffers
+        return number, offsets, end
 
     def send_descriptors(self, descriptors: Sequence[Descriptor]) -> int:
-        """Send descriptors that are none of a slab, in few messages; returns the number of the first.
-
-        Raises:
-            OSError: the mapper's process has ended, or too many descriptors are in transit.
-        """
+        """Send descriptors that are none of a slab, in few messages; returns the number of the first."""
         first = self._last + 1
-        self._last += len(descriptors)
         for sent in range(0, len(descriptors), _MAX_DESCRIPTORS):
             some = descriptors[sent : sent + _MAX_DESCRIPTORS]
-            self._announce(first + sent, 0, len(some), [descriptor.number for descriptor in some])
+            self._announce(0, len(some), *(descriptor.number for descriptor in some))
         return first
 
 
@@ -279,8 +252,7 @@ class Mapper:
     def view(self, number: int, size: int) -> memoryview:
         """The first `size` bytes of a slab, writable; it is free again when every view derived from this is collected.
 
-        Raises:
-            OSError: it cannot be mapped; it is free again, and another call may succeed.
+        It is also free if it cannot be mapped, an OSError, and another call may succeed.
         """
         try:
             while number not in self._slabs:
@@ -348,7 +320,8 @@ class Mapper:
                 return
             # Forwarded only while enough descriptors are left for sockets to stores and for processes.
             if _forwards and numbers[0] < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
-                slab.keep(numbers[0])
+                slab.descriptor = numbers[0]
+                weakref.finalize(slab, os.close, numbers[0]).atexit = False
             else:
                 os.close(numbers[0])
         _received.add(slab)
@@ -362,40 +335,40 @@ class Arena:
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
         self._expected = 0
-        self.slab: Slab | None = None
-        self.used = 0
+        self._slab: Slab | None = None
+        self.used = 0  # bytes
 
     def begin(self) -> None:
         """Allocate a slab of the size of the last answer."""
         self.abandon()
-        self.slab = self._allocator.allocate(self._expected)
+        self._slab = self._allocator.allocate(self._expected)
 
     def empty(self, size: int) -> memoryview | None:
         """Uninitialised memory in the slab; None if it does not fit, or is so small that it will be packed."""
         start, end = self.used, self.used + size
-        if size <= SMALL or self.slab is None or end > self.slab.size:
+        if size <= SMALL or self._slab is None or end > self._slab.size:
             return None
         self.used = aligned(end)
-        return self.slab.memory[start:end]
+        return self._slab.memory[start:end]
 
     def offset_of(self, buffer: memoryview) -> int | None:
         """The offset of a buffer in the slab; None if it is elsewhere."""
-        if self.slab is None or not buffer.nbytes:
+        if self._slab is None or not buffer.nbytes:
             return None
-        offset = address_of(buffer) - self.slab.address
+        offset = address_of(buffer) - self._slab.address
         return offset if 0 <= offset < self.used else None
 
     def finish(self, size: int) -> Slab | None:
         """Take the slab out, to be sent with `size` bytes; None if they do not fit, or nothing was allocated in it."""
         self._expected = size
-        slab = self.slab
+        slab = self._slab
         if slab is None or size > slab.size:
             return None
-        self.slab, self.used = None, 0
+        self._slab, self.used = None, 0
         return slab
 
     def abandon(self) -> None:
         """Free an unsent slab."""
-        if self.slab is not None:
-            self._allocator.free([self.slab.number])
-        self.slab, self.used = None, 0
+        if self._slab is not None:
+            self._allocator.free([self._slab.number])
+        self._slab, self.used = None, 0

@@ -1,4 +1,4 @@
-"""The messages between the consumer of an epoch and its engines, the link that carries them, and a session's face.
+"""The messages between the consumer of an epoch and its engines, and the link that carries them.
 
 A verb is a message type here and its handler in the engine's `Session.handle`.
 """
@@ -9,7 +9,6 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.eventloop.waiting import Readable
@@ -112,25 +111,6 @@ class Link:
 
     def close(self) -> None:
         """Close the descriptors, after `leave`; idempotent."""
-
-
-class OpenSession(Protocol):
-    """A running epoch as its consumer sees it: plans go out, batches come in. See `links.session.Session`."""
-
-    @property
-    def ended(self) -> bool: ...  # no more batches will arrive; those that have arrived can still be taken
-    @property
-    def error(self) -> BaseException | None: ...  # which ended the session; None after a normal end
-    @property
-    def is_current(self) -> bool: ...  # on the engine's own thread, where waiting would deadlock
-    def send(self, message: Request) -> None: ...  # to the engine that it is for, or to all
-    def take(self) -> HostBatch | None: ...  # the next batch if there is one; does not block
-    def take_status(self) -> str | None: ...  # the answer to a `StatusRequest`, if it has arrived
-    def ready(self) -> int: ...  # batches that had arrived when `take` or a wait last looked
-    def certain(self) -> int: ...  # those of them that `next()` will return, or raise an error for
-    def wait(self, timeout: float | None) -> bool: ...  # for any of these; False after `timeout` seconds
-    async def wait_async(self, timeout: float | None) -> bool: ...
-    def close(self) -> None: ...  # end the session without waiting; idempotent
 
 
 def check_not_forked(made_in: int) -> None:

@@ -35,7 +35,6 @@ from headrace._core.links.inline import InlineLink
 from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import Session
 from headrace._core.look_ahead import LookAheadSize, look_ahead, most_ahead, most_concurrency, most_fetches
-from headrace._core.messages import OpenSession
 from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
@@ -347,7 +346,7 @@ class LoaderControl:
             keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
             before_first=session.inline_state,
         )
-        delivers: OpenSession = session
+        delivers: Session | DeviceStage = session
         finalize: Finish | None
         if self.spec.device is None:
             finalize = pin if should_pin(loader.pin_memory, loader.pin_memory_device) else None

@@ -18,9 +18,11 @@ import anyio.lowlevel
 from headrace._core.consumer.agreement import StepGroup
 from headrace._core.consumer.deliver import FailureHandler, Finish, opened
 from headrace._core.consumer.prefetch import Prefetcher
+from headrace._core.device.stage import DeviceStage
 from headrace._core.failure import Stage
+from headrace._core.links.session import Session
 from headrace._core.look_ahead import LookAheadSize
-from headrace._core.messages import Consumed, OpenSession, StatusRequest, TraceRequest, check_not_forked
+from headrace._core.messages import Consumed, StatusRequest, TraceRequest, check_not_forked
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import EpochSpec
 from headrace._core.order.spec import LoaderSpec, TorchLoader
@@ -67,7 +69,7 @@ class Epoch:
         loader: TorchLoader,
         arguments: LoaderSpec,
         spec: EpochSpec,
-        session: OpenSession,
+        session: Session | DeviceStage,
         *,
         look_ahead: LookAheadSize | None,
         finish: Finish | None,
@@ -399,7 +401,7 @@ class Epoch:
         )
 
 
-def _end_iteration(session: OpenSession, counters: Counters, iteration: object) -> None:
+def _end_iteration(session: Session | DeviceStage, counters: Counters, iteration: object) -> None:
     counters.close_iteration(iteration)
     session.close()
 

@@ -6,7 +6,6 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -57,30 +56,13 @@ def replaced(batch: object, leaf: Callable[[object], Any]) -> Any:
 
 def moves(leaf: object) -> bool:
     """Whether `leaf` has a ``to(device, non_blocking=True)``; a `to` with other arguments is not called."""
-    kind = type(leaf)
-    known = _MOVES.get(kind)
-    if known is None:
-        to = getattr(leaf, "to", None)
-        known = _MOVES[kind] = callable(to) and not isinstance(leaf, type) and _takes_non_blocking(to)
-    return known
+    to = getattr(leaf, "to", None)
+    if not callable(to) or isinstance(leaf, type):
+        return False
+    code = getattr(to, "__code__", None)  # None where it is written in C
+    return code is None or "non_blocking" in code.co_varnames or bool(code.co_flags & inspect.CO_VARKEYWORDS)
 
 
 def names_its_memory(leaf: object) -> bool:
     """Whether the allocator can be notified of a stream that uses the memory of `leaf`."""
     return callable(getattr(leaf, "record_stream", None))
-
-
-def _takes_non_blocking(to: Callable[..., object]) -> bool:
-    try:
-        parameters = inspect.signature(to).parameters.values()
-    except (TypeError, ValueError):  # written in C, without a signature
-        return True
-    return any(
-        parameter.kind is parameter.VAR_KEYWORD
-        or (parameter.name == "non_blocking" and parameter.kind is not parameter.POSITIONAL_ONLY)
-        for parameter in parameters
-    )
-
-
-# By class: looking at a signature takes longer than enqueueing a copy.
-_MOVES: WeakKeyDictionary[type, bool] = WeakKeyDictionary()

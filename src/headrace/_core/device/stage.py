@@ -6,24 +6,21 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from headrace._core.batches import HostBatch
 from headrace._core.device.copy import Copier, DeviceBatch
 from headrace._core.failure import Failure, Stage
-from headrace._core.messages import OpenSession
 
 
 class DeviceStage:
-    """Copies batches of a session to a device, up to `depth` of them before they are taken; owns session and copier."""
+    """Copies batches of a session to a device, up to `depth` of them before they are taken; owns session and copier.
 
-    def __init__(
-        self, session: OpenSession, copier: Copier, depth: int, unpickled: Callable[[HostBatch], object]
-    ) -> None:
+    In all else it is its session.
+    """
+
+    def __init__(self, session: Any, copier: Copier, depth: int, unpickled: Callable[[HostBatch], object]) -> None:
         self._session = session
-        self.send = session.send
-        self.take_status = session.take_status
-        self.wait = session.wait
-        self.wait_async = session.wait_async
         self._copier = copier
         self._depth = depth
         self._unpickled = unpickled
@@ -32,24 +29,17 @@ class DeviceStage:
         self._lock = threading.RLock()  # a loader may be closed by another thread than its consumer
         self._closed = False
 
-    @property
-    def is_current(self) -> bool:
-        return self._session.is_current
-
-    @property
-    def ended(self) -> bool:
-        return self._session.ended
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._session.error
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
 
     def ready(self) -> int:
-        return len(self._copying) + self._session.ready()
+        found: int = len(self._copying) + self._session.ready()
+        return found
 
     def certain(self) -> int:
         begun = (*self._copying, *(() if self._next is None else (self._next,)))
-        return sum(not host.empty for host in begun) + self._session.certain()
+        found: int = sum(not host.empty for host in begun) + self._session.certain()
+        return found
 
     def take(self) -> HostBatch | None:
         """Enqueue the copies of the batches that have arrived, up to the depth, and return the oldest batch.
@@ -77,7 +67,8 @@ class DeviceStage:
             try:
                 self._copier.reap()
             except Exception as error:  # the device has failed
-                self._copying[0] = _failed(self._copying[0], error, stage=Stage.COPY)
+                oldest = self._copying[0]
+                self._copying[0] = HostBatch.failed(oldest.plan, error, stage=Stage.COPY).with_failures_of(oldest)
             return self._copying.popleft()
 
     def _start_copy(self, host: HostBatch) -> HostBatch:
@@ -89,7 +80,7 @@ class DeviceStage:
             stage = Stage.COPY
             return host._replace(data=self._copier.begin(data))
         except Exception as error:  # raised at this batch's turn
-            return _failed(host, error, stage=stage)
+            return HostBatch.failed(host.plan, error, stage=stage).with_failures_of(host)
 
     def claim(self, batch: DeviceBatch, number: int) -> object:
         """The data of a batch from `take`, safe to use on the consumer's stream."""
@@ -109,7 +100,3 @@ class DeviceStage:
                 self._copying.clear()
                 self._next = None
                 self._copier.close()
-
-
-def _failed(host: HostBatch, error: Exception, *, stage: Stage) -> HostBatch:
-    return HostBatch.failed(host.plan, error, stage=stage).with_failures_of(host)

@@ -19,7 +19,7 @@ from headrace.errors import LoaderClosedError
 
 
 class Session:
-    """An epoch; implements `OpenSession`.
+    """An epoch as its consumer sees it: plans go out, batches come in.
 
     Args:
         link: to the engine, or to several; owned from here on.

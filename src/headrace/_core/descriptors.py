@@ -44,30 +44,25 @@ def explained(purpose: str) -> Iterator[None]:
 
 def check_free(count: int) -> None:
     """Raise OSError unless `count` descriptors can be opened; for native code that cannot handle a shortage."""
-    Reserve(count, required=True).close()
+    reserve = Reserve(count)
+    reserve.close()
+    if reserve.error is not None:
+        raise reserve.error
 
 
 class Reserve:
-    """Descriptors held in reserve, and closed before others are received: receiving then works while none is free.
+    """So many descriptors, closed before others are received: receiving then works while none is free.
 
-    Args:
-        count: how many.
-        required: raise OSError where there are fewer.
+    Attributes:
+        error: of the system, if fewer could be opened; None where the reserve is complete.
     """
 
-    def __init__(self, count: int, *, required: bool = False) -> None:
+    def __init__(self, count: int) -> None:
+        self.error: OSError | None = None
         self._count = count
         self._held: list[int] = []
         self._lock = threading.Lock()
-        error = self._fill()
-        if required and error is not None:
-            self.close()
-            raise error
-
-    @property
-    def full(self) -> bool:
-        """Whether the reserve is complete."""
-        return len(self._held) == self._count
+        self._fill()
 
     @contextlib.contextmanager
     def given_up(self) -> Iterator[None]:
@@ -84,13 +79,13 @@ class Reserve:
         while self._held:
             os.close(self._held.pop())
 
-    def _fill(self) -> OSError | None:
-        while len(self._held) < self._count:
-            try:
-                self._held.append(os.open(os.devnull, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
-            except OSError as error:
-                return OSError(error.errno, error.strerror)
-        return None
+    def _fill(self) -> None:
+        self.error = None
+        try:
+            while len(self._held) < self._count:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            self.error = OSError(error.errno, error.strerror)
 
 
 class Descriptor:

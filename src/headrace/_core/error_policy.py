@@ -5,8 +5,8 @@ A new policy is a subclass of `ErrorPolicy` here, and for a word a line in `_BY_
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -54,13 +54,13 @@ class EpochFailures:
             if host.size:
                 self.in_a_row = self.longest = 0
             return
-        lost = len(host.plan.indices) - host.size
-        self.skipped += lost
+        self.skipped += len(host.plan.indices) - host.size
         self.examples.extend(host.failures[-EXAMPLES:])
-        if host.empty:
-            self.longest = self.in_a_row = self.in_a_row + lost
-        else:
-            self.longest, self.in_a_row = _runs(host.plan.indices, host.failures, self.in_a_row)
+        failed = {repr(failure.index) for failure in host.failures}
+        self.longest = self.in_a_row
+        for index in host.plan.indices:
+            self.in_a_row = self.in_a_row + 1 if host.empty or repr(index) in failed else 0
+            self.longest = max(self.longest, self.in_a_row)
 
     def error(self, reason: str) -> TooManySkippedError:
         """The error that so many samples were skipped; the last failure is its cause."""
@@ -69,24 +69,6 @@ class EpochFailures:
         if self.examples:  # not of an epoch that was restored after them
             error.__cause__ = self.examples[-1].exception()
         return error
-
-
-def _runs(indices: Sequence[object], failures: Sequence[Failure], run: int) -> tuple[int, int]:
-    """The longest run of failed samples in a batch, and the one at its end; `run` is the one before the batch."""
-    failed = Counter(_hashable(failure.index) for failure in failures)
-    longest = run
-    for index in indices:
-        if failed[key := _hashable(index)] > 0:
-            failed[key] -= 1
-            run += 1
-            longest = max(longest, run)
-        else:
-            run = 0
-    return longest, run
-
-
-def _hashable(index: object) -> object:
-    return index if isinstance(index, int | str) else repr(index)
 
 
 class ErrorPolicy:

@@ -102,15 +102,21 @@ class Permutation:
         Raises:
             IndexError: a position is out of range, or is no integer.
         """
-        if isinstance(positions, slice):
-            wanted = range(self.n)[positions]
-            found = np.empty(len(wanted), dtype=np.int64)
-            for first in range(0, len(wanted), BLOCK):
-                found[first : first + BLOCK] = self._at(_array(wanted[first : first + BLOCK]))
-            return found
-        if isinstance(positions, int | np.integer) and not isinstance(positions, bool):
-            return int(self._checked(np.array([positions]))[0])
-        return self._checked(np.asarray(positions))
+        array = np.arange(*positions.indices(self.n)) if isinstance(positions, slice) else np.asarray(positions)
+        if not array.size:
+            return np.empty(array.shape, dtype=np.int64)
+        if array.dtype.kind not in "iu":
+            raise IndexError(f"positions must be integers, not {array.dtype}")
+        least, greatest = int(array.min()), int(array.max())
+        if least < -self.n or greatest >= self.n:
+            wrong = least if least < -self.n else greatest
+            raise IndexError(f"position {wrong} is out of range for {self.n} values")
+        flat = array.reshape(-1).astype(np.int64)
+        if least < 0:
+            flat[flat < 0] += self.n
+        for first in range(0, len(flat), BLOCK):
+            flat[first : first + BLOCK] = self._at(flat[first : first + BLOCK].view(np.uint64))
+        return int(flat[0]) if isinstance(positions, int | np.integer) else flat.reshape(array.shape)
 
     def __iter__(self) -> Iterator[int]:
         return itertools.chain.from_iterable(map(np.ndarray.tolist, self.blocks()))
@@ -124,23 +130,8 @@ class Permutation:
         """
         wanted = range(self.n)[start:stop:step]
         for first in range(0, len(wanted), BLOCK):
-            yield self._at(_array(wanted[first : first + BLOCK]))
-
-    def _checked(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The values at any array of positions, in blocks."""
-        if not positions.size:
-            return np.empty(positions.shape, dtype=np.int64)
-        if positions.dtype.kind not in "iu":
-            raise IndexError(f"positions must be integers, not {positions.dtype}")
-        least, greatest = int(positions.min()), int(positions.max())
-        if least < -self.n or greatest >= self.n:
-            wrong = least if least < -self.n else greatest
-            raise IndexError(f"position {wrong} is out of range for {self.n} values")
-        flat = positions.reshape(-1).astype(np.int64)
-        flat[flat < 0] += self.n
-        for first in range(0, len(flat), BLOCK):
-            flat[first : first + BLOCK] = self._at(flat[first : first + BLOCK].view(np.uint64))
-        return flat.reshape(positions.shape)
+            part = wanted[first : first + BLOCK]
+            yield self._at(np.arange(part.start, part.stop, part.step, dtype=np.int64).view(np.uint64))
 
     def _at(self, positions: NDArray[np.uint64]) -> NDArray[np.int64]:
         """The values at positions within range; overwrites the argument."""
@@ -183,7 +174,3 @@ class Permutation:
         np.multiply(halves[0], columns, out=wide, dtype=np.uint64)
         np.add(wide, halves[1], out=wide)
         return wide
-
-
-def _array(positions: range) -> NDArray[np.uint64]:
-    return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64).view(np.uint64)

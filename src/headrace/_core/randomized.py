@@ -16,7 +16,6 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _WORD = (1 << 64) - 1
-_UNDECORATED = ".fn"
 
 
 class CurrentSample:
@@ -94,8 +93,6 @@ class Randomized(Generic[T, U]):
         if not callable(fn):
             raise TypeError(f"randomized needs a function of a sample and a generator, but got {fn!r}")
         functools.update_wrapper(self, fn, updated=())
-        if isinstance(fn, types.FunctionType):
-            self.__qualname__ = fn.__qualname__.removesuffix(_UNDECORATED)
         self.fn = fn
 
     def __call__(self, sample: T, rng: np.random.Generator | None = None) -> U:
@@ -114,21 +111,16 @@ class Randomized(Generic[T, U]):
             return self
         return Randomized(types.MethodType(self.fn, instance))
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # A decorator takes the name by which pickle finds the function, which is its attribute then.
-        if isinstance(self.fn, types.FunctionType) and _by_name(self.fn) is self:
-            self.fn.__qualname__ += _UNDECORATED
-        return Randomized, (self.fn,)
+    def __reduce__(self) -> str | tuple[object, ...]:
+        """By name where a decorator has taken that of its function; programs' own functions are pickled by value."""
+        name: str = getattr(self, "__qualname__", "")
+        found: object = None if self.__module__ == "__main__" else sys.modules.get(self.__module__)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return name if found is self else (Randomized, (self.fn,))
 
     def __repr__(self) -> str:
         return f"headrace.randomized({getattr(self, '__qualname__', self.fn)})"
-
-
-def _by_name(fn: types.FunctionType) -> object:
-    found: object = sys.modules.get(fn.__module__)
-    for name in fn.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found
 
 
 # A generator takes 15 µs to make, and 1 µs to be set to another position.

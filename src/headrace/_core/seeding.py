@@ -112,17 +112,6 @@ class TransformGenerators:
             setter(batch_seed(seed, 0, position))
 
 
-@functools.cache
-def _of_process() -> frozenset[int]:
-    """The ids of the generators of the process, which `seed_everything` seeds."""
-    return frozenset(map(id, (random.random.__self__, np.random.mtrand._rand, torch.default_generator)))  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _generator_types() -> tuple[type, ...]:
-    return np.random.Generator, np.random.RandomState, random.Random, torch.Generator
-
-
 # Types that hold no generators.
 _LEAVES: tuple[type, ...] = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, memoryview),
@@ -137,37 +126,35 @@ _LARGEST_CONTAINER, _MOST_OBJECTS = 4096, 100_000
 
 def _setter(part: Any) -> Callable[[int], Any] | None:
     """The function that seeds `part` with a 64-bit seed; None where it is no generator."""
-    if id(part) in _of_process():
-        return None
     if isinstance(part, np.random.Generator):
-        return functools.partial(_seed_bit_generator, part.bit_generator)
+        bits = part.bit_generator
+        return lambda seed: setattr(bits, "state", type(bits)(seed).state)
     if isinstance(part, np.random.RandomState):
         return lambda seed: part.seed(np.array([seed & 0xFFFF_FFFF, seed >> 32], dtype=np.uint32))
     if isinstance(part, random.Random):
         return part.seed
     if isinstance(part, torch.Generator):
         return part.manual_seed if part.device.type == "cpu" else None
-    if not isinstance(part, _LEAVES) and callable(getattr(type(part), "set_random_seed", None)):
+    if callable(getattr(type(part), "set_random_seed", None)):
         return lambda seed: part.set_random_seed(seed & 0xFFFF_FFFF)  # as libraries take it: 32 bits
     return None
 
 
-def _seed_bit_generator(bit_generator: Any, seed: int) -> None:
-    bit_generator.state = type(bit_generator)(seed).state
-
-
 def _reachable(functions: Iterable[object]) -> Iterator[object]:
-    """Every object that the functions hold, each once, in an order that is the same in every process."""
+    """Every object that the functions hold, each once, in an order that is the same in every process.
+
+    Without the generators of the process, which `seed_everything` seeds.
+    """
     pending = list(functions)[::-1]
-    visited: dict[int, object] = {}  # keeps visited objects alive, so that no id is reused
+    process: Any = (random.random.__self__, np.random.mtrand._rand, torch.default_generator)  # type: ignore[attr-defined]
+    visited: dict[int, object] = {id(each): each for each in process}  # keeps them alive, so that no id is reused
     while pending and len(visited) < _MOST_OBJECTS:
         part = pending.pop()
-        if isinstance(part, _LEAVES) or id(part) in visited:
-            continue
-        visited[id(part)] = part
-        yield part
-        if _setter(part) is None and not isinstance(part, _generator_types()):
-            pending.extend(reversed(list(_held_by(part))))
+        if not isinstance(part, _LEAVES) and id(part) not in visited:
+            visited[id(part)] = part
+            yield part
+            if _setter(part) is None:
+                pending.extend(reversed(list(_held_by(part))))
 
 
 def _held_by(part: Any) -> Iterable[object]:
@@ -186,18 +173,16 @@ def _held_by(part: Any) -> Iterable[object]:
 
 def _held_by_function(function: types.FunctionType) -> Iterator[object]:
     yield from (function.__closure__, function.__defaults__, function.__kwdefaults__)
-    names = sorted(_names_in(function.__code__))
-    for name in names:
+    codes, names = [function.__code__], set[str]()
+    for code in codes:  # and those in it, which are appended
+        names.update(code.co_names)
+        codes.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    for name in sorted(names):
         value = function.__globals__.get(name)
         yield value
         if isinstance(value, types.ModuleType) and not _is_opaque(value.__name__):
-            yield from (vars(value).get(attribute) for attribute in names)
+            yield from (vars(value).get(attribute) for attribute in sorted(names))
 
 
 def _is_opaque(module: str | None) -> bool:
     return (module or "builtins").partition(".")[0] in _OPAQUE
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))

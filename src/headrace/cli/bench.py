@@ -125,7 +125,7 @@ class Bench:
             self._dataset,
             batch_size=self._batch_size,
             sampler=RandomSampler(self._dataset, replacement=True, num_samples=1 << 40),
-            collate_fn=_total_bytes,
+            collate_fn=lambda samples: sum(len(sample.data) for sample in samples),
             concurrency=concurrency,
             memory_budget=self._budget(concurrency),
             timeout=max(LONGEST * seconds, self._until - began),
@@ -294,10 +294,6 @@ def _size(nbytes: float) -> str:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:,.3g} GB"
-
-
-def _total_bytes(samples: Sequence[Any]) -> int:
-    return sum(len(sample.data) for sample in samples)
 
 
 def _say(text: str) -> None:

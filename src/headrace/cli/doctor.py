@@ -97,13 +97,13 @@ def _check_descriptors() -> Iterator[Finding]:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f'{soft:,} (hard limit {hard:,}): concurrency="auto" uses up to {most_concurrency():,} requests'
+    remedy = None
     if 0 <= soft < USUAL_DESCRIPTORS:  # negative: unlimited
+        text += f" of {MOST_CONCURRENCY:,}, and workers may fail to start"
         remedy = "docker run --ulimit nofile=4096; outside of a container, as root: ulimit -n 4096"
         if not 0 <= hard < USUAL_DESCRIPTORS:
             remedy = f"ulimit -n {2 * MOST_CONCURRENCY if hard < 0 else min(hard, 2 * MOST_CONCURRENCY)}"
-        yield Finding("descriptors", f"{text} of {MOST_CONCURRENCY:,}, and workers may fail to start", remedy)
-    else:
-        yield Finding("descriptors", text)
+    yield Finding("descriptors", text, remedy)
 
 
 def _check_memory() -> Iterator[Finding]:
@@ -115,13 +115,11 @@ def _check_memory() -> Iterator[Finding]:
     if math.isinf(left):
         return
     of = f" of the container's {_size_text(limits.memory)}" if math.isfinite(limits.memory) else ""
-    text = f"{_size_text(left)} available{of}"
+    text, remedy = f"{_size_text(left)} available{of}", None
     if left < 2 * BUDGET:
-        smaller = max(1 << 24, int(left) // 4) >> 20
         text += f"; batches that are fetched ahead may take {_size_text(BUDGET)}: the kernel may kill the job"
-        yield Finding("memory", text, f"memory_budget={smaller} << 20, or more memory for the container")
-    else:
-        yield Finding("memory", text)
+        remedy = f"memory_budget={max(1 << 24, int(left) // 4) >> 20} << 20, or more memory for the container"
+    yield Finding("memory", text, remedy)
 
 
 def _check_shared_memory() -> Iterator[Finding]:
@@ -129,12 +127,11 @@ def _check_shared_memory() -> Iterator[Finding]:
     if not SHM.is_dir():
         return
     free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
-    text = f"{_size_text(free)} free; "
+    text, remedy = f"{_size_text(free)} free; used by torch's own workers, not for batches of headrace", None
     if free <= LEAST_SHM:
-        text += "torch's own workers use it and may die of a bus error; batches of headrace do not use it"
-        yield Finding("/dev/shm", text, f"mount -o remount,size=2G {SHM}, or docker run --shm-size=2g")
-    else:
-        yield Finding("/dev/shm", f"{text}used by torch's own workers, not for batches of headrace")
+        text += ": they may die of a bus error"
+        remedy = f"mount -o remount,size=2G {SHM}, or docker run --shm-size=2g"
+    yield Finding("/dev/shm", text, remedy)
 
 
 def _check_cores() -> Iterator[Finding]:
@@ -179,14 +176,14 @@ def _check_event_loop() -> Iterator[Finding]:
     if os.environ.get("HEADRACE_EVENT_LOOP") == "asyncio":
         yield Finding("event loop", "HEADRACE_EVENT_LOOP=asyncio: slower than uvloop", "unset HEADRACE_EVENT_LOOP")
         return
+    text, remedy = "uvloop", None
     try:
         import uvloop
 
         uvloop.new_event_loop().close()
-        yield Finding("event loop", "uvloop")
     except (ImportError, OSError) as error:
-        text = f"uvloop is not usable ({error}): asyncio's loop is slower"
-        yield Finding("event loop", text, "pip install uvloop")
+        text, remedy = f"uvloop is not usable ({error}): asyncio's loop is slower", "pip install uvloop"
+    yield Finding("event loop", text, remedy)
 
 
 def _check_device() -> Iterator[Finding]:
@@ -200,13 +197,12 @@ def _check_device() -> Iterator[Finding]:
         else:
             yield Finding("device", "no GPU: batches stay in host memory")
         return
-    text = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
+    text, remedy = "memory can be pinned", None
     try:
         torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
-        yield Finding("device", f"{text}; memory can be pinned")
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        yield Finding("device", f"{text}; memory cannot be pinned ({reason}): copies block", "ulimit -l unlimited")
+        text, remedy = f"memory cannot be pinned ({str(error).splitlines()[0]}): copies block", "ulimit -l unlimited"
+    yield Finding("device", f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}; {text}", remedy)
 
 
 def _check_versions() -> Iterator[Finding]:

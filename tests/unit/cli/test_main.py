@@ -9,13 +9,10 @@ import headrace
 from headrace.cli.main import main
 
 
-def test_python_m_headrace_is_the_command():
+def test_python_m_headrace_is_the_command(capsys):
     command = [sys.executable, "-m", "headrace", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == f"headrace {headrace.__version__}\n"
-
-
-def test_without_a_command_the_help_is_printed(capsys):
     assert main([]) == 0
     assert capsys.readouterr().out.startswith("usage: headrace")
 

@@ -30,15 +30,11 @@ def arrived(copier, streams, batch):
     return claimed
 
 
-def test_side_stream_copies_and_consumers_stream_waits_for_its_event(copier, streams):
-    copier.claim(copier.begin(torch.arange(4)))
+def test_consumers_stream_waits_for_the_copy_and_the_consumer_does_not(copier, streams):
+    claimed = copier.claim(copier.begin(torch.arange(4)))
     assert streams.log[0] == ("copy", "side")
     assert set(streams.log[1:-2]) == {("event", "side")}
     assert streams.log[-2:] == [("wait", "consumer"), ("used on", "consumer")]
-
-
-def test_consumers_stream_waits_for_the_copy_and_the_consumer_does_not(copier, streams):
-    claimed = copier.claim(copier.begin(torch.arange(4)))
     streams.consumer.run()
     assert streams.consumer.work
     streams.sides[0].run()
@@ -136,29 +132,9 @@ class Pinnable:
         return self
 
 
-def test_users_batch_without_record_stream_is_moved_on_the_consumers_stream(copier, streams):
-    assert arrived(copier, streams, [Movable(streams)])[0].moved_on == "consumer"
-
-
-def test_users_batch_with_record_stream_is_moved_on_the_side_stream(copier, streams):
-    (got,) = arrived(copier, streams, [Recorded(streams)])
-    assert got.moved_on == "side"
-    assert streams.users[-1][0] is got
-
-
-def test_users_batch_with_pin_memory_only_is_pinned(copier, streams):
-    assert arrived(copier, streams, Pinnable()).pinned
-
-
 class Unpinnable:
     def pin_memory(self):
         raise RuntimeError("it cannot be pinned")
-
-
-def test_error_of_a_users_pin_memory_is_raised_and_the_next_batch_arrives(copier, streams):
-    with pytest.raises(RuntimeError, match="it cannot be pinned"):
-        copier.begin([torch.ones(3), Unpinnable()])
-    assert arrived(copier, streams, torch.full((3,), 5)).tolist() == [5, 5, 5]
 
 
 class Length:
@@ -168,9 +144,18 @@ class Length:
         raise AssertionError(f"{unit} is no unit of length")
 
 
-def test_object_with_another_kind_of_to_is_unchanged(copier, streams):
+def test_users_objects_are_moved_pinned_or_left_by_what_they_can(copier, streams):
     length = Length()
-    assert arrived(copier, streams, [length, Length])[0] is length
+    batch = [Movable(streams), Recorded(streams), Pinnable(), length, Length]
+    moved, recorded, pinned, same, kind = arrived(copier, streams, batch)
+    assert moved.moved_on == "consumer"  # without `record_stream` it is safe there only
+    assert recorded.moved_on == "side"
+    assert streams.users[-1][0] is recorded
+    assert pinned.pinned
+    assert (same, kind) == (length, Length)
+    with pytest.raises(RuntimeError, match="it cannot be pinned"):
+        copier.begin([torch.ones(3), Unpinnable()])
+    assert arrived(copier, streams, torch.full((3,), 5)).tolist() == [5, 5, 5]
 
 
 class Record(UserDict):

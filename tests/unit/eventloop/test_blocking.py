@@ -9,13 +9,6 @@ from headrace._core.eventloop import blocking as module
 from headrace._core.eventloop.blocking import run_blocking
 
 
-def test_each_call_returns_its_own_result(on_loop):
-    async def main():
-        return await asyncio.gather(*(run_blocking(divmod, number, 7) for number in range(1000)))
-
-    assert on_loop(main) == [divmod(number, 7) for number in range(1000)]
-
-
 def test_many_calls_share_few_threads(on_loop):
     async def main():
         return set(await asyncio.gather(*(run_blocking(threading.get_ident) for _ in range(1000))))

@@ -59,12 +59,12 @@ def test_close_cancels_tasks_and_ends_the_thread():
     assert loop.close(1.0) is None, "closing again is allowed"
 
 
-def test_close_names_the_coroutine_that_ignores_cancellation():
+def test_close_names_what_ignores_cancellation_or_blocks():
     loop = LoopThread("headrace-test")
-    started = threading.Event()
+    reached, release = threading.Event(), threading.Event()
 
     async def stubborn():
-        started.set()
+        reached.set()
         while True:
             try:
                 await asyncio.Event().wait()
@@ -72,8 +72,22 @@ def test_close_names_the_coroutine_that_ignores_cancellation():
                 continue
 
     loop.start(stubborn())
-    started.wait()
+    reached.wait()
     assert "stubborn" in loop.close(0.0)
+
+    loop = LoopThread("headrace-test")
+    reached.clear()
+
+    async def block():
+        reached.set()
+        release.wait()
+
+    loop.start(block())
+    reached.wait()
+    left = loop.close(0.0)
+    release.set()
+    assert "'headrace-test' is blocked in" in left
+    assert loop.close(1.0) is None
 
 
 def test_unreferenced_task_is_not_collected():
@@ -94,23 +108,6 @@ def test_unreferenced_task_is_not_collected():
     assert not ended.is_set()
     assert loop.close(1.0) is None
     assert ended.is_set()
-
-
-def test_close_reports_user_code_that_blocks():
-    loop = LoopThread("headrace-test")
-    blocked, release = threading.Event(), threading.Event()
-
-    async def block():
-        blocked.set()
-        release.wait()
-
-    loop.start(block())
-    blocked.wait()
-    left = loop.close(0.0)
-    release.set()
-    assert "'headrace-test'" in left
-    assert "blocked in" in left
-    assert loop.close(1.0) is None
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -10,7 +10,6 @@ import anyio
 import pytest
 
 import headrace as hr
-from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.eventloop.per_loop import close_resources, per_loop
 
 
@@ -50,21 +49,6 @@ def test_each_loop_opens_and_closes_its_own_resource(log):
     loops = [loop for _, _, loop in log.events]
     assert log.order == [("open", "a"), ("close", "a")] * 2
     assert loops[0] is loops[1] is not loops[2] is loops[3]
-
-
-def test_concurrent_calls_open_one_resource():
-    opened = []
-
-    async def make():
-        opened.append(None)
-        await asyncio.sleep(0)
-        return object()
-
-    async def use():
-        resource = per_loop(make)
-        return await asyncio.gather(*(resource() for _ in range(50)))
-
-    assert len(set(asyncio.run(use()))) == len(opened) == 1
 
 
 def test_resources_close_in_reverse_order_of_opening_when_asyncio_run_ends(log):
@@ -115,45 +99,46 @@ async def test_resource_that_is_collected_is_closed(log):
     assert log.order == [("open", "a"), ("close", "a")]
 
 
-async def test_cancelled_caller_does_not_cancel_the_opening():
-    go = asyncio.Event()
+async def test_concurrent_calls_open_one_resource_and_a_cancelled_one_does_not_stop_that():
+    go, opened = asyncio.Event(), []
 
     async def make():
+        opened.append(None)
         await go.wait()
-        return 1
+        return object()
 
     resource = per_loop(make)
-    first, second = asyncio.ensure_future(resource()), asyncio.ensure_future(resource())
+    calls = [asyncio.ensure_future(resource()) for _ in range(50)]
     await asyncio.sleep(0)
-    first.cancel()
+    calls[0].cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await first
+        await calls[0]
     go.set()
-    assert await second == 1
+    made = await asyncio.gather(*calls[1:])
+    assert len(set(made)) == len(opened) == 1
+    copied = pickle.loads(pickle.dumps(per_loop(object)))
+    assert await copied() is await copied()
 
 
 async def test_error_of_make_is_raised_and_the_next_call_tries_again():
-    answers = [OSError("refused"), "a connection"]
+    answers = [OSError("refused"), StopAsyncIteration(), SystemExit(), "a connection"]
 
     async def make():
         answer = answers.pop(0)
-        if isinstance(answer, OSError):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
     resource = per_loop(make)
     with pytest.raises(OSError, match="refused"):
         await resource()
+    for _ in range(2):
+        with pytest.raises(hr.errors.ControlFlowError):
+            await resource()
     assert await resource() == "a connection"
-
-
-@pytest.mark.parametrize("stop", [StopAsyncIteration, SystemExit])
-async def test_make_that_raises_stop_iteration_is_an_ordinary_error(stop):
-    def make():
-        raise stop
-
-    with pytest.raises(hr.errors.ControlFlowError):
-        await per_loop(make)()
+    for arguments in ((None,), (object, 3)):
+        with pytest.raises(TypeError, match="must be a function"):
+            per_loop(*arguments)
 
 
 async def test_one_task_opens_and_closes(log):
@@ -178,17 +163,13 @@ async def _awaited(resource):
     return await resource()
 
 
-async def test_error_of_close_is_a_warning():
+async def test_close_that_fails_or_hangs_ends_with_a_warning():
     def close(_):
         raise OSError("broken pipe")
 
-    resource = per_loop(object, close=close)
-    await resource()
+    await per_loop(object, close=close)()
     with pytest.warns(RuntimeWarning, match=r"closing per_loop\(object\) failed: OSError: broken pipe"):
         await close_resources(1.0)
-
-
-async def test_close_that_hangs_is_cancelled_with_a_warning():
     resource = per_loop(object, close=lambda _: asyncio.get_running_loop().create_future())
     await resource()
     with pytest.warns(RuntimeWarning, match=r"took longer than 0.01 s"):
@@ -211,31 +192,3 @@ async def test_warning_that_a_filter_makes_an_error_does_not_stop_closing(log):
         await close_resources(1.0)
     assert log.order[-1] == ("close", "first")
     assert len(said) == 1
-
-
-class Closable:
-    def __init__(self):
-        self.closed = False
-
-    async def aclose(self):
-        self.closed = True
-
-
-async def test_copy_opens_its_own():
-    resource = per_loop(Closable)
-    made = await resource()
-    assert await pickle.loads(pickle.dumps(resource))() is not made
-
-
-def test_headraces_loops_close_their_resources(log):
-    loop = LoopThread("headrace-test")
-    resource = log.resource("a")
-    assert loop.run(_awaited(resource)) == "a"
-    assert loop.close(1.0) is None
-    assert log.order == [("open", "a"), ("close", "a")]
-
-
-@pytest.mark.parametrize("arguments", [(None,), (object, 3)])
-def test_argument_that_is_not_callable_is_an_error(arguments):
-    with pytest.raises(TypeError, match="must be a function"):
-        per_loop(*arguments)

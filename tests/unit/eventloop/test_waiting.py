@@ -43,13 +43,10 @@ def raises():
     wait_readable(timeout=0.0)  # one that interrupted the end of a wait is left to the next wait, here of another test
 
 
-def test_wait_returns_false_after_its_timeout(pair):
+def test_timeout_or_a_signal_handler_that_returns_ends_the_wait(pair, handled):
     for timeout in (0.0, 0.01):
         while wait_readable(pair[1], timeout=timeout):  # a future of an earlier test may wake it
             pass
-
-
-def test_signal_handler_that_returns_ends_the_wait(pair, handled):
     threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     assert wait_readable(pair[1], timeout=None)
     assert handled == [signal.SIGUSR1]

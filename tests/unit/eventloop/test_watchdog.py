@@ -127,11 +127,7 @@ def watchdog_threads():
 
 
 @pytest.mark.parametrize(
-    ("dataset_class", "placement", "loop"),
-    [
-        (BlockingStream, "thread", "asyncio"),
-        (BlockingGets, "process", "uvloop"),
-    ],
+    ("dataset_class", "placement", "loop"), [(BlockingStream, "thread", "asyncio"), (BlockingGets, "process", "uvloop")]
 )
 def test_blocking_calls_are_reported_with_place_and_remedy(
     dataset_class, placement, loop, records, slow_url, tmp_path, monkeypatch
@@ -269,12 +265,3 @@ def test_consumer_that_holds_the_gil_is_no_cause_of_a_warning(records, engine_lo
     for thread in holders:
         thread.join()
     assert (records.messages, watch.blocked_seconds) == ([], 0.0)
-
-
-def test_thread_ends_with_the_last_loader():
-    loaders = [hr.DataLoader(Healthy(), batch_size=300, placement="thread") for _ in range(2)]
-    for loader in loaders:
-        next(iter(loader))
-    for left, loader in zip((1, 0), loaders, strict=True):
-        loader.close()
-        assert len(watchdog_threads()) == left

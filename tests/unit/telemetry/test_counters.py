@@ -25,40 +25,20 @@ def clock(monkeypatch):
     return clock
 
 
-def test_wait_that_times_out_counts_in_both_times(clock):
+def test_overlapping_waits_count_once_and_a_wait_in_progress_counts_up_to_now(clock):
     counters = Counters()
     counters.begin()
     clock.now += 1
     with contextlib.suppress(TimeoutError), counters.waiting():
-        clock.now += 9
+        clock.now += 3
+        stats = counters.snapshot()
+        assert (stats.wait_seconds, stats.elapsed_seconds, stats.wait_share) == (3.0, 4.0, 0.75)
+        with counters.waiting():
+            clock.now += 2
+        clock.now += 4
         raise TimeoutError
     stats = counters.snapshot()
     assert (stats.wait_seconds, stats.elapsed_seconds, stats.wait_share) == (9.0, 10.0, 0.9)
-
-
-def test_overlapping_waits_of_several_consumers_count_once(clock):
-    counters = Counters()
-    counters.begin()
-    with counters.waiting():
-        clock.now += 1
-        with counters.waiting():
-            clock.now += 2
-        clock.now += 1
-    clock.now += 4
-    with counters.waiting():
-        clock.now += 0
-    stats = counters.snapshot()
-    assert (stats.wait_seconds, stats.elapsed_seconds, stats.wait_share) == (4.0, 8.0, 0.5)
-
-
-def test_wait_in_progress_counts_up_to_now(clock):
-    counters = Counters()
-    counters.begin()
-    clock.now += 1
-    with counters.waiting():
-        clock.now += 3
-        stats = counters.snapshot()
-    assert (stats.wait_seconds, stats.elapsed_seconds, stats.wait_share) == (3.0, 4.0, 0.75)
 
 
 def test_pause_of_the_consumer_is_not_a_wait(clock):
@@ -73,7 +53,7 @@ def test_pause_of_the_consumer_is_not_a_wait(clock):
     assert counters.snapshot().wait_share == pytest.approx(2 / 1002)
 
 
-@pytest.mark.parametrize("through", [copy.deepcopy, copy.copy, lambda obj: pickle.loads(pickle.dumps(obj))])
+@pytest.mark.parametrize("through", [copy.copy, lambda obj: pickle.loads(pickle.dumps(obj))])
 def test_copy_has_the_counts_and_no_wait_in_progress(clock, through):
     counters = Counters()
     counters.begin()

@@ -138,25 +138,26 @@ def test_limit_is_the_step_that_the_loop_waits_for(limit, steps):
     assert found.advice in str(found)
 
 
+@pytest.mark.parametrize(
+    ("most", "cpu", "advice", "predicted"),
+    [
+        (1024, 0.1, "concurrency=32", 0.0),  # 20 ms of waiting and 10 ms of computing: three times the rate is needed
+        (12, 0.1, "concurrency=12", 0.5),  # 20 ms for a batch, of which 10 ms are computed
+        (1024, 0.7, "concurrency=16", 1 - 10 / 21),  # the engine's thread computes 21 ms for a batch
+    ],
+)
+def test_prediction_for_more_fetches_is_bounded_by_descriptors_and_other_stages(most, cpu, advice, predicted):
+    found = report(SETUP._replace(most_concurrency=most), fetch=0.02, load=FULL, cpu=cpu)
+    assert (found.limit, found.advice) == ("latency", advice)
+    assert found.wait_share == pytest.approx(2 / 3, abs=0.01)
+    assert found.predicted == pytest.approx(predicted, abs=0.01)
+
+
 def test_memory_that_is_advised_is_by_the_size_that_the_budget_counts():
     # Samples of 1 MiB in their batches, and of 100 bytes as fetched. Three times the rate is needed, and some to spare.
     load = IDLE._replace(held_plans=2, memory=2 << 20, memory_samples=2)
     found = report(SETUP._replace(memory_budget=2 << 20), queue=0.02, load=load)
     assert found.advice == "memory_budget=8 * 2**20"
-
-
-def test_prediction_for_more_fetches_follows_from_the_rate():
-    # 20 ms of waiting and 10 ms of computing: three times the rate is needed.
-    found = report(fetch=0.02, load=FULL)
-    assert found.wait_share == pytest.approx(2 / 3, abs=0.01)
-    assert found.advice == "concurrency=32"
-    assert found.predicted == 0.0
-
-
-def test_prediction_is_limited_by_the_descriptors():
-    found = report(SETUP._replace(most_concurrency=12), fetch=0.02, load=FULL)
-    assert found.advice == "concurrency=12"
-    assert found.predicted == pytest.approx(0.5, abs=0.01)  # 20 ms for a batch, of which 10 ms are computed
 
 
 @pytest.mark.parametrize(("work_cpu", "change"), [(2.2, {}), (0.22, {"num_workers": 17})])
@@ -194,13 +195,6 @@ def test_engine_that_shares_the_gil_with_the_loop_is_sent_to_a_process():
     assert found.change == {"placement": "process"}
 
 
-def test_other_stages_bound_the_prediction():
-    # 30 ms for a batch, of which the engine's thread computes 21 ms: no number of fetches makes that less.
-    found = report(fetch=0.02, load=FULL, cpu=0.7)
-    assert found.limit == "latency"
-    assert found.predicted == pytest.approx(1 - 10 / 21, abs=0.01)
-
-
 def test_prefetch_factor_that_was_given_is_changed_with_the_concurrency():
     setup = SETUP._replace(look_ahead=4, num_workers=4, fixed_look_ahead=True)
     found = report(setup, fetch=0.08, load=FULL._replace(in_flight=40, limit=40))
@@ -213,14 +207,6 @@ def test_slow_shard_of_a_stream_is_read_beside_more_others():
     assert found.limit == "order"
     assert "shards_in_parallel" in found.advice
     assert found.change == {}
-
-
-def test_deaths_of_workers_and_skipped_samples_are_counted():
-    found = report(fetch=0.02, load=FULL, requests=RequestCounts(requests=10, throttled=0, hedges=1, cache_hits=2))
-    assert found.worker_deaths == 3
-    assert found.skipped == 5
-    for fact in ("workers that died", "skipped samples", "hedges", "cache hits"):
-        assert fact in str(found)
 
 
 def test_work_inside_next_asks_for_workers():
@@ -240,22 +226,19 @@ def test_shares_of_a_stage_add_up_to_one():
         assert min(stage.worked, stage.waited, stage.blocked) >= 0.0
 
 
-def test_few_batches_have_no_diagnosis():
+def test_few_batches_or_none_have_no_diagnosis():
     found = report(count=5, fetch=0.02)
     assert found.limit == "start-up"
     assert "only 4 batches" in found.evidence
-
-
-def test_report_of_nothing():
     found = make_report([], SETUP)
     assert found.batches == 0
     assert str(found).startswith("No batch")
 
 
-def test_report_as_values():
-    found = report(fetch=0.02, load=FULL, requests=RequestCounts(requests=10, retries=1))
+def test_counts_are_in_the_values_and_in_the_text():
+    found = report(fetch=0.02, load=FULL, requests=RequestCounts(requests=10, hedges=1, cache_hits=2))
     values = found.to_dict()
-    assert values["limit"] == "latency"
-    assert values["requests"]["requests"] == 500
+    assert (values["worker_deaths"], values["skipped"], values["requests"]["requests"]) == (3, 5, 500)
     assert values["stages"][1]["name"] == "fetch"
-    assert "retries" in str(found)
+    for fact in ("workers that died", "skipped samples", "hedges", "cache hits"):
+        assert fact in str(found)

@@ -203,21 +203,19 @@ def test_closed_and_dropped_loaders_leave_and_their_names_are_free(reader, provi
         assert "headrace.batches" not in metrics_of(reader)
 
 
-def test_loader_or_name_twice_is_an_error(registry):
+def test_loader_or_name_twice_and_names_of_the_users_are_errors(registry):
     with hr.DataLoader(Numbers(), 4) as loader, hr.DataLoader(Numbers(), 4) as other:
         with hr.telemetry.prometheus(loader, name="train", registry=registry):
             for each, name in ((loader, "again"), (other, "train")):
                 with pytest.raises(ValueError, match="exported already, as 'train'"):
                     hr.telemetry.prometheus(each, name=name, registry=registry)
         hr.telemetry.prometheus(other, name="train", registry=registry)
-
-
-def test_refused_loader_leaves_nothing_in_the_registry(registry):
-    with pytest.raises(TypeError, match=r"headrace\.telemetry\.prometheus\(\) needs"):
-        hr.telemetry.prometheus([1, 2], registry=registry)
-    prometheus_client.Counter("headrace_batches", "The user's own.", registry=registry)
-    with hr.DataLoader(Numbers(), 4) as loader, pytest.raises(ValueError, match="Duplicated timeseries"):
-        hr.telemetry.prometheus(loader, registry=registry)
+        with pytest.raises(TypeError, match=r"headrace\.telemetry\.prometheus\(\) needs"):
+            hr.telemetry.prometheus([1, 2], registry=registry)
+        users = CollectorRegistry()
+        prometheus_client.Counter("headrace_batches", "The user's own.", registry=users)
+        with pytest.raises(ValueError, match="Duplicated timeseries"):
+            hr.telemetry.prometheus(loader, registry=users)
 
 
 @pytest.mark.parametrize(("package", "name"), [("prometheus_client", "prometheus"), ("opentelemetry",) * 2])

@@ -149,20 +149,15 @@ async def both_at_once(loader):
     await asyncio.gather(read(), read())
 
 
-def test_file_obeys_the_rules_of_the_format(path):
-    check(events_of(path))
-
-
-def test_every_batch_of_every_loader_is_in_it(path):
-    calls = collections.Counter(event["cat"] for event in events_of(path) if event["name"] == "next()")
+def test_batches_and_single_fetches_are_in_it_once_by_the_rules_of_the_format(path):
+    events = events_of(path)
+    check(events)
+    calls = collections.Counter(event["cat"] for event in events if event["name"] == "next()")
     often = {"Photos 2": 3, "Photos 3": 3}
     assert calls == {name: often.get(name, 1) * LENGTH // BATCH for name in all_loaders()}
-
-
-def test_single_fetches_are_in_it_once(path):
     began = collections.Counter(
         (event["cat"], event["args"]["batch"], event["args"]["slot"])
-        for event in events_of(path)
+        for event in events
         if event["name"] == "single fetch" and event["ph"] == "b"
     )
     assert {key: count for key, count in began.items() if key[0] == "Photos"} == {
@@ -229,28 +224,18 @@ def test_batch_is_followed_over_all_processes_by_sql(processor):
 
 def test_loader_that_runs_is_traced_from_its_next_batch_until_the_end_of_the_block(tmp_path):
     with hr.DataLoader(Photos(), BATCH, concurrency=4) as loader:
-        epoch = iter(loader)
+        epoch, seen = iter(loader), []
         values = [next(epoch)]
+        loader._control.counters.subscribe(lambda record: seen.append(record.fetches))
         with hr.trace(tmp_path / "t.json") as path:
             values += [next(epoch) for _ in range(5)]
         values += list(epoch)
     assert torch.cat(values)[:, 0].tolist() == list(range(LENGTH))
+    assert seen == [None] * 7
     events = events_of(path)
     check(events)
     assert [event["args"]["batch"] for event in events if event["name"] == "next()"] == [1, 2, 3, 4, 5]
     assert any(event["name"] == "single fetch" for event in events)
-
-
-def test_file_is_complete_after_an_exception_in_the_block(tmp_path):
-    path = tmp_path / "t.json.gz"
-    with hr.DataLoader(Squares(), BATCH) as loader, pytest.raises(KeyError), hr.trace(path):
-        raise KeyError(next(iter(loader)))
-    check(events_of(path))
-
-
-def test_path_that_cannot_be_written_is_an_error_at_once(tmp_path):
-    with pytest.raises(FileNotFoundError), hr.trace(tmp_path / "no such folder" / "t.json"):
-        raise AssertionError("the block was entered")
 
 
 def test_second_trace_of_a_file_is_an_error_and_the_first_goes_on(tmp_path):
@@ -294,6 +279,11 @@ def test_full_disk_is_an_error_at_the_end_and_does_not_stop_the_loop(tmp_path, s
         with pytest.raises(KeyError) as first, hr.trace(tmp_path / "t.json"):
             raise KeyError(len(list(loader)))
         assert "is not complete" in first.value.__notes__[0]
+        with pytest.raises(KeyError), hr.trace(tmp_path / "whole.json") as path:
+            raise KeyError(next(iter(loader)))
+    check(events_of(path))
+    with pytest.raises(FileNotFoundError), hr.trace(tmp_path / "no such folder" / "t.json"):
+        raise AssertionError("the block was entered")
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -313,14 +303,3 @@ def test_fork_leaves_the_file_alone(tmp_path):
     events = events_of(path)
     check(events)
     assert sum(event["name"] == "next()" for event in events) == LENGTH // BATCH
-
-
-def test_nothing_is_measured_without_a_trace(tmp_path):
-    with hr.DataLoader(Photos(), BATCH, concurrency=4) as loader:
-        seen = []
-        loader._control.counters.subscribe(lambda record: seen.append(record.fetches))
-        list(loader)
-        with hr.trace(tmp_path / "t.json"):
-            list(loader)
-        list(loader)
-    assert seen == [None] * (3 * LENGTH // BATCH)

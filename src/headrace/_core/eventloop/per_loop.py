@@ -83,7 +83,12 @@ class Owner(Generic[T]):
                 peers = _owners[self.loop]
                 if later := [owner.task for owner in peers[peers.index(self) + 1 :]]:
                     await asyncio.wait(later)
-            await self._leave(manager)
+            try:
+                await manager.__aexit__(None, None, None)
+            except BaseException as error:  # user code
+                if self.task.cancelling():
+                    raise
+                self._warn(f"failed: {type(error).__name__}: {error}")
         finally:
             peers = _owners.get(self.loop, [])
             if self in peers:
@@ -91,14 +96,6 @@ class Owner(Generic[T]):
                 if not peers:
                     del _owners[self.loop]
             self._on_end()
-
-    async def _leave(self, manager: AbstractAsyncContextManager[T]) -> None:
-        try:
-            await manager.__aexit__(None, None, None)
-        except BaseException as error:  # user code
-            if self.task.cancelling():
-                raise
-            self._warn(f"failed: {type(error).__name__}: {error}")
 
     def _warn(self, how: str) -> None:
         message = f"closing {self._what} {how}"
@@ -166,22 +163,17 @@ async def _made(make: Callable[[], Any], close: Callable[[Any], object] | None) 
     try:
         resource = make()
         del make  # once opened, it and its object are not kept alive
-        managed = close is None and hasattr(resource, "__aexit__")
-        if not managed and inspect.isawaitable(resource):
+        if inspect.isawaitable(resource) and (close is not None or not hasattr(resource, "__aexit__")):
             resource = await resource
-            managed = close is None and hasattr(resource, "__aexit__")
     except StopAsyncIteration as error:  # which would end the generator
         raise as_exception(error) from error
-    if managed:
+    if close is None and hasattr(resource, "__aexit__"):
         async with resource as entered:
             yield entered
         return
     yield resource
-    if close is None:
-        by_method = getattr(resource, "aclose", None) or getattr(resource, "close", None)
-        closing = None if by_method is None else by_method()
-    else:
-        closing = close(resource)
+    by_method = getattr(resource, "aclose", None) or getattr(resource, "close", None) or (lambda: None)
+    closing = by_method() if close is None else close(resource)
     if inspect.isawaitable(closing):
         await closing
 

@@ -85,7 +85,7 @@ class Sample(NamedTuple):
     time: float
     spot: Spot | None
     usage: ThreadUsage
-    own: ThreadUsage  # the watchdog's
+    own_queued: float  # the watchdog's
 
 
 @dataclass(slots=True)
@@ -164,8 +164,8 @@ class LoopWatch:
                 if not self._wake.get(timeout=timeout):
                     break
                 planned = time.monotonic()
-            planned = self.look(max(0.0, time.monotonic() - planned))
-        self.finish(time.monotonic())
+            planned = self._look(max(0.0, time.monotonic() - planned))
+        self._finish(time.monotonic())
 
     def _beat(self) -> None:
         self._beats = self._loop.call_later(BEAT, self._beat)
@@ -173,7 +173,7 @@ class LoopWatch:
             self.queued_seconds = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
         self.due = time.monotonic() + BEAT
 
-    def look(self, late: float) -> float:
+    def _look(self, late: float) -> float:
         """Sample the stack if the beat is late; returns the time of the next look. On the watchdog's thread.
 
         Args:
@@ -181,69 +181,61 @@ class LoopWatch:
         """
         due, now = self.due, time.monotonic()
         if self._late is not None and self._late != due:
-            self.finish(min(due - BEAT, now))
+            self._finish(min(due - BEAT, now))
         if now < due + GRACE:
             return due + GRACE
         top = sys._current_frames().get(self._thread)
         if top is None:  # its loop has died
             self.due = math.inf
             return math.inf
-        own = ThreadUsage.of(threading.get_native_id())
-        sample = Sample(now, find_user_code(top), ThreadUsage.of(self._native_id), own)
+        own_queued = ThreadUsage.of(threading.get_native_id()).queued
+        sample = Sample(now, find_user_code(top), ThreadUsage.of(self._native_id), own_queued)
         del top
         if self.due != due:  # it has gone on: the stack may be of something else
             return self.due + GRACE
         self._contended |= late > PROMPT
-        block = None if self._late is None else self.take(self._last, sample, late)
+        if self._late is not None:
+            self._add(self._last, sample, late, now - due)
         self._last, self._late = sample, due
-        if block is None or block.seconds < PROVEN or now - due < REPORTED:
-            return time.monotonic() + TICK
-        self._count(block)
-        if block.seconds >= STILL_BLOCKED:
-            self._warn(block, " so far")
         return time.monotonic() + TICK
 
-    def take(self, before: Sample, sample: Sample, late: float) -> Block | None:
-        """Add what two samples show to the block of their function, which is returned; None if they are of none."""
+    def _add(self, before: Sample, sample: Sample, late: float, since: float) -> None:
+        """Add what two samples show to the block of their function, if they are of one; the beat is `since` due."""
         spot = sample.spot
         if spot is None or before.spot is None or spot.code is not before.spot.code:
-            return None
+            return
         ran, queued = sample.usage.ran - before.usage.ran, sample.usage.queued - before.usage.queued
         switches = (sample.usage.switches - before.usage.switches) if self._contended else 0
-        late = max(0.0, late - (sample.own.queued - before.own.queued))
+        late = max(0.0, late - (sample.own_queued - before.own_queued))
         waited = sample.time - before.time - ran - queued - late - switches * GIL_WAIT * sys.getswitchinterval()
         block = self._blocks.setdefault(spot.code, Block(spot))
         block.spot = spot
         block.seconds += ran if spot.step is before.spot.step else 0.0
         block.seconds += max(0.0, waited) if sample.usage.sleeps and before.usage.sleeps else 0.0
-        return block
+        if block.seconds >= PROVEN and since >= REPORTED:
+            self._count(block, " so far" if block.seconds >= STILL_BLOCKED else None)
 
-    def finish(self, resumed: float) -> None:
+    def _finish(self, resumed: float) -> None:
         """The late beat has come, or will never come: warn of what has blocked it."""
         late, self._late, blocks, self._blocks = self._late, None, self._blocks, {}
         self._contended = False
         worst = max(blocks.values(), key=lambda each: each.seconds, default=None)
         if late is not None and worst is not None and worst.seconds >= PROVEN and resumed - late >= REPORTED:
-            self._count(worst)
-            self._warn(worst, "")
+            self._count(worst, "")
 
-    def _count(self, block: Block) -> None:
+    def _count(self, block: Block, so_far: str | None) -> None:
+        """Count the seconds of a block; with the words `so_far`, warn of it too, once for each function."""
         code, more = block.spot.code, block.seconds - block.counted
         block.counted = block.seconds
         self.blocked_seconds += more
         self._by_code[code] = self._by_code.get(code, 0.0) + more
+        place = f"{code.co_filename}:{block.spot.line} in {code.co_qualname}"
         if self._by_code[code] == max(self._by_code.values()):
-            self.place = _place(block.spot)
-
-    def _warn(self, block: Block, so_far: str) -> None:
-        key = block.spot.code.co_filename, block.spot.code.co_firstlineno
-        if key not in _reported:
+            self.place = place
+        key = code.co_filename, code.co_firstlineno
+        if so_far is not None and key not in _reported:
             _reported.add(key)
-            _log.warning(WARNING, self._dataset, _place(block.spot), block.seconds, so_far, extra={PLACE: key})
-
-
-def _place(spot: Spot) -> str:
-    return f"{spot.code.co_filename}:{spot.line} in {spot.code.co_qualname}"
+            _log.warning(WARNING, self._dataset, place, block.seconds, so_far, extra={PLACE: key})
 
 
 def is_repeated(record: logging.LogRecord) -> bool:

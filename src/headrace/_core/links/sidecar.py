@@ -141,7 +141,7 @@ class _Sidecar:
 
     def begin(self, server: _SessionServer, begin: StartSession) -> Session:
         """Start a session on the engine, which is made first, or again if its workers could not be replaced."""
-        if not self._reserve.full:
+        if self._reserve.error is not None:
             raise shortage("open a session in the loader's process")
         config = self._config
         if self._over.is_set():  # a session started now would not be closed

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace._version import __version__
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, MissingExtraError
 
 __all__ = ["main"]
 
@@ -39,9 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(arguments)
     except KeyboardInterrupt:
-        return _complain("interrupted", status=INTERRUPTED)
+        return _complain("interrupted", INTERRUPTED)
     except (HeadraceError, OSError, ValueError) as error:
-        return _complain(" ".join(str(error).split()) or type(error).__name__)
+        status = UNUSABLE if isinstance(error, ValueError | MissingExtraError) else FAILED
+        return _complain(" ".join(str(error).split()) or type(error).__name__, status)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -54,15 +55,11 @@ def _bench(arguments: argparse.Namespace) -> int:
     began = time.perf_counter()
     from headrace.cli.bench import Bench
 
-    try:
-        bench = Bench(arguments, began)
-    except (HeadraceError, ValueError) as error:
-        return _complain(" ".join(str(error).split()), status=UNUSABLE)
-    bench.run()
+    Bench(arguments, began).run()
     return OK
 
 
-def _complain(message: str, status: int = FAILED) -> int:
+def _complain(message: str, status: int) -> int:
     print(f"headrace: {message}", file=sys.stderr)
     return status
 

@@ -61,8 +61,10 @@ def measured(server, tmp_path_factory):
     return json.loads(out.getvalue()), plot
 
 
-def test_json_has_the_best_setting_with_its_evidence(measured):
+def test_json_has_the_best_setting_with_its_evidence_and_no_value_of_an_option(measured, server):
     found, plot = measured
+    assert server.requests()["PUT"] == server.requests()["DELETE"] == 0
+    assert server.endpoint not in json.dumps(found)
     assert (found["objects"], found["mean_bytes"], found["complete"]) == (300, 20_000, True)
     best = found["best"]
     assert best["lowest_rate"] <= best["rate"] <= best["highest_rate"]
@@ -70,11 +72,6 @@ def test_json_has_the_best_setting_with_its_evidence(measured):
     assert {each["concurrency"] for each in found["settings"]} == {each["concurrency"] for each in found["trials"]}
     assert f"concurrency={best['concurrency']}" in found["constructor"]
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_nothing_is_written_to_the_store_and_no_value_of_an_option_is_printed(measured, server):
-    assert server.requests()["PUT"] == server.requests()["DELETE"] == 0
-    assert server.endpoint not in json.dumps(measured[0])
 
 
 def test_table_and_constructor_of_a_folder(tmp_path, capsys, monkeypatch):

@@ -63,12 +63,8 @@ def counters():
     return Counters()
 
 
-@pytest.fixture
-def export(counters):
-    return Export({}, counters, "default", lambda *_: None)
-
-
-def test_each_number_of_the_stats_is_a_metric(export):
+def test_each_number_of_the_stats_is_a_metric(counters):
+    export = Export({}, counters, "default", print)
     left_out = {"elapsed_seconds"}  # time() knows it
     requests = RequestCounts(*range(100, 100 + len(dataclasses.fields(RequestCounts))))
     names = [each.name for each in dataclasses.fields(LoaderStats) if each.type in ("int", "float")]
@@ -78,7 +74,8 @@ def test_each_number_of_the_stats_is_a_metric(export):
     assert wanted <= {metric.read(stats, export) for metric in METRICS if metric.name != "step_wait"}
 
 
-def test_engine_seconds_continue_when_a_new_engine_counts_from_zero(counters, export):
+def test_engine_seconds_continue_when_a_new_engine_counts_from_zero(counters):
+    export = Export({}, counters, "default", lambda *_: None)
     for iteration, cpu in [(1, 1.0), (1, 3.0), (1, 2.0), (2, 4.0), (3, 0.5), (3, 0.75), (2, 0.6)]:
         times = StageTimes(1.0, 1.0, 1.0, 0.0, 0.0, 1.0, nbytes=100, engine_cpu=cpu, blocked=cpu / 10)
         record = BatchRecord(iteration, 0, 4, 1.0, times, 1.0, 1.5, 1.5, 1.5, 3, None)

@@ -60,32 +60,27 @@ class Spot(NamedTuple):
     step: types.FrameType
 
 
-class ThreadUsage(NamedTuple):
-    """What a thread has done since it started; 0 where the system does not say."""
-
-    ran: float = 0.0  # seconds on a core
-    queued: float = 0.0  # seconds in which it waited for a core, without a wait that has not ended
-    switches: int = 0  # voluntary context switches
-    sleeps: bool = False  # whether it now waits for something else than a core
-
-    @classmethod
-    def of(cls, native_id: int) -> ThreadUsage:
-        """That of a thread of this process."""
-        try:
-            status = Path(f"/proc/self/task/{native_id}/status").read_bytes()
-            ran, queued, _ = map(int, Path(f"/proc/self/task/{native_id}/schedstat").read_bytes().split())
-            switches = int(status.rpartition(b"\nvoluntary_ctxt_switches:")[2].split()[0])
-            state = status.partition(b"\nState:")[2].split()[0]
-        except (OSError, ValueError, IndexError):  # not Linux, or the thread has ended
-            return cls()
-        return cls(ran / 1e9, queued / 1e9, switches, sleeps=state in (b"S", b"D"))
-
-
 class Sample(NamedTuple):
+    """The loop's thread at one moment: its stack, and what it has done since it started; 0 where that is unknown."""
+
     time: float
     spot: Spot | None
-    usage: ThreadUsage
-    own_queued: float  # the watchdog's
+    own_queued: float  # seconds in which the watchdog has waited for a core
+    ran: float  # seconds on a core
+    queued: float  # seconds in which it waited for a core, without a wait that has not ended
+    switches: int  # voluntary context switches
+    sleeps: bool  # whether it now waits for something else than a core
+
+
+def _usage(native_id: int) -> tuple[float, float, int, bool]:
+    """The last four of these, of a thread of this process."""
+    try:
+        status = Path(f"/proc/self/task/{native_id}/status").read_bytes()
+        ran, queued, _ = map(int, Path(f"/proc/self/task/{native_id}/schedstat").read_bytes().split())
+        switches = int(status.rpartition(b"\nvoluntary_ctxt_switches:")[2].split()[0])
+        return ran / 1e9, queued / 1e9, switches, status.partition(b"\nState:")[2].split()[0] in (b"S", b"D")
+    except (OSError, ValueError, IndexError):  # not Linux, or the thread has ended
+        return 0.0, 0.0, 0, False
 
 
 @dataclass(slots=True)
@@ -188,8 +183,8 @@ class LoopWatch:
         if top is None:  # its loop has died
             self.due = math.inf
             return math.inf
-        own_queued = ThreadUsage.of(threading.get_native_id()).queued
-        sample = Sample(now, find_user_code(top), ThreadUsage.of(self._native_id), own_queued)
+        own_queued = _usage(threading.get_native_id())[1]
+        sample = Sample(now, find_user_code(top), own_queued, *_usage(self._native_id))
         del top
         if self.due != due:  # it has gone on: the stack may be of something else
             return self.due + GRACE
@@ -204,14 +199,14 @@ class LoopWatch:
         spot = sample.spot
         if spot is None or before.spot is None or spot.code is not before.spot.code:
             return
-        ran, queued = sample.usage.ran - before.usage.ran, sample.usage.queued - before.usage.queued
-        switches = (sample.usage.switches - before.usage.switches) if self._contended else 0
+        ran, queued = sample.ran - before.ran, sample.queued - before.queued
+        switches = (sample.switches - before.switches) if self._contended else 0
         late = max(0.0, late - (sample.own_queued - before.own_queued))
         waited = sample.time - before.time - ran - queued - late - switches * GIL_WAIT * sys.getswitchinterval()
         block = self._blocks.setdefault(spot.code, Block(spot))
         block.spot = spot
         block.seconds += ran if spot.step is before.spot.step else 0.0
-        block.seconds += max(0.0, waited) if sample.usage.sleeps and before.usage.sleeps else 0.0
+        block.seconds += max(0.0, waited) if sample.sleeps and before.sleeps else 0.0
         if block.seconds >= PROVEN and since >= REPORTED:
             self._count(block, " so far" if block.seconds >= STILL_BLOCKED else None)
 

@@ -165,12 +165,7 @@ def _set_message(error: BaseException, words: str) -> bool:
 
 
 def describe_samples(indices: Sequence[object], sample_key: Callable[[object], str | None]) -> str:
-    """The first of a batch's indices and their keys, in words.
-
-    Example:
-        >>> describe_samples([4, 5], "key-{}".format)
-        "indices [4, 5], keys ['key-4', 'key-5']"
-    """
+    """The first of a batch's indices and their keys, in words."""
     words = f"indices {shorten_list(indices, len(indices))}"
     keys = [key for index in indices[:LIST_ITEMS] if (key := sample_key(index)) is not None]
     return f"{words}, keys {shorten_list(keys, len(indices))}" if keys else words

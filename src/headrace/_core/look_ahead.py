@@ -79,13 +79,6 @@ class LookAheadSize:
 
     Attributes:
         batches: the number now.
-
-    Example:
-        >>> ahead = LookAheadSize(6, 20)
-        >>> ahead.extend(2), ahead.batches
-        (None, 8)
-        >>> ahead.reduce(), ahead.batches
-        (None, 7)
     """
 
     def __init__(self, least: int, most: int) -> None:

@@ -90,13 +90,6 @@ class TransformGenerators:
     A generator that travels to several workers would otherwise draw the same numbers in each of them. Found are, in
     all that the functions refer to: NumPy's `Generator` and `RandomState`, `random.Random`, `torch.Generator` on the
     CPU, and every object with a method ``set_random_seed(seed)``, as albumentations' `Compose` has it.
-
-    Example:
-        >>> rng = random.Random()
-        >>> generators = TransformGenerators([functools.partial(rng.uniform, 0)])
-        >>> generators.seed(5); first = rng.random()
-        >>> generators.seed(5); first == rng.random()
-        True
     """
 
     def __init__(self, functions: Iterable[object]) -> None:

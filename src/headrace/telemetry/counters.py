@@ -187,7 +187,7 @@ class Counters:
         # Of this object, and not of its copies:
         self._kept: deque[_Fields] = deque(maxlen=KEPT + 1)  # with the one before those that `records` returns
         self._subscribers: tuple[Subscriber, ...] = ()
-        self._open: set[object] = set()  # iterations that are neither over nor closed
+        self.open: set[object] = set()  # iterations that are neither over nor closed
         self._waiting = 0  # consumers, in threads or tasks of their own
         self._waiting_since = 0.0
         self._lock = threading.RLock()  # stats() in a signal handler
@@ -205,21 +205,6 @@ class Counters:
         self.epochs += 1
         if self._began is None:
             self._began = self._last = time.perf_counter()
-
-    @property
-    def iterating(self) -> bool:
-        """Whether an iteration is open."""
-        return bool(self._open)
-
-    def open_iteration(self) -> object:
-        """Count an iteration as open; returns the argument of `close_iteration`."""
-        iteration = object()
-        self._open.add(iteration)
-        return iteration
-
-    def close_iteration(self, iteration: object) -> None:
-        """Count it as closed; without a lock, as the garbage collector may call this at any time."""
-        self._open.discard(iteration)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -321,7 +306,7 @@ class Counters:
         return end
 
 
-_UNCOPIED = frozenset({"_kept", "_subscribers", "_open", "_waiting", "_waiting_since", "_lock"})
+_UNCOPIED = frozenset({"_kept", "_subscribers", "open", "_waiting", "_waiting_since", "_lock"})
 
 
 def counters_of(loader: Any, function: str) -> Counters:

@@ -79,7 +79,7 @@ class Export:
         """The values of metrics, each with those of its labels: the loader's name, and of `step_wait` the step."""
         if (counters := self._counters()) is None:
             return
-        stats, iterating = counters.snapshot(), counters.iterating
+        stats, iterating = counters.snapshot(), bool(counters.open)
         for metric in metrics:
             value = metric.read(stats, self) if metric.kind == "counter" or iterating else 0
             if isinstance(value, dict):

@@ -110,7 +110,9 @@ class Epoch:
         self._turn = threading.RLock()
         self._pid = os.getpid()
         # Also ends the session of an iterator that is dropped in mid-epoch.
-        self._finalizer = weakref.finalize(self, _end_iteration, session, counters, counters.open_iteration())
+        iteration = object()
+        counters.open.add(iteration)
+        self._finalizer = weakref.finalize(self, _end_iteration, session, counters.open, iteration)
         self._finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
         self._traced = False
         if counters.traced:
@@ -401,8 +403,8 @@ class Epoch:
         )
 
 
-def _end_iteration(session: Session | DeviceStage, counters: Counters, iteration: object) -> None:
-    counters.close_iteration(iteration)
+def _end_iteration(session: Session | DeviceStage, open_iterations: set[object], iteration: object) -> None:
+    open_iterations.discard(iteration)
     session.close()
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import suppress
+from copy import copy
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
-from headrace._core.device.containers import moves, names_its_memory, replaced
 from headrace._core.device.pinning import REGISTRY, Registry
 from headrace._core.device.streams import Streams
 from headrace._core.transport.slabs import ALIGNMENT, Slab, aligned, slab_at
@@ -37,30 +40,18 @@ class Copier:
     def begin(self, batch: object) -> DeviceBatch:
         """Enqueue the copies of `batch`, and keep it until they have ended."""
         self.reap()
-        found: dict[int, torch.Tensor] = {}
-        custom: dict[int, Any] = {}
-        late = False
+        found: dict[str, dict[int, Any]] = {"region": {}, "side": {}, "late": {}, "": {}}
 
         def look(leaf: Any) -> object:
-            nonlocal late
-            if isinstance(leaf, torch.Tensor):
-                if _travels_in_a_region(leaf):
-                    found[id(leaf)] = leaf
-                else:
-                    late = late or self._is_elsewhere(leaf)
-            elif moves(leaf):
-                if names_its_memory(leaf):
-                    custom[id(leaf)] = leaf
-                else:
-                    late = True
+            found[self._way(leaf)][id(leaf)] = leaf
             return leaf
 
-        replaced(batch, look)
+        _replaced(batch, look)
         moved: dict[int, Any] = {}
         placed: list[Any] = []
         kept = [batch]
         try:
-            in_slab, others = self._sorted(list(found.values()))
+            in_slab, others = self._sorted(list(found["region"].values()))
             for slab, tensors in in_slab.items():
                 offsets = [tensor.data_ptr() - slab.address for tensor in tensors]
                 first = min(offsets) // ALIGNMENT * ALIGNMENT
@@ -75,15 +66,15 @@ class Copier:
                     for tensor, offset in zip(others, ends, strict=False):
                         _at(memory, offset, tensor, plain=True).copy_(tensor)
                 placed.append(self._copy(memory, others, ends, moved))
-            for key, thing in custom.items():
+            for key, thing in found["side"].items():
                 with self._streams.on(self._side):
                     moved[key] = thing.to(self._streams.device, non_blocking=True)
                 placed.append(moved[key])
         finally:  # copies enqueued before an error read the batch too
             event = self._streams.event(self._side)
             self._read.append((event, kept))
-        data = replaced(batch, lambda leaf: moved[id(leaf)] if id(leaf) in moved else _pinned(leaf))
-        return DeviceBatch(data, event, placed, late)
+        data = _replaced(batch, lambda leaf: moved[id(leaf)] if id(leaf) in moved else _pinned(leaf))
+        return DeviceBatch(data, event, placed, bool(found["late"]))
 
     def _copy(
         self, host: torch.Tensor, tensors: list[torch.Tensor], offsets: list[int], moved: dict[int, Any]
@@ -104,7 +95,7 @@ class Copier:
             return batch.data
         # On the stream that uses it: an object whose memory cannot be shown to the allocator is safe there only.
         with self._streams.on(stream):
-            data = replaced(batch.data, self._move)
+            data = _replaced(batch.data, self._move_late)
         self._read.append((self._streams.event(stream), batch.data))
         return data
 
@@ -132,14 +123,18 @@ class Copier:
             self._streams.rest(self._side)
         self._read.clear()
 
-    def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
-        return tensor.device != self._streams.device and tensor.device.type != "meta"
+    def _way(self, leaf: Any) -> str:
+        """How a leaf moves: in a region, alone on the side stream, late on the consumer's stream, or not."""
+        if isinstance(leaf, torch.Tensor):
+            if _travels_in_a_region(leaf):
+                return "region"
+            return "late" if leaf.device != self._streams.device and leaf.device.type != "meta" else ""
+        if not _moves(leaf):
+            return ""
+        return "side" if _names_its_memory(leaf) else "late"
 
-    def _move(self, leaf: Any) -> object:
-        to_move = (
-            self._is_elsewhere(leaf) if isinstance(leaf, torch.Tensor) else moves(leaf) and not names_its_memory(leaf)
-        )
-        return leaf.to(self._streams.device, non_blocking=True) if to_move else leaf
+    def _move_late(self, leaf: Any) -> object:
+        return leaf.to(self._streams.device, non_blocking=True) if self._way(leaf) == "late" else leaf
 
     def _sorted(self, tensors: list[torch.Tensor]) -> tuple[dict[Slab, list[torch.Tensor]], list[torch.Tensor]]:
         """The tensors in page-locked slabs, by slab, and the others."""
@@ -161,7 +156,7 @@ class Copier:
 
 def _pinned(leaf: object) -> object:
     """A batch of a user's class that can only be pinned is pinned, as by torch's loader."""
-    if isinstance(leaf, torch.Tensor | type) or moves(leaf):
+    if isinstance(leaf, torch.Tensor | type) or _moves(leaf):
         return leaf
     pin = getattr(leaf, "pin_memory", None)
     return pin() if callable(pin) else leaf
@@ -199,3 +194,60 @@ def _at(region: torch.Tensor, offset: int, like: torch.Tensor, *, plain: bool = 
     made = torch.empty(0, dtype=like.dtype, device=region.device)
     made.set_(region.untyped_storage(), start // like.itemsize, like.size(), _strides(like))
     return made.requires_grad_(like.requires_grad and not plain)
+
+
+def _replaced(batch: object, leaf: Callable[[object], Any]) -> Any:
+    """`batch` with `leaf` applied to everything that is no container; containers are copied, never written to.
+
+    The batch sizes of a `PackedSequence` stay in host memory, as torch requires. A container with a `to` and a
+    `record_stream` of its own (a `TensorDict`) is a leaf: a copy of its items would lose its other state.
+    """
+    if isinstance(batch, torch.Tensor):
+        return leaf(batch)
+    if isinstance(batch, PackedSequence):
+        orders = (batch.sorted_indices, batch.unsorted_indices)
+        moved = [None if order is None else leaf(order) for order in orders]
+        return PackedSequence(leaf(batch.data), batch.batch_sizes, *moved)
+    if isinstance(batch, str | bytes | bytearray | memoryview):
+        return batch
+    if isinstance(batch, Mapping | Sequence) and _moves(batch) and _names_its_memory(batch):
+        return leaf(batch)
+    if isinstance(batch, Mapping):
+        items = {key: _replaced(value, leaf) for key, value in batch.items()}
+        if type(batch) is dict:
+            return items
+        if isinstance(batch, MutableMapping):
+            clone = copy(batch)
+            clone.update(items)
+            return clone
+        return type(batch)(items)  # type: ignore[call-arg]
+    if isinstance(batch, tuple):
+        parts = [_replaced(value, leaf) for value in batch]
+        if hasattr(batch, "_fields"):
+            return type(batch)(*parts)
+        return type(batch)(parts)
+    if isinstance(batch, Sequence) and not isinstance(batch, range):
+        parts = [_replaced(value, leaf) for value in batch]
+        if type(batch) is list:
+            return parts
+        if isinstance(batch, MutableSequence):
+            copied = copy(batch)
+            for number, part in enumerate(parts):
+                copied[number] = part
+            return copied
+        return type(batch)(parts)  # type: ignore[call-arg]
+    return leaf(batch)
+
+
+def _moves(leaf: object) -> bool:
+    """Whether `leaf` has a ``to(device, non_blocking=True)``; a `to` with other arguments is not called."""
+    to = getattr(leaf, "to", None)
+    if not callable(to) or isinstance(leaf, type):
+        return False
+    code = getattr(to, "__code__", None)  # None where it is written in C
+    return code is None or "non_blocking" in code.co_varnames or bool(code.co_flags & inspect.CO_VARKEYWORDS)
+
+
+def _names_its_memory(leaf: object) -> bool:
+    """Whether the allocator can be notified of a stream that uses the memory of `leaf`."""
+    return callable(getattr(leaf, "record_stream", None))

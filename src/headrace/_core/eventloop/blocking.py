@@ -33,12 +33,6 @@ def run_blocking(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Fut
     """Call ``function(*args)`` in a thread. For short internal functions only.
 
     A call whose future is cancelled before it starts is not made; the result of one that has started is dropped.
-
-    Example:
-        >>> async def main():
-        ...     return await asyncio.gather(run_blocking(abs, -1), run_blocking(abs, -2))
-        >>> asyncio.run(main())
-        [1, 2]
     """
     loop = asyncio.get_running_loop()
     executor: _BatchedExecutor | None = getattr(_local, "executor", None)

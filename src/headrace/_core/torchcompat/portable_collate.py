@@ -50,12 +50,6 @@ class PortableCollate:
         transform: the loader's.
         batched: whether a batch is a list of samples.
         warn: called when a plain torch loader collates; None for a warning, once in a process.
-
-    Example:
-        >>> collate = PortableCollate(sum, lambda sample: 10 * sample, batched=True)
-        >>> with warnings.catch_warnings(action="ignore"):
-        ...     collate([1, 2])
-        30
     """
 
     def __init__(

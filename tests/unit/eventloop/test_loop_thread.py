@@ -114,7 +114,7 @@ def test_unreferenced_task_is_not_collected():
 def test_system_exit_on_the_loop_is_reported_to_waiters():
     loop = LoopThread("headrace-test")
     notified, died = threading.Event(), []
-    loop.on_death(lambda error: (died.append(error), notified.set()))
+    loop.on_death.add(lambda error: (died.append(error), notified.set()))
 
     async def leave():
         raise SystemExit(3)

@@ -81,6 +81,9 @@ class LoopThread:
 
     The thread makes the loop, runs it, and closes it. The maker of the LoopThread owns the thread and calls `close`.
     All methods are thread-safe.
+
+    Attributes:
+        on_death: called with the error, on the thread, if the loop ends other than by `close`.
     """
 
     def __init__(self, name: str) -> None:
@@ -89,7 +92,7 @@ class LoopThread:
         self._lock = threading.RLock()
         self._closing = False
         self._running = threading.Event()
-        self._on_death: list[Callable[[BaseException], None]] = []
+        self.on_death: set[Callable[[BaseException], None]] = set()
         self._died: BaseException | None = None
         self._uncancelled: list[str] = []
         # Loops hold tasks by weak references: a task that waits for an object that only it refers to is collected.
@@ -149,16 +152,6 @@ class LoopThread:
         except BaseException:  # Ctrl-C too: the coroutine does not outlive its caller
             future.cancel()
             raise
-
-    def on_death(self, callback: Callable[[BaseException], None]) -> None:
-        """Call `callback(error)` on the thread if the loop ends other than by `close`."""
-        with self._lock:
-            self._on_death.append(callback)
-
-    def forget(self, callback: Callable[[BaseException], None]) -> None:
-        """Remove an `on_death` callback."""
-        with self._lock, contextlib.suppress(ValueError):  # removed before: closing a session is idempotent
-            self._on_death.remove(callback)
 
     def check_process(self) -> None:
         """Raise `ForkedError` in a fork of the process that made this loop."""
@@ -221,9 +214,7 @@ class LoopThread:
             self._died = error
         finally:
             if self._died is not None:
-                with self._lock:
-                    callbacks = list(self._on_death)
-                for callback in callbacks:
+                for callback in list(self.on_death):
                     callback(self._died)
             loop.close()
 

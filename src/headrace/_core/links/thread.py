@@ -174,14 +174,14 @@ class ThreadLink(Mailbox):
     def __init__(self, loop: LoopThread) -> None:
         super().__init__()
         self._loop = loop
-        loop.on_death(self._on_death)
+        loop.on_death.add(self._on_death)
 
     def send(self, message: Request) -> None:
         with contextlib.suppress(EngineDiedError):  # whose message has the reason
             self._loop.call_soon(self.session.handle, message)
 
     def leave(self) -> None:
-        self._loop.forget(self._on_death)
+        self._loop.on_death.discard(self._on_death)
         if self._loop.alive:
             with contextlib.suppress(EngineDiedError):  # since the check, and the session with it
                 self._loop.call_soon(self.session.cancel)

@@ -151,7 +151,7 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
     def _close(self) -> None:
         """Draw the bar for the last time; any number of times."""
         if self._bar is not None and not self._bar.disable:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, ImportError):  # the last at the interpreter's exit
                 if self._begun:
                     self._describe(behind=0)
                 self._bar.close()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Any
 
 from headrace._core.streams.iterable_style import AsyncIterableDataset, OperatedStream
-from headrace._core.streams.operation import NOTHING, Mark, ReplayOperation
+from headrace._core.streams.resumable import NOTHING, Mark, ReplayOperation
 from headrace._core.streams.torch_views import require_async
 from headrace.errors import StateError
 

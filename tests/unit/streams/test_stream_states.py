@@ -560,13 +560,6 @@ def test_state_of_another_stream_is_refused(name):
         start_stream(after).load_state_dict(saved(start_stream(before)))
 
 
-def test_error_names_the_place_in_the_composition():
-    state = start_stream(hr.mix([Count(3), Count(4).take(2)], [1, 1])).state_dict()
-    with pytest.raises(hr.StateError) as caught:
-        start_stream(hr.mix([Count(3), Count(4).take(3)], [1, 1])).load_state_dict(state)
-    assert caught.value.__notes__ == [f"headrace: in the state of {part}" for part in ("'take'", "part 1", "'mix'")]
-
-
 def damaged(value):
     """Every state that differs from a state in one value."""
     if isinstance(value, dict):

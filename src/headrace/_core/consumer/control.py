@@ -56,7 +56,7 @@ from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import DatasetKind, capabilities, propagate_epoch, translates_epochs
-from headrace._core.streams.merged import remainder_of
+from headrace._core.streams.operators import remainder_of
 from headrace._core.streams.resumable import counted_epoch, is_stateful
 from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import users_stacklevel

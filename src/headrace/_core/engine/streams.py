@@ -19,8 +19,7 @@ from headrace._core.failure import Failure, Stage
 from headrace._core.pool.supervisor import PINNED_AHEAD
 from headrace._core.ranks.distributed import ShardOptions, current_lane
 from headrace._core.seeding import batch_seed
-from headrace._core.streams.merged import resume_stream
-from headrace._core.streams.operators import Pipe
+from headrace._core.streams.operators import Pipe, resume_stream
 from headrace._core.streams.resumable import (
     ResumableIterator,
     State,

@@ -1,4 +1,7 @@
-"""The operations on streams: take, equal length, concat, repeat, mix; split, shuffle and pipe, which hold samples."""
+"""The operations on streams: take, equal length, concat, repeat, mix; split, shuffle and pipe, which hold samples.
+
+Also the streams of other ranks, read on from their states.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,39 @@ import bisect
 import copy
 import functools
 import itertools
+import math
+import operator
 import random
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
 
-from headrace._core.ranks.distributed import Remainder, ShardOptions
-from headrace._core.ranks.rankinfo import bound
+from headrace._core.ranks.distributed import Remainder, ShardOptions, current_lane
+from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
 from headrace._core.seeding import batch_seed
-from headrace._core.streams.operation import (
+from headrace._core.streams.kinds import walk_datasets
+from headrace._core.streams.resumable import (
     MAX_ERRORS_IN_A_ROW,
     NOTHING,
     InContext,
     Mark,
-    ReplayOperation,
-    StreamOperation,
-    read_again,
-)
-from headrace._core.streams.resumable import (
     Order,
+    ReplayOperation,
     ResumableIterator,
     State,
+    StreamOperation,
     child_seeds,
     close_iterator,
     current_repetition,
     expect,
     expect_same,
     is_stateful,
+    read_again,
     spawn_key,
     start_stream,
 )
 from headrace._core.text import function_name
-from headrace.errors import ShortStreamError, StateError
+from headrace.errors import ShortStreamError
 
 T = TypeVar("T")
 Stop = Literal["first", "all"]
@@ -193,12 +197,10 @@ class Mix(StreamOperation[object]):
         ("order", Order),
         ("drawn", int),
         ("over", bool),
-        ("ended", [bool]),
         ("gave", [bool]),
         ("left_out", [bool]),
         ("passes", [int]),
     )
-    streams = ("parts",)
 
     def __init__(self, datasets: Sequence[Any], weights: Sequence[float], stop: Stop, order: Order) -> None:
         super().__init__(None)
@@ -209,13 +211,11 @@ class Mix(StreamOperation[object]):
         self._order = order
         self._drawn = 0  # numbers
         self._over = False
-        self._ended = [False] * count  # streams that have ended once
         self._gave = [False] * count  # whether the current pass of each has given a sample
         self._left_out = [False] * count  # streams that gave nothing in a whole pass
         self._passes = [0] * count  # completed passes of each
         self._key = spawn_key()
-        self._parts = [self._start(number) for number in range(count)]
-        self._replaced: list[ResumableIterator[object]] = []  # to be closed
+        self._inner = [self._start(number) for number in range(count)]
         self._random = random.Random()
         self._position, self._number = -1, 0.0  # of the last number drawn
         self._weigh()
@@ -248,7 +248,7 @@ class Mix(StreamOperation[object]):
         while not (self._over or self._closed):
             chosen = bisect.bisect_right(self._ends, self._draw() * self._ends[-1])
             try:
-                sample = await anext(self._parts[chosen])
+                sample = await anext(self._inner[chosen])
             except StopAsyncIteration:
                 await self._on_end(chosen)
             except Exception:  # of this sample; the next call draws anew
@@ -261,33 +261,26 @@ class Mix(StreamOperation[object]):
         raise StopAsyncIteration
 
     async def _on_end(self, chosen: int) -> None:
-        self._ended[chosen] = True
-        if self._stop == "first" or all(self._ended):
+        if self._gave[chosen]:
+            self._passes[chosen] += 1
+        else:  # it would be started again for ever
+            self._left_out[chosen] = True
+        if self._stop == "first" or all(map(operator.or_, self._left_out, map(bool, self._passes))):
             self._over = True
             await self.aclose()
             return
-        await close_iterator(self._parts[chosen])
-        if not self._gave[chosen]:  # it would be started again for ever
-            self._left_out[chosen] = True
+        await close_iterator(self._inner[chosen])
+        if self._gave[chosen]:
+            self._inner[chosen] = self._start(chosen)
+            self._gave[chosen] = False
+        else:
             self._weigh()
-            return
-        self._passes[chosen] += 1
-        self._parts[chosen] = self._start(chosen)
-        self._gave[chosen] = False
 
     def _restored(self) -> None:
-        if all(self._left_out) and not self._over:
-            raise StateError("the state is damaged: no stream of the mix is to be read")
         self._weigh()
         for number, passes in enumerate(self._passes):
             if passes:
-                self._replaced.append(self._parts[number])
-                self._parts[number] = self._start(number)
-
-    async def aclose(self) -> None:
-        await super().aclose()
-        for stream in self._replaced:
-            await close_iterator(stream)
+                self._inner[number] = self._start(number)
 
 
 class Split(ReplayOperation[T]):
@@ -484,9 +477,8 @@ class Pipe(ReplayOperation[T]):
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         if state.get("function") is not None:
-            self._output = output = aiter(self._function(_Source(self)))
-            if not is_stateful(output):
-                raise StateError(f"the state has one of {function_name(self._function)}, which has none now")
+            output: Any = aiter(self._function(_Source(self)))
+            self._output = output
             output.load_state_dict(copy.deepcopy(expect(state, "function", dict)))
 
     async def aclose(self) -> None:
@@ -515,3 +507,119 @@ class _Source(AsyncIterator[object]):
                 pipe._taken += 1
                 return sample
         return await anext(pipe._inner)
+
+
+# The rest of an epoch that other ranks had begun: the samples that they would have given out are numbered in turn, and
+# number n goes to rank n mod world size, as for a stream that is split by samples. A rank reads only the streams in
+# which it has a share: with 2 ranks after 4, each reads two; with 8 after 4, two ranks share each, and both read it all.
+
+
+def resume_stream(dataset: AsyncIterable[T], state: State) -> ResumableIterator[T]:
+    """Start to read a stream from a state: its own, or one of several ranks.
+
+    Raises:
+        StateError: the state is of another stream, or damaged.
+    """
+    iterator = _start_for(dataset, state)
+    iterator.load_state_dict(state)
+    return iterator
+
+
+def _start_for(dataset: AsyncIterable[T], state: State) -> ResumableIterator[T]:
+    if not isinstance(state, Mapping) or state.get("operation") != Merged.operation:
+        return start_stream(dataset)
+    share = ShardOptions(*expect(state, "share", list, length=2))
+    return cast(ResumableIterator[T], Merged(dataset, share, cast(Remainder, state.get("remainder"))))
+
+
+def divided_state(states: Sequence[State], ranks: int, new: ShardOptions, remainder: Remainder) -> State:
+    """The state from which one of the new readers (ranks, or lanes of ranks) continues.
+
+    Args:
+        states: of each old reader, in order: those of all ranks in their first lane, then in their second, ….
+        ranks: the number of old ranks.
+        new: the new reader's number, in the same order, and the number of new readers.
+        remainder: policy for samples that cannot be divided equally among the new readers.
+    """
+    groups = math.gcd(len(states), new.count)
+    group = new.index % groups
+    share = [new.index // groups, new.count // groups]
+    numbers = list(range(group, len(states), groups))
+    readers: State = {
+        "operation": _Readers.operation,
+        "world_size": ranks,
+        "lanes": len(states) // ranks,
+        "turn": 0,
+        "numbers": numbers,
+        "ended": [False] * len(numbers),
+        "inner": [states[number] for number in numbers],
+    }
+    inner: State = {"operation": Split.operation, "world_size": share[1], "ended": False, "inner": readers}
+    policy = "pad" if remainder == "repeat" else remainder  # the first samples were given out before
+    inner |= {"given": 0, "errors": 0}
+    return {"operation": Merged.operation, "share": share, "remainder": policy, "inner": inner}
+
+
+def remainder_of(dataset: object) -> Remainder:
+    """The policy of a stream for ranks with unequal numbers of samples; ``"keep"`` if it has none."""
+    for part in walk_datasets(dataset):
+        remainder = getattr(part, "_remainder", None)
+        if remainder in get_args(Remainder):
+            return cast(Remainder, remainder)
+    return "keep"
+
+
+class Merged(StreamOperation[object]):
+    """One rank's share of the streams of other ranks, from a state made by `divided_state`."""
+
+    operation = "merged ranks"
+    options = ("share", "remainder")
+
+    def __init__(self, dataset: AsyncIterable[object], share: ShardOptions, remainder: Remainder) -> None:
+        self._share = [share.index, share.count]
+        self._remainder = remainder
+        super().__init__(Split(lambda: _Readers(dataset), share, remainder))
+
+
+class _Readers(StreamOperation[object]):
+    """The streams of several ranks, one sample of each in turn."""
+
+    operation = "ranks"
+    fields = (("world_size", int), ("lanes", int), ("turn", int), ("numbers", [int]), ("ended", [bool]))
+
+    def __init__(self, dataset: AsyncIterable[object]) -> None:
+        super().__init__(None)
+        self._dataset = dataset
+        self._world_size = self._lanes = 1
+        self._turn = 0
+        self._numbers: list[int] = []
+        self._ended: list[bool] = []
+        self._inner = []
+
+    async def __anext__(self) -> object:
+        while not all(self._ended):
+            turn, following = self._turn, (self._turn + 1) % len(self._inner)
+            if not self._ended[turn]:
+                try:
+                    sample = await anext(self._inner[turn])
+                except StopAsyncIteration:
+                    self._ended[turn] = True
+                except Exception:  # of this sample; the next call reads that of the next rank
+                    self._turn = following
+                    raise
+                else:
+                    self._turn = following
+                    return sample
+            self._turn = following
+        raise StopAsyncIteration
+
+    def _open(self, number: int, state: State) -> ResumableIterator[Any]:
+        dataset = self._dataset
+        if self._inner and any(map(is_stateful, walk_datasets(dataset))):
+            dataset = copy.deepcopy(dataset)  # users' datasets in it have a state, which is of one reader alone
+        # As the old rank did, in the old lane.
+        lane, rank = divmod(self._numbers[number], self._world_size)
+        part = ShardOptions(lane, self._lanes) if self._lanes > 1 else None
+        info = RankInfo(rank, self._world_size, "a state of several ranks")
+        start = functools.partial(_start_for, dataset, state)
+        return InContext(provided_rank(info), lambda: InContext(bound(current_lane, part), start))

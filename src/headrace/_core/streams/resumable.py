@@ -1,6 +1,7 @@
 """The position of a stream's iterator as a state that can be saved, and iterators that continue from one.
 
-Also the epoch that a stream is read in, the order that follows from it, and the seeds of the functions in it.
+Also the epoch that a stream is read in, the order that follows from it, the seeds of the functions in it, and the base
+of the operations on streams.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ import inspect
 import itertools
 import warnings
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import children, has_method, propagate_epoch
-from headrace._core.text import add_note, dataset_repr, users_stacklevel
+from headrace._core.text import dataset_repr, users_stacklevel
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
+NOTHING: Any = object()
+MAX_ERRORS_IN_A_ROW = 100  # of a stream that are passed over; the next one is raised
 
 State = dict[str, object]
 """JSON values, where no user's object adds others."""
@@ -176,12 +179,8 @@ async def close_iterator(iterator: object) -> None:
 class UserState:
     """The state of a user's dataset and of its iterator, sync or async."""
 
-    def __init__(self, dataset: object) -> None:
+    def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-
-    @functools.cached_property
-    def _name(self) -> str:
-        return name_of(self._dataset)
 
     def of(self, iterator: object, read: int) -> State:
         """The state after `read` samples of `iterator`."""
@@ -191,35 +190,27 @@ class UserState:
             if is_stateful(part) and (name == "iterator" or part is not iterator):
                 state[name] = copy.deepcopy(part.state_dict())
         if len(state) == 1 and read:
-            state["read_again"] = self._name
+            state["read_again"] = name_of(self._dataset)
         return state
 
     def restore(self, state: State, start: Callable[[], T]) -> tuple[T, int]:
         """An iterator made by `start` from a state, and the number of samples to read again and drop."""
-        check_operation(state, None, self._name)
+        check_operation(state, None, name_of(self._dataset))
         read = expect(state, "read", int)
         self.restore_dataset(state)
-        iterator = start()
-        self._load(iterator, state, "iterator")
+        iterator: Any = start()
+        if "iterator" in state:
+            iterator.load_state_dict(copy.deepcopy(state["iterator"]))
         return iterator, 0 if "iterator" in state or "dataset" in state else read
 
     def restore_dataset(self, state: State) -> None:
         """Restore the dataset alone, if the state has one of it."""
-        self._load(self._dataset, state, "dataset")
-
-    def _load(self, part: object, state: State, name: str) -> None:
-        if name in state:
-            if not is_stateful(part):
-                raise StateError(f"the state has one of {type(part).__name__}, which has no load_state_dict now")
-            part.load_state_dict(cast(State, copy.deepcopy(state[name])))
+        if "dataset" in state:
+            self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
 
 
 def state_of_dataset(state: Mapping[str, object]) -> State | None:
-    """The state of a user's dataset for the epoch after that of `state`, which a reader or stream has saved.
-
-    Returns:
-        None if the dataset has none that outlives its iterator.
-    """
+    """The state for the epoch after that of `state`, if the dataset has one that outlives its iterator."""
     stream = state.get("stream", state)
     if not isinstance(stream, Mapping) or "dataset" not in stream:
         return None
@@ -285,14 +276,13 @@ class _UserIterator(ResumableIterator[T]):
         self._read = 0
         self._errors = 0  # of those read
         self._reread = Reread()
-        self._replaced: AsyncIterator[T] | None = None  # to be closed
 
     async def __anext__(self) -> T:
         # A generator starts inner streams here. Not reset, which takes as long as reading a sample: streams of ours are
         # started with seeds of their own.
         if stream_seeds.get() is not self._seeds:
             stream_seeds.set(self._seeds)
-        if self._replaced is not None or self._reread.left:
+        if self._reread.left:
             await self._read_again()
         try:
             sample = await anext(self._iterator)
@@ -306,8 +296,6 @@ class _UserIterator(ResumableIterator[T]):
         return sample
 
     async def _read_again(self) -> None:
-        replaced, self._replaced = self._replaced, None
-        await close_iterator(replaced)
         again = self._reread
         again.check()
         while again.left:
@@ -324,14 +312,12 @@ class _UserIterator(ResumableIterator[T]):
         return {**self._state.of(self._iterator, self._read), "errors": self._errors}
 
     def load_state_dict(self, state: State) -> None:
-        self._replaced = self._iterator
         with keys_within(self._key) as self._seeds:
             self._iterator, count = self._state.restore(state, lambda: aiter(self._dataset))
         self._read, self._errors = expect(state, "read", int), expect(state, "errors", int)
         self._reread = Reread(count, self._errors)
 
     async def aclose(self) -> None:
-        await close_iterator(self._replaced)
         await close_iterator(self._iterator)
 
 
@@ -370,16 +356,6 @@ def _count_read_again(state: object, samples: Counter[str]) -> None:
 # Checks of states, which raise `StateError`.
 
 
-@contextlib.contextmanager
-def in_state_of(part: str) -> Iterator[None]:
-    """Name a part of a composition in the note of a `StateError`."""
-    try:
-        yield
-    except StateError as error:
-        add_note(error, f"headrace: in the state of {part}")
-        raise
-
-
 def check_operation(state: object, expected: str | None, stream: str) -> None:
     """Check that a state was saved of an operation; of a stream without operations for None."""
     found = state.get("operation") if isinstance(state, Mapping) else None
@@ -408,3 +384,260 @@ def expect_same(state: Mapping[str, object], name: str, now: object) -> None:
     value = state.get(name) if isinstance(state, Mapping) else None
     if value != now:
         raise StateError(f"the state was saved with {name}={value!r}, but now there is {name}={now!r}")
+
+
+# Operations
+
+
+class StreamOperation(ResumableIterator[T]):
+    """An operation on one stream or several, which it owns and closes.
+
+    A class names its `operation`, the `options` that must be the same where a state is loaded, and the `fields` that
+    change while it reads, with their types; they are attributes of the same name after an underscore. `_inner` is the
+    stream that it reads, None if none is read now, or a list. Saving, restoring and checking are written here, once.
+
+    Operations are classes, not generators: an error of one sample is raised by `anext`, and the next call continues
+    after it. A generator would have ended, and with it the rest of the epoch.
+
+    Args:
+        source: the stream, or its iterator; None to start it later.
+    """
+
+    operation: ClassVar[str]
+    """Its name in states."""
+
+    options: ClassVar[tuple[str, ...]] = ()
+    """Values that must be the same where a state is loaded."""
+
+    fields: ClassVar[tuple[tuple[str, object], ...]] = ()
+    """Values that change: `int`, `bool` or `Order`; ``[int]`` or ``[bool]`` for a list, of the same length as now."""
+
+    same_by_lanes: ClassVar[bool] = False
+    """Whether it does the same to a part of the shards as to all of them."""
+
+    def __init__(self, source: AsyncIterable[Any] | None) -> None:
+        self._inner: Any = None if source is None else start_stream(source)
+        self._closed = False
+
+    async def __anext__(self) -> T:
+        sample: T = await anext(self._inner)
+        return sample
+
+    def _open(self, number: int, state: State) -> ResumableIterator[Any]:
+        """Start the stream (`number` of a list) that a state is in the midst of; the fields are restored already."""
+        raise NotImplementedError  # not called where the streams are started with the operation
+
+    def _restored(self) -> None:
+        """Derive other attributes from the restored fields, before streams are restored."""
+
+    def state_dict(self) -> State:
+        state: State = {"operation": self.operation}
+        for name in (*self.options, *(name for name, _ in self.fields)):
+            value = getattr(self, f"_{name}")
+            if isinstance(value, Order):
+                value = {"seed": value.seed, "epoch": value.epoch, "repetition": value.repetition}
+            state[name] = value.copy() if type(value) is list else value
+        inner = self._inner
+        if type(inner) is list:
+            state["inner"] = [stream.state_dict() for stream in inner]
+        else:
+            state["inner"] = None if inner is None else inner.state_dict()
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        check_operation(state, self.operation, repr(self.operation))
+        for name in self.options:
+            expect_same(state, name, getattr(self, f"_{name}"))
+        for name, kind in self.fields:
+            setattr(self, f"_{name}", _restored_value(state, name, kind, getattr(self, f"_{name}")))
+        self._restored()
+        inner = self._inner
+        if type(inner) is list:
+            for number, saved in enumerate(expect(state, "inner", list, length=len(inner) or None)):
+                if number == len(inner):
+                    inner.append(self._open(number, saved))
+                inner[number].load_state_dict(saved)
+        elif inner is not None or state.get("inner") is not None:
+            saved = expect(state, "inner", dict)
+            self._inner = self._open(0, saved) if inner is None else inner
+            self._inner.load_state_dict(saved)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        for stream in self._inner if type(self._inner) is list else [self._inner]:
+            await close_iterator(stream)
+
+
+def _restored_value(state: State, name: str, kind: Any, present: Any) -> object:
+    if isinstance(kind, list):
+        values = expect(state, name, list, length=len(present) or None)
+        return [expect({name: value}, name, kind[0]) for value in values]
+    if kind is Order:
+        saved = expect(state, name, dict)
+        expect_same(saved, "seed", present.seed)
+        return present._replace(epoch=expect(saved, "epoch", int), repetition=expect(saved, "repetition", int))
+    return expect(state, name, kind)
+
+
+async def read_again(iterator: ResumableIterator[T], first: int | None) -> list[T]:
+    """The first samples of an iterator, or the last one for None.
+
+    Raises:
+        Exception: that of the iterator, after `MAX_ERRORS_IN_A_ROW`: one that fails for ever has no end.
+    """
+    kept: deque[T] = deque(maxlen=first or 1)
+    read = errors = 0
+    try:
+        while read != first:
+            try:
+                kept.append(await anext(iterator))
+            except StopAsyncIteration:
+                break
+            except Exception:  # it was raised when it was read for the first time
+                errors += 1
+                if errors > MAX_ERRORS_IN_A_ROW:
+                    raise
+            else:
+                read, errors = read + 1, 0
+    finally:
+        await close_iterator(iterator)
+    return list(kept)
+
+
+class Mark(NamedTuple):
+    """A position that can be saved; with the numbers of samples and errors, and of errors, given before it."""
+
+    given: int
+    errors: int
+    position: State
+
+
+class ReplayOperation(StreamOperation[T]):
+    """An operation whose samples depend on some that it holds: not every position of it can be saved as such.
+
+    The state is then an earlier position, a mark, and how many samples and errors have been given since. They are read
+    again, and dropped.
+
+    Each sample of the stream is passed to `_put`; after the end, `_rest` gives those that are held.
+    """
+
+    def __init__(self, source: AsyncIterable[Any]) -> None:
+        super().__init__(source)
+        self._ended = False
+        self._read = 0  # samples and errors of the stream
+        self._given = 0  # samples and errors, since the start or the restored position
+        self._errors = 0  # of those
+        self._mark: Mark | None = None
+        self._reread = Reread()
+        self._saved: State = {}  # the state while samples are read again
+
+    async def __anext__(self) -> T:
+        reread = self._reread
+        if self._closed:
+            raise StopAsyncIteration
+        if self._mark is None:
+            self._mark = self._new_mark()
+        if reread.left:
+            reread.check()
+        while True:
+            sample: Any
+            try:
+                if self._ended:
+                    sample = await self._rest()
+                else:
+                    try:
+                        sample = await anext(self._inner)
+                    except StopAsyncIteration:
+                        self._ended = True
+                        continue
+                    except Exception:  # of user code; in place of a sample
+                        self._read += 1
+                        raise
+                    self._read += 1
+                    sample = self._put(sample)
+                    if sample is NOTHING:
+                        continue
+            except StopAsyncIteration:
+                if reread.left:
+                    reread.fail(self.operation)
+                raise
+            except Exception as error:  # counted, since it stands in place of a sample
+                self._given += 1
+                self._errors += 1
+                if not reread.left:
+                    raise
+                reread.error(error)
+            else:
+                self._given += 1
+                if not reread.left:
+                    given: T = sample
+                    return given
+                reread.left -= 1
+
+    def state_dict(self) -> State:
+        if self._reread.left:
+            return self._saved
+        self._mark = self._latest_mark()
+        given, errors, position = self._mark
+        return {**position, "given": self._given - given, "errors": self._errors - errors}
+
+    def load_state_dict(self, state: State) -> None:
+        check_operation(state, self.operation, repr(self.operation))
+        self._reread = Reread(expect(state, "given", int), expect(state, "errors", int))
+        super().load_state_dict(state)
+        self._saved = state
+        self._mark = Mark(0, 0, state)
+
+    def _new_mark(self) -> Mark:
+        return Mark(self._given, self._errors, self._exact_state())
+
+    def _exact_state(self) -> State:
+        """The state at the current position, without what is held."""
+        return super().state_dict()
+
+    def _latest_mark(self) -> Mark:
+        """The latest position from which what is held now can be read again."""
+        return self._new_mark() if self._mark is None or self._is_exact() else self._mark
+
+    def _is_exact(self) -> bool:
+        """Whether the current position can be saved as such; true at the start."""
+        raise NotImplementedError  # each operation has its own
+
+    def _put(self, sample: Any) -> Any:
+        """Take the stream's next sample; returns the one to give, or `NOTHING`."""
+        raise NotImplementedError  # not called where `_rest` reads the stream
+
+    async def _rest(self) -> T:
+        """The next sample after the end of the stream."""
+        raise StopAsyncIteration
+
+
+class InContext(ResumableIterator[T]):
+    """A stream that is started, read and restored within a context, since a generator starts its inner streams late.
+
+    Args:
+        context: sets a context variable.
+        start: starts the stream.
+    """
+
+    def __init__(self, context: bound, start: Callable[[], ResumableIterator[T]]) -> None:
+        self._context = context
+        with context:
+            self._inner = start()
+
+    async def __anext__(self) -> T:
+        token = self._context.variable.set(self._context.value)  # for each sample: a third of the time of `with`
+        try:
+            return await anext(self._inner)
+        finally:
+            self._context.variable.reset(token)
+
+    def state_dict(self) -> State:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        with self._context:
+            self._inner.load_state_dict(state)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()

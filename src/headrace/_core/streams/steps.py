@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
-from headrace._core.streams.operation import NOTHING, Mark, ReplayOperation
-from headrace._core.streams.resumable import State, close_iterator
+from headrace._core.streams.resumable import NOTHING, Mark, ReplayOperation, State, close_iterator
 from headrace._core.text import add_note
 
 # Most samples in one request to a worker. A request takes some 150 µs besides the functions, and a few ms on a busy

@@ -13,6 +13,7 @@ from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.kinds import sample_key
 from headrace._core.streams.map_style import AsyncDataset
 from headrace.errors import DeadlockError
+from tests.unit.streams.reading import Count
 
 
 class Squares(AsyncDataset):
@@ -27,16 +28,6 @@ class Squares(AsyncDataset):
 
     def sample_key(self, index):
         return f"{index}²"
-
-
-class Count(AsyncIterableDataset):
-    def __init__(self, stop):
-        self.stop = stop
-
-    async def __aiter__(self):
-        for i in range(self.stop):
-            await asyncio.sleep(0)
-            yield i
 
 
 # Blocking reads
@@ -97,15 +88,10 @@ def test_forked_process_has_its_own_background_loop():
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
-def test_torchs_loader_runs_an_async_dataset_in_forked_workers():
-    assert Squares()[1] == 1  # the parent's face is in use before the fork
+def test_torchs_loader_runs_async_datasets_in_forked_workers():
+    assert Squares()[1] == 1  # the parent's background loop is in use before the fork
     loader = DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context="fork")
     assert torch.cat(list(loader)).tolist() == [i * i for i in range(10)]
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
-def test_torchs_loader_runs_an_async_stream_in_a_forked_worker():
     loader = DataLoader(Count(5), batch_size=2, num_workers=1, multiprocessing_context="fork")
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
 

@@ -1,7 +1,6 @@
 """Torch's compositions of async datasets: samples of the parts are fetched concurrently, on the loop."""
 
 import asyncio
-import os
 
 import pytest
 from torch.utils import data
@@ -50,24 +49,9 @@ class Named(hr.AsyncDataset):
         self.epoch = epoch
 
 
-class Numbers(hr.AsyncIterableDataset):
-    async def __aiter__(self):
-        for i in range(3):
-            yield i
-
-
 def loaded(dataset, **options):
     with hr.DataLoader(dataset, batch_size=None, **options) as loader:
         return list(loader)
-
-
-def in_process(sample):
-    return sample, os.getpid()
-
-
-def test_samples_of_a_subset_are_fetched_concurrently():
-    dataset = Together(6)
-    assert loaded(data.Subset(dataset, [3, 1, 2, 0, 5, 4])) == [3, 1, 2, 0, 5, 4]
 
 
 def test_samples_of_all_parts_are_fetched_concurrently():

@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import headrace as hr
 from headrace._core.streams.kinds import capabilities
-from headrace.testing import DatasetContract
 from object_server import Fault, ObjectServer
 
 TOKENS = np.arange(40_000, dtype="<u2")
@@ -39,8 +38,7 @@ def expected(order):
     return torch.from_numpy(TOKENS.astype(np.int64)).view(1000, 40)[torch.tensor(order)]
 
 
-@pytest.mark.parametrize("placement", ["thread", "process"])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("placement", "num_workers"), [("thread", 0), ("process", 2)])
 def test_shuffled_epoch_within_the_look_ahead_takes_few_requests(server, placement, num_workers):
     dataset = windows(server)
     sampler = hr.BlockShuffleSampler(dataset, block_size=250, blocks_at_once=4, seed=0)
@@ -89,11 +87,6 @@ class Pairs(hr.TokenDataset):
         return window[:-1], window[1:]
 
 
-class Doubled(hr.TokenDataset):
-    def sample_of(self, index, data):
-        return 2 * super().sample_of(index, data)
-
-
 @pytest.mark.parametrize("loader_of", [hr.DataLoader, TorchDataLoader], ids=["headrace", "torch"])
 def test_subclass_with_its_own_aget_is_read_by_it(server, loader_of):
     dataset = windows(server, Pairs)
@@ -102,20 +95,6 @@ def test_subclass_with_its_own_aget_is_read_by_it(server, loader_of):
     inputs, targets = next(iter(loader_of(dataset, batch_size=10, sampler=ORDER)))
     assert torch.equal(inputs, expected(ORDER[:10])[:, :-1])
     assert torch.equal(targets, expected(ORDER[:10])[:, 1:])
-
-
-def test_subclass_with_its_own_sample_of_makes_every_sample(server):
-    assert torch.equal(
-        next(iter(hr.DataLoader(windows(server, Doubled), batch_size=10, sampler=ORDER))), 2 * expected(ORDER[:10])
-    )
-
-
-def test_hedged_reads_are_joined(server):
-    with hr.DataLoader(windows(server), batch_size=10, sampler=ORDER[:100], hedge="auto") as loader:
-        batches, gets = gets_of(server, lambda: loader)
-        begun_again = loader.stats().requests.hedges  # where this machine is busy
-    assert torch.equal(torch.cat(batches), expected(ORDER[:100]))
-    assert gets <= 20 + begun_again
 
 
 def test_reads_of_single_samples_are_joined(server):
@@ -149,12 +128,3 @@ def test_truncated_joined_request_loses_no_sample(server):
     server.misbehave(Fault("cut", at=100, times=3))
     with hr.DataLoader(dataset, batch_size=10, sampler=ORDER) as loader:
         assert torch.equal(torch.cat(list(loader)), expected(ORDER))
-
-
-class TestFirstWindows(DatasetContract):
-    @pytest.fixture(autouse=True)
-    def _served(self, server):
-        self.server = server
-
-    def make_dataset(self):
-        return windows(self.server).take(7)

@@ -4,36 +4,9 @@ import asyncio
 
 import pytest
 
-from headrace import AsyncIterableDataset, DataLoader
+from headrace import AsyncIterableDataset, DataLoader, StateError
 from headrace._core.streams.resumable import start_stream, warn_of_rereading
-from tests.unit.streams.reading import outcomes
-
-
-class Count:
-    """A stream without a state, of `length` samples."""
-
-    def __init__(self, length, failing=()):
-        self.length = length
-        self.failing = failing
-        self.started = 0
-
-    def __aiter__(self):
-        self.started += 1
-        return _CountIterator(self)
-
-
-class _CountIterator:
-    def __init__(self, owner):
-        self.owner = owner
-        self.next = 0
-
-    async def __anext__(self):
-        number, self.next = self.next, self.next + 1
-        if number >= self.owner.length:
-            raise StopAsyncIteration
-        if number in self.owner.failing:
-            raise ValueError(number)
-        return number
+from tests.unit.streams.reading import Plain, outcomes
 
 
 class CountOfCaller:
@@ -62,13 +35,13 @@ def test_state_dict_with_arguments_is_no_state():
         assert [batch.tolist() for batch in restored] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-class StatefulDataset(Count):
+class StatefulDataset(Plain):
     """Its iterators continue after the last sample that the dataset gave."""
 
     position = 0
 
     async def __aiter__(self):
-        while self.position < self.length:
+        while self.position < self.stop:
             self.position += 1
             yield self.position - 1
 
@@ -82,11 +55,11 @@ class StatefulDataset(Count):
 @pytest.mark.parametrize("position", range(1, 6))
 def test_stream_without_state_is_read_again_from_its_start_with_a_warning(position):
     async def run():
-        first = start_stream(Count(5, failing=(1,)))
+        first = start_stream(Plain(5, bad=(1,)))
         before = await outcomes(first, position)
-        second = start_stream(Count(5, failing=(1,)))
+        second = start_stream(Plain(5, bad=(1,)))
         second.load_state_dict(first.state_dict())
-        with pytest.warns(UserWarning, match=f"Count has no state_dict: to continue after {position} samples"):
+        with pytest.warns(UserWarning, match=f"Plain has no state_dict: to continue after {position} samples"):
             warn_of_rereading({"children": [first.state_dict()]})
         assert second.state_dict() == first.state_dict()
         assert before + await outcomes(second) == [0, "ValueError(1)", 2, 3, 4]
@@ -96,8 +69,8 @@ def test_stream_without_state_is_read_again_from_its_start_with_a_warning(positi
 
 def test_state_at_the_start_needs_no_warning(recwarn):
     async def run():
-        second = start_stream(Count(2))
-        state = start_stream(Count(2)).state_dict()
+        second = start_stream(Plain(2))
+        state = start_stream(Plain(2)).state_dict()
         second.load_state_dict(state)
         warn_of_rereading(state)
         assert await outcomes(second) == [0, 1]
@@ -117,6 +90,12 @@ def test_state_is_a_copy():
         assert state["dataset"]["position"] == 1
 
     asyncio.run(run())
+
+
+async def test_state_of_a_dataset_that_has_none_now_is_refused():
+    state = start_stream(StatefulDataset(5)).state_dict()
+    with pytest.raises(StateError, match="one of Plain, which has no load_state_dict"):
+        start_stream(Plain(5)).load_state_dict(state)
 
 
 class FailsForEver(AsyncIterableDataset):

@@ -17,45 +17,9 @@ from headrace._core.streams.operators import EqualLength
 from headrace._core.streams.resumable import keys_within, session_epoch, start_stream
 from headrace._core.streams.steps import compute
 from headrace.errors import ShortStreamError
-from tests.unit.streams.reading import outcomes
+from tests.unit.streams.reading import Count, outcomes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no state_dict")
-
-
-class Count(hr.AsyncIterableDataset):
-    """A stream of numbers, with a state, and errors at some of them."""
-
-    def __init__(self, stop, start=0, bad=()):
-        self.start, self.stop, self.bad = start, stop, frozenset(bad)
-        self.reads = 0
-
-    def __aiter__(self):
-        return CountIterator(self)
-
-    def __repr__(self):
-        return f"Count({self.stop})"
-
-
-class CountIterator:
-    def __init__(self, stream):
-        self.stream = stream
-        self.number = stream.start
-
-    async def __anext__(self):
-        await asyncio.sleep(0)
-        if self.number >= self.stream.stop:
-            raise StopAsyncIteration
-        self.number += 1
-        self.stream.reads += 1
-        if self.number - 1 in self.stream.bad:
-            raise ValueError(self.number - 1)
-        return self.number - 1
-
-    def state_dict(self):
-        return {"number": self.number}
-
-    def load_state_dict(self, state):
-        self.number = state["number"]
 
 
 class Stateless(Count):
@@ -162,15 +126,12 @@ COMPOSITIONS = {
     "user, without state": lambda: Stateless(6),
     "user, state of the dataset": lambda: OwnState(6),
     "take": lambda: Count(9).take(5),
-    "take, errors": lambda: Count(9, bad=[1, 4, 5]).take(5),
     "take, more than there are": lambda: Count(3).take(5),
-    "map": lambda: Count(6, bad=[2]).map(fail_at(3)),
     "filter": lambda: Count(9, bad=[2, 5]).filter(odd),
     "map, filter": lambda: Count(12, bad=[2]).map(fail_at(5, 7)).filter(odd).map(str),
     "concat": lambda: hr.concat([Count(3), Count(0), Count(4, bad=[0, 3]), Count(2)]),
     "mix": lambda: hr.mix([Count(5), Count(20, 10, bad=[12])], [1, 2], seed=3),
     "mix, all": lambda: hr.mix([Count(3, bad=[1]), Count(16, 10)], [2, 1], stop="all"),
-    "mix, all, empty": lambda: hr.mix([Count(0), Count(16, 10)], [1, 1], stop="all"),
     "mix, all, filtered": lambda: hr.mix(
         [Count(4).filter(lambda sample: False), Count(3), Count(0), Count(12, 10, bad=[11])], [2, 1, 1, 2], stop="all"
     ),
@@ -180,19 +141,13 @@ COMPOSITIONS = {
     ),
     "repeat": lambda: Count(3, bad=[1]).repeat(3),
     "repeat, endless": lambda: Count(3).repeat().take(10),
-    "repeat of nothing": lambda: Count(0).repeat(),
     "repeat of nothing, three times": lambda: hr.concat([Count(0).repeat(3), Count(2)]),
     "repeat of shuffle": lambda: Count(7).shuffle(3).repeat(3),
-    "shuffle": lambda: Count(11).shuffle(4),
     "shuffle, errors": lambda: Count(14, bad=[0, 3, 4, 9, 13]).shuffle(4),
     "shuffle, one window": lambda: Count(5).shuffle(20),
-    "shuffle, size 1": lambda: Count(4).shuffle(1),
     "shuffle of map of filter": lambda: Count(20, bad=[6]).filter(odd).map(fail_at(7)).shuffle(3),
     "shuffle of shuffle": lambda: Count(13, bad=[5]).shuffle(3).shuffle(4),
     "take of shuffle": lambda: Count(13).shuffle(4).take(6),
-    "concat of takes in a mix": lambda: hr.mix(
-        [hr.concat([Count(9).take(2), Count(9, 5).take(3)]), Count(26, 20).shuffle(3)], [1, 1], stop="all"
-    ),
     **{
         f"split, {remainder}, rank {rank}": (
             lambda rank=rank, remainder=remainder: rank_of(Count(8, bad=[1, 5]).shuffle(3), rank, remainder=remainder)
@@ -201,9 +156,7 @@ COMPOSITIONS = {
         for rank in range(3)
     },
     "split of fewer samples than ranks": lambda: rank_of(Count(2), 2, remainder="repeat"),
-    "split of one": lambda: rank_of(Count(5, bad=[2]), 0, world_size=1),
     "split of concat of filter": lambda: rank_of(hr.concat([Count(9).filter(odd), Count(20, 10)]), 1),
-    "tokens": lambda: hr.batch_by_tokens(Count(11, 1), 12, length=int),
     "tokens, errors": lambda: hr.batch_by_tokens(Count(15, 1, bad=[2, 7]), 12, length=int),
     "tokens, buckets": lambda: hr.batch_by_tokens(
         Count(30).map(lambda i: i * 7 % 10 + 1), 14, length=int, boundaries=[3, 6], padded=False
@@ -213,7 +166,6 @@ COMPOSITIONS = {
     ),
     "split of tokens": lambda: rank_of(hr.batch_by_tokens(Count(20, 1), 30, length=int, boundaries=[5]), 1, 2, "pad"),
     "pipe": lambda: Count(8).pipe(pairs),
-    "pipe, errors": lambda: Count(9, bad=[2, 3, 8]).pipe(pairs),
     "pipe, failing": lambda: Count(12, bad=[3, 10]).pipe(failing_pairs),
     "pipe, state": lambda: Count(9, bad=[2, 3, 8]).pipe(PairsWithState),
     "shuffle of pipe": lambda: Count(14).pipe(pairs).shuffle(2),
@@ -253,11 +205,6 @@ def in_a_loader(dataset):
         return start_stream(dataset)
 
 
-@contextlib.contextmanager
-def alone():
-    yield
-
-
 def saved(iterator):
     """A state that was written to a file and read again."""
     text = json.dumps(iterator.state_dict())
@@ -289,7 +236,7 @@ async def check_every_position(make, start=start_stream):
 
 
 @pytest.mark.parametrize(
-    ("start", "place"), [(start_stream, alone), (in_a_loader, loader)], ids=["alone", "in a loader"]
+    ("start", "place"), [(start_stream, contextlib.nullcontext), (in_a_loader, loader)], ids=["alone", "in a loader"]
 )
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_restored_stream_continues_from_every_position(name, start, place):
@@ -501,38 +448,25 @@ HOLDING = pytest.mark.parametrize(
 
 
 @HOLDING
-def test_sample_that_cannot_be_read_again_ends_the_restored_stream(operation):
-    """Without it, other samples would be given twice or never."""
+def test_samples_that_cannot_be_read_again_are_an_error(operation):
+    """Without them, other samples would be given twice or never."""
 
     async def run():
         iterator = in_a_loader(operation(Count(20, 1)))
         await outcomes(iterator, 5)  # in the midst of what is held, or of a request
         state = saved(iterator)
         await iterator.aclose()
-        restored = in_a_loader(operation(Count(20, 1, bad=range(20))))
-        restored.load_state_dict(state)
-        for _ in range(3):
-            with pytest.raises(hr.StateError, match=r"cannot be read again.* ValueError: \d+. Restore"):
-                await anext(restored)
-        assert saved(restored) == state
-        await restored.aclose()
-
-    with loader():
-        asyncio.run(run())
-
-
-@HOLDING
-def test_stream_that_has_become_shorter_is_an_error(operation):
-    async def run():
-        iterator = in_a_loader(operation(Count(20, 1)))
-        await outcomes(iterator, 5)  # in the midst of what is held, or of a request
-        state = saved(iterator)
-        await iterator.aclose()
-        restored = in_a_loader(operation(Count(2, 1)))
-        restored.load_state_dict(state)
-        with pytest.raises(hr.StateError, match=r"ended after \d samples, but \d had been read"):
-            await anext(restored)
-        await restored.aclose()
+        for stream, message in (
+            (Count(20, 1, bad=range(20)), r"cannot be read again.* ValueError: \d+. Restore"),
+            (Count(2, 1), r"ended after \d samples, but \d had been read"),
+        ):
+            restored = in_a_loader(operation(stream))
+            restored.load_state_dict(state)
+            for _ in range(3):
+                with pytest.raises(hr.StateError, match=message):
+                    await anext(restored)
+            assert saved(restored) == state
+            await restored.aclose()
 
     with loader():
         asyncio.run(run())
@@ -543,13 +477,7 @@ WRONG = {
     "a user's stream": (Count(9), Count(9).shuffle(4), "saved of a stream without operations"),
     "an option": (Count(9).take(4), Count(9).take(5), "saved with count=4, but now there is count=5"),
     "seed": (hr.mix([Count(9)], [1]), hr.mix([Count(9)], [1], seed=2), "saved with seed=0"),
-    "weights": (hr.mix([Count(9)], [1]), hr.mix([Count(9)], [2]), r"saved with weights=\[1.0\]"),
     "number of parts": (hr.concat([Count(9)]), hr.concat([Count(9), Count(9)]), "saved with parts=1"),
-    "boundaries": (
-        hr.batch_by_tokens(Count(9, 1), 12, length=int),
-        hr.batch_by_tokens(Count(9, 1), 12, length=int, boundaries=[3]),
-        r"saved with boundaries=\[\], but now there is boundaries=\[3\]",
-    ),
 }
 
 
@@ -644,7 +572,7 @@ REMAINDERS = st.sampled_from(["drop", "pad", "repeat", "keep"])
     ),
     position=st.integers(0, 40),
     asked=st.booleans(),
-    where=st.sampled_from([(start_stream, alone), (in_a_loader, loader)]),
+    where=st.sampled_from([(start_stream, contextlib.nullcontext), (in_a_loader, loader)]),
 )
 def test_random_compositions_continue(make, position, asked, where):
     start, place = where

@@ -36,6 +36,7 @@ from headrace._core.streams.resumable import (
     expect,
     expect_same,
     is_stateful,
+    load_copy,
     read_again,
     spawn_key,
     start_stream,
@@ -477,9 +478,8 @@ class Pipe(ReplayOperation[T]):
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         if state.get("function") is not None:
-            output: Any = aiter(self._function(_Source(self)))
-            self._output = output
-            output.load_state_dict(copy.deepcopy(expect(state, "function", dict)))
+            self._output = aiter(self._function(_Source(self)))
+            load_copy(self._output, state["function"], function_name(self._function))
 
     async def aclose(self) -> None:
         """Close the function's generator, then the stream that it reads."""
@@ -511,7 +511,7 @@ class _Source(AsyncIterator[object]):
 
 # The rest of an epoch that other ranks had begun: the samples that they would have given out are numbered in turn, and
 # number n goes to rank n mod world size, as for a stream that is split by samples. A rank reads only the streams in
-# which it has a share: with 2 ranks after 4, each reads two; with 8 after 4, two ranks share each, and both read it all.
+# which it has a share: with 2 ranks after 4, each reads two; with 8 after 4, two share each.
 
 
 def resume_stream(dataset: AsyncIterable[T], state: State) -> ResumableIterator[T]:

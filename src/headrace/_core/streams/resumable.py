@@ -179,7 +179,7 @@ async def close_iterator(iterator: object) -> None:
 class UserState:
     """The state of a user's dataset and of its iterator, sync or async."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self._dataset = dataset
 
     def of(self, iterator: object, read: int) -> State:
@@ -198,15 +198,22 @@ class UserState:
         check_operation(state, None, name_of(self._dataset))
         read = expect(state, "read", int)
         self.restore_dataset(state)
-        iterator: Any = start()
+        iterator = start()
         if "iterator" in state:
-            iterator.load_state_dict(copy.deepcopy(state["iterator"]))
+            load_copy(iterator, state["iterator"], name_of(self._dataset))
         return iterator, 0 if "iterator" in state or "dataset" in state else read
 
     def restore_dataset(self, state: State) -> None:
         """Restore the dataset alone, if the state has one of it."""
         if "dataset" in state:
-            self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
+            load_copy(self._dataset, state["dataset"], name_of(self._dataset))
+
+
+def load_copy(part: object, state: Any, whose: str) -> None:
+    """Load a copy of a state into a user's object."""
+    if not is_stateful(part):
+        raise StateError(f"the state has one of {whose}, which has no load_state_dict now")
+    part.load_state_dict(copy.deepcopy(state))
 
 
 def state_of_dataset(state: Mapping[str, object]) -> State | None:

@@ -303,8 +303,8 @@ def always_fails(samples):
 
 def test_function_or_stream_that_always_fails_ends():
     with hr.DataLoader(Count(6).pipe(always_fails), batch_size=None, on_error="skip") as loader:
-        assert list(loader) == []
-        assert len(loader.stats().skipped) == 1
+        with pytest.raises(hr.errors.TooManySkippedError, match="1 samples of this epoch were skipped"):
+            list(loader)
     with hr.DataLoader(OnlyFails().pipe(in_pairs), batch_size=None, on_error="skip") as loader, pytest.raises(Mine):
         list(loader)
 
@@ -374,11 +374,11 @@ def test_map_style_dataset_is_repeated():
         Numbers().repeat(0)[0]
 
 
-@pytest.mark.parametrize(("times", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(("times", "error"), [(-1, ValueError), (1.5, TypeError)])
 def test_wrong_numbers_of_times_are_errors(times, error):
-    with pytest.raises(error, match="times"):
+    with pytest.raises(error):
         Count(3).repeat(times)
-    with pytest.raises(error, match="times"):
+    with pytest.raises(error):
         SlowDataset(3, 0.0).repeat(times)
 
 

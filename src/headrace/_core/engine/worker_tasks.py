@@ -356,10 +356,8 @@ class StreamReader(BatchReader):
         while again.left:
             try:
                 next(self._stream)
-            except StopIteration:
-                again.fail(name_of(self._dataset))
             except Exception as error:
-                again.error(error)
+                again.error(error, name_of(self._dataset))
             else:
                 again.left -= 1
 

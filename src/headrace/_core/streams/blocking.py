@@ -50,10 +50,7 @@ def _close_at_exit() -> None:
 
 
 def read_blocking(dataset: Any, read: Callable[[], Awaitable[T]]) -> T:
-    """Await ``read()`` on the background loop, where `dataset` is entered first if it is a context manager.
-
-    It stays entered for later reads, until an engine that reads it closes, or the loop ends.
-    """
+    """Await ``read()`` on the background loop, where `dataset` is entered first, and stays so until the loop ends."""
 
     async def reading() -> T:
         if _without_contexts.get(dataset):  # a walk over a thousand concatenated parts takes longer than reading
@@ -70,12 +67,9 @@ def read_blocking(dataset: Any, read: Callable[[], Awaitable[T]]) -> T:
 
 
 class SyncStream(Iterator[T_co], Generic[T_co]):
-    """An async stream, read from the background loop one sample at a time.
+    """An async stream, read from the background loop one sample at a time; functions run on the reading thread.
 
-    Args:
-        dataset: the stream.
-        functions: applied to each sample, on the reading thread.
-        whole: whether it yields all samples in a torch worker too, and not the worker's part.
+    If `whole`, it yields all samples in a torch worker too, and not the worker's part.
     """
 
     def __init__(self, dataset: AsyncIterable[Any], functions: Functions = (), *, whole: bool = False) -> None:
@@ -155,14 +149,7 @@ class EnteredDatasets:
     """The datasets that one engine, or one blocking read, has entered on its loop."""
 
     async def enter(self, dataset: object) -> bool:
-        """Enter the context managers among a dataset and its parts that are not entered yet.
-
-        Returns:
-            Whether there is any context manager.
-
-        Raises:
-            Exception: raised by an `__aenter__`; a note names the dataset.
-        """
+        """Enter the context managers among a dataset and its parts; returns whether there are any."""
         managers = context_managers(dataset)
         for manager in managers:
             entry = await _enter(manager)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -11,7 +12,7 @@ from torch.utils.data import IterableDataset
 from headrace._core.ranks.distributed import RankChoice, Remainder, check_remainder, undivided
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.blocking import SyncStream
-from headrace._core.streams.kinds import ConcatComposition, MapComposition, check_times, plan, propagate_epoch
+from headrace._core.streams.kinds import ConcatComposition, MapComposition, plan, propagate_epoch
 from headrace._core.streams.operators import Concat, Pipe, Repeat, ShuffleBuffer, Split, Take
 from headrace._core.streams.resumable import FollowsEpoch, InContext, start_stream
 from headrace._core.streams.steps import Step, Steps
@@ -77,8 +78,8 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             >>> list(from_async_iterable(letters).repeat(2))
             ['a', 'b', 'a', 'b']
         """
-        if times is not None:
-            check_times(times)
+        if times is not None and operator.index(times) < 0:
+            raise ValueError(f"times={times} must not be negative")
         return OperatedStream(self, f"{{}}.repeat({'' if times is None else times})", Repeat, times=times)
 
     def take(self, count: int) -> AsyncIterableDataset[T_co]:
@@ -230,13 +231,9 @@ class FilteredStream(_SteppedStream[T_co]):
 
 
 class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
-    """An operation on one stream or several.
+    """An operation on one stream, or on a tuple of them; `shown` is its repr, with ``{}`` in place of theirs.
 
-    Args:
-        dataset: the stream, or a tuple of streams.
-        shown: its repr, with ``{}`` in place of that of `dataset`.
-        operator: the class of its iterators, a `StreamOperation`, made of `dataset` and `options`.
-        options: of the operation; in place of a `seed` it gets the `order` of the epoch.
+    Its iterators are of the class `operator`, made of `dataset` and `options`, with an `order` in place of a `seed`.
     """
 
     def __init__(self, dataset: Any, shown: str, operator: Any, **options: Any) -> None:

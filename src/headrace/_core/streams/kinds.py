@@ -74,11 +74,7 @@ def has_method(part: object, name: str) -> bool:
 
 
 def kind_of(dataset: object) -> DatasetKind:
-    """The kind of a dataset, by its methods.
-
-    Raises:
-        DatasetTypeError: it has none of `aget`, `__getitem__`, `__aiter__`, `__iter__`.
-    """
+    """The kind of a dataset, by its methods; raises `DatasetTypeError` if it has none of them."""
     can = capabilities(dataset)
     if can.aget:
         return DatasetKind.ASYNC_MAP
@@ -109,14 +105,6 @@ async def fetch_all(dataset: Any, indices: Sequence[Any]) -> list[Any]:
     if capabilities(dataset).agets:
         return list(await dataset.agets(indices))
     return await asyncio.gather(*map(dataset.aget, indices))
-
-
-def check_times(times: int) -> None:
-    """Raise for a number of repetitions that is not an int (`TypeError`) or negative (`ValueError`)."""
-    if isinstance(times, bool) or not isinstance(times, int):
-        raise TypeError(f"times must be an int, but got {times!r}")
-    if times < 0:
-        raise ValueError(f"times={times} must not be negative")
 
 
 Views = tuple[Sequence[int], Sequence[memoryview]]
@@ -181,30 +169,22 @@ def translates_epochs(dataset: Any) -> bool:
     return not all(str(module).startswith(("headrace.", "torch.")) for module in modules)
 
 
-def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False) -> None:
-    """Call `set_epoch` of a dataset or sampler; if it has none, of the datasets and samplers in its attributes.
+def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False, visited: set[int] | None = None) -> None:
+    """Call `set_epoch` of a dataset or sampler, which passes it on; if it has none, of those in its attributes.
 
-    Args:
-        part: the dataset or sampler. One with `set_epoch` is responsible for its own parts.
-        epoch: the epoch's number.
-        only_wanted: leave out torch datasets and samplers without ``wants_epoch = True``.
+    With `only_wanted`, torch datasets and samplers without ``wants_epoch = True`` are left out.
     """
-    for follower in _epoch_followers(part, set()):
-        can = capabilities(follower)
-        if not only_wanted or getattr(follower, "wants_epoch", can.aget or can.aiter):
-            follower.set_epoch(epoch)
-
-
-def _epoch_followers(part: Any, visited: set[int]) -> Iterator[Any]:
+    visited = set() if visited is None else visited
     if id(part) in visited:
         return
     visited.add(id(part))
-    if capabilities(part).set_epoch:
-        yield part
-        return
-    for child in children(part):
-        if not (isinstance(part, Sampler) and isinstance(child, Dataset)):  # the sampler's data source
-            yield from _epoch_followers(child, visited)
+    can = capabilities(part)
+    if not can.set_epoch:
+        for child in children(part):
+            if not (isinstance(part, Sampler) and isinstance(child, Dataset)):  # the sampler's data source
+                propagate_epoch(child, epoch, only_wanted=only_wanted, visited=visited)
+    elif not only_wanted or getattr(part, "wants_epoch", can.aget or can.aiter):
+        part.set_epoch(epoch)
 
 
 def splits_by_rank(stream: Any) -> bool:
@@ -248,15 +228,7 @@ class Composition:
     sources: Sequence[Any]
 
     def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
-        """This composition over other sources, whose functions are applied afterwards.
-
-        Args:
-            sources: in place of those of now.
-            functions: for each source, the functions that its samples still need.
-
-        Returns:
-            A dataset, and the functions that each of its samples still needs.
-        """
+        """This composition over other sources, and the functions that its samples still need, given those of theirs."""
         raise NotImplementedError  # each composition has its own
 
     def set_epoch(self, epoch: int) -> None:
@@ -279,14 +251,10 @@ class MapComposition(Composition):
 
 
 class ConcatComposition(Composition):
-    """Samples each of which is one of a source.
-
-    Attributes:
-        numbered: whether a sample is a pair of its source's number and the source's sample, for `PartFunctions`. They
-            are if the sources have different functions.
-    """
+    """Samples each of which is one of a source."""
 
     numbered = False
+    """Whether samples are pairs of a source's number and its sample, for `PartFunctions`, as functions differ."""
 
     def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
         first, *others = functions
@@ -300,10 +268,7 @@ class ConcatComposition(Composition):
 
 
 def plan(dataset: object) -> tuple[Any, Functions]:
-    """The source of a dataset, whose `aget` or `__aiter__` runs no function of `map`, and these functions.
-
-    The source is `dataset` itself if there is nothing to move outside.
-    """
+    """The source of a dataset, which runs no function of `map`, and these functions; the dataset itself without any."""
     if not isinstance(dataset, Composition):
         return dataset, ()
     planned = [plan(source) for source in dataset.sources]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
+import operator
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -23,7 +24,6 @@ from headrace._core.streams.kinds import (
     apply_functions,
     capabilities,
     capabilities_by_methods,
-    check_times,
     fetch_all,
     plan,
     sample_key,
@@ -103,7 +103,8 @@ class AsyncDataset(Dataset[T_co]):
             >>> len(Numbers(3).repeat(4)), Numbers(3).repeat(4)[10]
             (12, 1)
         """
-        check_times(times)
+        if operator.index(times) < 0:
+            raise ValueError(f"times={times} must not be negative")
         dataset: Any = self
         return IndexedParts([dataset], times * len(dataset), f".repeat({times})")
 
@@ -259,20 +260,13 @@ class MappedDataset(MapComposition, AsyncDataset[T_co]):
     def sample_key(self, index: object) -> str | None:
         return sample_key(self.dataset, index)
 
-    def _capabilities(self) -> Capabilities:
-        return Capabilities(aget=True, set_epoch=True, sample_key=True)
-
 
 class IndexedParts(ConcatComposition, AsyncDataset[Any]):
     """Samples of one dataset or several, one after the other; made by `take`, `repeat` and `headrace.concat`.
 
     Reads batches with `agets` if all parts can, and byte ranges if all parts can. Objects of byte ranges are numbered
-    in turn: the first of each part, then the second of each.
-
-    Args:
-        sources: the parts.
-        length: the number of samples, if it is not that of all parts; a single part then ends earlier, or repeats.
-        method: the call that made it of a single part, for its repr.
+    in turn: the first of each part, then the second of each. With a `length`, a single part ends earlier, or repeats;
+    `method` is the call that made it, for its repr.
     """
 
     def __init__(self, sources: Sequence[Any], length: int | None = None, method: str = "") -> None:

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
 
+import numpy as np
+
 from headrace._core.ranks.distributed import Remainder, ShardOptions, current_lane
 from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
 from headrace._core.seeding import batch_seed
@@ -45,8 +47,8 @@ from headrace._core.text import function_name
 from headrace.errors import ShortStreamError
 
 T = TypeVar("T")
+_BLOCK = 1024  # random numbers of a mix
 Stop = Literal["first", "all"]
-_BLOCK = 1024  # random numbers of a mix with a generator of their own
 
 
 class Take(StreamOperation[T]):
@@ -72,11 +74,8 @@ class Take(StreamOperation[T]):
 class EqualLength(StreamOperation[T]):
     """A given number of samples: truncated, or extended by the policy `remainder`.
 
-    Args:
-        start: returns an iterator; called again for ``"repeat"``, and for ``"pad"`` if it was restored after its end.
-        length: number of samples.
-        remainder: ``"pad"`` repeats the last sample, ``"repeat"`` starts again; they raise `ShortStreamError` if there
-            is no sample, other policies if the iterator ends early.
+    ``"pad"`` repeats the last sample, which is read again after a restore at the end; ``"repeat"`` starts again. They
+    raise `ShortStreamError` if there is no sample, other policies if the iterator ends early.
     """
 
     operation = "equal length"
@@ -217,8 +216,7 @@ class Mix(StreamOperation[object]):
         self._passes = [0] * count  # completed passes of each
         self._key = spawn_key()
         self._inner = [self._start(number) for number in range(count)]
-        self._random = random.Random()
-        self._position, self._number = -1, 0.0  # of the last number drawn
+        self._block, self._numbers = -1, list[float]()  # random numbers, and the number of their block
         self._weigh()
 
     def _start(self, number: int) -> ResumableIterator[Any]:
@@ -229,21 +227,17 @@ class Mix(StreamOperation[object]):
             repetition = batch_seed(self._order.repetition, 0, passes)
             return InContext(bound(current_repetition, repetition), start)
 
+    def _draw(self) -> float:
+        """The random number at the position `_drawn`, from a block of them."""
+        block, offset = divmod(self._drawn, _BLOCK)
+        if block != self._block:
+            generator = np.random.default_rng(batch_seed(self._order.key(), 0, block))
+            self._block, self._numbers = block, generator.random(_BLOCK).tolist()
+        return self._numbers[offset]
+
     def _weigh(self) -> None:
         weights = (0.0 if out else weight for weight, out in zip(self._weights, self._left_out, strict=True))
         self._ends = list(itertools.accumulate(weights))  # of the streams' ranges among the numbers drawn
-
-    def _draw(self) -> float:
-        """The random number at the position `_drawn`. Seeding takes 10 µs, a number 50 ns: so they come in blocks."""
-        position = self._drawn
-        if position != self._position:
-            block, offset = divmod(position, _BLOCK)
-            if not offset or position != self._position + 1:
-                self._random.seed(batch_seed(self._order.key(), 0, block))
-                for _ in range(offset):
-                    self._random.random()
-            self._position, self._number = position, self._random.random()
-        return self._number
 
     async def __anext__(self) -> object:
         while not (self._over or self._closed):
@@ -289,13 +283,8 @@ class Split(ReplayOperation[T]):
 
     A group is one sample for each shard. Samples are returned when their group is complete, so that no shard is ahead
     of another by more than the time to read a group. Its states between groups are the same for all shards, and can be
-    restored with another number of shards.
-
-    Args:
-        start: returns the iterator; called again at the end for ``"repeat"`` if it was restored.
-        shard: the shard to return.
-        remainder: policy for an incomplete last group. ``"pad"`` completes it with its last sample, ``"repeat"`` with
-            the first samples of all.
+    restored with another number of shards. ``"pad"`` completes the last group with its last sample, ``"repeat"`` with
+    the first samples of all, for which the stream is started again if it was restored.
     """
 
     operation = "split"
@@ -515,11 +504,7 @@ class _Source(AsyncIterator[object]):
 
 
 def resume_stream(dataset: AsyncIterable[T], state: State) -> ResumableIterator[T]:
-    """Start to read a stream from a state: its own, or one of several ranks.
-
-    Raises:
-        StateError: the state is of another stream, or damaged.
-    """
+    """Start to read a stream from a state: its own, or one of several ranks."""
     iterator = _start_for(dataset, state)
     iterator.load_state_dict(state)
     return iterator
@@ -535,11 +520,8 @@ def _start_for(dataset: AsyncIterable[T], state: State) -> ResumableIterator[T]:
 def divided_state(states: Sequence[State], ranks: int, new: ShardOptions, remainder: Remainder) -> State:
     """The state from which one of the new readers (ranks, or lanes of ranks) continues.
 
-    Args:
-        states: of each old reader, in order: those of all ranks in their first lane, then in their second, ….
-        ranks: the number of old ranks.
-        new: the new reader's number, in the same order, and the number of new readers.
-        remainder: policy for samples that cannot be divided equally among the new readers.
+    The states are of each old reader, in order: those of all ranks in their first lane, then in their second, …; new
+    readers are numbered in the same order.
     """
     groups = math.gcd(len(states), new.count)
     group = new.index % groups

@@ -100,14 +100,10 @@ class FollowsEpoch:
         for part in children(self):
             propagate_epoch(part, epoch)
 
-    def _current_epoch(self) -> int:
-        counted = counted_epoch.get()
-        if counted is not None:
-            return counted
-        return self._epoch if self._epoch is not None else session_epoch.get() or 0
-
     def _order_for(self, seed: int) -> Order:
-        return Order(seed, self._current_epoch(), current_repetition.get())
+        epochs = (counted_epoch.get(), self._epoch, session_epoch.get())
+        epoch = next((epoch for epoch in epochs if epoch is not None), 0)
+        return Order(seed, epoch, current_repetition.get())
 
 
 # The place of a stream in its composition decides its seeds, and not the order in which streams happen to start: a
@@ -145,11 +141,7 @@ class ResumableIterator(AsyncIterator[T_co]):
 
     @abstractmethod
     def load_state_dict(self, state: State) -> None:
-        """Continue after the position of `state`; called at most once, before the first `anext`.
-
-        Raises:
-            StateError: the state is of another stream, or damaged.
-        """
+        """Continue after the position of `state`; called at most once, before the first `anext`."""
 
     async def aclose(self) -> None:
         """Stop reading."""
@@ -234,12 +226,7 @@ def name_of(dataset: object) -> str:
 class Reread:
     """The samples and errors that are read again after a restore, and dropped.
 
-    Args:
-        count: their number.
-        errors: how many of them were errors; others would be new ones.
-
-    Attributes:
-        left: how many are not read yet; the reader counts samples.
+    There are `count` of them, `errors` of which were errors; others would be new ones. The reader counts samples down.
     """
 
     def __init__(self, count: int = 0, errors: int = 0) -> None:
@@ -247,26 +234,23 @@ class Reread:
         self._errors = errors
         self._failed: StateError | None = None
 
-    def error(self, error: Exception) -> None:
-        """Count an error; raises `StateError` if there was a sample in its place."""
+    def error(self, error: Exception, stream: str) -> None:
+        """Count an error; raises `StateError` if there was a sample in its place, or if it is the end of the stream."""
         if isinstance(error, StateError):
             raise error
-        if not self._errors:
+        if isinstance(error, StopIteration | StopAsyncIteration):
+            self._failed = StateError(
+                f"{stream} ended after {self._count - self.left} samples, but {self._count} had been read when the "
+                f"state was saved: it is not the same stream, or not in the same order"
+            )
+        elif not self._errors:
             self._failed = StateError(
                 f"a sample that was read before the state was saved cannot be read again, so the samples after it are "
                 f"unknown: {type(error).__name__}: {error}. Restore the state once more"
             )
-            raise self._failed from error
+        self.check()
         self._errors -= 1
         self.left -= 1
-
-    def fail(self, stream: str) -> None:
-        """Raise `StateError` for a stream that ended too early."""
-        self._failed = StateError(
-            f"{stream} ended after {self._count - self.left} samples, but {self._count} had been read when the state "
-            f"was saved: it is not the same stream, or not in the same order"
-        )
-        raise self._failed
 
     def check(self) -> None:
         """Raise the `StateError` that was raised before: the samples that follow are unknown."""
@@ -308,10 +292,8 @@ class _UserIterator(ResumableIterator[T]):
         while again.left:
             try:
                 await anext(self._iterator)
-            except StopAsyncIteration:
-                again.fail(name_of(self._dataset))
-            except Exception as error:  # of user code
-                again.error(error)
+            except Exception as error:  # of user code, or the end
+                again.error(error, name_of(self._dataset))
             else:
                 again.left -= 1
 
@@ -331,10 +313,8 @@ class _UserIterator(ResumableIterator[T]):
 def warn_of_rereading(state: object) -> None:
     """Warn of each stream without a state of its own that will be read again from its start.
 
-    Called in the consumer's process, since warnings of other processes do not get there.
-
-    Args:
-        state: a state, or several in dicts and lists, that streams will be restored from.
+    Called in the consumer's process, since warnings of other processes do not get there, with a state, or several in
+    dicts and lists.
     """
     samples: Counter[str] = Counter()
     _count_read_again(state, samples)
@@ -405,22 +385,13 @@ class StreamOperation(ResumableIterator[T]):
 
     Operations are classes, not generators: an error of one sample is raised by `anext`, and the next call continues
     after it. A generator would have ended, and with it the rest of the epoch.
-
-    Args:
-        source: the stream, or its iterator; None to start it later.
     """
 
-    operation: ClassVar[str]
-    """Its name in states."""
-
+    operation: ClassVar[str]  # its name in states
     options: ClassVar[tuple[str, ...]] = ()
-    """Values that must be the same where a state is loaded."""
-
+    # `int`, `bool` or `Order`; `[int]` or `[bool]` for a list, of the same length as now:
     fields: ClassVar[tuple[tuple[str, object], ...]] = ()
-    """Values that change: `int`, `bool` or `Order`; ``[int]`` or ``[bool]`` for a list, of the same length as now."""
-
-    same_by_lanes: ClassVar[bool] = False
-    """Whether it does the same to a part of the shards as to all of them."""
+    same_by_lanes: ClassVar[bool] = False  # whether it does the same to a part of the shards as to all of them
 
     def __init__(self, source: AsyncIterable[Any] | None) -> None:
         self._inner: Any = None if source is None else start_stream(source)
@@ -487,11 +458,7 @@ def _restored_value(state: State, name: str, kind: Any, present: Any) -> object:
 
 
 async def read_again(iterator: ResumableIterator[T], first: int | None) -> list[T]:
-    """The first samples of an iterator, or the last one for None.
-
-    Raises:
-        Exception: that of the iterator, after `MAX_ERRORS_IN_A_ROW`: one that fails for ever has no end.
-    """
+    """The first samples of an iterator, or the last one for None; raises the last of `MAX_ERRORS_IN_A_ROW`."""
     kept: deque[T] = deque(maxlen=first or 1)
     read = errors = 0
     try:
@@ -564,16 +531,13 @@ class ReplayOperation(StreamOperation[T]):
                     sample = self._put(sample)
                     if sample is NOTHING:
                         continue
-            except StopAsyncIteration:
-                if reread.left:
-                    reread.fail(self.operation)
-                raise
-            except Exception as error:  # counted, since it stands in place of a sample
-                self._given += 1
-                self._errors += 1
+            except Exception as error:
+                if type(error) is not StopAsyncIteration:  # it stands in place of a sample
+                    self._given += 1
+                    self._errors += 1
                 if not reread.left:
                     raise
-                reread.error(error)
+                reread.error(error, self.operation)
             else:
                 self._given += 1
                 if not reread.left:
@@ -620,12 +584,7 @@ class ReplayOperation(StreamOperation[T]):
 
 
 class InContext(ResumableIterator[T]):
-    """A stream that is started, read and restored within a context, since a generator starts its inner streams late.
-
-    Args:
-        context: sets a context variable.
-        start: starts the stream.
-    """
+    """A stream that is started, read and restored within a context, since a generator starts its inner streams late."""
 
     def __init__(self, context: bound, start: Callable[[], ResumableIterator[T]]) -> None:
         self._context = context

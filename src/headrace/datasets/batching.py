@@ -79,7 +79,7 @@ class _TokenBatchIterator(ReplayOperation[list[object]]):
     operation = "batch_by_tokens"
     same_by_lanes = True
     options = ("max_tokens", "padded", "boundaries")
-    fields = (("counts", [int]), ("longest", [int]), ("tokens", [int]), ("ended", bool))
+    fields = ("counts", "longest", "tokens", "ended")
 
     def __init__(
         self,

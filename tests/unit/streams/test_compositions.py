@@ -113,21 +113,3 @@ def test_composition_with_a_torch_part_is_not_unwrapped(dataset):
 def test_dataset_attribute_of_the_loader_is_the_users_object():
     part = data.Subset(Named("a"), [1])
     assert hr.DataLoader(part).dataset is part
-
-
-def test_abandoned_chain_closes_its_current_stream():
-    closed = []
-
-    class Closing(hr.AsyncIterableDataset):
-        async def __aiter__(self):
-            try:
-                for i in range(100):
-                    yield i
-            finally:
-                closed.append(True)
-
-    loader = hr.DataLoader(data.ChainDataset([Closing(), Closing()]), batch_size=None)
-    batches = iter(loader)
-    assert next(batches) == 0
-    loader.close()
-    assert closed == [True]

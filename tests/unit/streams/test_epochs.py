@@ -74,16 +74,6 @@ def in_generator():
     return hr.from_async_iterable(generator)
 
 
-def in_closure():
-    stream = shuffled()
-
-    async def generator():
-        async for sample in stream:
-            yield sample
-
-    return hr.from_async_iterable(generator)
-
-
 WRAPPERS = {
     "held": lambda: Packed(shuffled()),
     "held in containers": lambda: Held({"name": "text", "streams": (shuffled(), "weights")}),
@@ -91,13 +81,12 @@ WRAPPERS = {
     "held under split": lambda: Packed(shuffled()).split(),
     "torch's sampler": Sampled,
     "generator": in_generator,
-    "closure": in_closure,
     "torch's kind around map": lambda: OfTorch(shuffled().map(int)),
     "torch's kind around own": lambda: OfTorch(Packed(shuffled())),
 }
 
 
-IN_PROCESSES = ["own set_epoch", "held under split", "closure", "torch's kind around own"]
+IN_PROCESSES = ["own set_epoch", "held under split", "generator", "torch's kind around own"]
 
 SIZES = (5, 13, 1, 30, 7, 8)
 
@@ -163,13 +152,6 @@ def test_epochs_have_different_reproducible_orders(make, placement, num_workers)
         assert len(set(map(tuple, epochs))) == 3
         loader.set_epoch(1)
         assert epochs_of(loader, 2) == epochs[1:]
-
-
-def test_persistent_workers_of_torch_dataset_follow_the_epoch():
-    options = {"num_workers": 1, "persistent_workers": True}
-    with hr.DataLoader(OfTorch(Packed(shuffled())), 4, **options) as loader:
-        epochs = epochs_of(loader)
-    assert len(set(map(tuple, epochs))) == 3
 
 
 def test_set_epoch_of_loader_reaches_persistent_workers_of_torch_dataset():

@@ -193,19 +193,18 @@ def test_functions_run_in_the_workers(compositions, sources, num_workers, placem
     assert_functions_run_off_the_loop(hr.concat(parts), num_workers=num_workers, placement=placement)
 
 
-KEEPS_READS = {
-    "take": lambda d: hr.concat([d]).take(4),
-    "repeat": lambda d: hr.concat([d]).repeat(2),
-    "concat": lambda d: hr.concat([d, d]),
-    "Subset": lambda d: data.Subset(d, [1, 2]),
-    "ConcatDataset": lambda d: data.ConcatDataset([d, d]),
-}
+KEEPS_READS = [
+    MAP_STYLE["take"],
+    MAP_STYLE["Subset"],
+    lambda d: hr.concat([d.repeat(2), d]),
+    lambda d: data.ConcatDataset([d, d]),
+]
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_compositions_keep_batched_and_joined_reads(source):
     dataset = SOURCES[source]()
-    for inner, outer in itertools.product(KEEPS_READS.values(), repeat=2):
+    for inner, outer in itertools.product(KEEPS_READS, repeat=2):
         composed = hr.concat([outer(hr.concat([inner(dataset)]))])
         assert capabilities(composed).agets == capabilities(dataset).agets
         assert capabilities(composed).ranges == capabilities(dataset).ranges

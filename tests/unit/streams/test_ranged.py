@@ -72,15 +72,6 @@ def test_torch_concatenation_keeps_joined_reads(server, mapped):
     assert gets <= 14
 
 
-def test_wrong_index_of_a_concatenation_fails_alone(server):
-    both = ConcatDataset([windows(server), windows(server)])
-    with hr.DataLoader(both, batch_size=3, sampler=[5, 2000, -1], on_error="skip") as loader:
-        (batch,) = loader
-        (failure,) = loader.stats().skipped
-    assert torch.equal(batch, expected([5, 999]))
-    assert (failure.index, failure.error) == (2000, "IndexError")
-
-
 class Pairs(hr.TokenDataset):
     async def aget(self, index):
         window = await super().aget(index)

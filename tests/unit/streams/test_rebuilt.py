@@ -221,17 +221,6 @@ def test_order_of_seed_is_the_same_in_a_rebuilt_loader_in_every_epoch():
     assert numbers(plain) == expected[1]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_rest_of_an_epoch_read_by_a_rebuilt_loader_completes_it(num_workers):
-    with hr.DataLoader(TorchNumbers(), batch_size=3, shuffle=True, seed=5) as loader:
-        begun = iter(loader)
-        read = [*next(begun).tolist(), *next(begun).tolist()]
-    loader = hr.DataLoader(TorchNumbers(), batch_size=3, shuffle=True, seed=5)
-    rest = list(loader.batch_sampler)[2:]
-    loader.set_epoch(0)
-    assert sorted(read + numbers(rebuilt(loader, batch_sampler=rest, num_workers=num_workers))) == list(range(10))
-
-
 def test_setting_an_option_of_a_loader_warns_that_it_has_no_effect():
     with hr.DataLoader(Numbers(), batch_size=10) as loader:
         with pytest.warns(RuntimeWarning, match="transform= is read once"):

@@ -404,35 +404,23 @@ def test_split_continues_with_another_number_of_ranks(before, after):
     asyncio.run(run())
 
 
-def test_shuffle_reads_again_what_it_held_and_the_rest_of_its_window():
-    async def run():
-        iterator = start_stream(Count(1000).shuffle(50))
-        await outcomes(iterator, 725)
-        dataset = Count(1000)
-        restored = start_stream(dataset.shuffle(50))
-        restored.load_state_dict(saved(iterator))
-        await anext(restored)
-        assert dataset.reads == 50 + 24 + 1
-
-    asyncio.run(run())
-
-
-def test_batches_by_tokens_read_again_from_the_oldest_sample_in_a_bucket():
-    async def run():
-        def make(dataset):
-            return start_stream(hr.batch_by_tokens(dataset.map(lambda i: i % 10 + 1), 40, length=int, boundaries=[5]))
-
-        iterator = make(Count(10_000))
-        for _ in range(600):
+def test_shuffle_and_batches_by_tokens_read_again_only_what_they_held():
+    async def reads(operation, position):
+        iterator = start_stream(operation(Count(10_000)))
+        for _ in range(position):
             await anext(iterator)
             state = saved(iterator)
         dataset = Count(10_000)
-        restored = make(dataset)
+        restored = start_stream(operation(dataset))
         restored.load_state_dict(state)
         await anext(restored)
-        assert dataset.reads < 50
+        return dataset.reads
 
-    asyncio.run(run())
+    def batches(stream):
+        return hr.batch_by_tokens(stream.map(lambda i: i % 10 + 1), 40, length=int, boundaries=[5])
+
+    assert asyncio.run(reads(lambda stream: stream.shuffle(50), 725)) == 50 + 24 + 1
+    assert asyncio.run(reads(batches, 600)) < 50
 
 
 HOLDING = pytest.mark.parametrize(

@@ -114,26 +114,18 @@ ReadRange = Callable[[int, int, int], Awaitable[memoryview]]
 """Reads the bytes of an object, given by its number, from a start up to a stop."""
 
 
-_FIRST = 32  # elements of a container, which may be a list of a million keys
-
-
-def child_datasets(value: Any) -> Iterator[Any]:
-    """The datasets and samplers in the value of one attribute: the value, or elements of a dict, a list or a tuple.
-
-    A container without a dataset among its first 32 elements is taken to have none.
-    """
-    several = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-    for number, part in enumerate(several):
-        if _is_dataset(part):
-            yield part
-        elif number >= _FIRST:
-            return
+_FIRST = 32  # elements of a container, which may be a list of a million keys: it has no dataset if these are none
 
 
 def children(dataset: Any) -> Iterator[Any]:
-    """The datasets and samplers in all attributes of a dataset."""
+    """The datasets and samplers in all attributes of a dataset, and in the dicts, lists and tuples there."""
     for value in list(getattr(dataset, "__dict__", {}).values()):
-        yield from child_datasets(value)
+        several = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        for number, part in enumerate(several):
+            if _is_dataset(part):
+                yield part
+            elif number >= _FIRST:
+                break
 
 
 def _is_dataset(value: Any) -> bool:
@@ -146,14 +138,7 @@ def _is_dataset(value: Any) -> bool:
 
 
 def walk_datasets(dataset: Any, visited: set[int] | None = None) -> Iterator[Any]:
-    """A dataset and all datasets in its attributes, each once, parts before the dataset that holds them.
-
-    Example:
-        >>> from torch.utils.data import ConcatDataset, Subset
-        >>> inner = [1, 2]
-        >>> [type(part).__name__ for part in walk_datasets(ConcatDataset([Subset(inner, [0]), Subset(inner, [1])]))]
-        ['Subset', 'Subset', 'ConcatDataset']
-    """
+    """A dataset and all datasets in its attributes, each once, parts before the dataset that holds them."""
     visited = set() if visited is None else visited
     if id(dataset) not in visited:
         visited.add(id(dataset))

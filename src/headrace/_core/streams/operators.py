@@ -56,7 +56,7 @@ class Take(StreamOperation[T]):
 
     operation = "take"
     options = ("count",)
-    fields = (("left", int),)
+    fields = ("left",)
 
     def __init__(self, source: AsyncIterable[T], count: int) -> None:
         super().__init__(source)
@@ -80,7 +80,7 @@ class EqualLength(StreamOperation[T]):
 
     operation = "equal length"
     options = ("length",)
-    fields = (("left", int), ("gave", bool), ("restarts", int))
+    fields = ("left", "gave", "restarts")
 
     def __init__(self, start: Callable[[], ResumableIterator[T]], length: int, remainder: Remainder) -> None:
         super().__init__(start())
@@ -126,7 +126,7 @@ class Concat(StreamOperation[Any]):
 
     operation = "concat"
     options: ClassVar[tuple[str, ...]] = ("parts",)
-    fields = (("begun", int), ("gave", bool))
+    fields = ("begun", "gave")
 
     def __init__(self, datasets: Sequence[Any], *, numbered: bool = False) -> None:
         super().__init__(None)
@@ -193,14 +193,7 @@ class Mix(StreamOperation[object]):
 
     operation = "mix"
     options = ("weights", "stop")
-    fields = (
-        ("order", Order),
-        ("drawn", int),
-        ("over", bool),
-        ("gave", [bool]),
-        ("left_out", [bool]),
-        ("passes", [int]),
-    )
+    fields = ("order", "drawn", "over", "gave", "left_out", "passes")
 
     def __init__(self, datasets: Sequence[Any], weights: Sequence[float], stop: Stop, order: Order) -> None:
         super().__init__(None)
@@ -288,7 +281,7 @@ class Split(ReplayOperation[T]):
     """
 
     operation = "split"
-    fields = (("world_size", int), ("ended", bool))
+    fields = ("world_size", "ended")
 
     def __init__(self, start: Callable[[], ResumableIterator[T]], shard: ShardOptions, remainder: Remainder) -> None:
         self._key = spawn_key()
@@ -349,7 +342,7 @@ class ShuffleBuffer(ReplayOperation[T]):
     operation = "shuffle"
     options = ("size",)
     same_by_lanes = True
-    fields = (("order", Order), ("window", int))
+    fields = ("order", "window")
 
     def __init__(self, source: AsyncIterable[T], buffer_size: int, order: Order) -> None:
         super().__init__(source)
@@ -411,7 +404,7 @@ class Pipe(ReplayOperation[T]):
     """
 
     operation = "pipe"
-    fields = (("over", bool), ("exhausted", bool), ("taken", int))
+    fields = ("over", "exhausted", "taken")
 
     def __init__(
         self, source: AsyncIterable[object], function: Callable[[AsyncIterator[Any]], AsyncIterator[T]]
@@ -567,7 +560,7 @@ class _Readers(StreamOperation[object]):
     """The streams of several ranks, one sample of each in turn."""
 
     operation = "ranks"
-    fields = (("world_size", int), ("lanes", int), ("turn", int), ("numbers", [int]), ("ended", [bool]))
+    fields = ("world_size", "lanes", "turn", "numbers", "ended")
 
     def __init__(self, dataset: AsyncIterable[object]) -> None:
         super().__init__(None)

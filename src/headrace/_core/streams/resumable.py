@@ -380,7 +380,7 @@ class StreamOperation(ResumableIterator[T]):
     """An operation on one stream or several, which it owns and closes.
 
     A class names its `operation`, the `options` that must be the same where a state is loaded, and the `fields` that
-    change while it reads, with their types; they are attributes of the same name after an underscore. `_inner` is the
+    change while it reads; they are attributes of the same name after an underscore. `_inner` is the
     stream that it reads, None if none is read now, or a list. Saving, restoring and checking are written here, once.
 
     Operations are classes, not generators: an error of one sample is raised by `anext`, and the next call continues
@@ -389,8 +389,7 @@ class StreamOperation(ResumableIterator[T]):
 
     operation: ClassVar[str]  # its name in states
     options: ClassVar[tuple[str, ...]] = ()
-    # `int`, `bool` or `Order`; `[int]` or `[bool]` for a list, of the same length as now:
-    fields: ClassVar[tuple[tuple[str, object], ...]] = ()
+    fields: ClassVar[tuple[str, ...]] = ()  # ints, bools, lists of them, `Order`s
     same_by_lanes: ClassVar[bool] = False  # whether it does the same to a part of the shards as to all of them
 
     def __init__(self, source: AsyncIterable[Any] | None) -> None:
@@ -410,7 +409,7 @@ class StreamOperation(ResumableIterator[T]):
 
     def state_dict(self) -> State:
         state: State = {"operation": self.operation}
-        for name in (*self.options, *(name for name, _ in self.fields)):
+        for name in (*self.options, *self.fields):
             value = getattr(self, f"_{name}")
             if isinstance(value, Order):
                 value = {"seed": value.seed, "epoch": value.epoch, "repetition": value.repetition}
@@ -426,8 +425,8 @@ class StreamOperation(ResumableIterator[T]):
         check_operation(state, self.operation, repr(self.operation))
         for name in self.options:
             expect_same(state, name, getattr(self, f"_{name}"))
-        for name, kind in self.fields:
-            setattr(self, f"_{name}", _restored_value(state, name, kind, getattr(self, f"_{name}")))
+        for name in self.fields:
+            setattr(self, f"_{name}", _restored_value(state, name, getattr(self, f"_{name}")))
         self._restored()
         inner = self._inner
         if type(inner) is list:
@@ -446,15 +445,16 @@ class StreamOperation(ResumableIterator[T]):
             await close_iterator(stream)
 
 
-def _restored_value(state: State, name: str, kind: Any, present: Any) -> object:
-    if isinstance(kind, list):
+def _restored_value(state: State, name: str, present: Any) -> object:
+    """A value of the type of the present one; a list has its length, unless it is empty."""
+    if type(present) is list:
         values = expect(state, name, list, length=len(present) or None)
-        return [expect({name: value}, name, kind[0]) for value in values]
-    if kind is Order:
+        return [expect({name: value}, name, type(now)) for value, now in zip(values, present or values, strict=True)]
+    if type(present) is Order:
         saved = expect(state, name, dict)
         expect_same(saved, "seed", present.seed)
         return present._replace(epoch=expect(saved, "epoch", int), repetition=expect(saved, "repetition", int))
-    return expect(state, name, kind)
+    return expect(state, name, type(present))
 
 
 async def read_again(iterator: ResumableIterator[T], first: int | None) -> list[T]:

@@ -90,7 +90,7 @@ class Steps(ReplayOperation[Any]):
     """
 
     operation = "map, filter"
-    fields = (("read", int),)
+    fields = ("read",)
 
     def __init__(self, source: AsyncIterable[object], steps: tuple[Step, ...]) -> None:
         super().__init__(source)

@@ -48,18 +48,16 @@ def as_async(dataset: Any) -> Any:
     Only torch's own classes are replaced: a subclass may do more in `__getitem__`.
     """
     kind = type(dataset)
-    if kind is ChainDataset:
-        parts = dataset.datasets  # an iterator may be consumed by torch alone
-        if not isinstance(parts, Sequence) or not all(isinstance(part, IterableDataset) for part in parts):
-            return dataset
-        sources = list(map(as_async, parts))
-        return ConcatenatedStreams(sources) if sources and all(capabilities(one).aiter for one in sources) else dataset
-    if kind not in (Subset, ConcatDataset, StackDataset):
+    if kind not in (Subset, ConcatDataset, StackDataset, ChainDataset):
         return dataset
     parts = [dataset.dataset] if kind is Subset else dataset.datasets
-    sources = list(map(as_async, parts.values() if isinstance(parts, dict) else parts))
-    if not all(capabilities(source).aget for source in sources):
+    if not parts or not isinstance(parts, Sequence | dict):  # an iterator of a chain may be consumed by torch alone
         return dataset
+    sources = list(map(as_async, parts.values() if isinstance(parts, dict) else parts))
+    if not all(can.aiter if kind is ChainDataset else can.aget for can in map(capabilities, sources)):
+        return dataset
+    if kind is ChainDataset:
+        return ConcatenatedStreams(sources)
     if kind is Subset:
         return SubsetView(dataset, sources)
     if kind is ConcatDataset:

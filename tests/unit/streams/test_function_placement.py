@@ -163,34 +163,17 @@ def assert_functions_run_off_the_loop(dataset, **options):
         assert functions == {here()}
 
 
-def around_all(outer):
-    """One composition around each of the others, of each kind of source."""
-    inner = [compose(make().map(mapped)) for compose in MAP_STYLE.values() for make in SOURCES.values()]
-    return [MAP_STYLE[outer](each) for each in inner]
-
-
-def around_all_streams(outer):
-    # A split of a split is an error: the outer one would drop samples of the other ranks.
-    return [
-        STREAMS[outer](STREAMS[inner](Stream().map(mapped))) for inner in STREAMS if inner != outer or inner != "split"
-    ]
-
-
-@pytest.mark.parametrize("outer", MAP_STYLE)
-def test_functions_of_a_map_style_composition_run_on_the_consumers_thread(outer):
-    assert_functions_run_off_the_loop(hr.concat(around_all(outer)), num_workers=0, placement="thread")
-
-
-@pytest.mark.parametrize("outer", STREAMS)
-def test_functions_of_a_stream_composition_run_on_the_consumers_thread(outer):
-    assert_functions_run_off_the_loop(hr.concat(around_all_streams(outer)), num_workers=0, placement="thread")
-
-
-@pytest.mark.parametrize(("num_workers", "placement"), [(0, "process"), (2, "process")])
-@pytest.mark.parametrize(("compositions", "sources"), [(MAP_STYLE, SOURCES), (STREAMS, {"": Stream})])
-def test_functions_run_in_the_workers(compositions, sources, num_workers, placement):
-    parts = [compose(make().map(mapped)) for compose in compositions.values() for make in sources.values()]
-    assert_functions_run_off_the_loop(hr.concat(parts), num_workers=num_workers, placement=placement)
+@pytest.mark.parametrize(("num_workers", "placement"), [(0, "thread"), (0, "process"), (2, "process")])
+@pytest.mark.parametrize(("kinds", "sources"), [(MAP_STYLE, SOURCES), (STREAMS, {"": Stream})])
+def test_functions_run_off_the_loop_that_fetches(kinds, sources, num_workers, placement):
+    parts = {(name, of): kinds[name](make().map(mapped)) for name in kinds for of, make in sources.items()}
+    if placement == "process":
+        assert_functions_run_off_the_loop(hr.concat([*parts.values()]), num_workers=num_workers, placement=placement)
+        return
+    for outer, compose in kinds.items():  # each composition around each of the others
+        # A split of a split is an error: the outer one would drop samples of the other ranks.
+        nested = [compose(part) for (inner, _), part in parts.items() if (inner, outer) != ("split", "split")]
+        assert_functions_run_off_the_loop(hr.concat(nested), num_workers=num_workers, placement=placement)
 
 
 KEEPS_READS = [

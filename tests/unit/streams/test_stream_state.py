@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from headrace import AsyncIterableDataset, DataLoader, StateError
+from headrace import DataLoader, StateError
 from headrace._core.streams.resumable import start_stream, warn_of_rereading
-from tests.unit.streams.reading import Plain, outcomes
+from tests.unit.streams.reading import Plain, PlainIterator, outcomes
 
 
 class CountOfCaller:
@@ -98,38 +98,21 @@ async def test_state_of_a_dataset_that_has_none_now_is_refused():
         start_stream(Plain(5)).load_state_dict(state)
 
 
-class FailsForEver(AsyncIterableDataset):
-    """Two samples; when it is started after `fails` was set, each read fails."""
+class FailsForEver(Plain):
+    """When it is started after `fails` was set, each read fails."""
 
     fails = False
 
     def __aiter__(self):
-        return FailingRead(self.fails)
-
-
-class FailingRead:
-    def __init__(self, fails):
-        self.fails = fails
-        self.given = 0
-
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        if self.fails:
-            raise ConnectionError("it is gone")
-        self.given += 1
-        if self.given > 2:
-            raise StopAsyncIteration
-        return self.given
+        return PlainIterator(Plain(1000, bad=range(1000)) if self.fails else self)
 
 
 async def test_stream_that_fails_for_ever_when_its_start_is_read_again_is_an_error():
-    stream = FailsForEver()
+    stream = FailsForEver(2)
     dataset = stream.split(remainder="repeat", rank=3, world_size=4)
     restored = aiter(dataset)
     restored.load_state_dict(aiter(dataset).state_dict())
     reading = asyncio.ensure_future(anext(restored))
     stream.fails = True  # before the task runs
-    with pytest.raises(ConnectionError, match="it is gone"):
+    with pytest.raises(ValueError, match="100"):
         await reading

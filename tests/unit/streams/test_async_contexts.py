@@ -69,26 +69,22 @@ class Source:
         self.diary.note("exit", self.name)
 
 
-class Rows(Source, hr.AsyncDataset):
-    def __len__(self):
-        return self.length
-
-    async def aget(self, index):
-        return await self.connection.fetch(index)
-
-
-class Stream(Source, hr.AsyncIterableDataset):
-    async def __aiter__(self):
-        for index in range(self.length):
-            yield await self.connection.fetch(index)
-
-
 class Duck(Source):
     def __len__(self):
         return self.length
 
     async def aget(self, index):
         return await self.connection.fetch(index)
+
+
+class Rows(Duck, hr.AsyncDataset):
+    pass
+
+
+class Stream(Source, hr.AsyncIterableDataset):
+    async def __aiter__(self):
+        for index in range(self.length):
+            yield await self.connection.fetch(index)
 
 
 class Holder(hr.AsyncDataset):

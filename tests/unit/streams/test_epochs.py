@@ -24,15 +24,7 @@ class Packed(hr.AsyncIterableDataset):
         self.inner = inner
 
     async def __aiter__(self):
-        async for sample in self.inner:
-            yield sample
-
-
-class Held(Packed):
-    """The same, which holds it in a container."""
-
-    async def __aiter__(self):
-        async for sample in self.inner["streams"][0]:
+        async for sample in self.inner["streams"][0] if isinstance(self.inner, dict) else self.inner:
             yield sample
 
 
@@ -76,7 +68,7 @@ def in_generator():
 
 WRAPPERS = {
     "held": lambda: Packed(shuffled()),
-    "held in containers": lambda: Held({"name": "text", "streams": (shuffled(), "weights")}),
+    "held in containers": lambda: Packed({"name": "text", "streams": (shuffled(), "weights")}),
     "own set_epoch": lambda: OwnSetEpoch(shuffled()),
     "held under split": lambda: Packed(shuffled()).split(),
     "torch's sampler": Sampled,

@@ -18,20 +18,16 @@ def tenfold(sample):
     return sample * 10
 
 
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return 10
-
-    async def aget(self, index):
-        return index
-
-
 class DuckMap:
     def __len__(self):
         return 10
 
     async def aget(self, index):
         return index
+
+
+class Numbers(DuckMap, hr.AsyncDataset):
+    pass
 
 
 class TorchNumbers(torch.utils.data.Dataset):
@@ -42,18 +38,16 @@ class TorchNumbers(torch.utils.data.Dataset):
         return index
 
 
-class Stream(hr.AsyncIterableDataset):
-    async def __aiter__(self):
-        for number in range(10):
-            yield number
-
-
 class DuckStream:
     name = "duck"
 
     async def __aiter__(self):
         for number in range(10):
             yield number
+
+
+class Stream(DuckStream, hr.AsyncIterableDataset):
+    pass
 
 
 class SizedDuckStream(DuckStream):

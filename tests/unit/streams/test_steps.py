@@ -322,24 +322,13 @@ def test_repeated_shuffled_stream_has_another_order_each_time_and_in_each_epoch(
 
 
 def test_map_style_dataset_is_repeated():
-    class Numbers(hr.AsyncDataset):
-        def __len__(self):
-            return 3
-
-        async def aget(self, index):
-            return index
-
-        def sample_key(self, index):
-            return f"key-{index}"
-
-    repeated = Numbers().repeat(2)
-    assert (len(repeated), repeated[-1], repeated.sample_key(4)) == (6, 2, "key-1")
+    repeated = SlowDataset(3, 0.0).repeat(2)
+    assert (len(repeated), repeated[-1]) == (6, SlowDataset(3, 0.0)[2])
     with hr.DataLoader(repeated, batch_size=4) as loader:
         assert lists(loader) == [[0, 1, 2, 0], [1, 2]]
-    with pytest.raises(IndexError):
-        repeated[6]
-    with pytest.raises(IndexError):
-        Numbers().repeat(0)[0]
+    for dataset, index in ((repeated, 6), (SlowDataset(3, 0.0).repeat(0), 0)):
+        with pytest.raises(IndexError):
+            dataset[index]
 
 
 @pytest.mark.parametrize(("times", "error"), [(-1, ValueError), (1.5, TypeError)])

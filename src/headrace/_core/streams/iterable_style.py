@@ -189,11 +189,8 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
     its workers before batching.
     """
 
-    step: ClassVar[str]
-    """``"map"`` or ``"filter"``."""
-
-    same_by_lanes = True
-    """Whether it does the same to a part of the shards as to all of them."""
+    step: ClassVar[str]  # "map" or "filter"
+    same_by_lanes = True  # it does the same to a part of the shards as to all of them
 
     def __init__(self, dataset: object, fn: Callable[[Any], object]) -> None:
         self.dataset = dataset
@@ -263,11 +260,8 @@ class SplitStream(OperatedStream[T_co]):
     """One rank's part of a stream that every rank reads whole; made by `split`."""
 
     splits_by_rank = True
-    splits_over_workers = True
-    """In a torch loader each worker reads its own part."""
-
-    divides_samples = True
-    """Each rank reads the whole stream, so that a position is one of all ranks."""
+    splits_over_workers = True  # in a torch loader each worker reads its own part
+    divides_samples = True  # each rank reads the whole stream, so that a position is one of all ranks
 
     def __init__(self, dataset: Any, ranks: RankChoice, remainder: Remainder) -> None:
         check_remainder(remainder)

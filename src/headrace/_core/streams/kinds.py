@@ -242,14 +242,12 @@ class ConcatComposition(Composition):
     """Whether samples are pairs of a source's number and its sample, for `PartFunctions`, as functions differ."""
 
     def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
-        first, *others = functions
-        common = all(len(other) == len(first) and all(map(operator.is_, first, other)) for other in others)
-        if common and not first and all(map(operator.is_, sources, self.sources)):
+        common = len({tuple(map(id, each)) for each in functions}) == 1
+        if common and not functions[0] and all(map(operator.is_, sources, self.sources)):
             return self, ()
         other = copy.copy(self)
-        other.sources = tuple(sources)
-        other.numbered = not common
-        return other, first if common else (PartFunctions(functions),)
+        other.sources, other.numbered = tuple(sources), not common
+        return other, functions[0] if common else (PartFunctions(functions),)
 
 
 def plan(dataset: object) -> tuple[Any, Functions]:

@@ -218,16 +218,7 @@ class RangedDataset(AsyncDataset[T_co]):
 
 
 def positions(indices: Sequence[Any], length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Indices as an array of positions from 0; negative ones count from the end, as in a list.
-
-    Raises:
-        IndexError: an index is out of range for `length`.
-        TypeError: an index is not an integer.
-
-    Example:
-        >>> positions([0, -1], 10).tolist()
-        [0, 9]
-    """
+    """Indices as an array of positions from 0; negative ones count from the end, and errors are those of a list."""
     found = np.asarray(indices)
     if found.dtype.kind not in "iu":
         if len(found):

@@ -39,7 +39,6 @@ class Raised(NamedTuple):
 RunSteps = Callable[[Sequence[Any], int], Awaitable[list[Any]]]
 """Applies steps to samples, of which the first is at a position of the stream; returns those kept, and errors."""
 
-
 Compute = Callable[[tuple[Step, ...]], tuple[RunSteps, int]]
 """Makes a function that applies steps off the session's event loop; and the number of requests that keep it busy."""
 
@@ -50,12 +49,7 @@ compute: ContextVar[Compute | None] = ContextVar("headrace_compute", default=Non
 def apply_steps(
     steps: Sequence[Step], sample: Any, catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException
 ) -> Any:
-    """The sample after all steps; `NOTHING` if it is not kept, `Raised` if a function raised one of `catch`.
-
-    Example:
-        >>> apply_steps([Step(abs, is_filter=False), Step(lambda x: x > 1, is_filter=True)], -2)
-        2
-    """
+    """The sample after all steps; `NOTHING` if it is not kept, `Raised` if a function raised one of `catch`."""
     step = steps[0]
     try:
         for step in steps:

@@ -21,7 +21,8 @@ from torch.utils.data import Dataset
 from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.eventloop.per_loop import Owner
 from headrace._core.ranks.rankinfo import reader_divides, reading_divided
-from headrace._core.streams.kinds import Functions, apply_functions, capabilities, children, walk_datasets
+from headrace._core.streams.composition import Functions, apply_functions
+from headrace._core.streams.kinds import capabilities, children, walk_datasets
 from headrace._core.streams.resumable import start_stream
 from headrace._core.text import add_note
 from headrace._core.torchcompat.private import outside_workers

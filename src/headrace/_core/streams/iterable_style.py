@@ -12,7 +12,8 @@ from torch.utils.data import IterableDataset
 from headrace._core.ranks.distributed import RankChoice, Remainder, check_remainder, undivided
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.blocking import SyncStream
-from headrace._core.streams.kinds import ConcatComposition, MapComposition, plan, propagate_epoch
+from headrace._core.streams.composition import ConcatComposition, MapComposition, plan
+from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.streams.operators import Concat, Pipe, Repeat, ShuffleBuffer, Split, Take
 from headrace._core.streams.resumable import FollowsEpoch, InContext, start_stream
 from headrace._core.streams.steps import Step, Steps

@@ -15,17 +15,14 @@ from torch.utils.data import Dataset
 
 from headrace._core.store.ranges import Ranges, read_ranges
 from headrace._core.streams.blocking import read_blocking
+from headrace._core.streams.composition import ConcatComposition, MapComposition, apply_functions, plan
 from headrace._core.streams.kinds import (
     Capabilities,
-    ConcatComposition,
-    MapComposition,
     ReadRange,
     Views,
-    apply_functions,
     capabilities,
     capabilities_by_methods,
     fetch_all,
-    plan,
     sample_key,
 )
 from headrace._core.text import dataset_repr, function_name

@@ -21,19 +21,9 @@ from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Stack
 
 from headrace._core.ranks.rankinfo import reader_divides, reading_divided
 from headrace._core.streams.blocking import SyncStream
+from headrace._core.streams.composition import Composition, Functions, RowFunctions, plan
 from headrace._core.streams.iterable_style import ConcatenatedStreams
-from headrace._core.streams.kinds import (
-    Capabilities,
-    Composition,
-    DatasetKind,
-    Functions,
-    RowFunctions,
-    capabilities,
-    fetch_all,
-    kind_of,
-    plan,
-    sample_key,
-)
+from headrace._core.streams.kinds import Capabilities, DatasetKind, capabilities, fetch_all, kind_of, sample_key
 from headrace._core.streams.map_style import AsyncDataset, IndexedParts
 
 

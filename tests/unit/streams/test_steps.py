@@ -18,15 +18,8 @@ from headrace._core.streams.steps import CHUNK
 from tests.datasets import SlowDataset
 from tests.unit.streams.reading import Count
 
-WHERE = pytest.mark.parametrize(
-    "options",
-    [
-        {"num_workers": 0},
-        {"num_workers": 2},
-        {"num_workers": 2, "executor": "thread", "placement": "thread"},
-    ],
-    ids=["consumer's thread", "workers", "threads"],
-)
+THREADS = {"num_workers": 2, "executor": "thread", "placement": "thread"}
+WHERE = pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2}, THREADS])
 
 
 class Mine(ValueError):

@@ -32,8 +32,6 @@ class Composition:
 
 
 class MapComposition(Composition):
-    """A function applied to each sample of a dataset."""
-
     dataset: Any
     fn: Callable[[Any], Any]
 

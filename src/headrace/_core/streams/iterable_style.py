@@ -214,8 +214,6 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
 
 
 class MappedStream(MapComposition, _SteppedStream[T_co]):
-    """An async stream with a function applied to each sample; made by `AsyncIterableDataset.map`."""
-
     step = "map"
 
     def __len__(self) -> int:
@@ -223,8 +221,6 @@ class MappedStream(MapComposition, _SteppedStream[T_co]):
 
 
 class FilteredStream(_SteppedStream[T_co]):
-    """The samples of a stream for which a predicate holds; made by `filter`."""
-
     step = "filter"
 
 

@@ -17,8 +17,6 @@ from headrace.errors import DatasetTypeError
 
 
 class DatasetKind(enum.Enum):
-    """The four kinds of dataset, by how a sample is fetched."""
-
     ASYNC_MAP = "async map"
     ASYNC_ITERABLE = "async iterable"
     MAP = "map"
@@ -30,7 +28,6 @@ class DatasetKind(enum.Enum):
 
     @property
     def is_iterable(self) -> bool:
-        """Whether the dataset decides the order itself, without a sampler."""
         return self in (DatasetKind.ASYNC_ITERABLE, DatasetKind.ITERABLE)
 
 

@@ -228,8 +228,6 @@ def positions(indices: Sequence[Any], length: int) -> np.ndarray[Any, np.dtype[n
 
 
 class MappedDataset(MapComposition, AsyncDataset[T_co]):
-    """A map-style dataset with a function applied to each sample; made by `AsyncDataset.map`."""
-
     def __init__(self, dataset: object, fn: Callable[[Any], T_co]) -> None:
         self.dataset = dataset
         self.fn = fn

@@ -52,8 +52,6 @@ Stop = Literal["first", "all"]
 
 
 class Take(StreamOperation[T]):
-    """The first samples."""
-
     operation = "take"
     options = ("count",)
     fields = ("left",)
@@ -156,7 +154,6 @@ class Concat(StreamOperation[Any]):
         raise StopAsyncIteration
 
     def _is_over(self) -> bool:
-        """Whether the stream that has ended was the last."""
         return self._begun >= self._parts
 
     def _open(self, *_: object) -> ResumableIterator[object]:
@@ -464,7 +461,6 @@ class Pipe(ReplayOperation[T]):
             load_copy(self._output, state["function"], function_name(self._function))
 
     async def aclose(self) -> None:
-        """Close the function's generator, then the stream that it reads."""
         await close_iterator(self._output)
         await super().aclose()
 

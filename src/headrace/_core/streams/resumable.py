@@ -77,7 +77,6 @@ class Order(NamedTuple):
     number: int = 0
 
     def key(self) -> int:
-        """The seed of the order's random generator."""
         derived = batch_seed(self.seed, self.epoch, self.number)
         return batch_seed(derived, self.repetition, 0) if self.repetition else derived
 
@@ -162,7 +161,6 @@ def start_stream(dataset: AsyncIterable[T]) -> ResumableIterator[T]:
 
 
 async def close_iterator(iterator: object) -> None:
-    """Close an iterator that can be closed."""
     close = getattr(iterator, "aclose", None)
     if close is not None:
         await close()
@@ -202,7 +200,6 @@ class UserState:
 
 
 def load_copy(part: object, state: Any, whose: str) -> None:
-    """Load a copy of a state into a user's object."""
     if not is_stateful(part):
         raise StateError(f"the state has one of {whose}, which has no load_state_dict now")
     part.load_state_dict(copy.deepcopy(state))
@@ -367,7 +364,6 @@ def expect(state: object, name: str, kind: type[T], *, length: int | None = None
 
 
 def expect_same(state: Mapping[str, object], name: str, now: object) -> None:
-    """Check that `name` had the same value when the state was saved."""
     value = state.get(name) if isinstance(state, Mapping) else None
     if value != now:
         raise StateError(f"the state was saved with {name}={value!r}, but now there is {name}={now!r}")

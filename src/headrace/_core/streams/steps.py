@@ -195,7 +195,6 @@ class Steps(ReplayOperation[Any]):
         return self._mark
 
     async def aclose(self) -> None:
-        """Cancel pending requests, and close the stream."""
         self._closed = True
         self._changed.set()
         if self._reader is None:

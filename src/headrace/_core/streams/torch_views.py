@@ -133,7 +133,6 @@ def torch_readable(dataset: object, kind: DatasetKind) -> Any:
 
 
 def without_adapter(dataset: Any) -> Any:
-    """The dataset that an adapter wraps; any other dataset itself."""
     return dataset._adapted if issubclass(type(dataset), _Adapter) else dataset
 
 

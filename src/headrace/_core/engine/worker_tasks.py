@@ -24,11 +24,13 @@ from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.streams.resumable import (
     Reread,
     State,
-    UserState,
     expect,
     is_stateful,
     name_of,
+    restore_dataset,
+    restore_user,
     session_epoch,
+    user_state,
 )
 from headrace._core.torchcompat.datapipes import divide_pipe, seed_pipe
 from headrace._core.torchcompat.private import become_worker, numpy_seed
@@ -242,7 +244,6 @@ class BatchReader:
         self._assembler = assembler
         self._tolerance, self._catch = assembler.tolerance, assembler.catch
         self._drop_last = drop_last
-        self._user = UserState(dataset)
         self._generators = assembler.generators() if seeds else None
 
     def state_dict(self) -> State | None:
@@ -281,13 +282,13 @@ class MapReader(BatchReader):
         super().__init__(dataset, assembler, **kwargs)
         self._many = getattr(dataset, "__getitems__", None) if assembler.batched else None
         if state is not None:
-            self._user.restore(state, lambda: None)
+            restore_user(dataset, state, lambda: None)
         self._stateful = is_stateful(dataset)
         default = assembler.batched and not assembler.transforms and is_default(assembler.collate) and stacks_tensors()
         self._gather = tensor_fast_path(dataset) if default and not self._stateful else None
 
     def state_dict(self) -> State | None:
-        return self._user.of(None, 0) if self._stateful else None
+        return user_state(self._dataset, None, 0) if self._stateful else None
 
     def _read(self, plan: BatchPlan) -> RawBatch:
         raw = self._fetch(plan)
@@ -343,10 +344,10 @@ class StreamReader(BatchReader):
             self._stream = iter(dataset)
         elif self._progress.ended:
             self._stream = iter(())  # nothing is read of it
-            self._user.restore_dataset(expect(state, "stream", dict))  # for the next epoch
+            restore_dataset(dataset, expect(state, "stream", dict))  # for the next epoch
         else:
             stream = expect(state, "stream", dict)
-            self._stream, again = self._user.restore(stream, lambda: iter(dataset))
+            self._stream, again = restore_user(dataset, stream, lambda: iter(dataset))
             self._read_before = expect(stream, "read", int) - self._progress.position
             self._errors = expect(stream, "errors", int)
             self._read_again(again)
@@ -384,7 +385,7 @@ class StreamReader(BatchReader):
         return None if state == {"read": 0} else self._progress.state_dict(state)
 
     def _state(self) -> State:
-        state = self._user.of(self._stream, self._read_before + self._progress.position)
+        state = user_state(self._dataset, self._stream, self._read_before + self._progress.position)
         state["errors"] = self._errors
         return state
 

@@ -88,9 +88,7 @@ class FollowsEpoch:
     that of the loader that reads the stream; without a loader 0.
     """
 
-    wants_epoch = True
-    """Loaders call `set_epoch` before each epoch."""
-
+    wants_epoch = True  # loaders call `set_epoch` before each epoch
     _epoch: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -166,37 +164,33 @@ async def close_iterator(iterator: object) -> None:
         await close()
 
 
-class UserState:
-    """The state of a user's dataset and of its iterator, sync or async."""
+def user_state(dataset: object, iterator: object, read: int) -> State:
+    """The state of a user's dataset and of its iterator, sync or async, after `read` samples."""
+    state: State = {"read": read}
+    for name, part in (("dataset", dataset), ("iterator", iterator)):
+        # A dataset that is its own iterator may have a state only from `iter()` on.
+        if is_stateful(part) and (name == "iterator" or part is not iterator):
+            state[name] = copy.deepcopy(part.state_dict())
+    if len(state) == 1 and read:
+        state["read_again"] = name_of(dataset)
+    return state
 
-    def __init__(self, dataset: object) -> None:
-        self._dataset = dataset
 
-    def of(self, iterator: object, read: int) -> State:
-        """The state after `read` samples of `iterator`."""
-        state: State = {"read": read}
-        for name, part in (("dataset", self._dataset), ("iterator", iterator)):
-            # A dataset that is its own iterator may have a state only from `iter()` on.
-            if is_stateful(part) and (name == "iterator" or part is not iterator):
-                state[name] = copy.deepcopy(part.state_dict())
-        if len(state) == 1 and read:
-            state["read_again"] = name_of(self._dataset)
-        return state
+def restore_user(dataset: object, state: State, start: Callable[[], T]) -> tuple[T, int]:
+    """An iterator made by `start` from such a state, and the number of samples to read again and drop."""
+    check_operation(state, None)
+    read = expect(state, "read", int)
+    restore_dataset(dataset, state)
+    iterator = start()
+    if "iterator" in state:
+        load_copy(iterator, state["iterator"], name_of(dataset))
+    return iterator, 0 if "iterator" in state or "dataset" in state else read
 
-    def restore(self, state: State, start: Callable[[], T]) -> tuple[T, int]:
-        """An iterator made by `start` from a state, and the number of samples to read again and drop."""
-        check_operation(state, None, name_of(self._dataset))
-        read = expect(state, "read", int)
-        self.restore_dataset(state)
-        iterator = start()
-        if "iterator" in state:
-            load_copy(iterator, state["iterator"], name_of(self._dataset))
-        return iterator, 0 if "iterator" in state or "dataset" in state else read
 
-    def restore_dataset(self, state: State) -> None:
-        """Restore the dataset alone, if the state has one of it."""
-        if "dataset" in state:
-            load_copy(self._dataset, state["dataset"], name_of(self._dataset))
+def restore_dataset(dataset: object, state: State) -> None:
+    """Restore a user's dataset alone, if the state has one of it."""
+    if "dataset" in state:
+        load_copy(dataset, state["dataset"], name_of(dataset))
 
 
 def load_copy(part: object, state: Any, whose: str) -> None:
@@ -258,7 +252,6 @@ class Reread:
 class _UserIterator(ResumableIterator[T]):
     def __init__(self, dataset: AsyncIterable[T], iterator: AsyncIterator[T], key: int, seeds: Iterator[int]) -> None:
         self._dataset = dataset
-        self._state = UserState(dataset)
         self._iterator = iterator
         self._key, self._seeds = key, seeds
         self._read = 0
@@ -295,11 +288,11 @@ class _UserIterator(ResumableIterator[T]):
                 again.left -= 1
 
     def state_dict(self) -> State:
-        return {**self._state.of(self._iterator, self._read), "errors": self._errors}
+        return {**user_state(self._dataset, self._iterator, self._read), "errors": self._errors}
 
     def load_state_dict(self, state: State) -> None:
         with keys_within(self._key) as self._seeds:
-            self._iterator, count = self._state.restore(state, lambda: aiter(self._dataset))
+            self._iterator, count = restore_user(self._dataset, state, lambda: aiter(self._dataset))
         self._read, self._errors = expect(state, "read", int), expect(state, "errors", int)
         self._reread = Reread(count, self._errors)
 
@@ -340,14 +333,14 @@ def _count_read_again(state: object, samples: Counter[str]) -> None:
 # Checks of states, which raise `StateError`.
 
 
-def check_operation(state: object, expected: str | None, stream: str) -> None:
+def check_operation(state: object, expected: str | None) -> None:
     """Check that a state was saved of an operation; of a stream without operations for None."""
     found = state.get("operation") if isinstance(state, Mapping) else None
     if found != expected:
-        saved = "a stream without operations" if found is None else repr(found)
+        saved, now = ("a stream without operations" if each is None else repr(each) for each in (found, expected))
         raise StateError(
-            f"the state was saved of {saved}, but the stream is {stream} now: restore it with the same operations in "
-            f"the same order"
+            f"the state was saved of {saved}, but the stream is {now} now: restore it with the same operations in the "
+            f"same order"
         )
 
 
@@ -418,7 +411,7 @@ class StreamOperation(ResumableIterator[T]):
         return state
 
     def load_state_dict(self, state: State) -> None:
-        check_operation(state, self.operation, repr(self.operation))
+        check_operation(state, self.operation)
         for name in self.options:
             expect_same(state, name, getattr(self, f"_{name}"))
         for name in self.fields:
@@ -549,7 +542,7 @@ class ReplayOperation(StreamOperation[T]):
         return {**position, "given": self._given - given, "errors": self._errors - errors}
 
     def load_state_dict(self, state: State) -> None:
-        check_operation(state, self.operation, repr(self.operation))
+        check_operation(state, self.operation)
         self._reread = Reread(expect(state, "given", int), expect(state, "errors", int))
         super().load_state_dict(state)
         self._saved = state

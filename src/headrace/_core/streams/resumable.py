@@ -178,7 +178,7 @@ def user_state(dataset: object, iterator: object, read: int) -> State:
 
 def restore_user(dataset: object, state: State, start: Callable[[], T]) -> tuple[T, int]:
     """An iterator made by `start` from such a state, and the number of samples to read again and drop."""
-    check_operation(state, None)
+    check_operation(state, None, name_of(dataset))
     read = expect(state, "read", int)
     restore_dataset(dataset, state)
     iterator = start()
@@ -333,14 +333,14 @@ def _count_read_again(state: object, samples: Counter[str]) -> None:
 # Checks of states, which raise `StateError`.
 
 
-def check_operation(state: object, expected: str | None) -> None:
-    """Check that a state was saved of an operation; of a stream without operations for None."""
+def check_operation(state: object, expected: str | None, stream: str | None = None) -> None:
+    """Check that a state was saved of an operation; for None, of a `stream` without operations."""
     found = state.get("operation") if isinstance(state, Mapping) else None
     if found != expected:
-        saved, now = ("a stream without operations" if each is None else repr(each) for each in (found, expected))
+        saved = "a stream without operations" if found is None else repr(found)
         raise StateError(
-            f"the state was saved of {saved}, but the stream is {now} now: restore it with the same operations in the "
-            f"same order"
+            f"the state was saved of {saved}, but the stream is {stream or repr(expected)} now: restore it with the "
+            f"same operations in the same order"
         )
 
 

@@ -458,7 +458,7 @@ class Pipe(ReplayOperation[T]):
         super().load_state_dict(state)
         if state.get("function") is not None:
             self._output = aiter(self._function(_Source(self)))
-            load_copy(self._output, state["function"], function_name(self._function))
+            load_copy(self._output, expect(state, "function", dict), function_name(self._function))
 
     async def aclose(self) -> None:
         await close_iterator(self._output)

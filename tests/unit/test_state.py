@@ -47,7 +47,7 @@ class Uncopyable(Remembering):
         raise TypeError("it holds a connection")
 
 
-async def numbers():
+async def in_turn():
     for number in range(N):
         yield number
 
@@ -72,7 +72,7 @@ STREAMS = {
     "own, with a state, mapped": lambda: Remembering().map(lambda n: n),
     "mapped and filtered": lambda: Own().map(lambda n: n + 1).filter(lambda n: n > 0).map(lambda n: n - 1),
     "shuffled": lambda: Own().shuffle(5, seed=1),
-    "split in the middle": lambda: from_async_iterable(numbers).split(remainder="keep").shuffle(4),
+    "split in the middle": lambda: from_async_iterable(in_turn).split(remainder="keep").shuffle(4),
     "shards": lambda: tars(),
     "shuffled shards": lambda: tars(shuffle=True, buffer_size=3, seed=1),
     "shards, split by samples": lambda: tars(split="samples"),
@@ -95,186 +95,118 @@ def read(loader, batches=None):
     return [int(sample) for batch in itertools.islice(iter(loader), batches) for sample in batch]
 
 
+@pytest.fixture
+def run(as_rank):
+    """Run an epoch, or some batches of it, on so many ranks: the samples of each, and the states after them."""
+
+    def run(make, ranks, batches=None, *, batch_size=2, state=None):
+        given, states = [], []
+        for rank in range(ranks):
+            as_rank(rank, ranks)
+            loader = DataLoader(make(), batch_size)
+            if state is not None:
+                loader.load_state_dict(state)
+            given.append(read(loader, batches[rank] if isinstance(batches, tuple) else batches))
+            states.append(json.loads(json.dumps(loader.state_dict())))
+        return given, states
+
+    return run
+
+
 @pytest.mark.filterwarnings("ignore:.* has no state_dict", "ignore:each of .* ranks reads all")
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 2), (2, 4), (4, 3)])
-def test_the_rest_of_an_epoch_is_divided_among_the_new_ranks(name, before, after, as_rank):
-    given, states, make = [], [], STREAMS[name]
-    for rank in range(before):
-        as_rank(rank, before)
-        loader = DataLoader(make(), 2)
-        given += read(loader, 2)
-        states.append(json.loads(json.dumps(loader.state_dict())))
+def test_the_rest_of_an_epoch_is_divided_among_the_new_ranks(name, before, after, run):
+    given, states = run(STREAMS[name], before, 2)
     state = json.loads(json.dumps(merge_states(reversed(states))))
-    lengths = []
-    for rank in range(after):
-        as_rank(rank, after)
-        loader = DataLoader(make(), 2)
-        loader.load_state_dict(state)
-        rest = read(loader)
-        given += rest
-        lengths.append(len(rest))
-    assert sorted(set(given)) == list(range(N))
+    rest, _ = run(STREAMS[name], after, state=state)
+    numbers = list(itertools.chain(*given, *rest))
+    assert sorted(set(numbers)) == list(range(N))
     # Of the buffer of each old rank, what was given of a window is given again; not by as many ranks as before.
     buffer = 3 if "shards" in name and "shuffled" in name and before != after else 0
-    assert len(given) - N <= before * buffer
+    assert len(numbers) - N <= before * buffer
     if "shards" not in name:  # of which whole ones are divided
+        lengths = [len(each) for each in rest]
         assert max(lengths) - min(lengths) <= 1
 
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict", "ignore:each of .* ranks reads all")
 @pytest.mark.parametrize("name", STREAMS)
-def test_rank_that_continued_from_a_merged_state_is_restored_alone(name, as_rank):
-    states, make = [], STREAMS[name]
-    for rank in range(3):
-        as_rank(rank, 3)
-        loader = DataLoader(make(), 2)
-        read(loader, 1)
-        states.append(loader.state_dict())
-    merged = merge_states(states)
+def test_rank_that_continued_from_a_merged_state_is_restored_alone(name, as_rank, run):
+    _, states = run(STREAMS[name], 3, 1)
     as_rank(1, 2)
-    loader = DataLoader(make(), 2)
-    loader.load_state_dict(merged)
+    loader = DataLoader(STREAMS[name](), 2)
+    loader.load_state_dict(merge_states(states))
     iterator = iter(loader)
     next(iterator)
     state = json.loads(json.dumps(loader.state_dict()))
     rest = [int(sample) for batch in iterator for sample in batch]
-    restored = DataLoader(make(), 2)
+    restored = DataLoader(STREAMS[name](), 2)
     restored.load_state_dict(state)
     assert rest == read(restored)
 
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")
-def test_states_of_ranks_that_continued_can_be_merged_again(as_rank):
-    given = []
-    state = None
+def test_states_of_ranks_that_continued_can_be_merged_again(run):
+    numbers, state = [], None
     for world_size in (4, 6, 3, 1):
-        states = []
-        for rank in range(world_size):
-            as_rank(rank, world_size)
-            loader = DataLoader(Own(), 1)
-            if state is not None:
-                loader.load_state_dict(state)
-            given += read(loader, 2 if world_size > 1 else None)
-            states.append(loader.state_dict())
+        given, states = run(Own, world_size, 2 if world_size > 1 else None, batch_size=1, state=state)
+        numbers += itertools.chain(*given)
         state = merge_states(states)
-    assert sorted(given) == list(range(N))
+    assert sorted(numbers) == list(range(N))
 
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")
-def test_samples_keep_their_order_and_positions(as_rank):
-    def loader_of(rank, world_size):
-        as_rank(rank, world_size)
-        return DataLoader(Own(), None)
-
-    states = []
-    for rank in range(4):
-        loader = loader_of(rank, 4)
-        assert read_single(loader, 3) == list(range(rank, 12, 4))
-        states.append(loader.state_dict())
-    for rank in range(3):
-        loader = loader_of(rank, 3)
-        loader.load_state_dict(merge_states(states))
-        assert read_single(loader, None) == list(range(12 + rank, N, 3))
-
-
-def read_single(loader, count):
-    return list(itertools.islice(iter(loader), count))
+def test_samples_keep_their_order_and_positions(run):
+    given, states = run(Own, 4, 3, batch_size=1)
+    assert given == [list(range(rank, 12, 4)) for rank in range(4)]
+    rest, _ = run(Own, 3, batch_size=1, state=merge_states(states))
+    assert rest == [list(range(12 + rank, N, 3)) for rank in range(3)]
 
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")
-def test_streams_split_by_samples_need_no_merging(as_rank):
-    given = []
-    state = None
-    for world_size in (3, 2, 4):
-        for rank in range(world_size):
-            as_rank(rank, world_size)
-            loader = DataLoader(from_async_iterable(numbers).split(), 2)
-            if state is not None:
-                loader.load_state_dict(state)
-            given += read(loader, 2 if world_size != 4 else None)
-            states = loader.state_dict()
-        state = states
-    assert sorted(given) == list(range(N))
+def test_streams_split_by_samples_need_no_merging(run):
+    numbers, state = [], None
+    for world_size, batches in ((3, 2), (2, 2), (4, None)):
+        given, states = run(lambda: from_async_iterable(in_turn).split(), world_size, batches, state=state)
+        numbers += itertools.chain(*given)
+        state = states[-1]
+    assert sorted(numbers) == list(range(N))
 
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")
-def test_samples_that_cannot_be_divided_equally_are_dropped_as_by_the_stream(as_rank):
-    states = []
-    for rank in range(2):
-        as_rank(rank, 2)
-        loader = DataLoader(from_async_iterable(numbers).split(remainder="drop").shuffle(4), 4)
-        read(loader, 1)
-        states.append(loader.state_dict())
-    lengths = []
-    for rank in range(3):
-        as_rank(rank, 3)
-        loader = DataLoader(from_async_iterable(numbers).split(remainder="drop").shuffle(4), 4)
-        loader.load_state_dict(merge_states(states))
-        lengths.append(len(read(loader)))
-    assert lengths == [13, 13, 13]  # of 40
+def test_samples_that_cannot_be_divided_equally_are_dropped_as_by_the_stream(run):
+    def make():
+        return from_async_iterable(in_turn).split(remainder="drop").shuffle(4)
+
+    _, states = run(make, 2, 1, batch_size=4)
+    rest, _ = run(make, 3, batch_size=4, state=merge_states(states))
+    assert [len(each) for each in rest] == [13, 13, 13]  # of 40
 
 
-def test_dataset_with_a_state_that_cannot_be_copied_is_an_error_where_ranks_are_fewer(as_rank):
-    states = []
-    for rank in range(2):
-        as_rank(rank, 2)
-        loader = DataLoader(Uncopyable(), 2)
-        read(loader, 1)
-        states.append(loader.state_dict())
-    as_rank(0, 1)
-    loader = DataLoader(Uncopyable(), 2)
-    loader.load_state_dict(merge_states(states))
+def test_dataset_with_a_state_that_cannot_be_copied_is_an_error_where_ranks_are_fewer(run):
+    _, states = run(Uncopyable, 2, 1)
     with pytest.raises(TypeError, match="it holds a connection"):
-        read(loader)
+        run(Uncopyable, 1, state=merge_states(states))
 
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")
-def test_states_of_ranks_without_a_batch_since_a_restore(as_rank):
+def test_states_of_ranks_without_a_batch_since_a_restore(run):
     """All of them are the state that was restored; with others, they cannot be merged."""
-
-    def states_after(*batches, state=None):
-        states = []
-        for rank, count in enumerate(batches):
-            as_rank(rank, len(batches))
-            loader = DataLoader(Own(), 2)
-            if state is not None:
-                loader.load_state_dict(state)
-            iterator = iter(loader)
-            assert len(list(itertools.islice(iterator, count))) == count
-            states.append(loader.state_dict())
-            iterator.close()
-        return states
-
-    state = merge_states(states_after(2, 2))
-    again = merge_states(states_after(0, 0, 0, state=state))
-    given = [read_as(rank, 4, again, as_rank) for rank in range(4)]
+    state = merge_states(run(Own, 2, 2)[1])
+    again = merge_states(run(Own, 3, 0, state=state)[1])
+    given, _ = run(Own, 4, state=again)
     assert sorted(itertools.chain(*given)) == list(range(8, N))
     with pytest.raises(StateError, match=r"the ranks \[1\] have not given out a batch since they began"):
-        merge_states(states_after(1, 0, 1, state=state))
+        merge_states(run(Own, 3, (1, 0, 1), state=state)[1])
 
 
-def read_as(rank, world_size, state, as_rank):
-    as_rank(rank, world_size)
-    loader = DataLoader(Own(), 2)
-    loader.load_state_dict(state)
-    return read(loader)
-
-
-def test_states_of_all_ranks_are_needed(as_rank):
-    states = []
-    for rank in range(2):
-        as_rank(rank, 3)
-        loader = DataLoader(Own(), 2)
-        next(iter(loader))
-        states.append(loader.state_dict())
+def test_states_that_are_not_those_of_all_ranks_at_one_batch_of_one_run_are_refused(run):
+    _, states = run(Own, 3, 1)
     with pytest.raises(StateError, match=r"all 3 ranks are needed, but these are of the ranks \[0, 1\]"):
-        merge_states(states)
+        merge_states(states[:2])
     with pytest.raises(ValueError, match="no state was given"):
         merge_states([])
-
-
-def test_states_at_different_batches_are_refused():
     loader = DataLoader(list(range(9)), 2, seed=0)
     iterator = iter(loader)
     states = [loader.state_dict()]
@@ -282,9 +214,6 @@ def test_states_at_different_batches_are_refused():
     states.append(loader.state_dict())
     with pytest.raises(StateError, match=r"not at the same batch: \(cursor, batches\) were \[\(0, 0\), \(2, 1\)\]"):
         merge_states(states)
-
-
-def test_states_of_different_runs_are_refused():
     states = [DataLoader(list(range(9)), 2, seed=seed).state_dict() for seed in (0, 1)]
     with pytest.raises(StateError, match="different runs cannot be merged: seed was 1, and is 0"):
         merge_states(states)

@@ -1,10 +1,12 @@
-"""Torch's words for an error from a worker: put where they take nothing away, and torch's own where torch has them."""
+"""What is printed with an error of user code: torch's words, where they take nothing away, and where it happened."""
 
 import json
+import traceback
 
 import pytest
 from torch._utils import ExceptionWrapper
 
+import headrace as hr
 from headrace._core.failure import Failure
 from headrace._core.transport.pickling import format_error
 from headrace.errors import NotPicklableError, RemoteError
@@ -35,6 +37,36 @@ class Speechless(Exception):
         raise LookupError("no words")
 
 
+class NotesAreText(Exception):
+    __notes__ = "text"
+
+
+class RefusesNotes(Exception):
+    def add_note(self, note):
+        raise TypeError("no notes, please")
+
+
+class DropsNotes(Exception):
+    def add_note(self, note):
+        pass
+
+
+class Frozen(Exception):
+    def __setattr__(self, name, value):
+        raise AttributeError("frozen")
+
+
+class Slots(Exception):
+    __slots__ = ("detail",)
+
+
+CLASSES = (NotesAreText, RefusesNotes, DropsNotes, Frozen, Slots)
+
+
+def printed(error):
+    return "".join(traceback.format_exception(error))
+
+
 def caught(action):
     with pytest.raises(Exception) as excinfo:
         action()
@@ -48,8 +80,8 @@ def raised(error):
     return caught(fail)
 
 
-def failure(error, worker=0):
-    return Failure(error, "fetch", batch=1, index=5, worker=worker, traceback=format_error(error))
+def failure(error, worker=0, traceback=None):
+    return Failure(error, "fetch", batch=1, index=5, worker=worker, traceback=traceback or format_error(error))
 
 
 @pytest.mark.parametrize(
@@ -112,3 +144,53 @@ def test_other_failures_keep_their_message_and_note_the_traceback(worker, proces
     error = failure(raised(ValueError("bad")), worker).exception()
     assert str(error) == "bad"
     assert error.__notes__[0].startswith(f"in {process} process:\nTraceback (most recent call last):\n")
+
+
+# Errors of classes that refuse notes
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("as_torch", [False, True])
+def test_location_of_a_failure_is_printed_with_an_error_of_any_class(cls, as_torch):
+    record = failure(raised(cls("x")), traceback="Traceback of the worker\n")
+    error = record.exception(as_torch=as_torch)
+    assert error is record.error
+    text = printed(error)
+    assert "headrace: stage fetch, batch 1, index 5, worker 0" in text
+    assert "Traceback of the worker" in text
+    assert record.exception(as_torch=as_torch) is error
+    assert printed(error) == text, "the location was added twice"
+
+
+class Numbers(hr.AsyncIterableDataset):
+    async def __aiter__(self):
+        for number in range(3):
+            yield number
+
+
+def refuse(number):
+    raise DropsNotes(number)
+
+
+class NeverEntered(Numbers):
+    async def __aenter__(self):
+        raise RefusesNotes("x")
+
+    async def __aexit__(self, *error):
+        pass
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_name_of_a_predicate_is_printed_with_an_error_of_any_class(num_workers):
+    with (
+        hr.DataLoader(Numbers().filter(refuse), num_workers=num_workers) as loader,
+        pytest.raises(DropsNotes) as caught_error,
+    ):
+        next(iter(loader))
+    assert "in filter(refuse), before batching" in printed(caught_error.value)
+
+
+def test_dataset_is_named_with_an_error_of_any_class_from_aenter():
+    with hr.DataLoader(NeverEntered()) as loader, pytest.raises(RefusesNotes) as caught_error:
+        next(iter(loader))
+    assert "raised by __aenter__ of dataset NeverEntered" in printed(caught_error.value)

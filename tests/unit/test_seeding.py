@@ -1,3 +1,5 @@
+"""Seeds reach every generator, wherever a transform holds it, and leave those of the caller alone."""
+
 import functools
 import pickle
 import random
@@ -75,18 +77,12 @@ class Holder:
     def __init__(self, rng):
         self.parts = {"nested": [("rng", rng)]}
 
-    def __call__(self, sample):
-        return sample
-
 
 class Slotted:
     __slots__ = ("rng",)
 
     def __init__(self, rng):
         self.rng = rng
-
-    def __call__(self, sample):
-        return sample
 
 
 class SeededByMethod:
@@ -95,9 +91,6 @@ class SeededByMethod:
 
     def set_random_seed(self, seed):
         self.seeds.append(seed)
-
-    def __call__(self, sample):
-        return sample
 
 
 def in_closure(rng):
@@ -111,49 +104,38 @@ def in_default(rng):
     return transform
 
 
-def in_method(rng):
-    return rng.normal
-
-
 def in_module(rng):
     wrapped = torch.nn.Sequential(torch.nn.Identity())
     wrapped[0].rng = rng
     return wrapped
 
 
+def of_numpy(rng):
+    return rng.random()
+
+
 @pytest.mark.parametrize(
-    "put", [Holder, Slotted, in_closure, in_default, in_module, in_method, functools.partial(functools.partial, max)]
+    ("put", "rng", "draw"),
+    [
+        *((put, np.random.default_rng(0), of_numpy) for put in (Holder, Slotted, in_closure, in_default, in_module)),
+        (lambda rng: rng.normal, np.random.default_rng(0), of_numpy),
+        (functools.partial(functools.partial, max), np.random.default_rng(0), of_numpy),
+        (Holder, np.random.Generator(np.random.Philox()), of_numpy),
+        (Holder, np.random.RandomState(), lambda rng: rng.random_sample()),
+        (Holder, random.Random(), lambda rng: rng.random()),
+        (Holder, torch.Generator(), lambda rng: torch.rand((), generator=rng).item()),
+    ],
 )
-def test_generators_are_found_wherever_a_transform_holds_them(put):
-    rng = np.random.default_rng(0)
+def test_generators_of_every_kind_are_seeded_wherever_a_transform_holds_them(put, rng, draw):
     generators = TransformGenerators([put(rng)])
     assert len(generators) == 1
-    generators.seed(7)
-    first = rng.normal()
-    generators.seed(7)
-    assert rng.normal() == first
-    generators.seed(8)
-    assert rng.normal() != first
-
-
-@pytest.mark.parametrize(
-    ("generator", "draw"),
-    [
-        (np.random.default_rng(), lambda rng: rng.random()),
-        (np.random.Generator(np.random.Philox()), lambda rng: rng.random()),
-        (np.random.RandomState(), lambda rng: rng.random_sample()),
-        (random.Random(), lambda rng: rng.random()),
-        (torch.Generator(), lambda rng: torch.rand((), generator=rng).item()),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_every_kind_of_generator_is_seeded(generator, draw):
-    generators = TransformGenerators([Holder(generator)])
+    drawn = []
     for seed in (0, 2**64 - 1):
         generators.seed(seed)
-        first = draw(generator)
+        drawn.append(draw(rng))
         generators.seed(seed)
-        assert draw(generator) == first
+        assert draw(rng) == drawn[-1]
+    assert drawn[0] != drawn[1]
 
 
 def test_copy_in_a_worker_gets_the_same_seeds():

@@ -19,24 +19,16 @@ class Liar(data.IterableDataset):
 
 # Python 3.12 and later say so of every fork of a process with threads, torch's too; it points at where they fork.
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=str)
-def test_warning_of_a_stream_that_is_too_long_points_at_the_loop(options):
-    with hr.DataLoader(Liar(), **options) as loader:
-        assert len(loader) == 1
-        with pytest.warns(UserWarning, match="reported to be 1") as caught:
-            for _ in loader:
-                pass
-    said = [warning.filename for warning in caught if warning.category is UserWarning]
-    assert said == [__file__] * 2
-
-
-async def test_iteration_continues_after_a_timeout_in_an_async_loop():
+async def test_warning_of_a_stream_that_is_too_long_points_at_the_loop():
     loader = hr.DataLoader(Liar())
     assert len(loader) == 1
     with pytest.warns(UserWarning, match="reported to be 1") as caught:
+        for _ in loader:
+            pass
+    with pytest.warns(UserWarning, match="reported to be 1") as in_async_for:
         async for _ in loader:
             pass
-    assert {warning.filename for warning in caught} == {__file__}
+    assert [warning.filename for warning in (*caught, *in_async_for)] == [__file__] * 4
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="with an accelerator nothing is said")

@@ -2,17 +2,16 @@
 
 import asyncio
 import os
-import random
 import signal
 import threading
 
 import anyio
-import numpy as np
 import pytest
 import torch
 import trio
 
 import headrace as hr
+from tests.unit.consumer import test_skipping
 
 STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
 
@@ -101,17 +100,10 @@ def test_for_gives_every_batch_once_and_again_in_the_next_epoch(dataset, num_wor
 def test_async_for_delivers_the_same_batches_on_every_event_loop(dataset, num_workers, consumer_loop, engine_loop):
     async def scenario():
         async with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers) as loader:
-            return [[batch.tolist() async for batch in loader] for _ in range(2)]
+            found = [[batch.tolist() async for batch in loader] for _ in range(2)]
+            return [*found, lists(loader)]  # `for` works inside a running loop, too
 
-    assert consumer_loop(scenario) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]] * 2
-
-
-def test_for_works_inside_a_running_loop(consumer_loop):
-    async def scenario():
-        with hr.DataLoader(Numbers(), batch_size=5) as loader:
-            return lists(loader)
-
-    assert consumer_loop(scenario) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert consumer_loop(scenario) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]] * 3
 
 
 def test_other_tasks_run_while_a_consumer_waits(consumer_loop):
@@ -236,8 +228,6 @@ class Watched(Numbers):
     ("options", "ahead"),
     [
         ({"concurrency": 8}, 6),
-        ({"concurrency": 21}, 7),
-        ({"concurrency": 1, "num_workers": 2}, 6),
         ({"concurrency": 1, "num_workers": 4}, 8),
         ({"concurrency": 8, "num_workers": 1, "prefetch_factor": 5}, 5),
     ],
@@ -292,11 +282,6 @@ class FailingNumbers(Numbers):
 
     async def aget(self, index):
         return self.fails(index)
-
-
-class FailingAtOnce(FailingNumbers):
-    async def agets(self, indices):
-        return [self.fails(index) for index in indices]
 
 
 class Collate:
@@ -354,6 +339,7 @@ def test_stop_iteration_of_user_code_does_not_end_an_epoch(stage, num_workers, s
         first, second, error, last = drain(iter(loader))
         assert lists([first, second, last]) == [[0, 1], [2, 3], [6, 7]]
         assert isinstance(error, RuntimeError)
+        assert isinstance(error.__cause__, stop)
         assert stop.__name__ in str(error)
         assert f"stage {stage}" in note_of(error)
 
@@ -373,66 +359,13 @@ def test_interrupt_on_this_thread_passes_and_its_batch_is_assembled_again(stage,
         assert last.tolist() == [6, 7]
 
 
-@WORKERS
-def test_cause_of_a_control_flow_error_is_the_original(num_workers):
-    with failing("transform", Fails(1, lambda: GeneratorExit(3)), num_workers=num_workers) as loader:
-        error = drain(iter(loader))[0]
-        assert isinstance(error.__cause__, GeneratorExit)
-
-
-@pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("kind", ["async", "torch"])
-def test_stream_continues_after_an_error_in_a_new_batch_or_in_the_same(kind, num_workers, skip):
-    class Once:
-        def __init__(self):
-            self.at = -1
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            self.at += 1
-            if self.at == 5:
-                raise Mine("no")
-            if self.at == 10:
-                raise StopIteration
-            return self.at
-
-        def __aiter__(self):
-            return self
-
-        async def __anext__(self):
-            try:
-                return next(self)
-            except StopIteration:
-                raise StopAsyncIteration from None
-
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return Once()
-
-    class AsyncStream:
-        def __aiter__(self):
-            return Once()
-
-    dataset = AsyncStream() if kind == "async" else Stream()
-    on_error = "skip" if skip else "raise"
-    with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers, on_error=on_error) as loader:
-        came = drain(iter(loader))
-        errors = [type(batch) for batch in came if isinstance(batch, Exception)]
-        batches = lists(batch for batch in came if not isinstance(batch, Exception))
-    if skip:
-        assert (errors, batches) == ([], [[0, 1, 2, 3], [4, 6, 7, 8], [9]])
-    else:  # 4 was in the batch that failed
-        assert (errors, batches) == ([Mine], [[0, 1, 2, 3], [6, 7, 8, 9]])
-
-
-def test_error_of_agets_is_the_batchs():
-    with hr.DataLoader(FailingAtOnce(8, Fails(5, Mine)), batch_size=2) as loader:
-        error = drain(iter(loader))[2]
-        assert isinstance(error, Mine)
-        assert note_of(error).startswith("headrace: stage fetch, batch 2")
+@pytest.mark.parametrize("stream", [test_skipping.Count, test_skipping.TorchCount])
+def test_stream_continues_after_an_error_in_a_new_batch(stream, num_workers):
+    with hr.DataLoader(stream(10, Fails(5, Mine)), batch_size=4, num_workers=num_workers) as loader:
+        first, error, last = drain(iter(loader))
+    assert lists([first, last]) == [[0, 1, 2, 3], [6, 7, 8, 9]]  # 4 was in the batch that failed
+    assert isinstance(error, Mine)
 
 
 class InterruptedDraws:
@@ -516,19 +449,16 @@ def test_error_of_the_sampler_is_raised_after_the_batches_before_it():
             yield from range(5)
             raise Mine("no")
 
+    class CannotStart:
+        def __iter__(self):
+            raise Mine("no")
+
     with hr.DataLoader(Numbers(), sampler=Sampler(), batch_size=2) as loader:
         first, second, error = drain(iter(loader))
         assert lists([first, second]) == [[0, 1], [2, 3]]
         assert isinstance(error, Mine)
         assert "stage sampling, batch 2" in note_of(error)
-
-
-def test_sampler_that_cannot_start_names_the_stage():
-    class Sampler:
-        def __iter__(self):
-            raise Mine("no")
-
-    with hr.DataLoader(Numbers(), batch_sampler=Sampler()) as loader, pytest.raises(Mine) as caught:
+    with hr.DataLoader(Numbers(), batch_sampler=CannotStart()) as loader, pytest.raises(Mine) as caught:
         list(loader)
     assert "stage sampling" in note_of(caught.value)
 
@@ -556,19 +486,6 @@ def test_next_from_inside_aget_is_refused():
         assert "await dataset.aget" in str(error)
 
 
-def test_timeout_ends_an_async_wait_too(consumer_loop):
-    class Silent(Numbers):
-        async def aget(self, index):
-            await asyncio.Event().wait()
-
-    async def scenario():
-        async with hr.DataLoader(Silent(), timeout=0.01) as loader:
-            with pytest.raises(hr.errors.LoaderTimeoutError):
-                await anext(aiter(loader))
-
-    consumer_loop(scenario)
-
-
 # Skipping: more of it in test_skipping.py
 
 
@@ -581,45 +498,7 @@ def test_workers_that_always_die_are_not_skipped_in_silence():
         list(loader)
 
 
-@pytest.mark.parametrize("kind", ["async", "torch"])
-def test_stream_that_only_fails_ends_when_skipping(kind):
-    class OnlyFails:
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            raise Mine
-
-    class AsyncOnlyFails:
-        def __aiter__(self):
-            return self
-
-        async def __anext__(self):
-            raise Mine
-
-    dataset = OnlyFails() if kind == "torch" else AsyncOnlyFails()
-    with hr.DataLoader(dataset, batch_size=2, on_error="skip", timeout=3) as loader:
-        signal.setitimer(signal.ITIMER_REAL, 3)  # it spins where it fails: no need to wait as long as for others
-        with pytest.raises(Mine):
-            list(loader)
-
-
 # What is computed
-
-
-def draw(sample):
-    return sample, random.random(), float(np.random.random()), float(torch.rand(()))
-
-
-def test_without_a_seed_torchs_generator_decides():
-    def epoch():
-        torch.manual_seed(7)
-        with hr.DataLoader(
-            Numbers(12), batch_size=3, shuffle=True, transform=draw, num_workers=1, collate_fn=list
-        ) as loader:
-            return list(loader)
-
-    assert epoch() == epoch()
 
 
 def test_agets_is_used_if_defined():
@@ -641,7 +520,7 @@ def test_agets_is_used_if_defined():
 # Leaving early
 
 
-def test_leaving_early_lets_a_fetch_clean_up():
+def test_leaving_early_lets_a_fetch_and_a_stream_clean_up():
     class Connected(Numbers):
         async def aget(self, index):
             try:
@@ -649,31 +528,26 @@ def test_leaving_early_lets_a_fetch_clean_up():
                 await asyncio.Event().wait()
             finally:
                 await asyncio.sleep(0)  # as the closing of a connection does
-                cleaned.set()
+                cleaned.append("fetch")
 
-    started, cleaned = threading.Event(), threading.Event()
-    with hr.DataLoader(Connected(1)) as loader:
-        running = iter(loader)
-        started.wait()
-    assert cleaned.is_set()
-    del running
-
-
-def test_leaving_early_lets_a_stream_clean_up():
-    class Connected(hr.AsyncIterableDataset):
+    class Stream(hr.AsyncIterableDataset):
         async def __aiter__(self):
             try:
                 for i in range(1000):
                     yield i
             finally:
                 await asyncio.sleep(0)
-                cleaned.set()
+                cleaned.append("stream")
 
-    cleaned = threading.Event()
-    with hr.DataLoader(Connected(), batch_size=2) as loader:
+    started, cleaned = threading.Event(), []
+    with hr.DataLoader(Connected(1)) as loader:
+        running = iter(loader)
+        started.wait()
+    with hr.DataLoader(Stream(), batch_size=2) as loader:
         for _ in loader:
             break
-    assert cleaned.is_set()
+    assert cleaned == ["fetch", "stream"]
+    del running
 
 
 # On uvloop this is tried with the handoff alone, in a process of its own.

@@ -75,7 +75,7 @@ def test_share_is_compared_when_it_amounts_to_ten_samples():
             next(batches)
 
 
-def test_share_is_compared_at_the_end_of_a_short_epoch():
+def test_share_is_compared_at_the_end_of_a_short_epoch_and_none_allows_no_failure():
     with loading(Numbers(20), hr.SkipErrors(max_share=0.04), transform=Bad(3)) as loader:
         batches = iter(loader)
         assert len(list(itertools.islice(batches, 10))) == 10
@@ -84,14 +84,9 @@ def test_share_is_compared_at_the_end_of_a_short_epoch():
         assert list(batches) == []
     with loading(Numbers(20), hr.SkipErrors(max_share=0.05), transform=Bad(3)) as loader:
         assert len(list(loader)) == 10
-
-
-def test_share_of_zero_allows_no_failure():
-    with loading(Numbers(20), hr.SkipErrors(max_share=0), transform=Bad(3)) as loader:
-        batches = iter(loader)
-        next(batches)
-        with pytest.raises(hr.errors.TooManySkippedError):
-            next(batches)
+    loader = loading(Numbers(20), hr.SkipErrors(max_share=0), transform=Bad(0))
+    with loader, pytest.raises(hr.errors.TooManySkippedError):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize(
@@ -146,36 +141,25 @@ def test_function_is_given_the_failure_and_decides(stage, num_workers):
 
 def test_error_that_the_function_raises_is_raised_by_next_with_the_failure_as_its_cause():
     def decide(failure):
-        raise KeyError("quarantine")
+        if failure.index == 0:
+            raise failure.error
+        raise KeyError("quarantine") if failure.index == 2 else StopIteration
 
-    with loading(Numbers(4), decide, transform=Bad(2)) as loader:
+    with loading(Numbers(6), decide, transform=Bad(0, 2, 4)) as loader:
         batches = iter(loader)
-        next(batches)
+        with pytest.raises(Mine) as caught:
+            next(batches)
+        assert "stage transform, batch 0, index 0" in caught.value.__notes__[-1]
         with pytest.raises(KeyError, match="quarantine") as caught:
             next(batches)
         assert isinstance(caught.value.__cause__, Mine)
         assert "stage on_error, batch 1, index 2" in caught.value.__notes__[-1]
+        with pytest.raises(hr.errors.ControlFlowError):
+            next(batches)
 
 
-def test_function_may_raise_the_failure_itself():
-    def decide(failure):
-        raise failure.error
-
-    with loading(Numbers(4), decide, transform=Bad(0)) as loader:
-        with pytest.raises(Mine) as caught:
-            next(iter(loader))
-        assert "stage transform, batch 0, index 0" in caught.value.__notes__[-1]
-
-
-def test_function_that_raises_stop_iteration_does_not_end_the_epoch():
-    loader = loading(Numbers(4), lambda failure: next(iter(())), transform=Bad(0))
-    with loader, pytest.raises(hr.errors.ControlFlowError):
-        next(iter(loader))
-
-
-@pytest.mark.parametrize("decision", [None, True, "ignore"])
-def test_decision_that_is_none_is_a_type_error_that_names_the_failure(decision):
-    loader = loading(Numbers(4), lambda failure: decision, transform=Bad(0))
+def test_decision_that_is_none_is_a_type_error_that_names_the_failure():
+    loader = loading(Numbers(4), lambda failure: "ignore", transform=Bad(0))
     with loader, pytest.raises(TypeError, match=r'on_error must return "raise" or "skip".*index 0'):
         next(iter(loader))
 

@@ -123,30 +123,7 @@ def test_restored_loader_continues_at_every_batch(name, transform):
                 assert sum(map(len, loader)) == sum(map(len, whole))  # the next epoch
 
 
-def test_restored_loader_can_be_saved_and_restored_again():
-    whole = read(lines(), lanes=3)
-    given, state = [], None
-    for step in range(len(whole)):
-        with loader_of(lines(), lanes=1 + (step + 2) % 3) as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-            given.append(next(iter(loader)).tolist())
-            state = loader.state_dict()
-    assert given == whole
-
-
-def test_state_of_a_stream_without_lanes_continues_without():
-    whole = read(lines())
-    with loader_of(lines()) as loader:
-        iterator = iter(loader)
-        given = [next(iterator).tolist() for _ in range(4)]
-        state = loader.state_dict()
-    with loader_of(lines(), lanes=4) as loader:
-        loader.load_state_dict(state)
-        assert given + [batch.tolist() for batch in loader] == whole
-
-
-@pytest.mark.parametrize(("lanes", "drop_last"), [(1, True), (3, False), (4, True)])
+@pytest.mark.parametrize(("lanes", "drop_last"), [(3, False), (4, True)])
 def test_length_and_drop_last_are_of_each_lane(lanes, drop_last):
     stream = lines(counts=SIZES)
     with loader_of(stream, lanes=lanes, drop_last=drop_last) as loader:
@@ -179,7 +156,6 @@ def test_lanes_of_a_rank_have_the_shards_of_the_rank(as_rank):
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
-        ("lines", (2, 3), (3, 2)),
         ("lines", (1, 3), (2, 1)),
         ("lines", (2, 1), (1, 4)),
         ("shuffled", (2, 3), (3, 2)),
@@ -232,23 +208,6 @@ def test_states_before_each_lane_gave_a_batch_are_not_merged(as_rank):
         hr.merge_states(states)
 
 
-def test_failed_samples_are_skipped_in_their_lane():
-    def failing(line):
-        if 10 <= int(line) < 13:
-            raise ValueError(line)
-        return noisy(line)
-
-    with loader_of(lines(), lanes=3, on_error="skip", transform=failing) as loader:
-        with pytest.warns(RuntimeWarning, match="another batch is delivered twice"):
-            batches = [samples_of([batch]) for batch in loader]
-        stats = loader.stats()
-    assert stats.replaced_batches == 1
-    assert stats.skipped_samples == 3
-    once = [sample for batch in batches[:-1] for sample in batch]
-    assert sorted(once) == sorted(set(range(N)) - {10, 11, 12})
-    assert len(batches) == len(read(lines(), lanes=3))
-
-
 def failing(line):
     if int(line) in (0, 1, 2, 10, 11, 12):
         raise ValueError(line)
@@ -256,17 +215,16 @@ def failing(line):
 
 
 @pytest.mark.filterwarnings("ignore:batch . lost all its samples")
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_replacements_of_lost_batches_continue_at_every_batch(lanes):
+def test_replacements_of_lost_batches_continue_at_every_batch():
     def new():
-        return loader_of(lines(shards_in_parallel=1), lanes=lanes, on_error="skip", transform=failing)
+        return loader_of(lines(shards_in_parallel=1), lanes=3, on_error="skip", transform=failing)
 
     whole, states = [], []
     with new() as loader:
         for batch in loader:
             whole.append(samples_of([batch]))
             states.append(loader.state_dict())
-        assert loader.stats().replaced_batches == 1 + (lanes == 3)
+        assert loader.stats().replaced_batches == 2
     for given, state in enumerate(states, 1):
         with new() as loader:
             loader.load_state_dict(state)

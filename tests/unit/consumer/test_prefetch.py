@@ -51,24 +51,13 @@ def numbers(groups):
     return list(itertools.chain(*groups))
 
 
-def test_plans_are_sent_one_by_one_at_first_and_after_a_stall():
+def test_plans_are_sent_one_by_one_at_first_and_for_longer_after_each_stall():
     engine = Engine(plans(), 6)
     engine.ahead.fill()
     engine.run_without_waiting(PROMPT)
     assert engine.sent[1:] == [[6 + batch] for batch in range(PROMPT)]
-    engine.run_without_waiting(20)
-    engine.stall()
-    before = len(engine.sent)
-    engine.run_without_waiting(2 * PROMPT)
-    assert [len(group) for group in engine.sent[before + 1 :]] == [1] * (2 * PROMPT - 1)
-
-
-def test_plans_are_sent_one_by_one_for_longer_while_groups_lead_to_stalls():
-    engine = Engine(plans(), 6)
-    engine.ahead.fill()
-    engine.run_without_waiting(PROMPT)
     for doubled in range(1, 6):
-        engine.run_without_waiting(CALM // 4)
+        engine.run_without_waiting(20)
         engine.stall()
         before = len(engine.sent)
         engine.run_without_waiting(PROMPT << doubled)
@@ -99,19 +88,6 @@ def test_grouped_plans_stay_grouped_after_a_stall(size, group):
 
 IDLE = FetchLoad(in_flight=7, limit=8, unused=1)
 LATE = StageTimes(fetched=2.0, load=IDLE)  # the consumer waits since 1.0
-
-
-def test_look_ahead_grows_while_the_consumer_waits_and_fetches_are_idle():
-    engine = Engine(plans(), 6, most=9)
-    engine.ahead.fill()
-    sizes = []
-    for _ in range(5):
-        engine.stall()
-        engine.arrive()
-        engine.take(LATE)
-        sizes.append(len(engine.ahead.under_way))
-    assert sizes == [7, 8, 9, 9, 9]
-    assert numbers(engine.sent) == list(range(engine.ahead.planned))
 
 
 def test_look_ahead_shrinks_while_the_consumer_never_waits():

@@ -10,7 +10,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import headrace as hr
-from headrace._core.consumer import epoch
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events:UserWarning")  # which concerns schedules
 
@@ -72,14 +71,6 @@ def test_each_call_of_next_has_a_record_named_as_torchs():
         assert [event.cpu_parent.name for event in stacks] == [name] * 4  # the default collate function's
 
 
-def test_async_iterator_is_recorded_as_well():
-    batches = []
-    with recorded() as events, hr.DataLoader(Numbers(), batch_size=2) as loader:
-        asyncio.run(read(loader, batches))
-    assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert len(named(events, ASYNC)) == 5
-
-
 def test_records_of_tasks_that_take_turns_are_all_kept():
     async def both():
         async with asyncio.TaskGroup() as group:
@@ -130,15 +121,3 @@ def test_record_ends_when_a_waiting_task_is_cancelled():
     assert len(named(events, ASYNC)) == 1
     (after,) = named(events, "aten::ones")
     assert after.cpu_parent is None
-
-
-def test_nothing_is_recorded_without_a_profiler(monkeypatch):
-    def refuse(name):
-        raise AssertionError("10 µs for nothing")
-
-    monkeypatch.setattr(epoch, "record_function", refuse)
-    with hr.DataLoader(Numbers(), batch_size=2) as loader:
-        assert len(list(loader)) == 4
-        asyncio.run(read(loader))
-        with recorded(), pytest.raises(AssertionError, match="for nothing"):
-            next(iter(loader))

@@ -1,14 +1,16 @@
 """A loader continues after the last delivered batch: every batch of a short epoch, and the next epochs."""
 
+import copy
 import gc
 import itertools
 import json
+import pickle
 import weakref
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, SubsetRandomSampler
 
 from headrace import AsyncDataset, BlockShuffleSampler, DataLoader, ElasticSampler, StateError
 
@@ -74,16 +76,13 @@ def add_noise(sample):
 
 CASES = {
     "sequential": lambda **k: DataLoader(Numbers(), 3, **k),
-    "drop_last": lambda **k: DataLoader(Numbers(), 3, drop_last=True, **k),
     "shuffled by torch": lambda **k: DataLoader(Numbers(), 3, shuffle=True, **k),
     "shuffled by a generator": lambda **k: DataLoader(
         Numbers(), 3, shuffle=True, generator=torch.Generator().manual_seed(5), **k
     ),
     "shuffled by seed": lambda **k: DataLoader(Numbers(), 3, shuffle=True, seed=0, **k),
     "torch dataset": lambda **k: DataLoader(TorchNumbers(), 3, shuffle=True, **k),
-    "torch dataset, seed": lambda **k: DataLoader(TorchNumbers(), 3, shuffle=True, seed=0, **k),
     "subset": lambda **k: DataLoader(Numbers(), 3, sampler=SubsetRandomSampler(range(N)), **k),
-    "weighted": lambda **k: DataLoader(Numbers(), 3, sampler=WeightedRandomSampler([1.0] * N, N), **k),
     "single samples": lambda **k: DataLoader(Numbers(), None, shuffle=True, seed=1, **k),
     "a sampler of the user's": lambda **k: DataLoader(Numbers(), 3, sampler=Evens(), **k),
     "a sampler with a state": lambda **k: DataLoader(Numbers(), 3, sampler=Stateful(), **k),
@@ -106,12 +105,6 @@ def flat(batches):
 
 def epochs(loader, count):
     return [[values(batch) for batch in loader] for _ in range(count)]
-
-
-def samples_of(part):
-    """The number of samples given out, by the state."""
-    (values,) = part.state_dict()["state"]
-    return values["samples"]
 
 
 def saved_after(loader, batches):
@@ -143,7 +136,7 @@ def test_restored_loader_continues_after_the_last_delivered_batch(make):
 
 
 SEEDED = [
-    *("sequential", "shuffled by a generator", "shuffled by seed", "torch dataset, seed", "a sampler with a state"),
+    *("sequential", "shuffled by a generator", "shuffled by seed", "a sampler with a state"),
     *("elastic", "blocks"),
 ]
 
@@ -174,8 +167,7 @@ def test_state_after_the_last_batch_gives_the_end_of_the_epoch_and_then_the_next
         assert epochs(restored, len(expected)) == expected
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-@pytest.mark.parametrize("dataset", [Numbers, TorchNumbers])
+@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers, 2), (TorchNumbers, 0), (TorchNumbers, 2)])
 def test_workers_and_batch_size_may_be_others(dataset, num_workers):
     def make(batch_size, workers):
         return DataLoader(dataset(), batch_size, shuffle=True, seed=3, num_workers=workers)
@@ -190,47 +182,36 @@ def test_workers_and_batch_size_may_be_others(dataset, num_workers):
 
 def test_set_epoch_has_no_effect_while_a_restored_epoch_is_pending():
     make = CASES["shuffled by seed"]
-    whole = epochs(make(), 3)
+    whole = epochs(make(), 4)
     loader = make()
     loader.set_epoch(1)
     _, state = saved_after(loader, 2)
     restored = make()
     restored.load_state_dict(state)
     restored.set_epoch(0)
-    assert epochs(restored, 1)[0] == whole[1][2:]
-    restored.set_epoch(2)
-    assert epochs(restored, 1)[0] == whole[2]
+    iterator = iter(restored)
+    restored.set_epoch(3)  # in a restored iteration it is for the next one
+    assert [values(batch) for batch in iterator] == whole[1][2:]
+    assert epochs(restored, 1)[0] == whole[3]
 
 
-def test_len_is_that_of_the_whole_epoch():
-    _, state = saved_after(CASES["sequential"](), 2)
-    restored = CASES["sequential"]()
-    restored.load_state_dict(state)
-    assert len(restored) == len(iter(restored)) == 5
-
-
-def test_state_has_the_same_keys_before_during_and_after_an_epoch():
-    loader = CASES["shuffled by seed"]()
+def test_state_is_small_whatever_the_length_and_has_always_the_same_keys():
+    loader = DataLoader(Numbers(10**9), 64, shuffle=True, seed=0)
     keys = list(loader.state_dict())
-    for _ in loader:
-        assert list(loader.state_dict()) == keys
-    assert list(loader.state_dict()) == keys
-
-
-@pytest.mark.parametrize("name", ["sequential", "shuffled by torch", "shuffled by seed"])
-def test_state_of_a_map_style_dataset_is_small_whatever_its_length(name):
-    loader = DataLoader(Numbers(10**9), 64, shuffle=name != "sequential" and None, seed=0)
     next(iter(loader))
+    assert list(loader.state_dict()) == keys
     assert len(json.dumps(loader.state_dict())) < 1000
 
 
-def test_states_of_several_iterators_are_their_own():
+def test_states_of_several_iterators_are_their_own_and_len_is_that_of_the_whole_epoch():
     loader = CASES["sequential"]()
     first, second = iter(loader), iter(loader)
     next(first), next(first), next(second)
-    assert samples_of(first) == 6
-    assert samples_of(second) == 3
+    assert [each.state_dict()["state"][0]["samples"] for each in (first, second)] == [6, 3]
     assert loader.state_dict() == second.state_dict()
+    restored = CASES["sequential"]()
+    restored.load_state_dict(first.state_dict())
+    assert len(restored) == len(iter(restored)) == 5
 
 
 def test_state_of_earlier_batches_is_known_to_a_caller_that_reads_ahead():
@@ -245,22 +226,6 @@ def test_state_of_earlier_batches_is_known_to_a_caller_that_reads_ahead():
         iterator.state_dict(5)
     assert list(iterator)
     assert loader.state_dict(lag=2) == states[-1]
-
-
-def test_skipped_batches_are_no_calls_of_next():
-    def fails(sample):
-        if sample in (3, 4, 5):
-            raise ValueError(sample)
-        return sample
-
-    loader = DataLoader(Numbers(), 3, transform=fails, on_error="skip")
-    iterator = iter(loader)
-    first = next(iterator), loader.state_dict()
-    with pytest.warns(RuntimeWarning, match="lost all its samples"):
-        next(iterator)
-    assert loader.state_dict()["state"][0]["samples"] == 9
-    assert loader.state_dict(lag=1) == first[1]
-    iterator.close()
 
 
 def test_loader_with_a_state_is_freed_without_the_garbage_collector():
@@ -334,22 +299,19 @@ def test_sampler_with_another_order_than_before_is_refused():
         def __iter__(self):
             yield from np.random.permutation(N).tolist()
 
-    _, state = saved_after(DataLoader(Numbers(), 3, sampler=Unseeded()), 2)
-    restored = DataLoader(Numbers(), 3, sampler=Unseeded())
-    restored.load_state_dict(state)
-    with pytest.raises(StateError, match="Unseeded gives another order"):
-        next(iter(restored))
+    short = ([[0], [1], [2]], [[0]])
+    for saved, now, message in (
+        ({"batch_size": 3, "sampler": Unseeded()}, {"batch_size": 3, "sampler": Unseeded()}, "Unseeded gives another"),
+        ({"batch_sampler": short[0]}, {"batch_sampler": short[1]}, "ended after 1 draws, but 2 were given out"),
+    ):
+        _, state = saved_after(DataLoader(Numbers(), **saved), 2)
+        restored = DataLoader(Numbers(), **now)
+        restored.load_state_dict(state)
+        with pytest.raises(StateError, match=message):
+            next(iter(restored))
 
 
-def test_sampler_that_has_become_shorter_is_refused():
-    _, state = saved_after(DataLoader(Numbers(), batch_sampler=[[0], [1], [2]]), 2)
-    restored = DataLoader(Numbers(), batch_sampler=[[0]])
-    restored.load_state_dict(state)
-    with pytest.raises(StateError, match="ended after 1 draws, but 2 were given out"):
-        next(iter(restored))
-
-
-@pytest.mark.parametrize("name", ["shuffled by torch", "weighted", "subset"])
+@pytest.mark.parametrize("name", ["shuffled by torch", "subset"])
 def test_order_that_one_rank_drew_is_refused_on_another(name, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
@@ -359,3 +321,15 @@ def test_order_that_one_rank_drew_is_refused_on_another(name, monkeypatch):
     restored.load_state_dict(state)
     with pytest.raises(StateError, match="saved by rank 0 of 2, and this is rank 1 of 2"):
         iter(restored)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_copy_of_a_loader_with_a_pending_restore_continues_too(copied):
+    make = CASES["shuffled by seed"]
+    whole = epochs(make(), 2)
+    _, state = saved_after(make(), 2)
+    restored = make()
+    restored.load_state_dict(state)
+    other = copied(restored)
+    for each in (other, restored):
+        assert epochs(each, 2) == [whole[0][2:], whole[1]]

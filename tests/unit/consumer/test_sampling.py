@@ -1,4 +1,4 @@
-"""The random order of a loader with a seed."""
+"""The random order of a loader with a seed, the seeds of its batches, and samplers with habits."""
 
 import itertools
 import tracemalloc
@@ -10,19 +10,13 @@ from torch.utils.data import RandomSampler, TensorDataset
 
 import headrace as hr
 from headrace._core.order.samplers import SeededRandomSampler
+from headrace._core.seeding import batch_seed
 
 NUMBERS = TensorDataset(torch.arange(40))
 
 
 def order_of(loader):
     return torch.cat([batch[0] for batch in loader]).tolist()
-
-
-def test_loader_draws_the_permutation_of_its_seed_and_the_epoch():
-    with hr.DataLoader(NUMBERS, batch_size=4, shuffle=True, seed=5) as loader:
-        assert [order_of(loader) for _ in range(3)] == [hr.permutation(40, 5, epoch)[:].tolist() for epoch in range(3)]
-        loader.set_epoch(1)
-        assert order_of(loader) == hr.permutation(40, 5, 1)[:].tolist()
 
 
 def test_torchs_generators_neither_change_the_order_nor_are_drawn_from():
@@ -36,10 +30,9 @@ def test_torchs_generators_neither_change_the_order_nor_are_drawn_from():
     assert list(sampler) == first
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_torchs_own_loader_draws_the_same_orders(workers):
+def test_torchs_own_loader_draws_the_same_orders():
     sampler = SeededRandomSampler(range(40), seed=5)
-    loader = TorchDataLoader(NUMBERS, batch_size=4, sampler=sampler, num_workers=workers)
+    loader = TorchDataLoader(NUMBERS, batch_size=4, sampler=sampler, num_workers=1)
     assert [order_of(loader) for _ in range(2)] == [hr.permutation(40, 5, epoch)[:].tolist() for epoch in range(2)]
 
 
@@ -49,6 +42,10 @@ def test_without_set_epoch_each_iteration_is_the_next_epoch():
     assert [list(sampler) for _ in range(3)] == [hr.permutation(9, 1, epoch)[:].tolist() for epoch in range(3)]
     iter(sampler)  # draws nothing, and counts for nothing
     assert list(sampler) == hr.permutation(9, 1, 3)[:].tolist()
+    with hr.DataLoader(NUMBERS, batch_size=4, shuffle=True, seed=5) as loader:
+        assert [order_of(loader) for _ in range(3)] == [hr.permutation(40, 5, epoch)[:].tolist() for epoch in range(3)]
+        loader.set_epoch(1)
+        assert order_of(loader) == hr.permutation(40, 5, 1)[:].tolist()
 
 
 def test_memory_does_not_grow_with_the_length():
@@ -60,3 +57,25 @@ def test_memory_does_not_grow_with_the_length():
         assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
     finally:
         tracemalloc.stop()
+
+
+def test_seeds_of_batches_are_the_same_on_every_machine():
+    assert batch_seed(0, 0, 0) == 2891389769238885931
+    assert batch_seed(2**63 - 1, 3, 5) == 5492607835317456068
+
+
+def test_list_that_a_batch_sampler_reuses_is_copied():
+    class Reusing:
+        def __iter__(self):
+            batch = []
+            for i in range(3):
+                batch[:] = [i]
+                yield batch
+
+    assert [batch.tolist() for batch in hr.DataLoader(list(range(3)), batch_sampler=Reusing())] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("sampler", [[3], [None]])
+def test_batch_sampler_must_give_batches(sampler):
+    with pytest.raises(TypeError):
+        next(iter(hr.DataLoader(list(range(4)), batch_sampler=sampler)))

@@ -160,17 +160,12 @@ def test_batch_is_delivered_without_failed_samples(stage, num_workers, error):
 
 @PLACES
 def test_number_of_batches_stays_when_a_batch_loses_all_its_samples(kind, num_workers):
-    dataset = MAPS[kind](10, Bad(0, 1, 6, 7))
+    dataset = torch.utils.data.Subset(MAPS[kind](12, Bad(0, 1, 6, 7)), range(10))
     with skipping(dataset, num_workers=num_workers) as loader:
         assert lists(loader) == [[2, 3], [4, 5], [8, 9], [2, 3], [4, 5]]
         assert len(loader) == loader.stats().batches == 5
         assert (loader.stats().skipped_samples, loader.stats().replaced_batches) == (4, 2)
         assert [record.index for record in loader.stats().skipped] == [0, 1, 6, 7]
-
-
-def test_number_of_batches_stays_without_batching():
-    with skipping(Numbers(6, Bad(0, 5)), None, collate_fn=int) as loader:
-        assert list(loader) == [1, 2, 3, 4, 1, 2]
 
 
 @PLACES
@@ -242,15 +237,14 @@ def test_second_pass_that_ends_in_samples_that_cannot_be_read_is_noticed(kind, n
         assert lists(loader) == [[1], [1]]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_stream_that_cannot_be_read_again_says_that_a_batch_is_missing(num_workers):
+def test_stream_that_cannot_be_read_again_says_that_a_batch_is_missing():
     rest = StreamIterator(6, Bad())
 
     class Once(hr.AsyncIterableDataset):
         def __aiter__(self):
             return rest
 
-    with skipping(Once(), num_workers=num_workers, transform=Bad(2, 3), placement="thread") as loader:
+    with skipping(Once(), transform=Bad(2, 3)) as loader:
         batches = iter(loader)
         assert lists(itertools.islice(batches, 2)) == [[0, 1], [4, 5]]
         with pytest.raises(hr.errors.TooManySkippedError, match="1 batches lost all their samples") as caught:
@@ -285,27 +279,20 @@ def test_repeat_that_fails_again_is_bounded():
 # When nothing is left
 
 
-@pytest.mark.parametrize(("stage", "num_workers"), [("fetch", 0), ("transform", 1), ("collate", 1)])
-def test_epoch_in_which_everything_fails_is_an_error(stage, num_workers):
-    bad = Bad(*range(8))
-    options = {
-        "fetch": {"dataset": Numbers(8, bad)},
-        "transform": {"dataset": Numbers(8), "transform": bad},
-        "collate": {"dataset": Numbers(8), "collate_fn": CollateUnless(*range(8))},
-    }
-    with skipping(**options[stage], num_workers=num_workers) as loader:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dataset": Numbers(8, Bad(*range(8)))},
+        {"dataset": Numbers(8), "collate_fn": CollateUnless(*range(8)), "num_workers": 1},
+        {"dataset": Count(8, Bad(*range(8)))},
+    ],
+)
+def test_epoch_in_which_everything_fails_is_an_error(options):
+    with skipping(**options) as loader:
         with pytest.raises(hr.errors.TooManySkippedError, match=r"every sample failed.*8 samples") as caught:
             list(loader)
         assert isinstance(caught.value.__cause__, Mine)
-        assert "batch 3" in caught.value.__cause__.__notes__[-1]
         assert caught.value.skipped == loader.stats().skipped_samples == 8
-
-
-@PLACES
-def test_stream_in_which_everything_fails_is_an_error(kind, num_workers):
-    dataset = STREAMS[kind](8, Bad(*range(8)))
-    with skipping(dataset, num_workers=num_workers) as loader, pytest.raises(hr.errors.TooManySkippedError):
-        list(loader)
 
 
 def test_endless_sampler_whose_samples_all_fail_is_an_error_and_iteration_can_go_on():
@@ -320,11 +307,6 @@ def test_endless_sampler_whose_samples_all_fail_is_an_error_and_iteration_can_go
         assert loader.stats().skipped_samples == 200
 
 
-def test_empty_dataset_is_no_error():
-    with skipping(Numbers(0)) as loader:
-        assert list(loader) == []
-
-
 # Warnings and records
 
 
@@ -335,8 +317,7 @@ def caught_in(loader):
     return [str(warning.message) for warning in caught if warning.category is RuntimeWarning], caught
 
 
-@KINDS
-@WORKERS
+@pytest.mark.parametrize(("kind", "num_workers"), [("async", 0), ("torch", 1)])
 def test_first_skip_of_each_epoch_warns(kind, num_workers):
     dataset = MAPS[kind](8, Bad(5, 6))
     with skipping(dataset, num_workers=num_workers) as loader:
@@ -358,13 +339,7 @@ def test_first_lost_batch_warns_of_its_replacement():
     assert lost.startswith("batch 2 lost all its samples")
 
 
-def test_no_warning_where_nothing_is_skipped():
-    with skipping(Numbers(8)) as loader:
-        assert caught_in(loader)[0] == []
-
-
-@WORKERS
-def test_records_are_the_last_hundred_and_hold_no_exception(num_workers):
+def test_records_are_the_last_hundred_and_hold_no_exception():
     refs = []
 
     class Huge(Exception):
@@ -373,7 +348,7 @@ def test_records_are_the_last_hundred_and_hold_no_exception(num_workers):
             refs.append(weakref.ref(self))
 
     dataset = Numbers(1000, Bad(*range(0, 1000, 2), error=Huge))
-    with skipping(dataset, 10, num_workers=num_workers, placement="thread") as loader:
+    with skipping(dataset, 10, num_workers=1, placement="thread") as loader:
         for _ in loader:
             pass
         stats = loader.stats()
@@ -386,25 +361,7 @@ def test_records_are_the_last_hundred_and_hold_no_exception(num_workers):
     assert [ref for ref in refs if ref() is not None] == []
 
 
-def test_index_of_a_users_class_is_recorded_as_text():
-    class Index:
-        def __repr__(self):
-            return "Index " + "x" * 10_000
-
-    with skipping(Numbers(8, Bad()), sampler=[1, Index(), 2], transform=lambda sample: sample + 1) as loader:
-        list(loader)
-        (record,) = loader.stats().skipped
-    assert record.index.startswith("Index x")
-    assert len(record.index) <= 200
-
-
 # Deaths, and subsets
-
-
-def test_skipping_takes_out_only_the_bad_sample_of_a_subset():
-    dataset = torch.utils.data.Subset(TorchNumbers(8, Bad(5)), range(8))
-    with skipping(dataset, 4) as loader:
-        assert lists(loader) == [[0, 1, 2, 3], [4, 6, 7]]
 
 
 def test_batch_that_kills_its_worker_is_replaced():
@@ -489,9 +446,7 @@ class Stateful:
 ORDERS = {
     "in sequence": lambda: {"batch_size": 3},
     "shuffled by seed": lambda: {"batch_size": 3, "shuffle": True, "seed": 4},
-    "shuffled by torch": lambda: {"batch_size": 3, "shuffle": True, "generator": torch.Generator().manual_seed(3)},
     "by torch's default generator": lambda: {"batch_size": 3, "shuffle": True},
-    "of a sampler": lambda: {"batch_size": 3, "sampler": [*range(14, -1, -1)]},
     "of a batch sampler": lambda: {"batch_sampler": Batches()},
     "not batched": lambda: {"batch_size": None},
     "of ranks": lambda: {"batch_size": 3, "sampler": hr.ElasticSampler(range(15), seed=2, rank=1, world_size=2)},

@@ -85,11 +85,8 @@ def test_timeout_names_the_missing_samples(placement):
     assert "batch 1 is in stage fetch, and waits for 2 samples: indices [5, 7], keys ['key-5', 'key-7']" in message
 
 
-def test_timeout_with_agets_names_the_whole_batch():
+def test_timeout_names_the_whole_batch_of_agets_and_the_sample_without_batches():
     assert "waits for 4 samples: indices [4, 5, 6, 7]" in message_of(HeldAtOnce(5))
-
-
-def test_timeout_without_batching_names_the_sample():
     assert "batch 3 is in stage fetch, and waits for 1 sample: indices [3]" in message_of(Held(3), 3, None)
 
 
@@ -165,7 +162,7 @@ def test_iteration_continues_after_a_timeout():
         assert 0 <= loader.stats().wait_share <= 1
 
 
-def test_timeout_of_an_async_iterator_names_the_missing_samples():
+def test_timeout_of_an_async_iterator_names_the_missing_samples(consumer_loop):
     async def scenario():
         async with hr.DataLoader(Held(1), 4, timeout=0.05) as loader:
             batches = aiter(loader)
@@ -173,19 +170,7 @@ def test_timeout_of_an_async_iterator_names_the_missing_samples():
                 with pytest.raises(hr.errors.LoaderTimeoutError) as caught:
                     await anext(batches)
                 if "not begun" not in str(caught.value) and "does not answer" not in str(caught.value):
+                    assert 0 < loader.stats().wait_share <= 1
                     return str(caught.value)
 
-    assert "waits for 1 sample: indices [1], keys ['key-1']" in asyncio.run(scenario())
-
-
-def test_abandoned_async_wait_is_counted():
-    async def scenario():
-        async with hr.DataLoader(Held(1), 4) as loader:
-            batches = aiter(loader)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await anext(batches)
-            stats = loader.stats()
-            assert 0 < stats.wait_share <= 1
-
-    asyncio.run(scenario())
+    assert "waits for 1 sample: indices [1], keys ['key-1']" in consumer_loop(scenario)

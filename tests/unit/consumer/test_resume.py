@@ -255,7 +255,7 @@ async def test_async_iterators_have_a_state_too():
 DIFFERENT = {
     "length": (lambda: DataLoader(Numbers(12), 3, shuffle=True, seed=0), r"len\(dataset\) was 13, and is 12"),
     "seed": (lambda: DataLoader(Numbers(), 3, shuffle=True, seed=1), "seed was 0, and is 1"),
-    "order": (lambda: DataLoader(Numbers(), 3, seed=0), "sampler was .*, and is sequential"),
+    "order": (lambda: DataLoader(Numbers(), 3, seed=0), "sampler was .*, and is SequentialSampler"),
     "kind": (lambda: DataLoader(TorchNumbers(), 3, shuffle=True, seed=0), "dataset was async map, and is map"),
 }
 

@@ -73,22 +73,13 @@ def scattered(
         yield Scattered(drawn, numbers)
 
 
-def without_delivered(batches: Iterator[Any], number: int, samples: int, done: dict[int, int]) -> Iterator[Scattered]:
-    """The batches that were not delivered, each with the numbers of its samples."""
-    for batch in batches:
-        indices = tuple(batch)
-        if number not in done:
-            yield Scattered(indices, tuple(range(samples, samples + len(indices))))
-        number += 1
-        samples += len(indices)
-
-
 def _load(part: Stateful, state: object) -> None:
     part.load_state_dict(cast(Any, copy.deepcopy(state)))
 
 
 _WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # torch's that are not divided among ranks
 # Arguments of samplers that decide on the order, and do not depend on the number of ranks.
+_RANKS = "num_replicas"
 _ARGUMENTS = ("order_of", "shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once")
 
 
@@ -126,6 +117,8 @@ class EpochOrder:
             self.sampler = self._batch_sampler.sampler
         elif self._batch_sampler is not None:
             self.sampler = None
+        self._decides: Any = self._batch_sampler if self.sampler is None else self.sampler  # on the order
+        self.sampler_name = type(self._decides).__name__
         self._computed: CursorSampler | None = self.sampler if isinstance(self.sampler, CursorSampler) else None
         # Whether the ranks share one order, of which each takes its part, so that positions are of all ranks.
         self.shared = self._computed is not None and isinstance(self.sampler, DistributedSampler)
@@ -161,11 +154,6 @@ class EpochOrder:
         return self.order_seed is not None or (self.generator is not None and self._generator is None)
 
     @property
-    def sampler_name(self) -> str:
-        """The type of the sampler or batch sampler that decides on the order."""
-        return type(self._batch_sampler if self.sampler is None else self.sampler).__name__
-
-    @property
     def sampler_epoch(self) -> int | None:
         """The epoch that was set by the `set_epoch` of a user's sampler; None if it has none."""
         epochs = (getattr(part, "epoch", None) for part in self._parts if hasattr(part, "set_epoch"))
@@ -183,20 +171,16 @@ class EpochOrder:
         """The sampler, with the arguments that decide on the order."""
         if self.is_stream:
             return "stream"
-        part = self._batch_sampler if self.sampler is None else self.sampler
+        part = self._decides
         if isinstance(part, SeededRankSampler):
             part = part.on_one_rank()
-        length = []
+        names: tuple[str, ...] = ()
+        if type(part).__module__.partition(".")[0] in ("headrace", "torch"):
+            names = _ARGUMENTS if self.shared or not isinstance(part, DistributedSampler) else (*_ARGUMENTS, _RANKS)
+        found = [f"{name}={getattr(part, name)!r}" for name in names if hasattr(part, name)]
         if type(part) in (SequentialSampler, *_WHOLE) and (size := self.size()) is not None and len(part) != size:
-            length = [f"length={len(part)}"]
-        if type(part) is SequentialSampler:
-            return f"sequential({length[0]})" if length else "sequential"
-        names = (
-            [*_ARGUMENTS, "num_replicas"] if not self.shared and isinstance(part, DistributedSampler) else _ARGUMENTS
-        )
-        known = type(part).__module__.partition(".")[0] in ("headrace", "torch")
-        found = [f"{name}={getattr(part, name)!r}" for name in names if known and hasattr(part, name)]
-        return f"{type(part).__name__}({', '.join(found + length)})"
+            found.append(f"length={len(part)}")
+        return f"{type(part).__name__}({', '.join(found)})"
 
     def size(self) -> int | None:
         """The number of samples that the order is over; None if unknown, or of a stream."""
@@ -302,7 +286,10 @@ class EpochOrder:
 
     def _resumed_draws(self, resumed: LoaderState) -> Iterator[object]:
         if self.sampler is None:
-            return self._resumed_batches(resumed)
+            if resumed.sampler is not None:
+                return self._continued(self._batch_sampler, resumed.sampler)
+            batches = self._walked(iter(self._batch_sampler), resumed, resumed.batches - resumed.skipped[4])
+            return self._not_delivered(batches, resumed) if resumed.delivered else batches
         over = resumed.samples - self.first_sample
         holes = (range(batch[1] - over, batch[1] - over + batch[2]) for batch in resumed.delivered)
         return self._batched(self._resumed_indices(resumed), sorted(holes, key=lambda hole: hole.start))
@@ -330,12 +317,14 @@ class EpochOrder:
             sampler.generator = torch.Generator().manual_seed(self.order_seed)
         return self._walked(iter(sampler), resumed, resumed.samples)
 
-    def _resumed_batches(self, resumed: LoaderState) -> Iterator[object]:
-        if resumed.sampler is not None:
-            return self._continued(self._batch_sampler, resumed.sampler)
-        batches = self._walked(iter(self._batch_sampler), resumed, resumed.batches - resumed.skipped[4])
-        done = {batch[0]: batch[2] for batch in resumed.delivered}
-        return batches if not done else without_delivered(batches, resumed.batches, resumed.samples, done)
+    @staticmethod
+    def _not_delivered(batches: Iterator[Any], resumed: LoaderState) -> Iterator[Scattered]:
+        first, delivered = resumed.samples, {batch[0] for batch in resumed.delivered}
+        for number, batch in enumerate(batches, resumed.batches):
+            indices = tuple(batch)
+            if number not in delivered:
+                yield Scattered(indices, tuple(range(first, first + len(indices))))
+            first += len(indices)
 
     def _continued(self, part: Any, state: object) -> Iterator[object]:
         """The draws of the user's sampler or batch sampler, from a state within an epoch on.

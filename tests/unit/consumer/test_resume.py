@@ -154,19 +154,6 @@ def test_epochs_after_the_restored_one_are_those_of_an_uninterrupted_run(name):
         assert epochs(restored, 2) == [whole[1][delivered:], whole[2]]
 
 
-def test_state_after_the_last_batch_gives_the_end_of_the_epoch_and_then_the_next():
-    loader = CASES["shuffled by seed"]()
-    whole = epochs(loader, 2)
-    loader = CASES["shuffled by seed"]()
-    for _ in loader:
-        in_the_body = loader.state_dict()
-    after = loader.state_dict()
-    for state, expected in ((in_the_body, [[], whole[1]]), (after, [whole[1]])):
-        restored = CASES["shuffled by seed"]()
-        restored.load_state_dict(state)
-        assert epochs(restored, len(expected)) == expected
-
-
 @pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers, 2), (TorchNumbers, 0), (TorchNumbers, 2)])
 def test_workers_and_batch_size_may_be_others(dataset, num_workers):
     def make(batch_size, workers):

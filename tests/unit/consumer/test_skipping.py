@@ -393,7 +393,6 @@ class TorchDies(torch.utils.data.IterableDataset):
 
 DYING = {
     "plain": Dies(),
-    "filter": Dies().filter(lambda i: True),
     "shuffle": Dies().shuffle(4),
     "concat": hr.concat([Dies(), Dies()]),
     "torch": TorchDies(),

@@ -116,11 +116,9 @@ def check_data_parallel(loader: TorchLoader, rank: RankInfo, *, seed: int | None
             raise ValueError(f"{shared}. They must draw the same random numbers: give the loader seed=")
         if not loader.in_order:
             raise ValueError(f"{shared}, but in_order=False gives each rank an order of its own: leave it out")
-    inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    of_one_rank = RandomSampler | SequentialSampler | CursorSampler
-    divided = isinstance(inner, DistributedSampler) or not isinstance(inner, of_one_rank)
-    whole = isinstance(loader.sampler, RandomSampler | SequentialSampler)
-    if not stream and whole and rank.world_size > 1 and not divided:
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    of_one_rank = isinstance(sampler, RandomSampler | SequentialSampler | CursorSampler)
+    if not stream and rank.world_size > 1 and of_one_rank and not isinstance(sampler, DistributedSampler):
         _warn(
             f"each of {rank.world_size} ranks of data_parallel= reads all samples of the dataset: divide them by "
             f"sampler=headrace.ElasticSampler(dataset, seed=...)"

@@ -332,23 +332,20 @@ def test_wrong_numbers_of_times_are_errors(times, error):
         SlowDataset(3, 0.0).repeat(times)
 
 
-def test_abandoned_wait_before_batching_loses_nothing():
-    async def scenario():
-        class Feed(hr.AsyncIterableDataset):
-            async def __aiter__(self):
-                yield 0
-                await asyncio.to_thread(proceed.wait)
-                yield 1
+async def test_abandoned_wait_before_batching_loses_nothing():
+    proceed = threading.Event()
 
-        proceed = threading.Event()
-        async with hr.DataLoader(Feed().filter(lambda i: True), batch_size=None, num_workers=1,
-                                 placement="thread") as loader:  # fmt: skip
-            batches = aiter(loader)
-            assert int(await anext(batches)) == 0
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await anext(batches)
-            proceed.set()
-            assert int(await anext(batches)) == 1
+    async def feed():
+        yield 0
+        await asyncio.to_thread(proceed.wait)
+        yield 1
 
-    asyncio.run(scenario())
+    stream = hr.from_async_iterable(feed).filter(lambda i: True)
+    async with hr.DataLoader(stream, batch_size=None, num_workers=1, placement="thread") as loader:
+        batches = aiter(loader)
+        assert int(await anext(batches)) == 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await anext(batches)
+        proceed.set()
+        assert int(await anext(batches)) == 1

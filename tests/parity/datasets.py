@@ -1,9 +1,7 @@
 """Datasets that several parity tests read."""
 
 import itertools
-import random
 
-import numpy as np
 import torch
 from torch.utils import data
 
@@ -38,13 +36,6 @@ class Indices(data.Dataset):
 
     def __getitem__(self, index):
         return index
-
-
-class Noisy(Map):
-    """What augmentation does: every generator is drawn from."""
-
-    def __getitem__(self, index):
-        return index, random.random(), np.random.random(), torch.rand(2)
 
 
 class Stream(data.IterableDataset):

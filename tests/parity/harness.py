@@ -128,7 +128,7 @@ def raised_by(action: Callable[[], Any]) -> Raised:
     return Raised.by(caught.value)
 
 
-def drained(iterator: Any, most: int = 60) -> list[Any]:
+def drained(iterator: Any, most: int = 99) -> list[Any]:
     """Everything an iterator gives, an error as `Raised` in the place of its batch; torch's workers can raise on."""
     came: list[Any] = []
     while len(came) < most:
@@ -241,7 +241,8 @@ def end_torchs_workers() -> None:
         return
     iterators = [found for found in gc.get_objects() if type(found) is _MultiProcessingDataLoaderIter]
     while iterators:
-        iterators.pop()._shutdown_workers()
+        if hasattr(iterator := iterators.pop(), "_shutdown"):  # otherwise its constructor failed before it had workers
+            iterator._shutdown_workers()
     gc.collect()
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate as torchs_collate
 
 import headrace as hr
 from tests.parity.datasets import LENGTH, Map
-from tests.parity.harness import NAMES, epochs, parity
+from tests.parity.harness import NAMES, Raised, drained, epochs, parity
 
 ASYNC = [name for name in NAMES if name.startswith("async")]
 Point = namedtuple("Point", ["x", "label"])
@@ -113,6 +113,15 @@ RAGGED = {
 @parity("what does not go together is an error, with torch's message")
 def test_ragged_samples_fail_as_in_torch(same, kind):
     same(lambda DataLoader: epochs(DataLoader(Made(RAGGED[kind]), batch_size=2), 1), fails=True)
+
+
+@parity("without batches, an array of a type that torch lacks is an error, and iteration goes on")
+def test_unknown_array_type_fails_as_in_torch(same):
+    def program(DataLoader):
+        dataset = Made(lambda i: np.array([i], "M8[s]") if i == 1 else np.full(2, i))
+        return drained(iter(DataLoader(dataset, batch_size=None)))
+
+    assert [type(sample) for sample in same(program)].count(Raised) == 1
 
 
 @pytest.mark.parametrize("kind", ["nothing but None", "None"])

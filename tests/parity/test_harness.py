@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.parity.harness import SETTINGS, Raised, Same, assert_same, own_message
+from tests.parity.harness import SETTINGS, Raised, Same, assert_same
 
 
 @pytest.fixture
@@ -14,27 +14,25 @@ def same():
     return Same(SETTINGS[0])
 
 
-@pytest.mark.parametrize(
-    ("ours", "torchs"),
-    [
-        ([1], (1,)),
-        (1, 1.0),
-        (torch.ones(2), torch.ones(3)),
-        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
-        (torch.ones(2), torch.zeros(2)),
-        (torch.ones(2), torch.ones(2, requires_grad=True)),
-        (np.ones(2), np.ones(2, dtype=np.float32)),
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-        ({"a": [(1, "x")]}, {"a": [(1, "y")]}),
-        (Raised(ValueError, "a"), Raised(ValueError, "b")),
-        (Raised(ValueError, "a"), Raised(TypeError, "a")),
-    ],
-    ids=repr,
-)
-def test_differences_are_found(ours, torchs):
-    with pytest.raises(AssertionError):
-        assert_same(ours, torchs)
-    assert_same(torchs, torchs)
+DIFFERENT = [
+    ([1], (1,)),
+    (1, 1.0),
+    (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+    (torch.ones(2), torch.zeros(2)),
+    (torch.ones(2), torch.ones(2, requires_grad=True)),
+    (np.ones(2), np.ones(2, dtype=np.float32)),
+    ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    ({"a": [(1, "x")]}, {"a": [(1, "y")]}),
+    (Raised(ValueError, "a"), Raised(ValueError, "b")),
+    (Raised(ValueError, "a"), Raised(TypeError, "a")),
+]
+
+
+def test_differences_are_found():
+    for ours, torchs in DIFFERENT:
+        with pytest.raises(AssertionError):
+            assert_same(ours, torchs)
+        assert_same(torchs, torchs)
 
 
 def only_ours(action):
@@ -66,9 +64,3 @@ def test_failures_and_warnings_are_results_only_where_they_are_expected(same):
     for expected in ({"fails": True}, {"warns": True}):
         with pytest.raises(AssertionError):
             same(lambda DataLoader: 1, **expected)
-
-
-def test_message_of_a_workers_error_is_unwrapped():
-    error = ValueError("Caught ValueError in DataLoader worker process 0.\nOriginal Traceback\n  x\nValueError: a\nb\n")
-    assert own_message(error) == "a\nb"
-    assert own_message(ValueError("plain")) == "plain"

@@ -105,13 +105,12 @@ LOADERS = {
     "torch dataset": "hr.DataLoader(Seen(), None, num_workers=2)",
     "transform": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen)",
     "aget": "hr.DataLoader(AsyncSeen(), None, num_workers=2)",
-    "aget, no workers": "hr.DataLoader(AsyncSeen(), None, placement='process')",
     "thread placement": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen, placement='thread')",
     "threads": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen, executor='thread')",
     "forked": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen, multiprocessing_context='fork')",
 }
 # Only worker processes have one thread, as in torch.
-NOT_IN_WORKER_PROCESSES = {"aget", "aget, no workers", "threads"}
+NOT_IN_WORKER_PROCESSES = {"aget", "threads"}
 
 
 @pytest.fixture(scope="module")

@@ -35,13 +35,6 @@ def test_as_many_threads_as_workers_work_at_once():
     assert assembling() == []
 
 
-def test_auto_puts_threads_into_a_process_of_their_own():
-    with hr.DataLoader(Numbers(), batch_size=4, num_workers=2, executor="thread") as loader:
-        assert len(list(loader)) == 6
-        assert loader.stats().placement.startswith("process")
-        assert assembling() == []
-
-
 async def test_error_outside_of_user_code_is_raised_and_the_thread_goes_on():
     executor = ThreadExecutor(1, RankInfo(0, 1, "the test"), seeds=False)
     await executor.open()

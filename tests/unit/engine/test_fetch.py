@@ -9,7 +9,6 @@ import pytest
 
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import BatchFetch, SampleFetch
-from headrace._core.store.request_stats import RequestStats, report_throttled, session_stats
 from tests.unit.engine.stages import Stage, plan, plans
 
 
@@ -80,7 +79,8 @@ def test_the_pipe_does_not_drain_at_the_end_of_a_batch(on_loop):
     on_loop(scenario)
 
 
-def test_whole_batches_are_fetched_as_many_at_once_as_cover_the_concurrency(on_loop):
+@pytest.mark.parametrize("concurrency", [10, AdaptiveLimit(3, 8)], ids=["samples", "calls"])
+def test_calls_for_whole_batches_cover_a_number_of_samples_or_are_counted_themselves(on_loop, concurrency):
     async def scenario():
         store = Store()
 
@@ -88,9 +88,9 @@ def test_whole_batches_are_fetched_as_many_at_once_as_cover_the_concurrency(on_l
             await store.aget(indices[0])
             return [index * 2 for index in indices]
 
-        async with fetching_batches(agets, 10) as stage:
+        async with fetching_batches(agets, concurrency) as stage:
             await stage.admit(*plans(6, 4))
-            assert store.asked == [0, 4, 8], "10 samples in batches of 4: three calls cover them"
+            assert store.in_flight == 3
             store.let_go(*range(24))
             await anyio.wait_all_tasks_blocked()
         fetched = {raw.plan.number: raw.samples for raw in stage.delivered}
@@ -100,27 +100,7 @@ def test_whole_batches_are_fetched_as_many_at_once_as_cover_the_concurrency(on_l
     on_loop(scenario)
 
 
-def test_a_call_counts_as_one_fetch_where_the_number_is_found_out(on_loop):
-    async def scenario():
-        store = Store()
-
-        async def agets(indices):
-            await store.aget(indices[0])
-            return [-index for index in indices]
-
-        async with fetching_batches(agets, AdaptiveLimit(3, 8)) as stage:
-            await stage.admit(*plans(20, 5))
-            assert store.in_flight == 3
-            store.let_go(*range(100))
-            await anyio.wait_all_tasks_blocked()
-        assert {raw.plan.number: raw.samples for raw in stage.delivered} == {
-            one.number: [-index for index in one.indices] for one in plans(20, 5)
-        }
-
-    on_loop(scenario)
-
-
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_agets_must_answer_for_every_index(on_loop, count):
     async def agets(indices):
         return list(range(count))
@@ -154,17 +134,3 @@ def test_time_outs_of_user_code_make_the_window_smaller(on_loop):
             assert stage.source._size == control.limit < 64
 
     on_loop(scenario)
-
-
-def test_what_a_dataset_reports_is_counted_for_its_own_loader():
-    async def scenario():
-        requests = RequestStats()
-        report_throttled()
-        assert requests.throttle_events == 0
-        session_stats.set(requests)
-        report_throttled()
-        assert requests.throttle_events == 1
-        requests.take()
-        assert requests.throttle_events == 1, "the counts of a batch begin anew; this does not"
-
-    asyncio.run(scenario())

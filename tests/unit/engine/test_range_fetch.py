@@ -3,7 +3,6 @@
 import asyncio
 
 import numpy as np
-import pytest
 import torch
 
 from headrace._core.batches import Rows
@@ -84,21 +83,21 @@ async def test_samples_without_bytes_need_no_request():
     assert not dataset.asked
 
 
-@pytest.mark.parametrize("wrong", ["fewer", "negative"])
-async def test_ranges_that_cannot_be_are_the_samples_errors(wrong):
+async def test_ranges_that_cannot_be_are_their_samples_errors_and_no_other_batchs():
     class Wrong(Bytes):
         def ranges(self, indices):
             good = super().ranges(indices)
-            if wrong == "fewer" and len(indices) > 1:
-                return Ranges(good.objects[1:], good.starts, good.stops)
-            return good if wrong == "fewer" else Ranges(good.objects, good.starts - 1, good.stops - 1)
+            return Ranges(good.objects, good.starts - (np.array(indices) % 20 == 0), good.stops)
 
         async def aget(self, index):
             raise LookupError(f"asked for {index} alone")
 
     async with stage(Wrong()) as fetch:
-        await fetch.admit(plan(0, (0, 1)))
-        assert [described(failure) for failure in fetch.batches[0]] == [(i, f"asked for {i} alone") for i in (0, 1)]
+        await fetch.admit(plan(0, (0, 1)), plan(1, (12, 13)), plan(2, (20,)))
+        batches = dict(zip(fetch.numbers, fetch.batches, strict=True))
+    assert batches.pop(1) == [12, 13]
+    failures = [described(failure) for number in (0, 2) for failure in batches[number]]
+    assert failures == [(i, f"asked for {i} alone") for i in (0, 1, 20)]
 
 
 async def test_a_tensor_of_samples_goes_on_as_rows_and_with_a_failure_among_them_as_samples():

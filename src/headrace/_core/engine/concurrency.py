@@ -24,9 +24,8 @@ MAX_LOSS = 0.75  # of what a trial of fewer would lose by a smaller share; below
 HOLD, LONGEST_HOLD = 1.0, 30.0  # seconds without a trial after a decrease or a failed trial; doubled each time
 GRACE = 0.5  # seconds after a decrease in which throttling concerns earlier requests
 LEAST_DECREASE, MOST_DECREASE = 0.9, 0.5  # factors of the limit
-CAUTIOUS_STEP = 1.1  # for a trial of more fetches after throttling, of one engine alone
 MOST_PEERS = 8  # engines that are counted; with more, a share is not to be distinguished from noise
-CLIMB_INTERVAL = 0.5  # seconds between two additions of one of several engines, after throttling
+CLIMB_INTERVAL = 0.5  # seconds between two additions after throttling
 CLIMB_STEP = 0.25  # by which the square root of the limit is multiplied for an addition
 TRIAL_TIMEOUT = 5.0  # seconds after which a trial is given up that a slow consumer prevents
 
@@ -124,15 +123,13 @@ class AdaptiveLimit:
         well = max(ended, self.limit - throttled)
         kept = min(LEAST_DECREASE, max(MOST_DECREASE, well / (well + throttled)))
         target = max(1, int(self.limit * kept))
-        if self._peers == 1 and self._throttled and self._base is not None and self._base[0] < self.limit:
-            target = self._base[0]  # the trial was throttled, and the limit before it was not
-        self._hold = min(LONGEST_HOLD, self._hold * 2) if self._throttled and self._peers == 1 else HOLD
+        self._hold = HOLD
         self._throttled = True
         self._ignore_throttles_until = now + GRACE
         self._settle_on(target, now, wait=True)
 
     def _evaluate(self, now: float, rate: float) -> None:
-        if self._throttled and self._peers > 1:
+        if self._throttled:
             if now >= self._next_probe_at:
                 self._climb(now, rate)
             return
@@ -199,8 +196,7 @@ class AdaptiveLimit:
             wanted = self.limit * 2
         else:
             up, self._up_next = self._up_next, not self._up_next
-            step = CAUTIOUS_STEP if self._throttled else STEP
-            wanted = max(self.limit + 1, int(self.limit * step)) if up else int(self.limit / step)
+            wanted = max(self.limit + 1, int(self.limit * STEP)) if up else int(self.limit / STEP)
         wanted = max(1, min(self._most, wanted))
         if wanted == self.limit:
             self._doubling = False

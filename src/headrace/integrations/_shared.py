@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,7 +26,7 @@ from headrace.samplers import ElasticSampler
 from headrace.state import merge_states
 
 State = Mapping[str, Any]
-_AT_ONCE = 4096  # indices computed by one call; as headrace._core.order.samplers
+_AT_ONCE = 4096  # indices computed by one call
 
 
 def copied(loader: DataLoader[Any], device: torch.device | None) -> DataLoader[Any]:
@@ -136,14 +135,10 @@ class BatchwiseSampler(ElasticSampler):
         full, last = self._steps(cursor, shard)
         size, step = self.batch_size, self.batch_size * shard.count
         first, count = cursor + shard.index * size, full * size + last
-
-        def block(start: int) -> list[int]:
+        for start in range(0, count, _AT_ONCE):
             numbers = np.arange(start, min(start + _AT_ONCE, count), dtype=np.int64)
             positions = (first + numbers // size * step + numbers % size) % self._length
-            found: list[int] = (positions if isinstance(order, range) else order[positions]).tolist()
-            return found
-
-        return itertools.chain.from_iterable(map(block, range(0, count, _AT_ONCE)))
+            yield from (positions if isinstance(order, range) else order[positions]).tolist()
 
 
 class BatchwiseBatches(BatchSampler):
@@ -169,10 +164,8 @@ def save_state(state: State, folder: str | Path, name: str, rank: int) -> None:
         torch.load(part, weights_only=True)
     except Exception as error:
         part.unlink()
-        raise StateError(
-            "the loader's state cannot be saved in a checkpoint: the state_dict() of its dataset, iterator or sampler "
-            "has values that torch.load(weights_only=True) refuses"
-        ) from error
+        text = "the state of the loader's dataset, iterator or sampler cannot be saved"
+        raise StateError(f"{text}: torch.load(weights_only=True) refuses values in it") from error
     os.replace(part, path)
 
 
@@ -195,8 +188,7 @@ def load_state(folder: str | Path, name: str, rank: RankInfo) -> State | None:
     if saved.rank is None:
         return first  # the same on all ranks
     files = [_path(folder, name, number) for number in range(saved.ranks)]
-    missing = [file.name for file in files if not file.exists()]
-    if missing:
+    if missing := [file.name for file in files if not file.exists()]:
         raise StateError(f"{folder} has no {', '.join(missing)}: every rank has to save, and to find the files of all")
     return merge_states(map(_read, files))
 

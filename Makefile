@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .DEFAULT_GOAL := help
 PARTS  := $(addprefix test-,faults unit-engine unit-data unit-others others contract)
 .PHONY: help demo test $(PARTS) test-integrations test-all coverage environment-integrations azurite parity-table
-.PHONY: trainers-table lint bench bench-quick clean
+.PHONY: lint bench bench-quick clean
 
 # Without bytecode each of some hundred interpreters that tests start would compile headrace again, in half a second.
 unexport PYTHONDONTWRITEBYTECODE
@@ -77,9 +77,6 @@ azurite: ## the emulator of Azure that some tests need, by npm; without it they 
 
 parity-table: $(VENV)/.dev ## docs/parity.md, from the tests that prove it
 	@$(BIN)/python -m tests.parity.table
-
-trainers-table: environment-integrations ## the tables of docs/trainers.md, from the tests that prove them
-	@$(VENV_INTEGRATIONS)/bin/python -m tests.integrations.table
 
 lint: $(VENV)/.dev ## ruff, mypy, and the check of words
 	$(BIN)/ruff check .

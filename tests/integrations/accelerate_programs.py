@@ -1,6 +1,5 @@
 """Programs for each rank, with loaders that headrace.integrations.accelerate has prepared, or accelerate rebuilt."""
 
-import asyncio
 import gc
 import itertools
 import json
@@ -10,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import accelerate
+import pytest
 import torch
 import torch.distributed
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -20,49 +20,16 @@ from torch.utils.data import DataLoader as TorchDataLoader
 import headrace as hr
 from headrace.integrations.accelerate import PreparedLoader, prepare, skip_first_batches
 from tests.faults import watching
+from tests.integrations.common import SHARDS, Numbers, Stream, flat, tenfold
 
 SAMPLES = 24
-SHARDS = 4
+ALL = list(range(0, 10 * SAMPLES, 10))
 EPOCHS = 2
-
-
-class Numbers(hr.AsyncDataset):
-    """Its samples are their indices; it records which it fetched, and how many fetches were in flight."""
-
-    def __init__(self, samples=SAMPLES):
-        self.samples = samples
-        self.fetched = []
-        self.in_flight = self.most_in_flight = 0
-
-    def __len__(self):
-        return self.samples
-
-    async def aget(self, index):
-        self.fetched.append(index)
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        await asyncio.sleep(0)
-        self.in_flight -= 1
-        return index
-
-
-class Stream(hr.AsyncIterableDataset):
-    """Gives its samples to every rank."""
-
-    def __init__(self, samples=SAMPLES):
-        self.samples = samples
-
-    async def __aiter__(self):
-        for number in range(self.samples):
-            yield number
+COUNTS = [SAMPLES // SHARDS] * SHARDS
 
 
 class OwnBatches(BatchSampler):
     """Of a class that is not torch's own: its batches are divided."""
-
-
-def tenfold(sample):
-    return sample * 10
 
 
 def with_noise(sample, generator):
@@ -76,7 +43,11 @@ def accelerator_with(**configuration):
     )
 
 
-def batches_of(accelerator, loader):
+def batches_of(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def observed(accelerator, loader):
     """Of one epoch: this rank's batches, what accelerate knows at each, and what it gathers for metrics."""
     batches, gathered = [], []
     for batch in loader:
@@ -86,34 +57,24 @@ def batches_of(accelerator, loader):
         if accelerator.even_batches:
             gathered += accelerator.gather_for_metrics(batch).tolist()
     assert not GradientState().in_dataloader
-    return batches, gathered
+    return batches, gathered, loader.total_batch_size, loader.total_dataset_length
 
 
 def divisions():
-    """Sequential loaders of headrace and of torch in every configuration: batches, length, gathered samples."""
-    outcomes = []
-    for even in (True, False):
-        for split in (True, False):
-            accelerator = accelerator_with(even_batches=even, split_batches=split)
-            for samples in (3, 8, 11):
-                for drop_last in (True, False):
-                    options = {"batch_size": 4, "drop_last": drop_last}
-                    ours = prepare(accelerator, hr.DataLoader(list(range(samples)), **options))
-                    theirs = accelerator.prepare(TorchDataLoader(range(samples), **options))
-                    pair = [
-                        (
-                            *batches_of(accelerator, loader),
-                            loader.total_batch_size,
-                            loader.total_dataset_length,
-                        )
-                        for loader in (ours, theirs)
-                    ]
-                    assert len(ours) == len(pair[0][0])  # theirs is one too many where no sample is left for the rank
-                    outcomes.append(((even, split, samples, drop_last), *pair))
-    return outcomes
+    """Sequential loaders of headrace and of torch, in every configuration."""
+    for even, split in itertools.product((True, False), repeat=2):
+        accelerator = accelerator_with(even_batches=even, split_batches=split)
+        for samples, drop_last in itertools.product((3, 8, 11), (True, False)):
+            options = {"batch_size": 4, "drop_last": drop_last}
+            ours = prepare(accelerator, hr.DataLoader(list(range(samples)), **options))
+            theirs = accelerator.prepare(TorchDataLoader(range(samples), **options))
+            batches, gathered, *_ = found = observed(accelerator, ours)
+            assert found == observed(accelerator, theirs), (even, split, samples, drop_last)
+            assert len(ours) == len(batches)  # theirs is one too many where no sample is left for the rank
+            assert not even or drop_last or gathered == list(range(samples))
 
 
-def orders(folder):
+def orders(pattern):
     """The samples of each epoch, by kind of loader."""
     accelerator = accelerator_with()
     torch.manual_seed(accelerator.process_index)
@@ -121,24 +82,24 @@ def orders(folder):
     weighted = WeightedRandomSampler([1.0] * SAMPLES, 16, replacement=False)
     distributed = DistributedSampler(range(SAMPLES), **ranks)
     loaders = {
-        "seed": hr.DataLoader(Numbers(), batch_size=2, shuffle=True, seed=5, transform=tenfold),
-        "seed, workers": hr.DataLoader(Numbers(), batch_size=2, shuffle=True, seed=5, transform=tenfold, num_workers=1),
-        "unseeded": hr.DataLoader(Numbers(), batch_size=2, shuffle=True, transform=tenfold),
-        "generator": hr.DataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator(), transform=tenfold),
+        "seed": hr.DataLoader(Numbers(SAMPLES), batch_size=2, shuffle=True, seed=5, transform=tenfold),
+        "seed, workers": hr.DataLoader(Numbers(SAMPLES), 2, shuffle=True, seed=5, transform=tenfold, num_workers=1),
+        "unseeded": hr.DataLoader(Numbers(SAMPLES), batch_size=2, shuffle=True, transform=tenfold),
+        "generator": hr.DataLoader(Numbers(SAMPLES), 2, shuffle=True, generator=torch.Generator(), transform=tenfold),
         "unequal generators": hr.DataLoader(
-            Numbers(), 2, True, generator=torch.Generator().manual_seed(ranks["rank"]), transform=tenfold
+            Numbers(SAMPLES), 2, True, generator=torch.Generator().manual_seed(ranks["rank"]), transform=tenfold
         ),
         "unequal batches": hr.DataLoader(
-            Numbers(), batch_sampler=OwnBatches(RandomSampler(range(SAMPLES)), 2, False), transform=tenfold
+            Numbers(SAMPLES), batch_sampler=OwnBatches(RandomSampler(range(SAMPLES)), 2, False), transform=tenfold
         ),
-        "weighted": hr.DataLoader(Numbers(), 2, sampler=weighted, transform=tenfold),
+        "weighted": hr.DataLoader(Numbers(SAMPLES), 2, sampler=weighted, transform=tenfold),
         "torch's dataset": hr.DataLoader(list(range(SAMPLES)), batch_size=2, shuffle=True, seed=5, transform=tenfold),
-        "DistributedSampler": hr.DataLoader(Numbers(), 2, sampler=distributed, transform=tenfold),
-        "ElasticSampler": hr.DataLoader(Numbers(), 2, sampler=hr.ElasticSampler(SAMPLES), transform=tenfold),
-        "one at a time": hr.DataLoader(Numbers(), batch_size=None, transform=tenfold),
-        "lines by shard": hr.DataLoader(lines(folder, counts=COUNTS), 2, transform=tenfold),
-        "lines by sample": hr.DataLoader(lines(folder, split="samples"), 2, transform=tenfold),
-        "split stream": hr.DataLoader(Stream().split(), 2, transform=tenfold),
+        "DistributedSampler": hr.DataLoader(Numbers(SAMPLES), 2, sampler=distributed, transform=tenfold),
+        "ElasticSampler": hr.DataLoader(Numbers(SAMPLES), 2, sampler=hr.ElasticSampler(SAMPLES), transform=tenfold),
+        "one at a time": hr.DataLoader(Numbers(SAMPLES), batch_size=None, transform=tenfold),
+        "lines by shard": hr.DataLoader(lines(pattern, counts=COUNTS), 2, transform=tenfold),
+        "lines by sample": hr.DataLoader(lines(pattern, split="samples"), 2, transform=tenfold),
+        "split stream": hr.DataLoader(Stream(SAMPLES).split(), 2, transform=tenfold),
     }  # fmt: skip
     report = {}
     for name, loader in loaders.items():
@@ -146,32 +107,26 @@ def orders(folder):
         prepared = prepare(accelerator, loader)
         assert prepare(accelerator, prepared) is accelerator.prepare(prepared) is prepared
         with prepared:
-            report[name] = [
-                [sample for batch in prepared for sample in torch.as_tensor(batch).view(-1).tolist()] for _ in range(2)
-            ]
+            report[name] = [flat(prepared) for _ in range(2)]
         if name == "seed":
-            report["most in flight"] = dataset.most_in_flight
+            report["most in flight"] = dataset.most
     unequal = prepare(accelerator, hr.DataLoader(Stream(SAMPLES - 1).split(), 1))
     report["steps of an unequal stream"] = len(list(unequal))
     return report
 
 
-COUNTS = [SAMPLES // SHARDS] * SHARDS
+def lines(pattern, **options):
+    return hr.LinesDataset(pattern, shuffle=True, **options).map(int)
 
 
-def lines(folder, **options):
-    return hr.LinesDataset(Path(folder, "*.txt"), shuffle=True, **options).map(int)
-
-
-def loader_of(kind, folder):
+def loader_of(kind, pattern):
     """The loader of a training program."""
     options = {"batch_size": 2, "transform": hr.randomized(with_noise)}
-    if kind == "seed":
-        return hr.DataLoader(Numbers(), shuffle=True, seed=7, **options)
-    if kind == "generator":
-        return hr.DataLoader(Numbers(), shuffle=True, generator=torch.Generator().manual_seed(3), **options)
+    if kind in ("seed", "generator"):
+        order = {"seed": 7} if kind == "seed" else {"generator": torch.Generator().manual_seed(3)}
+        return hr.DataLoader(Numbers(SAMPLES), shuffle=True, **order, **options)
     division = {"split": "samples"} if kind == "samples" else {"counts": COUNTS}
-    return hr.DataLoader(lines(folder, **division), seed=7, **options)
+    return hr.DataLoader(lines(pattern, **division), seed=7, **options)
 
 
 class Progress:
@@ -186,150 +141,143 @@ class Progress:
         self.epoch = state["epoch"]
 
 
-def train(folder, kind, kill_after=None, stateful=False, registered=False):
+class Training:
+    """A linear model, and its optimizer."""
+
+    def __init__(self, **configuration):
+        self.accelerator = accelerator_with(gradient_accumulation_steps=5, **configuration)
+        model = torch.nn.Linear(1, 1).double()
+        torch.nn.init.ones_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def step(self, samples, noise):
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward((self.model(samples[:, None].double()) - noise[:, None]).square().mean())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def weights(self):
+        return [each.item() for each in self.accelerator.unwrap_model(self.model).parameters()]
+
+
+def train(folder, pattern, kind, kill_after=None, stateful=False):
     """Train from the checkpoint in `folder`, if it is there; or save it after a number of steps, and be killed.
 
     Returns the samples of each step with their noise, and the weights.
     """
-    folder = Path(folder)
-    accelerator = accelerator_with(use_stateful_dataloader=stateful, gradient_accumulation_steps=5)
-    model = torch.nn.Linear(1, 1).double()
-    torch.nn.init.ones_(model.weight)
-    torch.nn.init.zeros_(model.bias)
-    loader = prepare(accelerator, loader_of(kind, folder))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    model, optimizer, prepared = accelerator.prepare(model, optimizer, loader)
-    assert prepared is loader
-    progress = Progress()
-    accelerator.register_for_checkpointing(*([progress, loader] if registered else [progress]))
-    if (folder / "checkpoint").exists():
-        accelerator.load_state(str(folder / "checkpoint"))
+    training = Training(use_stateful_dataloader=stateful)
+    accelerator, checkpoint = training.accelerator, Path(folder, "checkpoint")
+    loader, progress = prepare(accelerator, loader_of(kind, pattern)), Progress()
+    accelerator.register_for_checkpointing(*([progress, loader] if kind == "seed" else [progress]))
+    if checkpoint.exists():
+        accelerator.load_state(str(checkpoint))
     seen, step = [], 0
     for epoch in range(progress.epoch, EPOCHS):
         progress.epoch = epoch
         for samples, noise in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward((model(samples[:, None].double()) - noise[:, None]).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
+            training.step(samples, noise)
             seen.append((epoch, samples.tolist(), noise.tolist(), accelerator.sync_gradients))
             step += 1
             if step == kill_after:
-                accelerator.save_state(str(folder / "checkpoint"))
-                (folder / f"seen{accelerator.process_index}").write_text(json.dumps(seen))
+                accelerator.save_state(str(checkpoint))
+                Path(folder, f"seen{accelerator.process_index}").write_text(json.dumps(seen))
                 accelerator.wait_for_everyone()
                 os.kill(os.getpid(), signal.SIGKILL)
-    weights = [each.item() for each in accelerator.unwrap_model(model).parameters()]
     accelerator.wait_for_everyone()  # gloo may wait for ever for a rank that has ended
     accelerator.end_training()
-    return seen, weights
+    return seen, training.weights()
 
 
 def train_with_torch(epochs):
-    """As `train`, with torch's loader of the samples of each epoch and their noise."""
-    accelerator = accelerator_with(gradient_accumulation_steps=5)
-    model = torch.nn.Linear(1, 1).double()
-    torch.nn.init.ones_(model.weight)
-    torch.nn.init.zeros_(model.bias)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    """As `train`, with torch's loader of the samples of each epoch and their noise; the weights."""
+    training = Training()
     for samples in epochs:
-        for numbers, noise in accelerator.prepare(TorchDataLoader(samples, batch_size=2)):
-            with accelerator.accumulate(model):
-                accelerator.backward((model(numbers[:, None].double()) - noise[:, None]).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-    return [each.item() for each in accelerator.unwrap_model(model).parameters()]
+        for numbers, noise in training.accelerator.prepare(TorchDataLoader(samples, batch_size=2)):
+            training.step(numbers, noise)
+    return training.weights()
 
 
-def skipping(folder):
-    """The batches after some were skipped, and the indices that were fetched for them."""
+def skipping(folder, pattern):
     accelerator = accelerator_with()
-    report = {}
 
-    def fresh(dataset=None):
-        dataset = dataset or Numbers()
-        return dataset, prepare(accelerator, hr.DataLoader(dataset, 2, shuffle=True, seed=5, transform=tenfold))
+    def fresh():
+        return prepare(accelerator, hr.DataLoader(Numbers(SAMPLES), 2, shuffle=True, seed=5, transform=tenfold))
 
-    _, loader = fresh()
-    report["whole"] = [[batch.tolist() for batch in loader] for _ in range(2)]
-    dataset, loader = fresh()
-    report["skipped"] = [[b.tolist() for b in each] for each in (accelerator.skip_first_batches(loader, 3), loader)]
-    report["fetched"] = dataset.fetched[: len(report["skipped"][0]) * 2]
+    loader = fresh()
+    first, second = batches_of(loader), batches_of(loader)
+    loader = fresh()
+    assert batches_of(accelerator.skip_first_batches(loader, 3)) == first[3:]
+    assert sorted(loader.dataset.fetched) == sorted(sample // 10 for sample in itertools.chain(*first[3:]))
+    assert batches_of(loader) == second
     accelerator._dataloaders.clear()
-    _, loader = fresh()
-    iterator = iter(loader)
+    iterator = iter(loader := fresh())
     for _ in range(3):
         next(iterator)
-    accelerator.save_state(str(Path(folder, "skipping")))
+    accelerator.save_state(folder)
     accelerator._dataloaders.clear()
-    _, restored = fresh()
-    accelerator.load_state(str(Path(folder, "skipping")))
-    try:
+    restored = fresh()
+    accelerator.load_state(folder)
+    with pytest.raises(ValueError, match="after 3 batches of epoch 0"):
         skip_first_batches(restored, 2)
-    except ValueError as error:
-        report["other position"] = str(error)
-    report["restored and skipped"] = [batch.tolist() for batch in skip_first_batches(restored, 3)]
-    stream = prepare(accelerator, hr.DataLoader(lines(folder, split="samples"), 2, transform=tenfold))
-    report["stream"] = [len(list(stream)), len(list(skip_first_batches(stream, 2))), len(list(stream))]
-    try:
+    assert batches_of(skip_first_batches(restored, 3)) == first[3:]
+    stream = prepare(accelerator, hr.DataLoader(lines(pattern, split="samples"), 2, transform=tenfold))
+    assert [len(list(stream)), len(list(skip_first_batches(stream, 2))), len(list(stream))] == [12, 10, 12]
+    with pytest.raises(RuntimeError, match=r"accelerator.skip_first_batches\(loader, n\)"):
         list(accelerate.skip_first_batches(loader, 3))
-    except RuntimeError as error:
-        report["rebuilt"] = str(error)
     plain = accelerator.prepare(TorchDataLoader(range(8), batch_size=2))
-    report["torch's"] = [batch.tolist() for batch in accelerator.skip_first_batches(plain, 1)]
-    return report
+    assert batches_of(accelerator.skip_first_batches(plain, 1)) == [[2, 3], [4, 5], [6, 7]]
 
 
 def nesting():
-    """What accelerate knows while a loader is evaluated inside another's epoch, and after iterators are dropped."""
+    """A loader is evaluated inside another's epoch, and iterators are dropped."""
     accelerator = accelerator_with(gradient_accumulation_steps=2)
     training = prepare(accelerator, hr.DataLoader(Numbers(6), 2, seed=0))
     evaluation = prepare(accelerator, hr.DataLoader(Numbers(5), 2))
-    state, reported = accelerator.gradient_state, []
+    state, ends = accelerator.gradient_state, []
     peeked = iter(evaluation)
     next(peeked)
     for _ in training:
         next(iter(evaluation))  # dropped at once
         assert state.active_dataloader is training
-        gathered = [number for batch in evaluation for number in accelerator.gather_for_metrics(batch).tolist()]
+        assert flat(map(accelerator.gather_for_metrics, evaluation)) == list(range(5))
         with accelerator.accumulate():
-            reported.append((gathered, state.end_of_dataloader, accelerator.sync_gradients))
+            ends.append(state.end_of_dataloader)
+    assert ends == [False] * (len(ends) - 1) + [True]
+    assert accelerator.sync_gradients, "the last step"
     del peeked
     for _ in training:
         assert state.active_dataloader is training
         break
     assert not state.in_dataloader
-    state_after_break = training.state_dict()
     rest = prepare(accelerator, hr.DataLoader(Numbers(6), 2, seed=0))
-    rest.load_state_dict(state_after_break)
-    reported.append([batch.tolist() for batch in rest])
-    reported.append([batch.tolist() for batch in training])
+    rest.load_state_dict(training.state_dict())
+    whole = batches_of(training)
+    assert batches_of(rest) == whole[1:]
     training.batch_sampler.even_batches = False  # as join_uneven_inputs does
-    reported.append(len(list(training)))
-    return reported
+    assert len(list(training)) == len(whole) - accelerator.process_index
 
 
 def states():
-    """The batches that follow each state of an epoch, and those of its last call of `next()`."""
+    """Each state of an epoch is that of the batch given out last."""
     accelerator = accelerator_with(even_batches=False)
 
     def fresh():
         return prepare(accelerator, hr.DataLoader(Numbers(9), 2, shuffle=True, seed=1))
 
     with fresh() as loader:
-        whole = [[batch.tolist() for batch in loader] for _ in range(2)]
+        first, second = batches_of(loader), batches_of(loader)
         loader.set_epoch(0)
-        saved = [(loader.state_dict(), "before")]
-        saved += [(loader.state_dict(), number) for number, _ in enumerate(loader)]
-        saved.append((loader.state_dict(), "after"))
-    follow = {}
-    for state, name in saved:
+        saved = [(loader.state_dict(), [first, second])]
+        saved += [(loader.state_dict(), [first[number + 1 :], second]) for number, _ in enumerate(loader)]
+        saved.append((loader.state_dict(), [second]))
+    assert len(saved) == len(first) + 2
+    for state, expected in saved:
         with fresh() as restored:
             restored.load_state_dict(state)
             restored.set_epoch(7)  # as trainers call it then
-            follow[name] = [[batch.tolist() for batch in restored] for _ in range(2)]
-    return whole, follow
+            assert [batches_of(restored) for _ in expected] == expected
 
 
 class Fragile(Numbers):
@@ -340,63 +288,57 @@ class Fragile(Numbers):
 
 
 def failing():
-    """The batches of a loader with a sample that cannot be fetched, and the state after each call of `next()`."""
+    """A sample that cannot be fetched: its error comes in its turn, and ends the iteration."""
     accelerator = accelerator_with()
     loader = prepare(accelerator, hr.DataLoader(Fragile(9), 2))
-    outcomes, batches = [], iter(loader)
-    while True:
-        try:
-            outcomes.append(next(batches).tolist())
-        except OSError:
-            outcomes.append("error")
-        except StopIteration:
-            break
+    batches = iter(loader)
+    for expected, left in (([0, 1], 7), ([2, 3], 5), (None, 3)):
+        if expected is None:
+            with pytest.raises(OSError, match="no such sample"):
+                next(batches)
+        else:
+            assert next(batches).tolist() == expected
         fresh = prepare(accelerator, hr.DataLoader(Numbers(9), 2))
         fresh.load_state_dict(loader.state_dict())
-        outcomes.append(sum(map(len, fresh)))
-    return outcomes, accelerator.gradient_state.in_dataloader
+        assert len(flat(fresh)) == left
+    assert next(batches, None) is None
+    assert not accelerator.gradient_state.in_dataloader
 
 
-def closing(how):
-    """The workers in mid-epoch; what runs after training was ended there, and what ran before it began."""
+def closing():
+    """Workers and threads end when a loader is closed in mid-epoch, or dropped."""
     accelerator = accelerator_with()
-    with hr.DataLoader(Numbers(), 2, num_workers=1, transform=tenfold) as first:
+    with hr.DataLoader(Numbers(SAMPLES), 2, num_workers=1, transform=tenfold) as first:
         list(first)  # starts the process from which workers are forked, which is kept
-    before = watching.workers(), watching.children(), watching.threads()
-    loader = prepare(accelerator, hr.DataLoader(Numbers(), 2, num_workers=1, transform=tenfold))
-    batches = iter(loader)
-    next(batches)
-    during = watching.workers()
-    if how == "closed":
-        loader.close()
-    else:
+    for how in ("closed", "dropped"):
+        before = watching.workers(), watching.children(), watching.threads()
+        loader = prepare(accelerator, hr.DataLoader(Numbers(SAMPLES), 2, num_workers=1, transform=tenfold))
+        batches = iter(loader)
+        next(batches)
+        assert watching.workers() != before[0]
+        if how == "closed":
+            loader.close()
         del loader, batches
-    accelerator.free_memory()
-    gc.collect()
-    return during, (watching.workers(), watching.children(), watching.threads()), before
+        accelerator.free_memory()
+        gc.collect()
+        assert (watching.workers(), watching.children(), watching.threads()) == before, how
 
 
 def errors():
-    """What is refused, by name."""
-    report = {}
+    def refused(error, text, dataset, batch_size=1, prepared=prepare, **options):
+        accelerator = accelerator_with(split_batches=options.pop("split_batches", False))
+        with pytest.raises(error, match=text):
+            prepared(accelerator, hr.DataLoader(dataset, batch_size, **options))
 
-    def attempt(name, call, **configuration):
-        try:
-            call(accelerator_with(**configuration))
-        except (TypeError, ValueError) as error:
-            report[name] = f"{type(error).__name__}: {error}"
-
-    def loader(*arguments, **options):
-        return lambda accelerator: prepare(accelerator, hr.DataLoader(*arguments, **options))
-
-    attempt("split_batches", loader(Numbers(), 3), split_batches=True)
-    attempt("replicated", loader(Stream()))
-    attempt("other ranks", loader(Numbers(), sampler=DistributedSampler(range(9), num_replicas=4, rank=3)))
-    attempt("torch's", lambda accelerator: prepare(accelerator, TorchDataLoader(range(3))))
-    attempt("rebuilt", lambda accelerator: prepare(accelerator, accelerator.prepare(hr.DataLoader(Numbers()))))
-    attempt("async", lambda accelerator: aiter(prepare(accelerator, hr.DataLoader(Numbers()))))
-    attempt("subclass", lambda accelerator: subclasses(accelerator, report))
-    return report
+    numbers = Numbers(SAMPLES)
+    refused(ValueError, "no multiple of 2", numbers, 3, split_batches=True)
+    refused(ValueError, r"split\(\)", Stream(SAMPLES))
+    other = DistributedSampler(range(9), num_replicas=4, rank=3)
+    refused(ValueError, "rank 3 of 4", numbers, sampler=other)
+    refused(TypeError, "DataLoaderShard", numbers, prepared=lambda own, loader: prepare(own, own.prepare(loader)))
+    refused(TypeError, "", numbers, prepared=lambda own, loader: aiter(prepare(own, loader)))
+    with pytest.raises(TypeError, match=r"accelerator.prepare\(\)"):
+        prepare(accelerator_with(), TorchDataLoader(range(3)))
 
 
 class Renamed(hr.DataLoader):
@@ -411,30 +353,28 @@ class Renamed(hr.DataLoader):
             yield 2 * batch
 
 
-def subclasses(accelerator, report):
-    loader = Renamed(8)
-    prepared = prepare(accelerator, loader)
+def subclasses():
+    accelerator, loader = accelerator_with(), Renamed(8)
+    prepared, restored = prepare(accelerator, loader), prepare(accelerator, Renamed(8))
     assert isinstance(prepared, Renamed)
     assert isinstance(prepared, PreparedLoader)
-    assert type(loader) is Renamed
+    assert (type(loader), prepared.label) == (Renamed, "mine")
     batches = iter(prepared)
     first = next(batches).tolist()
-    restored = prepare(accelerator, Renamed(8))
     restored.load_state_dict(prepared.state_dict())
-    report["of a subclass"] = (prepared.label, first, *(batch.tolist() for batch in restored))
-
-
-def warned():
-    """The warnings of a loader that was given to `Accelerator.prepare` itself, in two epochs."""
-    accelerator = accelerator_with()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            list(accelerator.prepare(hr.DataLoader(list(range(4)), on_error="skip")))
-    return [(each.category.__name__, str(each.message)) for each in caught]
+    assert [first, *batches_of(restored)] == [[0, 2], [4, 6], [8, 10], [12, 14]][accelerator.process_index :: 2]
 
 
 # Loaders that accelerate rebuilds.
+
+
+def warned():
+    """A loader that was given to `Accelerator.prepare` itself warns once, in two epochs."""
+    accelerator, loader = accelerator_with(), hr.DataLoader(list(range(4)), on_error="skip")
+    with pytest.warns(RuntimeWarning) as caught:
+        flat(itertools.chain.from_iterable(accelerator.prepare(loader) for _ in range(2)))
+    (warning,) = caught
+    assert "headrace.integrations.accelerate.prepare(accelerator, loader)" in str(warning.message)
 
 
 class OwnSplit(hr.AsyncIterableDataset):
@@ -446,59 +386,56 @@ class OwnSplit(hr.AsyncIterableDataset):
             yield number
 
 
-class Around(hr.AsyncIterableDataset):
-    """A user's stream around another, which is started on the background loop."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    async def __aiter__(self):
-        async for sample in self.inner:
-            yield sample
-
-
 def everything(loader):
     """The samples of all ranks."""
     parts = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, [number for batch in loader for number in batch.tolist()])
+    torch.distributed.all_gather_object(parts, flat(loader))
     return [sample for part in parts for sample in part]
 
 
-def rebuilt(folder):
-    """The samples of all ranks, by loader: of streams, and of two epochs of a dataset."""
-    warnings.simplefilter("ignore")
+def rebuilt(pattern):
+    """Each sample of streams, and of two epochs of a dataset, is seen once on two ranks."""
     streams = {
-        "undivided": Stream,
+        "undivided": lambda: Stream(SAMPLES),
         "own split": OwnSplit,
-        "by sample": lambda: lines(folder, split="samples"),
-        "by shard": lambda: lines(folder, remainder="keep"),
-        "around another": lambda: Around(lines(folder, split="samples")),
+        "by sample": lambda: lines(pattern, split="samples"),
+        "by shard": lambda: lines(pattern, remainder="keep"),
     }
-    report = {"streams": {}, "workers": {}}
     for dispatch in (None, False):
         accelerator = accelerator_with(dispatch_batches=dispatch)
         for name, make in streams.items():
             loader = accelerator.prepare(hr.DataLoader(make(), batch_size=3, transform=tenfold))
-            report["streams"][name, dispatch] = everything(loader)
-        plain = accelerator.prepare(TorchDataLoader(streams["by sample"]().map(tenfold), batch_size=3))
-        report["streams"]["torch's loader", dispatch] = everything(plain)
-        for method in ("fork", "spawn")[: 1 + (dispatch is None)]:
-            options = {"num_workers": 2, "multiprocessing_context": method, "transform": tenfold}
-            loader = accelerator.prepare(hr.DataLoader(OwnSplit(), batch_size=2, **options))
-            report["workers"][method, dispatch] = everything(loader)
+            assert sorted(everything(loader)) == ALL, name
+        loader = hr.DataLoader(OwnSplit(), 2, num_workers=2, multiprocessing_context="fork", transform=tenfold)
+        assert sorted(set(everything(accelerator.prepare(loader)))) == ALL  # accelerate pads
     ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
-    try:
-        list(accelerator.prepare(hr.DataLoader(lines(folder, split="samples", **ranks), batch_size=3)))
-    except ValueError as error:
-        report["explicit rank"] = str(error)
+    with pytest.raises(ValueError, match="rank=0, world_size=2" if ranks["rank"] == 0 else "world_size=2"):
+        list(accelerator.prepare(hr.DataLoader(lines(pattern, split="samples", **ranks), batch_size=3)))
 
     def made(workers=0):
-        loader = hr.DataLoader(Numbers(), 3, shuffle=True, seed=5, num_workers=workers, transform=tenfold)
+        loader = hr.DataLoader(Numbers(SAMPLES), 3, shuffle=True, seed=5, num_workers=workers, transform=tenfold)
         return accelerator.prepare(loader)
 
     loader = made()
-    report["epochs"] = [everything(loader) for _ in range(2)]
-    report["epoch with workers"] = everything(made(2))
-    report["resumed"] = everything([*itertools.islice(made(), 2), *accelerate.skip_first_batches(made(), 2)])
+    first, second = everything(loader), everything(loader)
+    resumed = everything([*itertools.islice(made(), 2), *accelerate.skip_first_batches(made(), 2)])
+    assert sorted(first) == sorted(second) == sorted(resumed) == ALL
+    assert first != second
+    assert everything(made(2)) == first
+
+
+def on_one_rank(folder, pattern):
+    """Several programs, since starting a process takes longer than they do."""
+    for program in (warned, closing, failing, divisions):
+        program()
+    skipping(folder, pattern)
+
+
+def on_two_ranks(pattern):
+    warnings.simplefilter("ignore")
+    for program in (divisions, nesting, states, errors, subclasses):
+        program()
+    rebuilt(pattern)
+    report = orders(pattern)
     torch.distributed.destroy_process_group()
     return report

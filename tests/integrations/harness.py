@@ -30,41 +30,26 @@ class Launcher:
             FORK_SERVER_IMPORTS=" ".join(("tests.integrations.torchvision_ops", *imports)), OMP_NUM_THREADS="1"
         )
 
-    def run(self, program: Callable[..., Any], *arguments: Any, ranks: int = 1, **environment: str) -> list[Any]:
-        """Run a program in each rank.
-
-        Args:
-            program: called with the arguments; what it returns is pickled.
-            arguments: for `program`.
-            ranks: number of processes. With one, no launcher's variables are set.
-            environment: further variables.
-
-        Returns:
-            What each rank returned.
+    def run(self, program: Callable[..., Any], *arguments: Any, ranks: int = 1) -> list[Any]:
+        """Run a program in each rank; with one, no launcher's variables are set. Returns what each rank returned.
 
         Raises:
             AssertionError: a rank ended with an error, or was killed; with its output.
         """
-        ended, results = self.run_to_end(program, *arguments, ranks=ranks, **environment)
+        ended, results = self.run_to_end(program, *arguments, ranks=ranks)
         assert not any(status for status, _ in ended), "\n".join(output for _, output in ended)
         return results
 
     def run_to_end(
-        self, program: Callable[..., Any], *arguments: Any, ranks: int = 1, **environment: str
+        self, program: Callable[..., Any], *arguments: Any, ranks: int = 1
     ) -> tuple[list[tuple[int, str]], list[Any]]:
-        """As `run`, of a program that may be killed or fail.
-
-        Returns:
-            The exit status and the output of each rank, and what each returned; None of one that did not end well.
-        """
+        """As `run`, of a program that may be killed or fail: status and output of each rank, and what each returned."""
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             files = [Path(folder, f"rank{rank}") for rank in range(ranks)]
             meeting = Rendezvous(ranks)
             variables = launchers_variables(meeting, ranks)
             programs = [
-                stack.enter_context(
-                    self._forks.start(functools.partial(_report, file, program, arguments), **each, **environment)
-                )
+                stack.enter_context(self._forks.start(functools.partial(_report, file, program, arguments), **each))
                 for file, each in zip(files, variables, strict=True)
             ]
             outputs = ["".join(each.communicate(TIMEOUT)) for each in programs]
@@ -83,12 +68,8 @@ def launchers_variables(meeting: Rendezvous, ranks: int) -> list[dict[str, str]]
     """The environment of each rank, as torchrun sets it; empty for a single process."""
     if ranks == 1:
         return [{}]
-    common = {
-        **meeting.variables,
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "tests",
-    }
+    names = {"LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "tests"}
+    common = {**meeting.variables, **names}
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing
 import os
 import signal
@@ -11,46 +10,45 @@ import threading
 import warnings
 from pathlib import Path
 
-import anyio
 import datasets
 import numpy as np
+import pytest
 import torch
 import transformers
 from transformers import TrainerCallback, TrainingArguments
 
 import headrace as hr
 from headrace.integrations.transformers import Trainer
+from tests.integrations import common
 
 SAMPLES = 44  # 11 batches of 4: the last step of an epoch with 2 in a step has one batch
+ALL = list(range(0, 10 * SAMPLES, 10))
 
 
-class Numbers(hr.AsyncDataset):
-    """Numbers by index; knows how many were fetched at once."""
+class Numbers(common.Numbers):
+    """Samples for the model."""
 
     def __init__(self, count=SAMPLES):
-        self.count = count
-        self.in_flight = self.most = 0
-
-    def __len__(self):
-        return self.count
+        super().__init__(count)
 
     async def aget(self, index):
-        self.in_flight += 1
-        self.most = max(self.most, self.in_flight)
-        await anyio.lowlevel.checkpoint()
-        self.in_flight -= 1
-        return sample_of(index) | {"unused": "by the model"}
+        return sample_of(await super().aget(index)) | {"unused": "by the model"}
 
 
-class Stream(hr.AsyncIterableDataset):
-    """Numbers, of unknown length, not divided among ranks."""
+def stream(count=SAMPLES):
+    return common.Stream(count).map(sample_of)
 
-    def __init__(self, count=SAMPLES):
-        self.count = count
 
-    async def __aiter__(self):
-        for number in range(self.count):
-            yield sample_of(number)
+class TorchNumbers(common.TorchNumbers):
+    """Samples for torch's loader, transformed."""
+
+    def __getitem__(self, index):
+        return tenfold(sample_of(super().__getitem__(index)))
+
+
+class TorchStream(common.TorchStream):
+    def __iter__(self):
+        return map(sample_of, super().__iter__())
 
 
 def sample_of(number):
@@ -150,12 +148,9 @@ def checkpoint(folder, step):
     return str(Path(folder, f"checkpoint-{step}"))
 
 
-def error_of(function, *arguments, **options):
-    try:
-        function(*arguments, **options)
-    except Exception as error:
-        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", [])])
-    return None
+def check_continued(whole, continued, step):
+    assert continued.samples == whole.samples[len(whole.samples) - len(continued.samples) :]
+    assert (continued.weights, continued.progress) == (whole.weights, whole.progress[step:])
 
 
 def counted(prediction):
@@ -163,77 +158,11 @@ def counted(prediction):
     return {"count": len(prediction.predictions), "sum": int(np.sum(prediction.predictions))}
 
 
-class TorchNumbers(torch.utils.data.Dataset):
-    """Numbers for torch's loader, transformed."""
-
-    def __init__(self, count=SAMPLES):
-        self.count = count
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        if index >= self.count:  # the Trainer iterates over it for the lengths
-            raise IndexError(index)
-        return tenfold(sample_of(index))
-
-
-# One process.
-
-
-def interrupted(folder):
-    """A whole run, one that ends within its second epoch, and one continued from each of its checkpoints."""
-    whole = train(Path(folder, "whole"))
-    begun = train(folder, **SAVING, ends_after=9)
-    return whole, begun, {step: train(folder, resume=step) for step in (2, 6, 8)}
-
-
-def continued_otherwise(folder):
-    """Continued with other batches, without a state, or from the beginning of the epoch."""
-    train(folder, **SAVING, ends_after=9)
-    other = train(folder, resume=8, per_device_train_batch_size=7, gradient_accumulation_steps=1)
-    most = train(folder, resume=8, per_device_train_batch_size=7, gradient_accumulation_steps=1, max_steps=14)
-    thirds = train(folder, resume=8, gradient_accumulation_steps=3)
-    for step in (6, 8):
-        os.remove(Path(checkpoint(folder, step), "headrace_loader_rank_0.pth"))
-    missing = error_of(train, folder, resume=8)
-    anew = train(folder, resume=8, ignore_data_skip=True)
-    ended = train(folder, resume=6)
-    unfit = error_of(train, folder, Numbers(SAMPLES + 4), resume=2)
-    only_model = Path(folder, "model")
-    train(only_model, **SAVING, save_only_model=True, ends_after=3)
-    return other, most, thirds, missing, anew, ended, unfit, os.listdir(checkpoint(only_model, 2))
-
-
-def of_a_stream(folder):
-    """More epochs of a stream of unknown length than its state has; saved in mid-epoch and at the end of one."""
-    steps = {"max_steps": 15, "num_train_epochs": 1, "gradient_accumulation_steps": 1}
-    stream = functools.partial(lambda: Stream(16).shuffle(8, seed=3))
-    whole = train(Path(folder, "whole"), stream(), **steps)
-    train(folder, stream(), **SAVING, **steps, ends_after=9)
-    continued = {step: train(folder, stream(), resume=step, **steps) for step in (6, 8)}
-    return whole, continued, error_of(train, folder, stream(), resume=6, **steps | {"gradient_accumulation_steps": 4})
-
-
-def with_samplers(folder):
-    """Orders of other samplers, continued."""
-    outcomes = {}
-    for name, kind, options in (
-        ("by length", Trainer, {"train_sampling_strategy": "group_by_length"}),
-        ("rebalanced", Trainer, {"train_sampling_strategy": "batch_rebalance"}),
-        ("own", OwnSampler, {}),
-    ):
-        path = Path(folder, name)
-        options = {**options, "num_train_epochs": 2}
-        whole = train(path, Texts(), kind=kind, **options, **SAVING)
-        outcomes[name] = whole, train(path, Texts(), kind=kind, **options, resume=4)
-    swapped = error_of(train, Path(folder, "own"), Texts(), resume=4)
-    few = train(Path(folder, "few"), Texts(), kind=FewSamples, num_train_epochs=1)
-    return outcomes, swapped, few
-
-
 class Texts(TorchNumbers):
     """Numbers as texts of different lengths."""
+
+    def __init__(self):
+        super().__init__(SAMPLES)
 
     def __getitem__(self, index):
         return {**super().__getitem__(index), "x": index, "input_ids": [0] * (index % 5 + 1)}
@@ -264,8 +193,8 @@ def collate(samples):
     return {"x": torch.tensor([sample["x"] for sample in samples])}
 
 
-class Unreadable(torch.utils.data.SequentialSampler):
-    """A sampler with a state that torch.load refuses."""
+class Unreadable(TorchNumbers):
+    """Has a state that torch.load refuses."""
 
     def state_dict(self):
         return {"position": self}
@@ -274,24 +203,93 @@ class Unreadable(torch.utils.data.SequentialSampler):
         raise NotImplementedError
 
 
-class UnreadableState(Trainer):
-    def get_train_dataloader(self):
-        sampler = Unreadable(range(SAMPLES))
-        return hr.DataLoader(self.train_dataset, 4, sampler=sampler, transform=tenfold, collate_fn=collate)
+# One process.
 
 
-def unreadable(folder):
-    return error_of(train, folder, kind=UnreadableState, **SAVING), os.listdir(checkpoint(folder, 2))
+def interrupted(folder):
+    """A whole run, one that ends within its second epoch, and one continued from each of its checkpoints."""
+    whole = train(Path(folder, "whole"))
+    begun = train(folder, **SAVING, ends_after=9)
+    return whole, begun, {step: train(folder, resume=step) for step in (2, 6, 8)}
+
+
+def continued_otherwise(folder):
+    """Continued with other batches, without a state, or from the beginning of the epoch."""
+    whole = train(Path(folder, "whole"))
+    train(folder, **SAVING, ends_after=9)
+    for batch_size, accumulation, steps in ((7, 1, 4 + 7), (4, 3, 3 + 4)):  # 7 batches of 4 are left, and then 11
+        options = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+        other = train(folder, resume=8, **options)
+        assert other.samples == whole.samples[44 + 16 :]
+        assert [len(other.progress), other.progress[-1][1]] == [steps, 3.0]
+        assert batch_size == 4 or "4 of 7 batches are left" in str(other.warnings)
+    for step in (6, 8):
+        os.remove(Path(checkpoint(folder, step), "headrace_loader_rank_0.pth"))
+    with pytest.raises(hr.StateError, match="has no state of the loader") as caught:
+        train(folder, resume=8)
+    assert "ignore_data_skip=True" in caught.value.__notes__[0]
+    assert train(folder, resume=8, ignore_data_skip=True).samples[:44] == whole.epochs[1]
+    assert train(folder, resume=6).samples == whole.samples[44:]
+    with pytest.raises(hr.StateError, match=r"len\(dataset\) was 44, and is 48"):
+        train(folder, Numbers(SAMPLES + 4), resume=2)
+    only_model = Path(folder, "model")
+    train(only_model, **SAVING, save_only_model=True, ends_after=3)
+    assert "headrace_loader_rank_0.pth" not in os.listdir(checkpoint(only_model, 2))
+
+
+def of_a_stream(folder):
+    """More epochs of a stream of unknown length than its state has; saved in mid-epoch and at the end of one."""
+    steps = {"max_steps": 15, "num_train_epochs": 1, "gradient_accumulation_steps": 1}
+
+    def shuffled():
+        return stream(16).shuffle(8, seed=3)
+
+    whole = train(Path(folder, "whole"), shuffled(), **steps)
+    assert len({tuple(epoch) for epoch in whole.epochs[:3]}) == 3
+    train(folder, shuffled(), **SAVING, **steps, ends_after=9)
+    for step in (6, 8):
+        continued = train(folder, shuffled(), resume=step, **steps)
+        assert len(continued.samples) == len(whole.samples) - 4 * step
+        check_continued(whole, continued, step)
+    with pytest.raises(hr.StateError, match="gradient_accumulation_steps=4"):
+        train(folder, shuffled(), resume=6, **steps | {"gradient_accumulation_steps": 4})
+
+
+def with_samplers(folder):
+    """Orders of other samplers, continued."""
+    for name, kind, options in (
+        ("by length", Trainer, {"train_sampling_strategy": "group_by_length"}),
+        ("rebalanced", Trainer, {"train_sampling_strategy": "batch_rebalance"}),
+        ("own", OwnSampler, {}),
+    ):
+        path = Path(folder, name)
+        options = {**options, "num_train_epochs": 2}
+        whole = train(path, Texts(), kind=kind, **options, **SAVING)
+        assert [sorted(epoch) for epoch in whole.epochs] == [ALL] * 2
+        check_continued(whole, train(path, Texts(), kind=kind, **options, resume=4), 4)
+        if name == "by length":
+            lengths = [number // 10 % 5 for number in whole.epochs[0]]
+            steps = [lengths[start : start + 8] for start in range(8, 40, 8)]  # the longest sample is in the first
+            assert steps == [sorted(step, reverse=True) for step in steps]
+    with pytest.raises(hr.StateError, match="WeightedRandomSampler"):
+        train(Path(folder, "own"), Texts(), resume=4)
+    few = train(Path(folder, "few"), Texts(), kind=FewSamples, num_train_epochs=1)
+    assert sorted(few.samples) == ALL[:20]
 
 
 def of_own_loaders(folder):
+    """A loader of a subclass is saved and continued; transformers' own Trainer rebuilds it for the rest of an epoch."""
     whole = train(Path(folder, "whole"), kind=OwnLoader)
-    outcomes = [whole]
     for kind in (OwnLoader, StockWithOwnLoader):
         path = Path(folder, kind.__name__)
         train(path, kind=kind, **SAVING, ends_after=9)
-        outcomes.append(train(path, kind=kind, resume=8))
-    return outcomes
+        continued = train(path, kind=kind, resume=8)
+        if kind is OwnLoader:
+            check_continued(whole, continued, 8)
+            continue
+        assert sorted(continued.epochs[0]) == sorted(whole.samples[16:44])
+        assert continued.epochs[1] == whole.epochs[2]
+        assert "engine does not run" in str(continued.warnings)
 
 
 def with_workers(folder):
@@ -304,52 +302,72 @@ def with_workers(folder):
     of_trainer = {"eval_dataset": Numbers(10), "compute_metrics": counted}
     whole = train(Path(folder, "whole"), of_trainer=of_trainer, **options)
     train(folder, of_trainer=of_trainer, **options, ends_after=9)
-    return whole, os.listdir(folder), train(folder, of_trainer=of_trainer, **options, resume=8)
+    kept = os.listdir(folder)
+    assert ("checkpoint-4" in kept, "checkpoint-8" in kept) == (False, True)
+    continued = train(folder, of_trainer=of_trainer, **options, resume=8)
+    check_continued(whole, continued, 8)
+    assert [entry["eval_count"] for entry in whole.metrics] == [10] * 3
+    assert continued.left == whole.left == []
 
 
 def refused(folder):
-    """Training arguments that cannot be honoured."""
-    refused = {"dispatch_batches": True, "even_batches": False}
-    errors = {name: error_of(trainer_of, folder, accelerator_config={name: value}) for name, value in refused.items()}
+    """What cannot be honoured."""
+    for name, value in (("dispatch_batches", True), ("even_batches", False)):
+        with pytest.raises(ValueError, match=name):
+            trainer_of(folder, accelerator_config={name: value})
     method = transformers.Trainer._run_epoch
     del transformers.Trainer._run_epoch  # as a version without it
-    errors["_run_epoch"] = error_of(trainer_of, folder)
+    with pytest.raises(NotImplementedError, match="_run_epoch"):
+        trainer_of(folder)
     transformers.Trainer._run_epoch = method
-    errors["batch_size"] = error_of(train, folder, of_trainer={"loader_options": {"batch_size": 3}})
-    return errors
+    with pytest.raises(TypeError, match="batch_size"):
+        train(folder, of_trainer={"loader_options": {"batch_size": 3}})
+    with pytest.raises(hr.StateError, match="cannot be saved"):
+        train(folder, Unreadable(SAMPLES), **SAVING)
+    assert not any("headrace_loader" in file for file in os.listdir(checkpoint(folder, 2)))
+
+
+def alone(folder):
+    """The jobs of one process, since starting it takes longer than they do; returns those of `interrupted`."""
+    report = interrupted(folder)
+    for job in (with_workers, continued_otherwise, of_a_stream, with_samplers, of_own_loaders, refused):
+        job(Path(folder, job.__name__))
+    return report
 
 
 # Several ranks.
 
 
 def evaluated(folder):
-    """Metrics and predictions of this Trainer, and of the one that it derives from."""
-    outcomes = {}
+    """Metrics and predictions of this Trainer and of the one that it derives from: each sample once, in order."""
+    losses = {}
     for name, kind, dataset in (
-        ("headrace", Trainer, Numbers(21)),
-        ("stream", Trainer, Stream(21)),
+        ("headrace", Trainer, Numbers(21)),  # 21 samples: not divisible by batches or ranks
+        ("stream", Trainer, stream(21)),
         ("torch's stream", Trainer, TorchStream(21)),
         ("stock", transformers.Trainer, TorchNumbers(21)),
     ):
         trainer, _ = trainer_of(folder, kind=kind, of_trainer={"compute_metrics": counted, "eval_dataset": dataset})
         metrics = trainer.evaluate()
-        predictions = trainer.predict(dataset).predictions[:, 0].tolist()
-        outcomes[name] = {key: metrics[f"eval_{key}"] for key in ("loss", "count", "sum")}, predictions
-    outcomes["left"] = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    return outcomes
+        assert (metrics["eval_count"], metrics["eval_sum"]) == (21, 10 * sum(range(21)))
+        assert trainer.predict(dataset).predictions[:, 0].tolist() == [10 * number for number in range(21)]
+        losses[name] = metrics["eval_loss"]
+    assert losses["headrace"] == losses["stock"]
+    assert threading.enumerate() == [threading.main_thread()]
 
 
-class TorchStream(torch.utils.data.IterableDataset):
-    def __init__(self, count):
-        self.count = count
-
-    def __iter__(self):
-        for number in range(self.count):
-            yield sample_of(number)
-
-
-def ranks_whole(folder):
-    return train(Path(folder, "whole")), error_of(train, folder, kind=OwnLoader)
+def on_ranks(folder):
+    """Evaluation, a loader that does not divide, a whole run, and by kind of stream two runs, one of them continued."""
+    evaluated(folder)
+    with pytest.raises(ValueError, match="ElasticSampler"):
+        train(folder, kind=OwnLoader)
+    report = {"whole": train(Path(folder, "whole"))}
+    for name, make in STREAMS.items():
+        options = {"max_steps": 8, "num_train_epochs": 1}
+        path = Path(folder, name)
+        report[name] = train(path, make(), **options, **SAVING)
+        check_continued(report[name], train(path, make(), **options, resume=4), 4)
+    return report
 
 
 def ranks_killed(folder):
@@ -370,19 +388,10 @@ def ranks_continued(folder):
 
 
 STREAMS = {
-    "split": lambda: Stream().split(),
+    "split": lambda: stream().split(),
     "torch's": lambda: TorchStream(SAMPLES),
     "Hugging Face's": lambda: hf_stream(SAMPLES),
 }
-
-
-def ranks_of_streams(folder):
-    outcomes = {}
-    for name, stream in STREAMS.items():
-        options = {"max_steps": 8, "num_train_epochs": 1}
-        path = Path(folder, name)
-        outcomes[name] = train(path, stream(), **options, **SAVING), train(path, stream(), **options, resume=4)
-    return outcomes
 
 
 def hf_stream(count):

@@ -1,11 +1,13 @@
-"""Training jobs of Lightning's for `test_lightning.py` and others: what each rank trained on, and its last weight."""
+"""Training jobs of Lightning's: what each rank trained on, and its last weight."""
 
 from __future__ import annotations
 
 import tests.integrations.torchvision_ops  # noqa: F401  # before Lightning, which imports torchvision
 
 # isort: split
+import functools
 import gc
+import itertools
 import json
 import os
 import signal
@@ -23,10 +25,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 
 import headrace as hr
-from tests.integrations.lightning_data import SAMPLES, Numbers, PlainNumbers, PlainStream, lines, over_two, tenfold
+from tests.integrations.common import Numbers, TorchStream, tenfold
 
-__all__ = ["SAMPLES", "PlainNumbers"]  # for the tests
-
+SAMPLES = 40
 EPOCHS = 3
 QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
 
@@ -78,24 +79,16 @@ def plain(batch: Any) -> Any:
     return batch.tolist() if isinstance(batch, torch.Tensor) else [plain(part) for part in batch]
 
 
-def raises_at(step: int) -> Callable[[int], None]:
+def raises_at(step: int, now: int) -> None:
     """Stops a job before a step by an exception."""
-
-    def stop(now: int) -> None:
-        if now == step:
-            raise RuntimeError("stopped by the test")
-
-    return stop
+    if now == step:
+        raise RuntimeError("stopped by the test")
 
 
-def killed_at(step: int) -> Callable[[int], None]:
+def killed_at(step: int, now: int) -> None:
     """Stops a job before a step by SIGKILL."""
-
-    def stop(now: int) -> None:
-        if now == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return stop
+    if now == step:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def trainer_of(epochs: int = EPOCHS, **options: Any) -> lightning.Trainer:
@@ -109,93 +102,102 @@ def trainer_of(epochs: int = EPOCHS, **options: Any) -> lightning.Trainer:
 def train(
     loaders: Any,
     *,
-    resume: str | None = None,
+    resume: Any = None,
     stop: Callable[[int], None] | None = None,
-    save: dict[str, Any] | None = None,
+    saves: tuple[dict[str, Any], ...] = (),
     validation: Any = None,
     model: Model | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Fit a model; `save` is for `ModelCheckpoint`."""
+    """Fit a model; each of `saves` is for a `ModelCheckpoint`."""
     warnings.filterwarnings("ignore", module="lightning")
     model = Model(stop) if model is None else model
-    if save is not None:
-        options |= {"callbacks": [ModelCheckpoint(save_top_k=-1, **save)], "enable_checkpointing": True}
+    if saves:
+        callbacks = [ModelCheckpoint(save_top_k=-1, **save) for save in saves]
+        options |= {"callbacks": callbacks, "enable_checkpointing": True}
     trainer = trainer_of(**options)
     trainer.fit(model, loaders, validation, ckpt_path=resume)
-    return {"seen": model.seen, "weight": model.weight.item(), "validated": model.validated, "trainer": trainer}
+    return {"seen": model.seen, "weight": model.weight.item(), "validated": model.validated}
 
 
-def map_style(**options: Any) -> hr.DataLoader[Any]:
-    return hr.DataLoader(Numbers(), 4, transform=tenfold, **options)
+def each_step(folder: Any) -> dict[str, Any]:
+    """Save after each step."""
+    return {"dirpath": folder, "every_n_train_steps": 1, "filename": "{step}"}
 
 
-# By kind, a function that makes a loader; its argument is a folder for shards.
+def lines(pattern: str, **options: Any) -> Any:
+    """A stream of four shards of ten numbers each."""
+    return hr.LinesDataset(pattern, **options).map(int)
+
+
+def map_style(batch_size: int = 4, **options: Any) -> hr.DataLoader[Any]:
+    return hr.DataLoader(Numbers(SAMPLES), batch_size, transform=tenfold, **options)
+
+
+def of_lines(pattern: str, batch_size: int = 4, **options: Any) -> hr.DataLoader[Any]:
+    return hr.DataLoader(lines(pattern, **options), batch_size, transform=tenfold)
+
+
+def both(pattern: str, mode: str) -> CombinedLoader:
+    """A dataset and a shorter stream of unknown length, in one mode."""
+    return CombinedLoader({"map": KINDS["seeded"](""), "stream": of_lines(pattern, 12, shuffle=True)}, mode)
+
+
+# By kind, a function that makes a loader; its argument is the pattern of shards.
 ON_RANKS: dict[str, Callable[[str], Any]] = {
     "seeded": lambda _: map_style(shuffle=True, seed=5, concurrency=3),
     "unseeded": lambda _: map_style(shuffle=True),
-    "shards": lambda folder: hr.DataLoader(lines(folder, shuffle=True, remainder="keep"), 4, transform=tenfold),
-    "split by samples": lambda folder: hr.DataLoader(
-        lines(folder, shuffle=True, split="samples"), 4, transform=tenfold
-    ),
+    "shards": lambda pattern: of_lines(pattern, shuffle=True, remainder="keep"),
+    "split by samples": lambda pattern: of_lines(pattern, shuffle=True, split="samples"),
+}
+KINDS: dict[str, Callable[[str], Any]] = {  # for one process
+    "seeded": lambda _: map_style(8, shuffle=True, seed=5),
+    "generator": lambda _: map_style(8, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "torch's stream": lambda _: hr.DataLoader(TorchStream(SAMPLES), 8, transform=tenfold),
+    "unknown length": lambda pattern: hr.DataLoader(lines(pattern, shuffle=True).shuffle(8, seed=1), 8),
+    "max_size_cycle": lambda pattern: both(pattern, "max_size_cycle"),
+    "max_size": lambda pattern: both(pattern, "max_size"),
+    "min_size": lambda pattern: both(pattern, "min_size"),
 }
 
 
-def whole_and_resumed(kind: str, folder: str, steps: tuple[int, ...]) -> dict[str, Any]:
-    """A run that saves a checkpoint after each step, and runs that continue after some."""
-    save = {"dirpath": f"{folder}/checkpoints", "every_n_train_steps": 1, "filename": "{step}"}
-    whole = train(ON_RANKS[kind](f"{folder}/lines"), save=save)
-    del whole["trainer"]
-    return {"whole": whole, "resumed": resumed(kind, folder, steps)}
+def whole_and_resumed(folder: str, pattern: str, kinds: tuple[str, ...], steps: tuple[int, ...]) -> dict[str, Any]:
+    """By kind, a run that saves a checkpoint after each step, and runs that continue after some."""
+    report = {}
+    for kind in kinds:
+        whole = train(ON_RANKS[kind](pattern), saves=(each_step(f"{folder}/{kind}"),))
+        report[kind] = {"whole": whole, **resumed(folder, pattern, (kind,), steps)[kind]}
+    return report
 
 
-def resumed(kind: str, folder: str, steps: tuple[int, ...]) -> dict[int, Any]:
-    """Runs that continue after steps; of one that fails the error."""
-    outcomes: dict[int, Any] = {}
-    for step in steps:
+def resumed(folder: str, pattern: str, kinds: tuple[str, ...], steps: tuple[int, ...]) -> dict[str, Any]:
+    """By kind and step, runs that continue after the step; of one that fails the error."""
+    report: dict[str, Any] = {kind: {} for kind in kinds}
+    for kind, step in itertools.product(kinds, steps):
         try:
-            outcomes[step] = from_checkpoint(kind, folder, f"{folder}/checkpoints/step={step}.ckpt")
+            report[kind][step] = train(ON_RANKS[kind](pattern), resume=f"{folder}/{kind}/step={step}.ckpt")
         except hr.StateError as error:
-            outcomes[step] = str(error)
-    return outcomes
+            report[kind][step] = str(error)
+    return report
 
 
-def both(folder: str, mode: str) -> CombinedLoader:
-    """A dataset and a shorter stream of unknown length, in one mode."""
-    stream = hr.DataLoader(lines(folder, shuffle=True), 12, transform=tenfold)
-    return CombinedLoader({"map": KINDS["seeded"](folder), "stream": stream}, mode)
+def kill(folder: str, step: int) -> None:
+    """A run that is killed before a step."""
+    train(ON_RANKS["seeded"](""), saves=(each_step(folder),), stop=functools.partial(killed_at, step))
 
 
-# As ON_RANKS, for one process.
-KINDS: dict[str, Callable[[str], Any]] = {
-    "seeded": lambda _: hr.DataLoader(Numbers(), 8, shuffle=True, seed=5, transform=tenfold),
-    "generator": lambda _: hr.DataLoader(Numbers(), 8, shuffle=True, generator=torch.Generator().manual_seed(3)),
-    "torch's stream": lambda _: hr.DataLoader(PlainStream(), 8, transform=tenfold),
-    "unknown length": lambda folder: hr.DataLoader(lines(folder, shuffle=True).shuffle(8, seed=1), 8),
-    "max_size_cycle": lambda folder: both(folder, "max_size_cycle"),
-    "max_size": lambda folder: both(folder, "max_size"),
-    "min_size": lambda folder: both(folder, "min_size"),
-}
+def over_two(number):
+    return number > 2
 
 
-def evaluated(folder: str) -> dict[str, Any]:
-    """What a rank validates, predicts and tests on, and the number of its batches of a stream."""
+def evaluated(pattern: str) -> dict[str, Any]:
+    """What a rank validates and predicts on, and the number of its batches of a stream."""
+    model, counted = Model(), Model()
     trainer = trainer_of(epochs=2)
-    model = Model()
-    shuffled = map_style(shuffle=True, seed=5)
     trainer.fit(model, map_style(shuffle=True, seed=1), map_style())
     trainer.predict(model, map_style(concurrency=3))
-    predicted, model.predicted = model.predicted, []
-    trainer.predict(model, shuffled)
-    stream = hr.DataLoader(lines(folder, split="samples").filter(over_two), 4)
-    counted = Model()
-    trainer_of(epochs=1).fit(counted, stream)
-    return {
-        "validated": model.validated,
-        "predicted": predicted,
-        "shuffled": model.predicted,
-        "steps": len(counted.seen),
-    }
+    trainer_of(epochs=1).fit(counted, hr.DataLoader(lines(pattern, split="samples").filter(over_two), 4))
+    return {"validated": model.validated, "predicted": model.predicted, "steps": len(counted.seen)}
 
 
 class Weight(torch.nn.Module):
@@ -209,20 +211,13 @@ class Weight(torch.nn.Module):
         return (self.weight - numbers.float().mean() / 100) ** 2
 
 
-def state_of_all(loader: hr.DataLoader[Any], world_size: int) -> dict[str, Any]:
-    return hr.gather_state(loader) if world_size > 1 else loader.state_dict()
-
-
-def with_fabric(folder: str, resume: str | None = None) -> dict[str, Any]:
+def with_fabric(folder: str, pattern: str, resume: str | None = None) -> dict[str, Any]:
     """Three epochs by Fabric, with a checkpoint in the second ("middle") and after it ("end"); or the rest of them."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     fabric = lightning.Fabric(accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto")
     fabric.launch()
-    dataset = Numbers()
-    made = {
-        "seeded": hr.DataLoader(dataset, 4, shuffle=True, seed=5, transform=tenfold, concurrency=3),
-        "shards": hr.DataLoader(lines(f"{folder}/lines", shuffle=True, remainder="keep"), 4, transform=tenfold),
-    }
+    made = {kind: ON_RANKS[kind](pattern) for kind in ("seeded", "shards")}
+    dataset = made["seeded"].dataset
     loaders = dict(zip(made, fabric.setup_dataloaders(*made.values()), strict=True))
     model = Weight()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -242,11 +237,11 @@ def with_fabric(folder: str, resume: str | None = None) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
             if (epoch, number, resume) == (1, 1, None):
-                fabric.save(f"{folder}/middle.ckpt", {**parts, "shards": state_of_all(made["shards"], world_size)})
+                fabric.save(f"{folder}/middle.ckpt", {**parts, "shards": hr.gather_state(made["shards"])})
         if (epoch, resume) == (1, None):
-            fabric.save(f"{folder}/end.ckpt", {**parts, "shards": state_of_all(made["shards"], world_size)})
+            fabric.save(f"{folder}/end.ckpt", {**parts, "shards": hr.gather_state(made["shards"])})
     sampler, weight = type(loaders["seeded"].sampler).__name__, model.module.weight.item()
-    counted = fabric.setup_dataloaders(hr.DataLoader(lines(f"{folder}/lines", split="samples").filter(over_two), 4))
+    counted = fabric.setup_dataloaders(hr.DataLoader(lines(pattern, split="samples").filter(over_two), 4))
     steps = len(list(counted))
     del loaders, made, parts, batches, counted
     gc.collect()
@@ -254,35 +249,22 @@ def with_fabric(folder: str, resume: str | None = None) -> dict[str, Any]:
     return {"seen": seen, "most": dataset.most, "sampler": sampler, "weight": weight, "steps": steps, "left": left}
 
 
-def kill(kind: str, folder: str, save: dict[str, Any], step: int) -> None:
-    """A run that is killed before a step."""
-    train(ON_RANKS[kind](folder), save=save, stop=killed_at(step))
-
-
-def from_checkpoint(kind: str, folder: str, path: str) -> dict[str, Any]:
-    """A run that continues from a checkpoint."""
-    result = train(ON_RANKS[kind](f"{folder}/lines"), resume=path)
-    del result["trainer"]
-    return result
-
-
-def launch(folder: str) -> None:
+def launch(folder: str, pattern: str) -> None:
     """As `launched`, in a program that Lightning's launcher starts again for the second rank: ``python -m``."""
     sys.modules["__main__"].__spec__ = ModuleSpec("tests.integrations.lightning_jobs", None)
-    sys.argv[:] = ["", folder]
-    launched(folder)
+    sys.argv[:] = ["", folder, pattern]
+    launched(folder, pattern)
 
 
-def launched(folder: str) -> None:
+def launched(folder: str, pattern: str) -> None:
     """A job of two ranks, each of which writes what it was trained on.
 
     Datasets and loaders are made before `fit()`, when Lightning has not yet said how many processes there are.
     """
-    sampler = hr.BlockShuffleSampler(Numbers(), block_size=4, blocks_at_once=2, seed=1)
+    sampler = hr.BlockShuffleSampler(Numbers(SAMPLES), block_size=4, blocks_at_once=2, seed=1)
     loaders = {
-        "lines": hr.DataLoader(lines(f"{folder}/lines", shuffle=True, counts=[10] * 4), 4),
-        "lines, workers": hr.DataLoader(lines(f"{folder}/lines", shuffle=True, counts=[10] * 4), 4, num_workers=2),
-        "blocks": hr.DataLoader(Numbers(), 4, sampler=sampler),
+        "lines, workers": hr.DataLoader(lines(pattern, shuffle=True, counts=[10] * 4), 4, num_workers=2),
+        "blocks": map_style(sampler=sampler),
     }
     model = Model()
     trainer = trainer_of(2, strategy="ddp", devices=2)
@@ -294,4 +276,4 @@ def launched(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    launched(sys.argv[1])
+    launched(*sys.argv[1:])

@@ -4,7 +4,6 @@ Each is run on the same model and samples, and can be killed and continued. A jo
 after each batch, to `steps.json`, and checkpoints to its folder.
 """
 
-import asyncio
 import contextlib
 import functools
 import gc
@@ -21,60 +20,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed
-from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset
 
 import headrace as hr
+from tests.integrations.common import Numbers, Stream
 
 SAMPLES, BATCH, EPOCHS = 48, 4, 2
 SAVED_AT, KILLED_AT = 2, 4  # batches of the first epoch
-LATENCY = 0.002  # seconds of a fetch
 SEED = 5
 ENGINE = "headrace-engine"  # the name of an engine's thread
 ENDING = 30  # seconds in which the thread of a dropped loader's engine ends
-LEARNING_RATE, MOMENTUM = 1e-7, 0.9
+LEARNING_RATE = 1e-7
 
 
-class Points(hr.AsyncDataset):
-    """Numbers, and the number of fetches that were in flight with each."""
-
-    def __init__(self):
-        self.running = 0
-
-    def __len__(self):
-        return SAMPLES
-
-    async def aget(self, index):
-        self.running += 1
-        await asyncio.sleep(LATENCY)
-        running, self.running = self.running, self.running - 1
-        return index, running
-
-
-def pair(sample):
-    """Input and target; fails if it is applied twice."""
-    index, running = sample
-    return torch.tensor([10.0 * index, running]), torch.tensor([30.0 * index])
-
-
-async def forty_one():
-    """41 samples, which two ranks cannot share evenly."""
-    for number in range(41):
-        yield number, 1
-
-
-class Pairs(Dataset):
-    """The same for torch."""
-
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        return pair((index, 1))
+def pair(index):
+    """Input and target; other indices if it is applied twice."""
+    return torch.tensor([10.0 * index]), torch.tensor([30.0 * index])
 
 
 class Line(torch.nn.Module):
-    """A line, which records the batches that it sees: whether in training, their indices, and the most in flight."""
+    """A line, which records the batches that it sees: whether in training, and their indices."""
 
     def __init__(self):
         super().__init__()
@@ -84,19 +48,15 @@ class Line(torch.nn.Module):
         self.engines = []  # those there were after the last step
 
     def forward(self, batch):
-        indices = (batch[:, 0] / 10).int().tolist()
-        self.seen.append((self.training, indices, int(batch[:, 1].max())))
-        return self.layer(batch[:, :1])
+        self.seen.append((self.training, (batch[:, 0] / 10).int().tolist()))
+        return self.layer(batch)
 
     def steps(self):
         """The indices of each training step."""
-        return [indices for training, indices, _ in self.seen if training]
+        return [indices for training, indices in self.seen if training]
 
     def evaluated(self):
-        return [index for training, indices, _ in self.seen if not training for index in indices]
-
-    def most_in_flight(self):
-        return max(most for _, _, most in self.seen)
+        return [index for training, indices in self.seen if not training for index in indices]
 
     def weights(self):
         return [parameter.tolist() for parameter in self.parameters()]
@@ -122,25 +82,17 @@ class Interruption:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def training_loader(**options):
-    sampler = hr.ElasticSampler(SAMPLES, seed=SEED)
-    return hr.DataLoader(Points(), BATCH, sampler=sampler, transform=pair, **options)
+def training_loader():
+    return hr.DataLoader(Numbers(SAMPLES), BATCH, sampler=hr.ElasticSampler(SAMPLES, seed=SEED), transform=pair)
 
 
 def stream_loader():
-    return hr.DataLoader(hr.from_async_iterable(forty_one).split(), BATCH, transform=pair)
+    return hr.DataLoader(Stream(41).split(), BATCH, transform=pair)  # which two ranks cannot share evenly
 
 
 def evaluation_loader():
-    return hr.DataLoader(Points(), BATCH, sampler=hr.ElasticSampler(SAMPLES, shuffle=False), transform=pair)
-
-
-def by_torch():
-    """Loaders of torch's, and the same of headrace's: with the same arguments, but for the dataset."""
-    return (
-        functools.partial(TorchLoader, Pairs(), BATCH, shuffle=True),
-        functools.partial(hr.DataLoader, Points(), BATCH, shuffle=True, transform=pair),
-    )
+    sampler = hr.ElasticSampler(SAMPLES, shuffle=False)
+    return hr.DataLoader(Numbers(SAMPLES), BATCH, sampler=sampler, transform=pair)
 
 
 def save(folder, step, epoch, **parts):
@@ -152,16 +104,10 @@ def restore(folder, step, **parts):
     """Restores the parts; returns the epoch, which is 0 without a step."""
     if step is None:
         return 0
-    saved = torch.load(
-        Path(folder, f"checkpoint_{step}.pt"), weights_only=False
-    )  # fastai's optimizer has types of its own
+    saved = torch.load(Path(folder, f"checkpoint_{step}.pt"))
     for name, part in parts.items():
         part.load_state_dict(saved[name])
     return saved["epoch"]
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
 def ignite_job(folder, loader, evaluation=None, *, resume=None, kill=False):
@@ -171,7 +117,7 @@ def ignite_job(folder, loader, evaluation=None, *, resume=None, kill=False):
 
     line = Line()
     model = idist.auto_model(line)
-    optimizer = sgd(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     interruption = Interruption(folder, kill)
 
     def train(engine, batch):
@@ -181,11 +127,9 @@ def ignite_job(folder, loader, evaluation=None, *, resume=None, kill=False):
         optimizer.step()
 
     trainer = Engine(train)
-    objects = {"trainer": trainer, "model": line, "optimizer": optimizer}
-    if isinstance(loader, hr.DataLoader):
-        objects["loader"] = loader
-        save = Checkpoint(objects, DiskSaver(folder, require_empty=False), n_saved=None)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=SAVED_AT), save)
+    objects = {"trainer": trainer, "model": line, "loader": loader}
+    save = Checkpoint(objects, DiskSaver(folder, require_empty=False), n_saved=None)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=SAVED_AT), save)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: interruption(line))
     if evaluation is not None:
         evaluator = Engine(lambda engine, batch: line(batch[0]))
@@ -217,15 +161,13 @@ def skorch_job(folder, loader, evaluation=None, *, resume=None, kill=False):
         def on_batch_end(self, net, batch=None, training=None, **options):
             if training:
                 step = (resume or 0) + len(net.module_.steps())
-                if isinstance(loader, hr.DataLoader) and step % SAVED_AT == 0:
-                    parts = {"loader": loader, "model": net.module_, "optimizer": net.optimizer_}
-                    save(folder, step, len(net.history) - 1, **parts)
+                if step % SAVED_AT == 0:
+                    save(folder, step, len(net.history) - 1, loader=loader, model=net.module_)
                 interruption(net.module_)
 
     net = NeuralNetRegressor(
         Line,
         optimizer=torch.optim.SGD,
-        optimizer__momentum=MOMENTUM,
         lr=LEARNING_RATE,
         max_epochs=EPOCHS,
         iterator_train=lambda dataset, batch_size: loader,
@@ -235,7 +177,7 @@ def skorch_job(folder, loader, evaluation=None, *, resume=None, kill=False):
         verbose=0,
     )
     net.initialize()
-    begun = restore(folder, resume, loader=loader, model=net.module_, optimizer=net.optimizer_)
+    begun = restore(folder, resume, loader=loader, model=net.module_)
     net.partial_fit(loader.dataset, epochs=EPOCHS - begun)
     return net.module_
 
@@ -255,20 +197,20 @@ def fastai_job(folder, loader, evaluation=None, *, resume=None, kill=False):
         def after_batch(self):
             if self.training:
                 step = (resume or 0) + len(line.steps())
-                if isinstance(loader, hr.DataLoader) and step % SAVED_AT == 0 and hr.get_rank_info().rank == 0:
-                    save(folder, step, self.epoch, loader=loader, model=line, optimizer=self.learn.opt)
+                if step % SAVED_AT == 0 and hr.get_rank_info().rank == 0:
+                    save(folder, step, self.epoch, loader=loader, model=line)
                 interruption(line)
 
     learn = Learner(
         DataLoaders(loader, evaluation_loader() if evaluation is None else evaluation, device=torch.device("cpu")),
         model,
         loss_func=torch.nn.functional.mse_loss,
-        opt_func=functools.partial(OptimWrapper, opt=torch.optim.SGD, momentum=MOMENTUM),
+        opt_func=functools.partial(OptimWrapper, opt=torch.optim.SGD),
         lr=LEARNING_RATE,
         cbs=[Save()],
     )
     learn.create_opt()
-    begun = restore(folder, resume, loader=loader, model=line, optimizer=learn.opt)
+    begun = restore(folder, resume, loader=loader, model=line)
     with learn.no_bar(), learn.no_logging():
         learn.fit(EPOCHS, start_epoch=begun)
     return line
@@ -294,12 +236,8 @@ def torchtitan_job(folder, loader, evaluation=None, *, resume=None, kill=False):
     dataloader = build(Component.Config(epochs=EPOCHS), loader=loader)
     line = Line()
     model = torch.nn.parallel.DistributedDataParallel(line) if torch.distributed.is_initialized() else line
-    optimizer = sgd(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     parts = {"dataloader": dataloader, "model": line}
-    momentum = [torch.zeros_like(each) for each in line.parameters()]
-    for parameter, buffer in zip(line.parameters(), momentum, strict=True):
-        optimizer.state[parameter]["momentum_buffer"] = buffer
-    parts.update({f"momentum{number}": buffer for number, buffer in enumerate(momentum)})
     interruption = Interruption(folder, kill)
     if resume is not None:
         dcp.load(parts, checkpoint_id=Path(folder, f"checkpoint_{resume}"))
@@ -312,9 +250,7 @@ def torchtitan_job(folder, loader, evaluation=None, *, resume=None, kill=False):
         if step == SAVED_AT or at_end:
             dcp.save(parts, checkpoint_id=Path(folder, f"checkpoint_{step}"))
         interruption(line)
-        if (
-            evaluation is not None and step * BATCH * ranks.world_size % SAMPLES == 0
-        ):  # as its validator: a component of its own, closed
+        if evaluation is not None and step * BATCH * ranks.world_size % SAMPLES == 0:
             line.eval()
             # As its validator does: a component of its own, which it closes.
             validation = build(Component.Config(epochs=1), loader=evaluation_loader())
@@ -351,7 +287,8 @@ def run_and_continue(trainer, folder):
     """A program: a whole job with evaluation, and jobs that go on from a killed one, and from the end of an epoch."""
     job = JOBS[trainer]
     with process_group(), tempfile.TemporaryDirectory() as own:
-        whole = job(own, training_loader(), evaluation_loader())
+        loader = training_loader()
+        whole = job(own, loader, evaluation_loader())
         epoch = len(whole.steps()) // EPOCHS
         resumed = job(folder, training_loader(), resume=SAVED_AT)
         if torch.distributed.is_initialized():
@@ -365,7 +302,7 @@ def run_and_continue(trainer, folder):
         "resumed": resumed.steps(),
         "from the end of an epoch": at_end.steps(),
         "evaluated": whole.evaluated(),
-        "most in flight": whole.most_in_flight(),
+        "most in flight": loader.dataset.most,
         "steps of the stream": len(stream.steps()),
     }
 
@@ -391,16 +328,3 @@ def continue_alone(trainer, folder):
     left = [traceback.format_stack(frames[each.ident]) for each in threading.enumerate() if each.name == ENGINE]
     holders = [type(each).__name__ for each in gc.get_referrers(dropped())] if dropped() is not None else None
     return {**report, "engines left": left, "holders of the loader": holders}
-
-
-def by_import(trainer):
-    """A program: steps and weights with torch's loader, and with headrace's; the order is of torch's generator."""
-    job = JOBS[trainer]
-    with tempfile.TemporaryDirectory() as folder:
-        both = []
-        for make in by_torch():
-            loader = make()
-            torch.manual_seed(4)
-            line = job(folder, loader)
-            both.append((line.steps(), line.weights()))
-    return both

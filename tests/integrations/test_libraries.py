@@ -98,7 +98,6 @@ def test_timm(workers, keeps_iterator):
             num_workers=workers,
             persistent_workers=False,
             use_multi_epochs_loader=keeps_iterator,
-            use_prefetcher=True,
             device=torch.device("cpu"),
         )
 
@@ -136,20 +135,16 @@ def test_ultralytics(workers):
     assert [sorted(index for batch in epoch for index in batch["index"]) for epoch in ours] == [[*range(10)]] * 3
 
 
-def graphs():
-    from torch_geometric.data import Data
-
-    return [
-        Data(x=torch.full((number + 1, 2), float(number)), edge_index=torch.tensor([[0], [number]]))
-        for number in range(10)
-    ]
-
-
 @workers_or_none
 @pytest.mark.proves("PyTorch Geometric", *IDENTICAL)
 def test_pytorch_geometric(workers):
+    from torch_geometric.data import Data
+
+    edges = [torch.tensor([[0], [number]]) for number in range(10)]
+    graphs = [Data(x=torch.full((number + 1, 2), float(number)), edge_index=edges[number]) for number in range(10)]
+
     def make(module):
-        return module.DataLoader(graphs(), batch_size=3, shuffle=True, num_workers=workers, follow_batch=["x"])
+        return module.DataLoader(graphs, batch_size=3, shuffle=True, num_workers=workers, follow_batch=["x"])
 
     torchs, ours = epochs(make, modules=["torch_geometric.loader.dataloader"])
     assert torchs == ours

@@ -9,47 +9,54 @@ pytest.importorskip("lightning", reason="lightning is not installed: make test-i
 from tests.integrations import lightning_jobs as jobs
 
 IMPORTS = ("lightning", "headrace.integrations.lightning", jobs.__name__)
+LINES = jobs.SAMPLES
 TRAINER = "Lightning Trainer"
 EPOCH = 5  # batches of a rank, on two ranks
+TENFOLD = [10 * number for number in range(jobs.SAMPLES)]
 
 
-@pytest.fixture(scope="module", params=jobs.ON_RANKS)
-def runs(request, launcher, tmp_path_factory):
-    """For a kind of loader: an uninterrupted run on two ranks, and runs that continue from its checkpoints."""
-    folder = tmp_path_factory.mktemp(request.param)
-    on_two = launcher.run(jobs.whole_and_resumed, request.param, str(folder), (2, 5), ranks=2)
-    on_one = launcher.run(jobs.resumed, request.param, str(folder), (2, 5))[0]
-    return request.param, on_two, on_one
+@pytest.fixture(scope="module")
+def runs(launcher, tmp_path_factory, pattern):
+    """By kind of loader, an uninterrupted run on two ranks, and runs that continue from its checkpoints."""
+    folder, kinds = str(tmp_path_factory.mktemp("two")), tuple(jobs.ON_RANKS)
+    on_two = launcher.run(jobs.whole_and_resumed, folder, pattern, kinds, (2, 5), ranks=2)
+    (on_one,) = launcher.run(jobs.resumed, folder, pattern, kinds, (2, 5))
+    return {kind: ([run[kind] for run in on_two], on_one[kind]) for kind in kinds}
 
 
 def samples(run, epoch):
     return [sample for number, batch in run["seen"] if number == epoch for sample in batch]
 
 
+by_kind = pytest.mark.parametrize("kind", jobs.ON_RANKS)
+
+
+@by_kind
 @pytest.mark.proves(TRAINER, "each sample once, on two ranks", "another order in each epoch")
-def test_ranks_share_all_samples_in_another_order_each_epoch(runs):
-    _, on_two, _ = runs
+def test_ranks_share_all_samples_in_another_order_each_epoch(runs, kind):
     orders = []
     for epoch in range(jobs.EPOCHS):
-        ours, theirs = (samples(run["whole"], epoch) for run in on_two)
-        assert sorted(ours + theirs) == [10 * number for number in range(jobs.SAMPLES)]
+        ours, theirs = (samples(run["whole"], epoch) for run in runs[kind][0])
+        assert sorted(ours + theirs) == TENFOLD
         assert len(ours) == len(theirs)
         orders.append(ours + theirs)
     assert len({tuple(order) for order in orders}) == jobs.EPOCHS
 
 
+@by_kind
 @pytest.mark.proves(TRAINER, "exact resume in mid-epoch", "resume at the end of an epoch")
 @pytest.mark.proves(TRAINER, "equal weights after an interruption")
-def test_resumed_ranks_train_on_the_batches_that_would_have_followed(runs):
-    for run in runs[1]:
-        for step, resumed in run["resumed"].items():
-            assert resumed["seen"] == run["whole"]["seen"][step:]
-            assert resumed["weight"] == run["whole"]["weight"]
+def test_resumed_ranks_train_on_the_batches_that_would_have_followed(runs, kind):
+    for run in runs[kind][0]:
+        for step in (2, 5):
+            assert run[step]["seen"] == run["whole"]["seen"][step:]
+            assert run[step]["weight"] == run["whole"]["weight"]
 
 
+@by_kind
 @pytest.mark.proves(TRAINER, "resume on another number of ranks")
-def test_one_rank_continues_the_epoch_of_two(runs):
-    kind, on_two, on_one = runs
+def test_one_rank_continues_the_epoch_of_two(runs, kind):
+    on_two, on_one = runs[kind]
     for step, resumed in on_one.items():
         if kind == "unseeded":
             assert "sampler was DistributedSampler" in resumed
@@ -59,74 +66,46 @@ def test_one_rank_continues_the_epoch_of_two(runs):
             sample for run in on_two for _, batch in run["whole"]["seen"][first * EPOCH : step] for sample in batch
         ]
         for epoch in range(first, jobs.EPOCHS):
-            now = samples(resumed, epoch) + (given if epoch == first else [])
-            assert sorted(now) == [10 * number for number in range(jobs.SAMPLES)]
-
-
-@pytest.fixture(scope="module")
-def alone(launcher, tmp_path_factory):
-    """An uninterrupted run on one rank, and the folder of its checkpoints."""
-    folder = str(tmp_path_factory.mktemp("alone"))
-    return launcher.run(jobs.whole_and_resumed, "seeded", folder, ())[0]["whole"], folder
+            assert sorted(samples(resumed, epoch) + (given if epoch == first else [])) == TENFOLD
 
 
 @pytest.mark.proves(TRAINER, "resume on another number of ranks")
-def test_two_ranks_continue_the_epoch_of_one(launcher, alone):
-    whole, folder = alone
-    resumed = launcher.run(jobs.resumed, "seeded", folder, (4, 10), ranks=2)
-    for step in (4, 10):
-        given = [sample for _, batch in whole["seen"][:step] for sample in batch]
-        for epoch in range(jobs.EPOCHS):
-            now = [sample for run in resumed for sample in samples(run[step], epoch)]
-            seen = given if epoch == 0 else []
-            assert sorted(seen + now) == [10 * number for number in range(jobs.SAMPLES)]
-    assert resumed[0][10]["seen"][0][0] == 1
-
-
 @pytest.mark.proves(TRAINER, "equal weights after an interruption")
-def test_killed_job_is_resumed_with_equal_weights(launcher, tmp_path, alone):
-    save = {"dirpath": str(tmp_path / "killed"), "every_n_train_steps": 1, "save_last": True}
-    ended, _ = launcher.run_to_end(jobs.kill, "seeded", str(tmp_path), save, 7)
+def test_killed_job_is_resumed_with_equal_weights_and_by_two_ranks(launcher, tmp_path, pattern):
+    folder = str(tmp_path / "seeded")
+    whole = launcher.run(jobs.whole_and_resumed, str(tmp_path / "whole"), pattern, ("seeded",), ())[0]["seeded"][
+        "whole"
+    ]
+    ended, _ = launcher.run_to_end(jobs.kill, folder, 7)
     assert ended[0][0] == -9
-    (resumed,) = launcher.run(jobs.from_checkpoint, "seeded", str(tmp_path), str(tmp_path / "killed" / "last.ckpt"))
-    assert resumed["seen"] == alone[0]["seen"][7:]
-    assert resumed["weight"] == alone[0]["weight"]
+    (resumed,) = launcher.run(jobs.resumed, str(tmp_path), pattern, ("seeded",), (7,))
+    assert resumed["seeded"][7]["seen"] == whole["seen"][7:]
+    assert resumed["seeded"][7]["weight"] == whole["weight"]
+    on_two = launcher.run(jobs.resumed, str(tmp_path), pattern, ("seeded",), (4,), ranks=2)
+    given = [sample for _, batch in whole["seen"][:4] for sample in batch]
+    for epoch in range(jobs.EPOCHS):
+        now = [sample for run in on_two for sample in samples(run["seeded"][4], epoch)]
+        assert sorted((given if epoch == 0 else []) + now) == TENFOLD
 
 
-@pytest.fixture(scope="module")
-def evaluation(launcher, tmp_path_factory):
-    return launcher.run(jobs.evaluated, str(tmp_path_factory.mktemp("lines")), ranks=2)
-
-
-@pytest.mark.proves(TRAINER, "evaluation")
-@pytest.mark.parametrize("use", ["predicted", "shuffled"])
-def test_ranks_predict_for_each_sample_once(evaluation, use):
-    ours, theirs = (run[use] for run in evaluation)
-    assert sorted(ours + theirs) == [10 * number for number in range(jobs.SAMPLES)]
-
-
-@pytest.mark.proves(TRAINER, "evaluation")
-def test_ranks_validate_on_each_sample_once_in_each_epoch(evaluation):
+@pytest.mark.proves(TRAINER, "evaluation", "equal steps for streams of unknown length")
+def test_ranks_evaluate_each_sample_once_and_make_equally_many_steps_with_a_stream(launcher, pattern):
+    runs = launcher.run(jobs.evaluated, pattern, ranks=2)
+    assert sorted(sample for run in runs for sample in run["predicted"]) == TENFOLD
     for epoch in range(2):
-        seen = [
-            sample for run in evaluation for number, batch in run["validated"] if number == epoch for sample in batch
-        ]
-        assert sorted(seen) == [10 * number for number in range(jobs.SAMPLES)]
-
-
-@pytest.mark.proves(TRAINER, "equal steps for streams of unknown length")
-def test_ranks_make_equally_many_steps_with_a_stream_that_cannot_be_divided(evaluation):
-    assert [run["steps"] for run in evaluation] == [5, 5]  # 37 samples in batches of 4
+        seen = [sample for run in runs for number, batch in run["validated"] if number == epoch for sample in batch]
+        assert sorted(seen) == TENFOLD
+    assert [run["steps"] for run in runs] == [5, 5]  # 37 samples in batches of 4
 
 
 @pytest.fixture(scope="module")
-def by_fabric(launcher, tmp_path_factory):
+def by_fabric(launcher, tmp_path_factory, pattern):
     """For two ranks, the whole run of each rank, and those that continue, also on one rank."""
     folder = str(tmp_path_factory.mktemp("fabric"))
-    runs = {"whole": launcher.run(jobs.with_fabric, folder, ranks=2)}
+    runs = {"whole": launcher.run(jobs.with_fabric, folder, pattern, ranks=2)}
     for point in ("middle", "end"):
-        runs[point] = launcher.run(jobs.with_fabric, folder, point, ranks=2)
-    return runs | {"two by one": launcher.run(jobs.with_fabric, folder, "middle")}
+        runs[point] = launcher.run(jobs.with_fabric, folder, pattern, point, ranks=2)
+    return runs | {"two by one": launcher.run(jobs.with_fabric, folder, pattern, "middle")}
 
 
 FABRIC = "Lightning Fabric"
@@ -140,7 +119,7 @@ def test_fabric_gives_each_sample_once_in_another_order_each_epoch(by_fabric):
     for kind in ("seeded", "shards"):
         epochs = zip(*(run["seen"][kind] for run in whole), strict=True)
         orders = [[sample for part in parts for batch in part for sample in batch] for parts in epochs]
-        assert all(sorted(order) == [10 * number for number in range(jobs.SAMPLES)] for order in orders)
+        assert all(sorted(order) == TENFOLD for order in orders)
         assert orders[0] != orders[1] != orders[2]
     assert all(run["most"] == 3 for run in whole)
     assert whole[0]["sampler"] == "SeededRankSampler"
@@ -162,7 +141,7 @@ def test_loader_restored_by_fabric_on_one_rank_gives_the_rest_of_two(by_fabric, 
     (resumed,) = by_fabric["two by one"]
     given = [sample for run in by_fabric["whole"] for batch in run["seen"][kind][1][:2] for sample in batch]
     rest = [sample for batch in resumed["seen"][kind][0] for sample in batch]
-    assert sorted(given + rest) == [10 * number for number in range(jobs.SAMPLES)]
+    assert sorted(given + rest) == TENFOLD
 
 
 @pytest.mark.proves(FABRIC, "equal steps for streams of unknown length", "nothing left behind")
@@ -172,15 +151,15 @@ def test_fabric_makes_equally_many_steps_on_ranks_and_leaves_no_thread(by_fabric
     assert [run["left"] for run in ranks] == [["MainThread"], ["MainThread"]]
 
 
-def test_ranks_of_lightnings_launcher_share_all_samples_in_each_epoch(launcher, tmp_path):
-    launcher.run(jobs.launch, str(tmp_path))
+def test_ranks_of_lightnings_launcher_share_all_samples_in_each_epoch(launcher, tmp_path, pattern):
+    launcher.run(jobs.launch, str(tmp_path), pattern)
     both = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    for name in ("lines", "lines, workers", "blocks"):
+    for name, expected in (("lines, workers", list(range(jobs.SAMPLES))), ("blocks", TENFOLD)):
         orders = [
             [[sample for number, batch in seen if number == epoch for sample in batch[name]] for seen in both]
             for epoch in range(2)
         ]
         for ours, theirs in orders:
-            assert sorted(ours + theirs) == list(range(jobs.SAMPLES))
+            assert sorted(ours + theirs) == expected
             assert len(ours) == len(theirs)
         assert orders[0] != orders[1]

@@ -156,40 +156,29 @@ class ForTorch(torch.utils.data.IterableDataset):
         return iter(self.stream)
 
 
-def marked(row, *left_out):
-    columns = [name for name in COLUMNS if name not in left_out]
-    return pytest.mark.parametrize(
-        "column", [pytest.param(name, marks=pytest.mark.proves(name, row)) for name in columns]
-    )
+def for_torch(dataset):
+    return ForTorch(dataset) if isinstance(dataset, Nodes) else dataset
 
 
-def compare(make, workers):
-    dataset = make()
-    torchs = numbers(
-        TorchDataLoader(ForTorch(dataset) if isinstance(dataset, Nodes) else dataset, 4, num_workers=workers)
-    )
-    with hr.DataLoader(make(), 4, num_workers=workers) as loader:
+def proving(row, *more):
+    return [pytest.param(column, *more, marks=pytest.mark.proves(column, row)) for column in COLUMNS]
+
+
+@pytest.mark.parametrize(("column", "workers"), [*proving(SAME, 0), *proving(WORKERS, 2)[:-1]])
+def test_samples_are_those_of_torchs_loader(places, column, workers):
+    torchs = numbers(TorchDataLoader(for_torch(places[column]()), 4, num_workers=workers))
+    with hr.DataLoader(places[column](), 4, num_workers=workers) as loader:
         assert numbers(loader) == torchs
     assert sorted(number for batch in torchs for number in batch) == [*range(SAMPLES)]
 
 
-@marked(SAME)
-def test_samples_are_those_of_torchs_loader(places, column):
-    compare(places[column], workers=0)
-
-
-@marked(WORKERS, "torchdata.nodes")
-def test_samples_of_workers_are_those_of_torchs_loader(places, column):
-    compare(places[column], workers=2)
-
-
-def restored(make, epoch, workers=0):
+def restored(make, epoch):
     """The batches of an epoch: of an uninterrupted run, and of one that was stopped after three and restored."""
 
     def loader():
         dataset = make()
         options = {"shuffle": True, "seed": 5} if isinstance(dataset, s3torchconnector.S3MapDataset) else {}
-        return hr.DataLoader(dataset, 4, num_workers=workers, **options)
+        return hr.DataLoader(dataset, 4, **options)
 
     with loader() as uninterrupted, loader() as stopped, loader() as continued:
         for number in range(epoch + 1):
@@ -206,7 +195,7 @@ def restored(make, epoch, workers=0):
         return whole, given + numbers(continued)
 
 
-@marked(RESUME)
+@pytest.mark.parametrize("column", proving(RESUME))
 def test_restored_loader_continues_in_mid_epoch_and_warns_of_a_stream_that_is_read_again(places, column):
     warning = "it is read again from its start, .* must be the same, in the same order"
     stateless = column in ("webdataset", "litdata", "s3torchconnector, stream")
@@ -216,12 +205,6 @@ def test_restored_loader_continues_in_mid_epoch_and_warns_of_a_stream_that_is_re
         second, again = restored(places[column], epoch=1)
         assert second == again
     assert (first != second) == (column != "s3torchconnector, stream")  # it is not shuffled
-
-
-@pytest.mark.filterwarnings("ignore:.* has no state_dict. to continue after 12 samples, it is read again:UserWarning")
-def test_restored_loader_with_workers_continues_in_mid_epoch(places):
-    whole, again = restored(places["webdataset"], epoch=1, workers=2)
-    assert whole == again
 
 
 def read_in_ranks(folder, url):
@@ -235,9 +218,7 @@ def read_in_ranks(folder, url):
     for name, make in {**makers(folder, url), **undivided}.items():
         for workers in (0, 2) if name in ("webdataset", "litdata", "s3torchconnector, stream") else (0,):
             for kind in (TorchDataLoader, hr.DataLoader):
-                dataset = make()
-                if kind is TorchDataLoader and isinstance(dataset, Nodes):
-                    dataset = ForTorch(dataset)
+                dataset = for_torch(make()) if kind is TorchDataLoader else make()
                 sampler = DistributedSampler(dataset) if isinstance(dataset, s3torchconnector.S3MapDataset) else None
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
@@ -259,7 +240,7 @@ def of_ranks(launcher, folder, url):
     return launcher.run(read_in_ranks, str(folder), url, ranks=2)
 
 
-@marked(RANKS)
+@pytest.mark.parametrize("column", proving(RANKS))
 def test_ranks_share_the_samples(of_ranks, column):
     settings = [key for key in of_ranks[0] if key[0] == column]
     assert len(settings) >= 2
@@ -269,12 +250,8 @@ def test_ranks_share_the_samples(of_ranks, column):
         assert of_ranks[0][key][1] == 0, "a warning that is not true"
 
 
-@pytest.mark.parametrize("name", ["webdataset", "s3torchconnector"])
-def test_stream_that_is_not_split_is_read_by_each_rank_as_in_torch(of_ranks, name):
-    key = f"{name} without a split", 0
+def test_stream_that_is_not_split_is_read_by_each_rank_as_in_torch(of_ranks):
     for rank in of_ranks:
-        assert sorted(rank[*key, False][0]) == sorted(rank[*key, True][0]) == [*range(SAMPLES)]
-
-
-def test_webdataset_without_a_choice_of_split_refuses_several_ranks(of_ranks):
-    assert all("explicit nodesplitter" in rank["webdataset by default"] for rank in of_ranks)
+        for name in ("webdataset without a split", "s3torchconnector without a split"):
+            assert sorted(rank[name, 0, False][0]) == sorted(rank[name, 0, True][0]) == [*range(SAMPLES)]
+        assert "explicit nodesplitter" in rank["webdataset by default"]

@@ -1,13 +1,51 @@
-"""The tables of docs/trainers.md say what the tests here prove."""
+"""The tables of docs/trainers.md say what the tests here prove.
+
+A test proves cells with ``@pytest.mark.proves(column, *rows)``. A cell that no test can prove has its reason in the
+dictionary NOT_PROVEN of a test module, by (column, row).
+"""
+
+import contextlib
+import io
+import re
+from pathlib import Path
 
 import pytest
-
-from tests.integrations import table
 
 for package in ("lightning", "transformers", "ray", "ignite", "skorch", "fastai", "datasets", "timm", "monai"):
     pytest.importorskip(package, reason=f"{package} is not installed: make test-integrations")
 
+HERE = Path(__file__).parent
+DOCUMENT = HERE.parents[1] / "docs" / "trainers.md"
+
+
+class Collected:
+    """A pytest plugin that keeps the tests which were collected."""
+
+    def pytest_collection_finish(self, session):
+        self.items = list(session.items)
+
+
+def cells_of_document():
+    """The cells of its tables, by (column, row)."""
+    cells = {}
+    for table in re.findall(r"<!-- table: \w+ -->(.*?)<!-- end of table", DOCUMENT.read_text("utf-8"), re.DOTALL):
+        lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()]
+        (_, *columns), _, *rows = lines
+        cells |= {(column, row): cell for row, *of_row in rows for column, cell in zip(columns, of_row, strict=True)}
+    return cells
+
 
 def test_tables_are_those_of_the_tests():
-    # In this process, which has imported most test modules, and not by `python -m`, which imports all trainers again.
-    assert table.made_anew() == table.DOCUMENT.read_text(encoding="utf-8"), "out of date: run make trainers-table"
+    collected = Collected()
+    quiet = ["--collect-only", "--quiet", "--quiet", "--no-header", "-p", "no:cacheprovider", str(HERE)]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = pytest.main(quiet, plugins=[collected])
+    assert code == 0, out.getvalue()
+    cells = {}
+    for item in collected.items:
+        for marker in item.iter_markers("proves"):
+            column, *rows = marker.args
+            cells |= {(column, row): "✓" for row in rows}
+        for cell, reason in getattr(item.module, "NOT_PROVEN", {}).items():
+            assert cells.setdefault(cell, reason) == reason, f"{cell} is proven by a test"
+    assert cells == cells_of_document()

@@ -1,6 +1,6 @@
 """Programs written for torchdata's StatefulDataLoader resume, with the real package and with the import changed.
 
-The first are those of its documentation, the others the cases of its own tests; with the real package in one process.
+The cases are of its documentation and of its own tests; with the real package in one process.
 """
 
 import io
@@ -108,43 +108,6 @@ class MyIterableDataset(torch.utils.data.IterableDataset):
 
     def load_state_dict(self, state_dict):
         self.i = state_dict["i"]
-
-
-@everywhere
-def test_documented_program_saves_and_loads(loader_class, options):
-    dataset = list(range(40))
-    dataloader = loader_class(dataset, **options)
-    for i, _ in enumerate(dataloader):
-        if i == 10:
-            state_dict = dataloader.state_dict()
-            break
-    dataloader = loader_class(dataset, **options)
-    dataloader.load_state_dict(state_dict)
-    assert [batch.item() for batch in dataloader] == list(range(11, 40))
-
-
-@everywhere
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda loader, **k: loader(
-            NoisyRange(5, 1, 1), sampler=MySampler(5, 1, 10), batch_size=2, drop_last=False, **k
-        ),
-        lambda loader, **k: loader(MyIterableDataset(12, 0), batch_size=2, drop_last=False, **k),
-    ],
-    ids=["map-style", "iterable-style"],
-)
-def test_documented_program_with_custom_state(loader_class, make, options):
-    dl = make(loader_class, **options)
-    batches = []
-    for i, batch in enumerate(dl):
-        batches.append(batch)
-        if i == 2:
-            sd = dl.state_dict()
-    dl.load_state_dict(sd)
-    batches2 = list(dl)
-    assert len(batches2) == len(batches) - 3
-    assert all(torch.equal(a, b) for a, b in zip(batches[3:], batches2, strict=True))
 
 
 # The cases of torchdata's tests.
@@ -278,7 +241,9 @@ class Batches(torch.utils.data.Sampler):
 
 
 CASES = {
-    "map": lambda loader, **k: loader(NoisyRange(12, 1, 1), 2, sampler=MySampler(12, 1, 12), **k),
+    "documented program": lambda loader, **k: loader(list(range(40)), **k),
+    "documented sampler": lambda loader, **k: loader(NoisyRange(12, 1, 1), 2, sampler=MySampler(12, 1, 12), **k),
+    "documented stream": lambda loader, **k: loader(MyIterableDataset(12, 0), 2, drop_last=False, **k),
     "random sampler": lambda loader, **k: loader(
         list(range(12)), 2, sampler=RandomSampler(range(12), generator=torch.Generator().manual_seed(13)), **k
     ),
@@ -333,8 +298,9 @@ def test_restored_loader_continues_after_the_last_batch(loader_class, name, opti
 
 
 @everywhere
-def test_loader_goes_back_to_its_own_states_any_number_of_times(loader_class, options):
-    loader = CASES["map"](loader_class, **options)
+@pytest.mark.parametrize("name", ["documented sampler", "documented stream"])
+def test_loader_goes_back_to_its_own_states_any_number_of_times(loader_class, name, options):
+    loader = CASES[name](loader_class, **options)
     iterator = iter(loader)
     start = loader.state_dict()
     given = [plain(next(iterator)) for _ in range(3)]

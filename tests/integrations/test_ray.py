@@ -1,36 +1,133 @@
-"""Ray Train: two workers, one of them killed, share each epoch; one process continues the epoch of two."""
+"""Engines on a real cluster of Ray, any of which may be lost; and Ray Train, of whose two workers one is killed."""
 
 import importlib.util
 import itertools
 import json
-import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import headrace as hr
+from tests.documents import ROOT
 from tests.integrations import on_ray
-from tests.integrations.on_ray import BATCH, EPOCHS, KILLED_AT, SAMPLES, SAVED_AT
+from tests.integrations.on_ray import BATCHES, EPOCHS, KILLED_AT, SAMPLES, SAVED_AT, digest, made_loader
 
+IMPORTS = (on_ray.__name__,)
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
-TIMEOUT = 550  # seconds; Ray starts some twenty processes
+LINES = 400
 COLUMN = "Ray Train"
+TIMEOUT = 280  # seconds
+LOST = re.compile(
+    r"engine (\d) of 2 \(on (?:node [\d.]+, process \d+|a node that Ray has not chosen yet)\) was lost: .*: another is "
+    r"asked for\. Its batches are made again\.$",
+    re.DOTALL,
+)
+
+
+@pytest.fixture(scope="module")
+def address():
+    """A cluster of one node, without spilling."""
+    from ray.cluster_utils import Cluster
+
+    options = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": on_ray.STORE}
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={**options, "_system_config": {"automatic_object_spilling_enabled": False}},
+    )
+    yield cluster.address
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def report(launcher, address, pattern, tmp_path_factory):
+    return launcher.run(on_ray.engines, address, tmp_path_factory.mktemp("engines"), pattern)[0]
+
+
+@pytest.fixture(scope="module")
+def on_one_machine():
+    """The digests of two epochs of the same loader without Ray."""
+    with made_loader() as loader:
+        return [digest(loader) for _ in range(2)]
+
+
+def test_engines_give_the_same_bytes_as_without_ray_and_the_errors_of_the_program(report, on_one_machine):
+    assert report["two epochs"] == on_one_machine
+    assert on_one_machine[0] != on_one_machine[1]
+
+
+def test_state_is_continued_without_ray(report):
+    with made_loader() as whole, made_loader() as rest:
+        batches = [batch for _ in range(3) for batch in whole]  # the state is of the third epoch
+        rest.load_state_dict(report["state"])
+        assert digest(rest) == digest(batches[2 * BATCHES + 3 :])
+
+
+@pytest.mark.parametrize("loss", on_ray.LOSSES)
+def test_lost_engine_is_replaced_and_the_batches_do_not_change(report, on_one_machine, loss):
+    found, warned = report[loss]
+    assert found == on_one_machine[0]
+    matches = [LOST.match(warning) for warning in warned]
+    assert matches
+    assert all(matches), warned
+    assert {match[1] for match in matches} >= ({"0", "1"} if loss == "SIGKILL of all actors" else set())
+
+
+def test_lanes_of_a_stream_are_read_on_by_the_other_engine(report, pattern):
+    found, (warning,) = report["stream"]
+    with on_ray.made_stream_loader(pattern) as here:
+        assert found == digest(here)
+    assert "Its batches are made again" in warning
+
+
+def test_example_of_a_cluster_loses_a_node_and_no_batch():
+    program = (ROOT / "examples" / "30_ray_cluster.py").read_text()
+    killed = program.replace("allow_graceful=True", "allow_graceful=False")  # whose end Ray prints, too
+    assert killed != program
+    run = subprocess.run([sys.executable, "-c", killed], capture_output=True, text=True, timeout=TIMEOUT)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = [line.split()[-1] for line in run.stdout.splitlines() if line.startswith(("one process", "two engines"))]
+    assert len(found) == 3
+    assert len(set(found)) == 1
+    assert "was lost" in run.stdout
+
+
+def test_arguments_that_exclude_each_other_are_refused():
+    placement = hr.RayPlacement(engines=4)
+    for options, reason in (
+        ({"engines": 2}, r"use RayPlacement\(engines=2"),
+        ({"num_workers": 2}, "num_workers must be 0 or at least 4, but got 2"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            made_loader(placement=placement, **options)
+    with pytest.raises(ValueError, match="a torch dataset is read by num_workers"):
+        hr.DataLoader([1, 2], placement=placement)
+
+
+# Ray Train.
 
 
 class Reports:
     """What the workers wrote, by name."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, alive):
         self._folder = folder
+        self.alive = alive
 
     def __getitem__(self, name):
         return json.loads(Path(self._folder, f"{name}.json").read_text())
 
-    def steps(self, attempt):
-        """The indices of each step, with its epoch, for both workers."""
-        return [[step[:2] for step in self[f"attempt{attempt} rank{rank}"]["steps"]] for rank in range(2)]
+    def of_ranks(self, name, item):
+        return [self[f"{name} rank{rank}"][item] for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def reports(launcher, address, pattern, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jobs")
+    return Reports(folder, launcher.run(on_ray.train, address, folder, pattern)[0])
 
 
 @pytest.fixture(scope="module")
@@ -39,116 +136,61 @@ def uninterrupted():
     return on_ray.uninterrupted()
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("jobs")
-    for shard in range(4):
-        (folder / f"{shard}.txt").write_text("".join(f"{10 * shard + line}\n" for line in range(10)))
-    less = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, on_ray.__file__, str(folder), str(folder / "*.txt")],
-        env={**os.environ, **less},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return Reports(folder)
+ALL = list(range(0, 10 * SAMPLES, 10))
 
 
 def together(steps, epoch):
-    """The indices of an epoch, of all workers."""
-    return sorted(index for mine in steps for number, indices in mine if number == epoch for index in indices)
+    """The samples of an epoch, of all workers."""
+    return sorted(sample for mine in steps for number, samples in mine if number == epoch for sample in samples)
 
 
 @pytest.mark.proves(COLUMN, "headrace fetches", "transform is applied once")
-def test_workers_fetch_more_than_a_batch_at_once_and_transform(reports):
-    for rank in range(2):  # the workers check the transform themselves
-        assert max(most for *_, most in reports[f"attempt1 rank{rank}"]["steps"]) > BATCH
-
-
 @pytest.mark.proves(COLUMN, "each sample once, on two ranks", "another order in each epoch")
 def test_two_workers_share_the_samples_of_an_epoch_in_another_order(reports, uninterrupted):
-    steps = reports.steps(1)
-    assert together(steps, 1) == list(range(SAMPLES))
-    orders, _ = uninterrupted
+    assert min(reports.of_ranks("attempt1", "most")) > on_ray.TRAIN_BATCH
+    steps, (orders, _) = reports.of_ranks("attempt1", "steps"), uninterrupted
+    assert together(steps, 1) == ALL
     assert [step for step in steps[0] if step[0] == 1] == [step for step in orders[0] if step[0] == 1]
-    assert [indices for epoch, indices in orders[0] if epoch == 0] != [i for epoch, i in orders[0] if epoch == 1]
+    assert [samples for epoch, samples in orders[0] if epoch == 0] != [each for epoch, each in orders[0] if epoch == 1]
 
 
-@pytest.mark.proves(COLUMN, "exact resume in mid-epoch")
+@pytest.mark.proves(COLUMN, "exact resume in mid-epoch", "equal weights after an interruption")
 def test_workers_that_are_restarted_after_a_kill_continue_after_the_checkpoint(reports, uninterrupted):
-    orders, _ = uninterrupted
-    for killed, resumed, whole in zip(reports.steps(0), reports.steps(1), orders, strict=True):
+    orders, weights = uninterrupted
+    attempts = (reports.of_ranks(attempt, "steps") for attempt in ("attempt0", "attempt1"))
+    for killed, resumed, whole in zip(*attempts, orders, strict=True):
         assert killed[:KILLED_AT] == whole[:KILLED_AT]
         assert resumed == whole[SAVED_AT:]
+    assert reports.of_ranks("attempt1", "weights") == [weights, weights]
 
 
-@pytest.mark.proves(COLUMN, "equal weights after an interruption")
-def test_weights_are_those_of_a_job_that_was_not_interrupted(reports, uninterrupted):
-    _, weights = uninterrupted
-    assert [reports[f"attempt1 rank{rank}"]["weights"] for rank in range(2)] == [weights, weights]
-
-
-@pytest.mark.proves(COLUMN, "resume on another number of ranks")
+@pytest.mark.proves(COLUMN, "resume on another number of ranks", "resume at the end of an epoch")
 def test_one_process_reads_the_rest_of_an_epoch_of_two_workers(reports):
-    rest = [step[:2] for step in reports["from middle"]["steps"]]
-    given = [steps[:SAVED_AT] for steps in reports.steps(0)]
-    assert together([*given, rest], 0) == list(range(SAMPLES))
-    assert together([rest], 1) == list(range(SAMPLES))
-
-
-@pytest.mark.proves(COLUMN, "resume at the end of an epoch")
-def test_checkpoint_at_the_end_of_an_epoch_is_followed_by_the_next(reports):
-    rest = [step[:2] for step in reports["from end"]["steps"]]
+    rest = reports["from middle"]["steps"]
+    given = [steps[:SAVED_AT] for steps in reports.of_ranks("attempt0", "steps")]
+    assert together([*given, rest], 0) == together([rest], 1) == ALL
+    rest = reports["from end"]["steps"]
     assert {epoch for epoch, _ in rest} == {EPOCHS - 1}
-    assert together([rest], EPOCHS - 1) == list(range(SAMPLES))
+    assert together([rest], EPOCHS - 1) == ALL
 
 
-@pytest.mark.proves(COLUMN, "evaluation")
-def test_two_workers_share_the_samples_of_an_evaluation(reports):
-    parts = [reports[f"others rank{rank}"]["evaluation"] for rank in range(2)]
-    assert sorted(itertools.chain(*parts)) == list(range(SAMPLES))
-    assert len(parts[0]) == len(parts[1])
-
-
-def test_two_workers_share_the_samples_that_engines_on_ray_fetch(reports):
-    parts = [reports[f"others rank{rank}"] for rank in range(2)]
-    assert sorted(index for part in parts for index in part["by engines on Ray"]) == list(range(SAMPLES))
-    assert {part["placement"].partition(":")[0] for part in parts} == {"ray"}
-
-
-@pytest.mark.parametrize("name", ["own split", "lines"])
-def test_two_workers_share_the_samples_of_a_stream(reports, name):
-    parts = [reports[f"others rank{rank}"][name] for rank in range(2)]
-    assert sorted(itertools.chain(*parts)) == list(range(0, 400, 10))
-    assert len(parts[0]) == len(parts[1])
-
-
-@pytest.mark.proves(COLUMN, "equal steps for streams of unknown length")
-def test_two_workers_that_cannot_share_a_stream_evenly_take_the_same_steps(reports):
-    steps = [reports[f"others rank{rank}"]["steps of the stream"] for rank in range(2)]
-    assert steps == [[5] * EPOCHS] * 2
+@pytest.mark.proves(COLUMN, "evaluation", "equal steps for streams of unknown length")
+def test_two_workers_share_the_samples_of_other_loaders(reports):
+    for name, samples in (("evaluation", ALL), ("by engines on Ray", ALL), ("lines", list(range(0, 4000, 10)))):
+        parts = reports.of_ranks("others", name)
+        assert sorted(itertools.chain(*parts)) == samples
+        assert len(parts[0]) == len(parts[1])
+    assert {placement.partition(":")[0] for placement in reports.of_ranks("others", "placement")} == {"ray"}
+    assert reports.of_ranks("others", "steps of the stream") == [[5] * EPOCHS] * 2
 
 
 @pytest.mark.proves(COLUMN, "nothing left behind")
 def test_no_process_of_a_loader_outlives_the_job(reports):
     assert reports["attempt0 rank1"]["processes"], "the killed worker's loader had no process"
-    assert reports["left"]["alive"] == []
+    assert reports.alive == []
 
 
 def test_loader_prepared_by_ray_gives_each_sample_once_and_warns_with_the_remedy(reports):
-    parts = [reports[f"others rank{rank}"] for rank in range(2)]
-    assert sorted(index for part in parts for index in part["prepared by Ray"]) == list(range(SAMPLES))
-    for part in parts:
-        (message,) = part["warnings"]
+    assert sorted(itertools.chain(*reports.of_ranks("others", "prepared by Ray"))) == ALL
+    for (message,) in reports.of_ranks("others", "warnings"):
         assert "headrace.integrations.ray.prepare_data_loader" in message
-
-
-def test_loader_whose_sampler_divides_its_order_is_returned_itself(reports):
-    assert reports["others rank0"]["kept"]
-
-
-def test_sampler_that_cannot_be_divided_is_refused(reports):
-    assert "list cannot be divided among them. Give the loader a sampler" in reports["others rank0"]["refused"]
-    assert reports["others rank0"]["left as it is"]

@@ -99,6 +99,19 @@ def in_turn(coordinated):
             results.append(str(error).partition("\n")[0])
 
 
+def bad_on_rank_0(number):
+    """Raises for all samples of the first two batches of rank 0."""
+    if number in range(0, 8 * RANKS, RANKS):
+        raise ValueError("bad")
+    return number
+
+
+def replaced(dataset, **options):
+    """The steps of two epochs, without coordination, and the batches that came twice."""
+    with hr.DataLoader(dataset, 4, transform=bad_on_rank_0, on_error="skip", **options) as skipping:
+        return epochs(skipping), skipping.stats().replaced_batches
+
+
 def error_of(iterate):
     try:
         return iterate()
@@ -247,6 +260,11 @@ def scenarios(store):
     yield "discarded", discarded
     if "STEPS_ONLY" in os.environ:
         return
+    for workers in (0, 1):
+        sampler = torch.utils.data.DistributedSampler(range(64), shuffle=False)
+        yield f"replaced, {workers}", lambda: replaced([*range(64)], sampler=sampler, num_workers=workers)  # noqa: B023
+        stream = Numbers().take(64).split()
+        yield f"replaced in a stream, {workers}", lambda: replaced(stream, num_workers=workers)  # noqa: B023
     yield "one leaves", lambda: one_leaves(store)
     yield "one closes", one_closes
     yield "one fails", one_fails

@@ -43,14 +43,10 @@ def ranks(request):
     return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_ranks_make_as_many_steps_as_the_one_with_the_fewest_batches(ranks, name):
-    assert [rank[name] for rank in ranks] == [STEPS[name]] * len(ranks)
-
-
-def test_stream_behind_a_filter_ends_equally_on_all_ranks(ranks):
+def test_ranks_make_as_many_steps_as_the_one_with_the_fewest_batches(ranks):
     least = -(-(4 if len(ranks) == 2 else 3) // 4)  # batches of 4, of the rank of which the filter leaves least
-    assert [rank["filter"] for rank in ranks] == [[least, least]] * len(ranks)
+    for rank in ranks:
+        assert {name: rank[name] for name in (*STEPS, "filter")} == {**STEPS, "filter": [least, least]}
 
 
 def test_error_raised_by_next_counts_as_a_step(ranks):
@@ -66,14 +62,17 @@ def test_batches_of_longer_ranks_that_were_ready_are_counted_as_discarded(ranks)
         assert (discarded == 0) == (number == 1)  # which has the fewest
 
 
-def test_rank_that_leaves_the_epoch_at_another_step_is_an_error_on_all(two):
+@pytest.mark.parametrize("kind", ["replaced", "replaced in a stream"])
+def test_rank_whose_batches_lose_all_samples_takes_as_many_steps_as_the_other(two, kind):
+    for workers in (0, 1):
+        assert [rank[f"{kind}, {workers}"] for rank in two] == [[[8, 8], 4], [[8, 8], 0]]
+
+
+def test_rank_that_leaves_the_epoch_or_closes_its_loader_is_an_error_on_all(two):
     for rank in two:
         kind, _, message = rank["one leaves"]
         assert kind == "CoordinationError"
         assert "not at the same step" in message
-
-
-def test_rank_that_closes_its_loader_is_named_on_the_others(two):
     kind, named, _ = two[0]["one closes"]
     assert (kind, named) == ("CoordinationError", [1])
     assert two[1]["one closes"][0] == "LoaderClosedError"
@@ -101,17 +100,11 @@ def test_rank_that_does_not_answer_within_the_timeout_is_named(two):
     assert two[1]["one does not answer"][0] == "CoordinationError"
 
 
-def test_ranks_without_a_process_group_are_an_error(monkeypatch):
+def test_ranks_need_a_process_group_and_a_single_process_none(monkeypatch):
+    assert len(list(hr.DataLoader([1, 2], coordinated=True))) == 2
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(hr.errors.CoordinationError, match="init_process_group"):
         iter(hr.DataLoader([1, 2], coordinated=True))
-
-
-def test_single_process_needs_no_process_group():
-    assert len(list(hr.DataLoader([1, 2], coordinated=True))) == 2
-
-
-def test_coordinated_is_a_bool():
     with pytest.raises(TypeError, match="coordinated must be True or False"):
         hr.DataLoader([1, 2], coordinated=1)

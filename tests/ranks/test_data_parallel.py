@@ -11,7 +11,6 @@ from tests.ranks import jobs
 
 JOB = Path(__file__).parent / "mesh_job.py"
 LENGTH = 24
-PLACES = ("thread", "process")
 ASYNC = (
     "ElasticSampler",
     "BlockShuffleSampler",
@@ -20,10 +19,8 @@ ASYNC = (
     "shards",
     "split",
 )
-TORCHS = ("torch, ElasticSampler", "torch, stream")
-LOADERS = [f"{name}, {place}" for name in ASYNC for place in PLACES] + [
-    f"{name}, {workers} workers" for name in TORCHS for workers in (0, 2)
-]
+LOADERS = [f"{name}, {place}" for name in ASYNC for place in ("thread", "process")]
+LOADERS += [f"torch, {name}, {number} workers" for name in ("ElasticSampler", "stream") for number in (0, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +38,9 @@ def numbers(epoch):
 
 
 @pytest.mark.parametrize("name", [*LOADERS, "group"])
-def test_tensor_parallel_ranks_get_the_same_batches(ranks, name):
+def test_tensor_parallel_ranks_get_the_same_batches_and_data_parallel_ranks_share_all_samples(ranks, name):
     for first, second in ranks:
         assert first[name] == second[name]
-
-
-@pytest.mark.parametrize("name", [*LOADERS, "group"])
-def test_data_parallel_ranks_share_all_samples(ranks, name):
     for epoch in range(2):
         assert sorted(numbers(ranks[0][0][name][epoch]) + numbers(ranks[1][0][name][epoch])) == list(range(LENGTH))
 
@@ -55,29 +48,19 @@ def test_data_parallel_ranks_share_all_samples(ranks, name):
 @pytest.mark.parametrize("name", LOADERS)
 def test_rank_is_that_in_data_parallel_in_all_code_that_a_loader_runs(ranks, name):
     for number, row in enumerate(ranks):
-        for rank in row:
-            for sample in itertools.chain.from_iterable(itertools.chain.from_iterable(rank[name])):
-                assert sample[1:-1] == [number, 2, number, 2]  # in the dataset and in the transform
-
-
-@pytest.mark.parametrize("name", LOADERS)
-def test_data_parallel_ranks_draw_other_random_numbers(ranks, name):
+        for sample in itertools.chain.from_iterable(itertools.chain.from_iterable(row[0][name])):
+            assert sample[1:-1] == [number, 2, number, 2]  # in the dataset and in the transform
     drawn = [{sample[-1] for batch in row[0][name][0] for sample in batch} for row in ranks]
-    assert not drawn[0] & drawn[1]
+    assert not drawn[0] & drawn[1]  # random numbers
 
 
-def test_length_is_that_of_a_data_parallel_rank(ranks):
-    assert [[rank["length"] for rank in row] for row in ranks] == [[4, 4], [4, 4]]
-
-
-def test_outside_of_the_loader_the_rank_is_that_of_the_job(ranks):
-    assert [rank["outside"] for row in ranks for rank in row] == [[0, 4], [1, 4], [2, 4], [3, 4]]
-
-
-def test_coordinated_ranks_are_those_of_data_parallel(ranks):
-    for row in ranks:
-        for rank in row:
-            assert [len(epoch) for epoch in rank["coordinated"]] == [3, 3]
+def test_length_and_coordination_are_those_of_data_parallel_and_the_rank_outside_that_of_the_job(ranks):
+    every = [rank for row in ranks for rank in row]
+    assert [rank["length"] for rank in every] == [4] * 4
+    assert [rank["outside"] for rank in every] == [[number, 4] for number in range(4)]
+    assert [[len(epoch) for epoch in rank["coordinated"]] for rank in every] == [[3, 3]] * 4
+    assert all("reads all samples" in "".join(rank["warned"]) for rank in every)  # a torch dataset
+    assert all(rank["rebuilt"] for rank in every)  # the option is an attribute, for code that rebuilds a loader
 
 
 def test_gathered_state_is_that_of_the_data_parallel_ranks(ranks):
@@ -126,22 +109,9 @@ def test_options_that_would_give_tensor_parallel_ranks_other_batches_are_an_erro
             assert message in (rank[name] or "")
 
 
-def test_map_style_dataset_that_all_ranks_read_whole_is_a_warning(ranks):
-    for row in ranks:
-        for rank in row:
-            assert any("reads all samples" in message for message in rank["warned"])
-
-
-def test_option_is_an_attribute_for_code_that_rebuilds_a_loader(ranks):
-    assert all(rank["rebuilt"] for row in ranks for rank in row)
-
-
-def test_wrong_type_is_an_error():
+def test_wrong_type_and_a_function_that_returns_none_are_errors():
     with pytest.raises(TypeError, match=r"ProcessGroup.*but got 3"):
         hr.DataLoader([1, 2], data_parallel=3)
-
-
-def test_function_that_returns_none_is_an_error():
     with pytest.raises(TypeError, match="returned None"):
         iter(hr.DataLoader([1, 2], data_parallel=lambda: None))
 

@@ -204,39 +204,29 @@ def test_functions_that_cannot_be_sent_or_loaded_fail_their_epoch_only():
         assert once(loader) == CHANGED
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-def test_multiprocessing_value_is_shared_with_workers(context):
-    counter = multiprocessing.get_context(context).Value("i", 0)
-
-    def count(sample):
-        with counter.get_lock():
-            counter.value += 1
-        return sample
-
-    options = {"multiprocessing_context": "fork"} if context == "fork" else {}
-    with hr.DataLoader(Numbers(), transform=count, num_workers=2, **options) as loader:
-        for epochs in (1, 2):
-            assert once(loader) == [0, 1, 2, 3]
-            assert counter.value == 4 * epochs
-
-
-def test_queues_events_and_pipes_are_shared_with_workers():
-    spawn = multiprocessing.get_context("spawn")
-    queue, event, array, (reader, writer) = spawn.Queue(), spawn.Event(), spawn.Array("d", 4), spawn.Pipe(duplex=False)
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_multiprocessing_primitives_are_shared_with_workers(context):
+    made = multiprocessing.get_context(context)
+    counter, queue, event, array = made.Value("i", 0), made.Queue(), made.Event(), made.Array("d", 4)
+    reader, writer = made.Pipe(duplex=False)
 
     def use(sample):
         assert event.wait(30)
         queue.put(sample)
-        with array.get_lock():
+        with counter.get_lock(), array.get_lock():
+            counter.value += 1
             array[sample] = sample
             writer.send(sample)
         return sample
 
     event.set()
-    with hr.DataLoader(Numbers(), transform=use, **IN_PROCESS) as loader:
-        once(loader)
-        assert sorted(queue.get(timeout=30) for _ in range(4)) == [0, 1, 2, 3]
-        assert sorted(reader.recv() for _ in range(4)) == [0, 1, 2, 3]
+    options = {"multiprocessing_context": "fork"} if context == "fork" else {"placement": "process"}
+    with hr.DataLoader(Numbers(), transform=use, num_workers=2, **options) as loader:
+        for epochs in (1, 2):
+            assert once(loader) == [0, 1, 2, 3]
+            assert sorted(queue.get(timeout=30) for _ in range(4)) == [0, 1, 2, 3]
+            assert sorted(reader.recv() for _ in range(4)) == [0, 1, 2, 3]
+            assert counter.value == 4 * epochs
     assert list(array) == [0, 1, 2, 3]
 
 

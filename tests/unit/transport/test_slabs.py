@@ -38,24 +38,6 @@ def mapped():
         return {line.split()[4] for line in maps if "headrace-slab" in line}
 
 
-def descriptors():
-    return set(os.listdir("/proc/self/fd"))
-
-
-def test_freed_slab_is_reused_without_another_descriptor(allocator, mapper):
-    numbers = set()
-    for turn in range(100):
-        if turn == 1:
-            before = descriptors()
-        slab = allocator.allocate(MEGABYTE)
-        numbers.add(slab.number)
-        view = mapper.view(slab.number, 100)
-        del view
-        allocator.free(mapper.returned())
-    assert len(numbers) == 1
-    assert descriptors() == before
-
-
 def returned(allocator, mapper):
     allocator.free(mapper.returned())
 

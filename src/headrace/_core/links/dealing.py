@@ -14,37 +14,24 @@ _ANY = 1 << 20  # plans that an engine can be given at once
 
 @dataclass(slots=True)
 class _Share:
-    """The part of one engine.
+    """The part of one engine."""
 
-    Attributes:
-        plans: those that it was given and has not made.
-        room: how many these may be. An engine that has died begins again with one, and doubles them with each batch, so
-            that a batch that ends engines is found.
-        made: whether its process has made a batch.
-        deaths: of its last processes, which have made none.
-    """
-
-    plans: dict[int, BatchPlan] = field(default_factory=dict)
+    plans: dict[int, BatchPlan] = field(default_factory=dict)  # those that it was given and has not made
+    # How many these may be. An engine that has died begins again with one, and doubles them with each batch, so that a
+    # batch that ends engines is found.
     room: int = _ANY
-    made: bool = False
-    deaths: int = 0
+    made: bool = False  # whether its process has made a batch
+    deaths: int = 0  # of its last processes, which have made none
 
 
 @dataclass(slots=True)
 class _Lane:
-    """A lane of a stream.
+    """A lane of a stream."""
 
-    Attributes:
-        engine: the engine that reads it.
-        made: plans whose batches wait for those of other lanes.
-        state: the lane's state after the last batch that was delivered; None until there is one.
-        moved: whether the next plan goes to an engine that has not read the lane up to it.
-    """
-
-    engine: int
-    made: dict[int, BatchPlan] = field(default_factory=dict)
-    state: StreamState | None = None
-    moved: bool = False
+    engine: int  # which reads it
+    made: dict[int, BatchPlan] = field(default_factory=dict)  # plans whose batches wait for those of other lanes
+    state: StreamState | None = None  # after the last batch that was delivered; None until there is one
+    moved: bool = False  # whether the next plan goes to an engine that has not read the lane up to it
 
 
 class Dealer:

@@ -37,28 +37,16 @@ STARTS_WITHOUT_ANSWER = 3  # deaths before the first answer after which a worker
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request to a worker.
+    """A request to a worker."""
 
-    Attributes:
-        request: the task's argument.
-        task: the task, where tasks are sent; sent with the request to a worker that lacks it; None for the last.
-        worker: the number of the worker to use, None for the first free one; later of the one that it was sent to.
-        batch: the batch's number, for `WorkerDiedError`, as the next two.
-        indices: the batch's indices.
-        doing: a description of the request, which has a task of its own; None for a batch.
-        plain: whether the request holds no object of the user's.
-        attempt: counts the workers that it was given to.
-        answer: the worker's.
-    """
-
-    request: object
-    task: SharedPickle | None = None
-    worker: int | None = None
-    batch: int | None = None
+    request: object  # the task's argument
+    task: SharedPickle | None = None  # where tasks are sent, with the request to a worker that lacks it; None: the last
+    worker: int | None = None  # the number of the worker to use, None for any; later of the one that it was sent to
+    batch: int | None = None  # the batch's number, and its indices, for `WorkerDiedError`
     indices: tuple[object, ...] = ()
-    doing: str | None = None
-    plain: bool = False
-    attempt: int = 1
+    doing: str | None = None  # a description of a request that has a task of its own; None for a batch
+    plain: bool = False  # whether the request holds no object of the user's
+    attempt: int = 1  # counts the workers that it was given to
     answer: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def fail(self, error: Exception) -> None:
@@ -69,28 +57,18 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class NumberedWorker:
-    """One process of a numbered worker; its replacement takes over the number and the pinned jobs.
-
-    Attributes:
-        pinned: jobs that have to go to this number.
-        failed_starts: processes of this number that have died since the last answer, this one included.
-        started: whether it has begun to read jobs.
-        channel: None before it is connected, and after it was closed by this end.
-        connected: whether the connection is or was the channel's, which closes it.
-        loaded: the numbers of the tasks that it has, if tasks are sent.
-        jobs: jobs that were sent to it, in order.
-    """
+    """One process of a numbered worker; its replacement takes over the number and the pinned jobs."""
 
     number: int
     process: WorkerProcess
     connection: Connection
-    pinned: deque[Job] = field(default_factory=deque)
-    failed_starts: int = 1
-    started: bool = False
-    channel: EngineChannel | None = None
-    connected: bool = False
-    loaded: set[int] = field(default_factory=set)
-    jobs: deque[Job] = field(default_factory=deque)
+    pinned: deque[Job] = field(default_factory=deque)  # jobs that have to go to this number
+    failed_starts: int = 1  # processes of this number that have died since the last answer, this one included
+    started: bool = False  # whether it has begun to read jobs
+    channel: EngineChannel | None = None  # None before it is connected, and after it was closed by this end
+    connected: bool = False  # whether the connection is or was the channel's, which closes it
+    loaded: set[int] = field(default_factory=set)  # the numbers of the tasks that it has, if tasks are sent
+    jobs: deque[Job] = field(default_factory=deque)  # those that were sent to it, in order
     exited: asyncio.Event = field(default_factory=asyncio.Event)
 
     def close_channel(self) -> None:

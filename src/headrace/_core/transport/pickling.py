@@ -38,16 +38,10 @@ E = TypeVar("E", bound=BaseException)
 
 
 class Message(NamedTuple):
-    """A pickled object; its buffers are referred to, not copied.
-
-    Attributes:
-        pickled: the pickle, without the buffers.
-        buffers: flat byte views, in the order in which the pickle refers to them.
-        descriptors: the file descriptors that the pickle refers to.
-    """
+    """A pickled object; its buffers are referred to, not copied."""
 
     pickled: bytes
-    buffers: list[memoryview]
+    buffers: list[memoryview]  # flat byte views, in the order in which the pickle refers to them
     descriptors: Sequence[Descriptor] = ()
 
 

@@ -44,15 +44,6 @@ LARGE = 64 * 1024  # bytes; smaller buffers stay in the pickle, and are copied w
 class SharedPickle:
     """A pickled object that several processes can load; in each the large buffers are views of the same memory.
 
-    Attributes:
-        number: unique in all processes.
-        pickled: the pickle without large buffers; empty if it is large itself, and the last of them.
-        memory: holds the large buffers; None if there are none.
-        extents: offset and size of each in `memory`, in bytes.
-        descriptors: further descriptors that the pickle refers to: shared tensors, pipes.
-        tracker: of the resource tracker, which unlinks named shared memory at exit; None if there is none yet.
-        modules: modules that the pickle names and that should be imported beforehand, see `preload`.
-
     Example:
         >>> import numpy as np
         >>> shared = SharedPickle.dumps({"table": np.zeros(1_000_000), "scale": 2})
@@ -60,13 +51,13 @@ class SharedPickle:
         (1000000,)
     """
 
-    number: int
-    pickled: bytes
-    memory: Descriptor | None
-    extents: tuple[tuple[int, int], ...]
-    descriptors: tuple[Descriptor, ...]
-    tracker: Descriptor | None
-    modules: tuple[str, ...]
+    number: int  # unique in all processes
+    pickled: bytes  # without large buffers; empty if it is large itself, and the last of them
+    memory: Descriptor | None  # holds the large buffers; None if there are none
+    extents: tuple[tuple[int, int], ...]  # offset and size of each in `memory`, in bytes
+    descriptors: tuple[Descriptor, ...]  # further ones that the pickle refers to: shared tensors, pipes
+    tracker: Descriptor | None  # of the resource tracker, which unlinks named shared memory at exit; if there is one
+    modules: tuple[str, ...]  # those that the pickle names and that should be imported beforehand, see `preload`
 
     @classmethod
     def dumps(cls, obj: object, previous: SharedPickle | None = None) -> SharedPickle:

@@ -99,7 +99,7 @@ def get(cache, name=NAME, data=DATA):
         fetched.append(name)
         return memoryview(data)
 
-    assert bytes(asyncio.run(cache.get(name, fetch, lambda data: data))) == data
+    assert bytes(asyncio.run(caches.read_through(cache, name, fetch))) == data
     return bool(fetched)
 
 
@@ -504,17 +504,17 @@ def test_read_cancelled_at_any_point_leaves_a_cache_that_works(tmp_path, on_loop
             await asyncio.sleep(0)
             return memoryview(DATA)
 
-        task = asyncio.ensure_future(cache.get(NAME, fetch, lambda data: data))
+        task = asyncio.ensure_future(caches.read_through(cache, NAME, fetch))
         for _ in range(step):
             await asyncio.sleep(0)
             await asyncio.to_thread(int)
         ended = task.done()
         task.cancel()
         await asyncio.wait([task])
-        assert bytes(await cache.get(NAME, fetch, lambda data: data)) == DATA
+        assert bytes(await caches.read_through(cache, NAME, fetch)) == DATA
         counts = RequestStats()
         session_stats.set(counts)
-        assert bytes(await cache.get(NAME, fetch, lambda data: data)) == DATA
+        assert bytes(await caches.read_through(cache, NAME, fetch)) == DATA
         assert counts.cache_hits == 1, f"cancelled after {step} turns, and nothing is cached"
         return ended
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import os
 from abc import abstractmethod
@@ -162,11 +161,19 @@ class CachedDataset(AsyncDataset[T_co]):
         name = self._name(index)
         if not name:
             return dataset.sample_of(index, memoryview(b""))
-        fetch, accept = functools.partial(dataset.read_bytes, index), functools.partial(dataset.sample_of, index)
+        (data,) = await self._cache.read_many([name])
+        if data is not None:
+            with contextlib.suppress(Exception):  # fresh bytes will show whether the cache was at fault
+                return dataset.sample_of(index, data)
+            self._cache.discard(name)
         try:
-            return await self._cache.get(name, fetch, accept)
-        except ShardError:  # perhaps damaged in transit: read once more, as without a cache
-            return await self._cache.fetch(name, fetch, accept)
+            data = await dataset.read_bytes(index)
+            sample = dataset.sample_of(index, data)
+        except ShardError:  # perhaps damaged in transit: read once more
+            data = await dataset.read_bytes(index)
+            sample = dataset.sample_of(index, data)
+        await self._keep([index], [data])
+        return sample
 
     def _name(self, index: int) -> bytes:
         """The entry's name, empty if the sample has no bytes."""

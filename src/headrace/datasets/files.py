@@ -12,7 +12,7 @@ import aiofiles
 
 from headrace._core.eventloop.blocking import run_blocking
 from headrace._core.shards.discovery import glob_expression
-from headrace._core.store.catalog import Labels, align_labels
+from headrace._core.store.listing import Labels, align_labels
 from headrace._core.store.redaction import redact_url
 from headrace._core.streams.map_style import AsyncDataset
 from headrace._core.text import sample_repr

@@ -7,9 +7,17 @@ import os
 from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple, Self, SupportsIndex
 
-from headrace._core.store.catalog import UNKNOWN, Catalog, Labels, StringArray, align_labels
 from headrace._core.store.head import check_form
-from headrace._core.store.listing import ListingFile, list_objects, read_table
+from headrace._core.store.listing import (
+    UNKNOWN,
+    Catalog,
+    Labels,
+    ListingFile,
+    StringArray,
+    align_labels,
+    list_objects,
+    read_table,
+)
 from headrace._core.store.store import StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.text import sample_repr

@@ -38,6 +38,15 @@ def run_until_killed(main: Coroutine[Any, Any, None], last: int) -> int:
     return seen
 
 
+async def read_through(cache, name, fetch):
+    """An entry's bytes, which are fetched and cached if they are not there."""
+    (data,) = await cache.read_many([name])
+    if data is None:
+        data = await fetch()
+        await cache.write([name], [data])
+    return data
+
+
 def write_until_killed(wire, last, folder, names, data, max_bytes):
     """Write entries, one and then two together, and die before the `last`-th call."""
 
@@ -56,7 +65,7 @@ def fetch_for_ever(wire, folder, name):
         wire.send(os.getpid())
         await asyncio.Event().wait()
 
-    asyncio.run(DiskCache(folder).get(name, fetch, lambda data: data))
+    asyncio.run(read_through(DiskCache(folder), name, fetch))
 
 
 def read_objects(wire, store, folder, expected, epochs, cache_options):

@@ -8,8 +8,7 @@ import pandas
 import pyarrow
 import pytest
 
-from headrace._core.store.catalog import Catalog
-from headrace._core.store.listing import ListingFile
+from headrace._core.store.listing import Catalog, ListingFile
 from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import ChecksumError, EmptyListingError, ObjectChangedError

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.store.catalog import StringArray, catalog_of_page, compact, join_pages
+from headrace._core.store.listing import StringArray, catalog_of_page, compact, join_pages
 from headrace._core.transport.shared_pickle import SharedPickle
 
 anything = st.lists(st.text(st.characters(exclude_categories=()), max_size=12), max_size=12)

@@ -5,8 +5,7 @@ import os
 import pytest
 from obstore.store import HTTPStore
 
-from headrace._core.store.open import store_id
-from headrace._core.store.options import merged_options
+from headrace._core.store.open import merged_options, store_id
 
 
 @pytest.fixture(autouse=True)

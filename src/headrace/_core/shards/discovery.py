@@ -16,8 +16,7 @@ from urllib.parse import unquote
 
 from headrace._core.store.head import Head, InitialRead
 from headrace._core.store.listing import list_heads
-from headrace._core.store.open import check_shared
-from headrace._core.store.options import traits_of
+from headrace._core.store.open import check_shared, traits_of
 from headrace._core.store.redaction import check_path
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop

@@ -18,12 +18,14 @@ from urllib.parse import urlsplit
 
 from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.errors import Cause, RequestFailure
+from headrace._core.store.request_stats import RequestStats
 
 # Before the first success the URL is probably wrong: fail fast.
 FIRST_CONTACT_ATTEMPTS = 3
 # A length or a checksum that is wrong each time is wrong in the store.
 DAMAGE_ATTEMPTS = 3
 
+HEAD_INTERVAL = 1.0  # seconds between two requests that only ask for `Retry-After`
 HEAD_TIMEOUT = 2.0  # seconds for the answer that only gives `Retry-After`; without it the backoff decides
 
 _REFUSED = re.compile(r"performing [A-Z]+ (https?://\S+) in ")
@@ -50,7 +52,7 @@ class Tries:
         self.policy, self.doing, self.key, self.index = policy, doing, key, index
         self.attempts = 0
         self.began: float = whole.began if whole is not None else began or time.monotonic()
-        self._renewed = False  # whether the credentials were renewed for this request
+        self.renewed = False  # whether the credentials were renewed for this request
         self._progressed: list[float] = [self.began] if whole is None else whole._progressed
 
     def progress(self) -> None:
@@ -60,21 +62,6 @@ class Tries:
     def within(self, seconds: float) -> bool:
         """Whether the deadline allows an attempt in so many seconds."""
         return time.monotonic() + seconds - self._progressed[0] < self.policy.deadline
-
-    def wait(self, failure: RequestFailure, *, answered: bool) -> float | None:
-        """The seconds to wait before the next attempt; None to give up. `answered`: the store has ever responded."""
-        cause, most = failure.cause, self.policy.max_attempts
-        if cause is Cause.EXPIRED and not self._renewed:
-            self._renewed = True
-            return 0.0 if most > 1 else None
-        if cause in (Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.WRONG_RANGE):
-            most = min(most, DAMAGE_ATTEMPTS)
-        elif not answered and cause in (Cause.UNREACHABLE, Cause.UNRESOLVED, Cause.TIMED_OUT):
-            most = min(most, FIRST_CONTACT_ATTEMPTS)
-        if not cause.transient or self.attempts >= most:
-            return None
-        wait = _dice.random() * self.policy.max_backoff_after(self.attempts)
-        return wait if self.within(wait) else None
 
 
 class RetryGate:
@@ -86,6 +73,7 @@ class RetryGate:
     def __init__(self) -> None:
         self.successes = 0
         self.not_before = 0.0  # time before which no request is sent, by `Retry-After`; 0 for none
+        self._last_head = -HEAD_INTERVAL
         self._lock = threading.Lock()  # of the budget, a token bucket
         self._tokens: float | None = None
         self._at = 0.0
@@ -119,10 +107,27 @@ class RetryGate:
             else:
                 await asyncio.sleep(left)
 
-    async def may_try_again(self, failure: RequestFailure, tries: Tries) -> bool:
-        """Wait until the next attempt may be made; return False if the request is to be given up."""
-        wait = tries.wait(failure, answered=self.successes > 0 or failure.status is not None)
-        if wait is None:
+    async def may_try_again(self, failure: RequestFailure, tries: Tries, stats: RequestStats) -> bool:
+        """Count a failed attempt, and wait until the next may be made; return False if it is to be given up."""
+        tries.attempts += 1
+        cause, most = failure.cause, tries.policy.max_attempts
+        renew = cause is Cause.EXPIRED and not tries.renewed
+        if cause in (Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.WRONG_RANGE):
+            most = min(most, DAMAGE_ATTEMPTS)
+        elif cause in (Cause.UNREACHABLE, Cause.UNRESOLVED, Cause.TIMED_OUT):
+            answered = self.successes > 0 or failure.status is not None
+            most = most if answered else min(most, FIRST_CONTACT_ATTEMPTS)
+        if tries.attempts >= most or not (cause.transient or renew):
+            return False
+        tries.renewed = tries.renewed or renew
+        now = time.monotonic()
+        if cause is Cause.THROTTLED and now - self._last_head >= HEAD_INTERVAL and now >= self.not_before:
+            self._last_head = now
+            stats.requests += 1
+            if seconds := await ask_retry_after(failure.error):
+                self.not_before = max(self.not_before, time.monotonic() + seconds)
+        wait = 0.0 if renew else _dice.random() * tries.policy.max_backoff_after(tries.attempts)
+        if not tries.within(wait):
             return False
         await asyncio.sleep(wait)
         while (turn := self.take_retry(tries.policy)) > 0:

@@ -19,17 +19,15 @@ import warnings
 import weakref
 import zlib
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from headrace._core.eventloop.blocking import run_blocking
 from headrace._core.store.request_stats import RequestStats, session_stats
 from headrace.errors import CacheFolderError
-
-T = TypeVar("T")
 
 # Of an entry: two halves of its name, its place in the data, the CRC-32 of all these and its bytes, so that a record
 # that is damaged or leads elsewhere is a wrong checksum; and the segment's number, which means something in memory.
@@ -174,46 +172,28 @@ class DiskCache:
         """Look for entries of other processes at the next miss, and write again after an error."""
         self._next_refresh, self._writable = 0.0, True
 
-    async def get(
-        self, name: bytes, fetch: Callable[[], Awaitable[memoryview]], accept: Callable[[memoryview], T]
-    ) -> T:
-        """The result of `accept` for an entry's bytes, which `fetch` gets if they are not cached.
-
-        Their errors are raised; `accept` raises if the bytes are wrong: then they are not cached.
-        """
-        (entry,) = await self._lookup([name])
-        if entry is not None:
-            data = await run_blocking(_read_entry, entry)
-            if data is not None:
-                with contextlib.suppress(Exception):  # fresh bytes will show whether the cache was at fault
-                    sample = accept(data)
-                    self.counts().cache_hits += 1
-                    return sample
-                entry.states[entry.slot] = _DEAD
-            self.counts().cache_damaged += entry.states[entry.slot] == _DEAD
-        return await self.fetch(name, fetch, accept)
-
-    async def fetch(
-        self, name: bytes, fetch: Callable[[], Awaitable[memoryview]], accept: Callable[[memoryview], T]
-    ) -> T:
-        """As `get`, for an entry that is known to be missing."""
-        self.counts().cache_misses += 1
-        data = await fetch()
-        sample = accept(data)
-        await self.write([name], [data])
-        return sample
-
     async def read_many(self, names: Sequence[bytes]) -> list[memoryview | None]:
         """The bytes of those entries that are cached, None for the others and for empty names."""
         entries = await self._lookup(names)
         there = [entry for entry in entries if entry is not None]
         groups = [there[first : first + GROUP] for first in range(0, len(there), GROUP)]
-        views = chain.from_iterable(await asyncio.gather(*(run_blocking(_read_group, group) for group in groups)))
+        if len(groups) == 1:
+            views = iter(await run_blocking(_read_group, there))
+        else:
+            views = chain.from_iterable(await asyncio.gather(*(run_blocking(_read_group, group) for group in groups)))
         found = [None if entry is None else next(views) for entry in entries]
         counts = self.counts()
         counts.cache_hits += sum(view is not None for view in found)
         counts.cache_damaged += sum(entry.states[entry.slot] == _DEAD for entry in there)
         return found
+
+    def discard(self, name: bytes) -> None:
+        """Forget an entry whose bytes, as `read_many` gave them, make no sample."""
+        entry, counts = self._find(name), self.counts()
+        if entry is not None:
+            entry.states[entry.slot] = _DEAD
+        counts.cache_hits -= 1
+        counts.cache_damaged += 1
 
     async def _lookup(self, names: Sequence[bytes]) -> list[_Entry | None]:
         if self._pid != os.getpid():  # after a fork

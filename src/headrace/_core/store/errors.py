@@ -14,7 +14,6 @@ from obstore.exceptions import (
     UnauthenticatedError,
 )
 
-from headrace._core.store.options import ALLOW_REDIRECTS, BLACKHOLE_PROXY
 from headrace._core.store.redaction import redact_text
 from headrace.errors import (
     ChecksumError,
@@ -23,6 +22,13 @@ from headrace.errors import (
     StoreError,
     StoreUnreachableError,
 )
+
+ALLOW_REDIRECTS = "allow_redirects"
+PROFILE = "profile"
+"""The names of headrace's own options among those of a store."""
+
+BLACKHOLE_PROXY = "127.0.0.1:0"
+"""Where no process can listen: port 0 stands for "any" when a socket is bound, and is no port itself."""
 
 NATIVE_ERRORS = (BaseError, OSError)
 """The exceptions that obstore raises when a store refuses or fails."""

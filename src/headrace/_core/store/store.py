@@ -20,10 +20,11 @@ from obstore import get_range_async
 
 from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.store import errors
-from headrace._core.store.backoff import RetryGate, Tries, ask_retry_after
+from headrace._core.store.backoff import RetryGate, Tries
 from headrace._core.store.errors import (
     FAILURES,
     NATIVE_ERRORS,
+    PROFILE,
     Cause,
     RequestFailure,
     classify_error,
@@ -31,8 +32,7 @@ from headrace._core.store.errors import (
     failure_of,
 )
 from headrace._core.store.head import Head, InitialRead, check_bytes, check_version, matches, strong
-from headrace._core.store.open import check_shared, open_store, store_id
-from headrace._core.store.options import PROFILE, StoreTraits, traits_of
+from headrace._core.store.open import StoreTraits, check_shared, open_store, store_id, traits_of
 from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import redact_text, redact_url, secrets_in, url_of
 from headrace._core.store.request_stats import RequestStats, session_stats
@@ -50,7 +50,6 @@ PART = 8 * 2**20
 AT_ONCE = 8  # parts of one object in flight; 64 MiB in flight cover 10 Gbit/s at 50 ms
 LARGEST_WHOLE = 64 * 2**20  # bytes of an object of which a store that ignores ranges sends all for a part
 RENEWAL_INTERVAL = 5.0  # seconds; requests that began with the old credentials fail within a few
-HEAD_INTERVAL = 1.0  # seconds between two requests that only ask for `Retry-After`
 
 forked_from: int | None = None
 """The ancestor that used a store before it forked this process; None if there is none.
@@ -144,7 +143,6 @@ class Store:
         self._ranges_ignored = False  # whether the store is known to send whole objects where a range is asked for
         self._opened: ObjectStore | None = None
         self._gate = RetryGate()
-        self._last_head = -HEAD_INTERVAL
         self._last_renewal = -RENEWAL_INTERVAL
         self._own_stats = RequestStats()
 
@@ -244,7 +242,6 @@ class Store:
 
     async def _retry_or_raise(self, failure: RequestFailure, tries: Tries) -> None:
         """Wait until a failed request may be made again, or raise its error."""
-        tries.attempts += 1
         stats = self.stats
         if failure.cause in (Cause.THROTTLED, Cause.TIMED_OUT):
             stats.throttle_events += 1
@@ -255,14 +252,7 @@ class Store:
             # Opened again, it asks its provider for credentials; once for all requests that need them.
             self._last_renewal = now
             self._opened = None
-        again = tries.attempts < tries.policy.max_attempts
-        due = now - self._last_head >= HEAD_INTERVAL and now >= self._gate.not_before
-        if again and due and failure.cause is Cause.THROTTLED:
-            self._last_head = now
-            stats.requests += 1
-            if seconds := await ask_retry_after(failure.error):
-                self._gate.not_before = max(self._gate.not_before, time.monotonic() + seconds)
-        if not again or not await self._gate.may_try_again(failure, tries):
+        if not await self._gate.may_try_again(failure, tries, stats):
             raise self._error(failure, tries)
         stats.retries += 1
 

@@ -52,28 +52,19 @@ def test_a_relative_root_stays_the_same_place(root, monkeypatch):
     assert dataset[0].data == b"deep/d.jpg"
 
 
-def test_a_missing_root_is_named(tmp_path):
+def test_errors_name_what_was_looked_for(root):
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        FileDataset(tmp_path / "nowhere")
-
-
-def test_nothing_that_matches_is_an_error_that_says_what_was_looked_for(root):
+        FileDataset(root / "nowhere")
     with pytest.raises(EmptyListingError, match=r"'\*\.png'.*file://"):
         FileDataset(root, "*.png")
     with pytest.raises(EmptyListingError, match=r"'\.png' \(4 match"):
         FileDataset(root, suffix=".png")
-
-
-def test_a_file_that_went_is_named_with_its_index(root):
     dataset = FileDataset(root)
     (root / "b.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"'b\.txt' \(index 1\)"):
         dataset[1]
-
-
-def test_an_index_beyond_the_end_names_the_length(root):
     with pytest.raises(IndexError, match=r"index 4 .*4 files"):
-        FileDataset(root)[4]
+        dataset[4]
 
 
 @pytest.mark.parametrize("more", [0, 1, files.PIECE + 1])

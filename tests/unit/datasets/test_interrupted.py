@@ -66,10 +66,6 @@ def parquet(folder, **options):
     return hr.ParquetDataset(folder / "parquet", **options)
 
 
-def objects(folder):
-    return hr.ObjectDataset(folder / "objects")
-
-
 def indexed(folder):
     return hr.TarDataset.index(folder / "tar")
 
@@ -84,20 +80,16 @@ async def neighbours(samples):
 
 DATASETS = {
     "tar, shuffled": lambda folder: tar(folder, shuffle=True, buffer_size=4),
-    "tar, one of two ranks": lambda folder: tar(folder, split="samples", rank=1, world_size=2),
     "tar, indexed": indexed,
     "lines, shuffled": lambda folder: lines(folder, shuffle=True, buffer_size=4),
     "parquet rows, shuffled": lambda folder: parquet(folder, shuffle=True, buffer_size=4),
     "parquet tables": lambda folder: parquet(folder, format="arrow", table_rows=2),
     "row groups": lambda folder: hr.ParquetDataset.groups(folder / "parquet"),
     "tokens": lambda folder: hr.TokenDataset(folder / "tokens", seq_len=4),
-    "objects": objects,
-    "files": lambda folder: hr.FileDataset(folder / "objects"),
+    "objects": lambda folder: hr.ObjectDataset(folder / "objects"),
     "cached, indexed": lambda folder: indexed(folder).cache(folder / "cache"),
     "concat": lambda folder: hr.concat([tar(folder), lines(folder, shuffle=True)]),
-    "mix": lambda folder: hr.mix([tar(folder), lines(folder, shuffle=True)], [2, 1], stop="all"),
     "mix, repeated": lambda folder: hr.mix([tar(folder).repeat(2), lines(folder).repeat()], [1, 1]),
-    "take": lambda folder: tar(folder, shuffle=True).take(7),
     "shuffle": lambda folder: lines(folder).shuffle(4),
     "split": lambda folder: lines(folder, shuffle=True).split(rank=1, world_size=2, remainder="pad"),
     "map and filter": lambda folder: lines(folder).map(with_noise).filter(is_likely),
@@ -131,14 +123,14 @@ def loader_of(dataset):
 
 
 def digest(batches):
-    """SHA-256 of the content of each batch."""
+    """SHA-256 of each batch."""
     return [hashlib.sha256(content(batch)).digest() for batch in batches]
 
 
 def content(value):
     if isinstance(value, pyarrow.Table):
         return repr(value.to_pydict()).encode()
-    if isinstance(value, hr.types.ObjectSample | hr.types.FileSample):
+    if isinstance(value, hr.types.ObjectSample):
         return f"{value.key} ".encode() + bytes(value.data)
     if isinstance(value, dict):
         return b"{%b}" % b",".join(content(item) for item in value.items())

@@ -57,8 +57,6 @@ def test_line_endings(tmp_path, content, format, lines):
         ("a.JSONL", [1, True]),
         ("a.ndjson.gz", [1, True]),
         ("ids.json.txt", ["1", "true"]),
-        ("ids.json.txt.gz", ["1", "true"]),
-        ("dump.jsonl/part-0.txt", ["1", "true"]),
         ("dump.jsonl/part-0", ["1", "true"]),
         ("ids.json.gz/a.csv", ["1", "true"]),
     ],
@@ -119,10 +117,7 @@ def files(tmp_path):
 COUNTS = (3, 8, 5, 1, 7)
 
 
-@pytest.mark.parametrize(
-    ("split", "world_size"),
-    [("shards", 2), ("shards", 5), ("samples", 1), ("samples", 5)],
-)
+@pytest.mark.parametrize(("split", "world_size"), [("shards", 2), ("samples", 5)])
 @pytest.mark.parametrize("remainder", ["drop", "pad", "repeat", "keep"])
 def test_length_is_the_number_of_lines_that_the_rank_gives(files, split, remainder, world_size):
     for rank in range(world_size):
@@ -150,15 +145,12 @@ def test_every_rank_is_told_that_one_has_no_line_to_repeat(tmp_path, remainder, 
     ],
     ids=str,
 )
-def test_counts_below_the_numbers_of_lines_warn_once(files, options, given):
+def test_wrong_counts_warn_once(files, options, given):
     dataset = hr.LinesDataset(files, counts=[1] * 5, rank=0, **options)
     with pytest.warns(UserWarning, match=r"0\.txt does not have the number of samples.* for it, 1:.*Correct") as caught:
         assert len(list(dataset)) == given
     list(dataset)
     assert len(caught) == 1
-
-
-def test_counts_above_the_numbers_of_lines_warn(files):
     with pytest.warns(UserWarning, match=r"0\.txt does not have the number of samples.* for it, 4:"):
         assert len(list(hr.LinesDataset(files, counts=[4, *COUNTS[1:]], shards_in_parallel=1))) == sum(COUNTS)
 

@@ -33,15 +33,13 @@ def damaged():
     return {**OBJECTS, "0.parquet": bytes(data)}
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 9])
+@pytest.mark.parametrize("prefetch", [(1, 1 << 20), (4, 800)])
 @pytest.mark.parametrize("options", [{}, {"format": "arrow"}, {"format": "arrow", "table_rows": 3}], ids=str)
 @pytest.mark.parametrize("make", [lambda: OBJECTS, damaged], ids=["whole", "damaged"])
 def test_stream_continues_at_every_position(make, options, prefetch):
     objects = make()
-    store = in_memory(objects)
-    resumes_at_every_position(
-        lambda: hr.ParquetDataset(list(objects), store=store, shuffle=True, prefetch_row_groups=prefetch, **options)
-    )
+    store, ahead = in_memory(objects), dict(zip(("prefetch_row_groups", "prefetch_bytes"), prefetch, strict=True))
+    resumes_at_every_position(lambda: hr.ParquetDataset(list(objects), store=store, shuffle=True, **ahead, **options))
 
 
 def test_blocks_of_rows_are_left_out_whole():
@@ -55,13 +53,6 @@ def test_blocks_of_rows_are_left_out_whole():
             assert [row["id"] for row in rows] == list(range(position, 5000))
 
     asyncio.run(run())
-
-
-def test_large_row_groups_wait_in_the_state():
-    store = in_memory(OBJECTS)
-    resumes_at_every_position(
-        lambda: hr.ParquetDataset(list(OBJECTS), store=store, prefetch_row_groups=4, prefetch_bytes=800)
-    )
 
 
 def test_restore_reads_the_current_row_group_again_and_those_ahead_of_it():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace._core.shards.tar import TAR_BLOCK, Member, TarParser
+from headrace._core.shards.tar import TAR_BLOCK, TarParser
 from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -61,9 +61,10 @@ def test_chunk_size_does_not_change_members(format, pieces):
 
 
 @pytest.mark.parametrize("format", ["gnu", "pax"])
-def test_long_and_non_ascii_names_are_read(format):
+def test_long_and_non_ascii_names_are_read_and_directories_are_skipped(format):
     files = [("d/" * 200 + "x.txt", b"far"), ("höhe/日本.txt", b"away"), ("plain.txt", b"near")]
-    assert contents(parse(archive(files, FORMATS[format]), 100)) == files
+    data = archive([("d", typed(tarfile.DIRTYPE)), ("./first", b""), *files], FORMATS[format])
+    assert contents(parse(data, 100)) == [("first", b""), *files]
 
 
 def test_offsets_equal_those_of_tarfile():
@@ -87,11 +88,6 @@ def test_archives_of_gnu_tar_are_read(tmp_path):
         assert found["a.txt"] == b"a" * 3000
         if names == ["."]:
             assert found["sub/" + "n" * 150 + ".txt"] == b"long"
-
-
-def test_directories_are_skipped():
-    data = archive([("d", typed(tarfile.DIRTYPE)), ("d/a.txt", b"x")])
-    assert contents(parse(data)) == [("d/a.txt", b"x")]
 
 
 def test_a_size_in_base_256_is_read():
@@ -149,23 +145,16 @@ def test_a_flipped_bit_in_a_header_is_an_error_or_changes_nothing(format):
     assert harmless < 8  # what ends the checksum's digits may be either of two bytes
 
 
-def test_concatenated_archives_are_refused():
-    with pytest.raises(ShardError, match="after the end"):
-        parse(archive(SMALL) + archive(SMALL))
-
-
-def test_single_zero_block_does_not_end_an_archive():
+def test_single_zero_block_does_not_end_an_archive_and_nothing_follows_its_end():
     data = archive(SMALL)
+    with pytest.raises(ShardError, match="after the end"):
+        parse(data + data)
+    with pytest.raises(ShardError, match="600 bytes is more than member_limit=500"):
+        list(TarParser("x.tar", member_limit=500).feed(data[: 3 * TAR_BLOCK]))
     with pytest.raises(TruncatedShardError):
         parse(data[: 5 * TAR_BLOCK + TAR_BLOCK])
     with pytest.raises(ShardError, match="single zero block"):
         parse(data[: 5 * TAR_BLOCK] + bytes(TAR_BLOCK) + data)
-
-
-def test_too_large_member_is_refused_before_it_is_read():
-    parser = TarParser("x.tar", member_limit=500)
-    with pytest.raises(ShardError, match="600 bytes is more than member_limit=500"):
-        list(parser.feed(archive(SMALL)[: 3 * TAR_BLOCK]))
 
 
 @pytest.mark.parametrize("size", [b"-0000000005\0", b"0000000000_\0", b"\xff" * 12])
@@ -242,20 +231,10 @@ def test_names_that_lead_outside_are_refused(name, format):
 
 @pytest.mark.parametrize(
     ("kind", "what"),
-    [
-        (tarfile.SYMTYPE, "symbolic link"),
-        (tarfile.LNKTYPE, "hard link"),
-        (tarfile.CHRTYPE, "device"),
-        (tarfile.BLKTYPE, "device"),
-        (tarfile.FIFOTYPE, "pipe"),
-    ],
+    [(tarfile.SYMTYPE, "symbolic link"), (tarfile.LNKTYPE, "hard link"), (tarfile.CHRTYPE, "device")],
 )
 def test_links_devices_and_pipes_are_refused(kind, what):
     data = archive([("good.txt", b"x"), ("bad", typed(kind, linkname="good.txt"))])
     with pytest.raises(UnsafeMemberError, match=what) as caught:
         parse(data)
     assert (caught.value.member, caught.value.offset) == ("bad", 1024)
-
-
-def test_leading_dot_slash_is_removed_from_names():
-    assert parse(archive([("./a.txt", b"x")])) == [Member("a.txt", b"x", 0, 512, 1)]

@@ -81,20 +81,6 @@ async def test_a_stalled_body_holds_up_no_other(reader):
             await reader.read(later, 4)
 
 
-async def test_the_body_of_a_cancelled_request_is_not_read(reader):
-    first, cancelled, last = Result(arrived=False), Result(), Result()
-    reading = asyncio.ensure_future(reader.read(first, 4))
-    await asyncio.to_thread(first.began.wait, TIMEOUT)
-    request = asyncio.ensure_future(reader.read(cancelled, 4))
-    after = asyncio.ensure_future(reader.read(last, 4))
-    await asyncio.sleep(0)  # both are queued
-    request.cancel()
-    first.arrive()
-    assert await asyncio.gather(reading, after) == [b"body", b"body"]
-    assert request.cancelled()
-    assert cancelled.threads == []
-
-
 async def test_requests_that_outlast_their_session_get_their_bodies_and_keep_no_thread():
     reader, stalled, queued, later = BodyReader(), Result(arrived=False), Result(b"queued"), Result(b"later")
     waiting = asyncio.ensure_future(reader.read(stalled, 4))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.store.listing import StringArray, catalog_of_page, compact, join_pages
+from headrace._core.store.listing import StringArray, catalog_of_page, join_pages
 from headrace._core.transport.shared_pickle import SharedPickle
 
 anything = st.lists(st.text(st.characters(exclude_categories=()), max_size=12), max_size=12)
@@ -33,9 +33,6 @@ def test_indices_are_those_of_a_tuple():
             packed[index]
     with pytest.raises(TypeError):
         operator.getitem(packed, "1")
-
-
-def test_what_is_no_string_is_refused():
     with pytest.raises(TypeError, match=r"b'a' is not a str"):
         StringArray(["a", b"a"])
 
@@ -63,24 +60,3 @@ def test_objects_are_sorted_and_of_those_listed_twice_the_last_is_kept(keys):
     for position, key in enumerate(catalog.keys):
         assert catalog.sizes[position] == last[key]
         assert (catalog.etags[position] if catalog.etags else "") == (f'"{last[key]}"' if last[key] % 3 else "")
-
-
-@pytest.mark.parametrize(
-    "labels",
-    [
-        [1, -(2**63), 2**63 - 1],
-        [1, 2**63],
-        [1.5, float("inf")],
-        [True, False],
-        [1, True, 1.0],
-        ["a", "a", 1],
-        [np.int64(3)],
-        [[1], (2,), {"x": 3}],
-        [],
-    ],
-    ids=repr,
-)
-def test_compact_labels_are_the_same_type_and_all(labels):
-    made = compact(labels)
-    assert list(made) == labels
-    assert [*map(type, made)] == [*map(type, labels)]

@@ -49,26 +49,21 @@ def check(error, cause, status=None):
     return failure
 
 
-@pytest.mark.parametrize(
-    ("status", "cause"),
-    [
-        (401, Cause.REFUSED),
-        (403, Cause.REFUSED),
-        (404, Cause.NOT_FOUND),
-        (412, Cause.CHANGED),
-        (429, Cause.THROTTLED),
-        (503, Cause.THROTTLED),
-        (408, Cause.TIMED_OUT),
-        (425, Cause.SERVER),
-        (500, Cause.SERVER),
-        (502, Cause.SERVER),
-        (501, Cause.OTHER),
-        (400, Cause.OTHER),
-        (416, Cause.CHANGED),
-    ],
-)
-def test_status_is_in_the_text(server, status, cause):
-    check(error_of(opened(server, Fault("status", status=status))), cause, status)
+STATUSES = {
+    Cause.REFUSED: (401, 403),
+    Cause.NOT_FOUND: (404,),
+    Cause.CHANGED: (412, 416),
+    Cause.THROTTLED: (429, 503),
+    Cause.TIMED_OUT: (408,),
+    Cause.SERVER: (425, 500, 502),
+    Cause.OTHER: (400, 501),
+}
+
+
+def test_status_is_in_the_text(server):
+    for cause, statuses in STATUSES.items():
+        for status in statuses:
+            check(error_of(opened(server, Fault("status", status=status))), cause, status)
 
 
 def test_body_of_a_refusal_is_in_the_text(server):

@@ -34,11 +34,8 @@ def test_no_url_shows_its_password_or_query(user, password, host, path, query):
     )
 
 
-def test_urls_within_quotes_end_where_the_quote_does():
+def test_urls_end_where_a_quote_does_and_secrets_are_masked_wherever_they_stand():
     assert redact_text("""at "http://a:b@h/x?q=1", 'http://a:b@h/y?q=1'""") == """at "http://h/x", 'http://h/y'"""
-
-
-def test_secrets_are_masked_wherever_they_stand():
     assert redact_text("key hush and hush-hush", ["hush", "hush-hush"]) == "key *** and ***"
 
 

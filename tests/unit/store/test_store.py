@@ -1,7 +1,5 @@
 """`Store`: its arguments, keys within it, and datasets that share one."""
 
-import pickle
-
 import pytest
 from obstore.store import MemoryStore
 
@@ -46,12 +44,6 @@ def test_repr_and_url_have_no_secrets():
     store = hr.Store("https://me:canary@host/data?sig=canary", options={"default_headers": {"cookie": "canary"}})
     assert repr(store) == "Store('https://host/data')"
     assert store.url == "https://host/data"
-
-
-def test_pickled_store_reads_the_same_objects():
-    with ObjectServer({"a/0": b"zero", "a/1": b"one"}) as server:
-        store = pickle.loads(pickle.dumps(hr.Store(f"{server.url}/a", options=server.store_options, retry=3)))
-        assert [bytes(sample.data) for sample in hr.ObjectDataset(store)] == [b"zero", b"one"]
 
 
 def test_datasets_of_one_store_share_one_client():

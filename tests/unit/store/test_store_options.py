@@ -24,12 +24,9 @@ def client_of(url, options):
     ("url", "options", "environment", "allowed"),
     [
         ("s3://bucket", {"endpoint": "http://10.0.0.7:9000"}, {}, True),
-        ("s3://bucket", {"config": {"endpoint_url": "http://10.0.0.7:9000"}}, {}, True),
         ("s3://bucket", {}, {"AWS_ENDPOINT_URL": "http://10.0.0.7:9000"}, True),
         ("s3://bucket", {"endpoint": "https://10.0.0.7"}, {"AWS_ENDPOINT": "http://10.0.0.7"}, None),
-        ("s3://bucket", {}, {}, None),
         ("gs://bucket", {"base_url": "http://10.0.0.7"}, {}, True),
-        ("az://container", {"endpoint": "http://10.0.0.7/account"}, {}, True),
         ("abfss://container", {}, {"AZURE_STORAGE_ENDPOINT": "http://10.0.0.7/account"}, True),
         ("https://10.0.0.7/data", {}, {}, None),
     ],

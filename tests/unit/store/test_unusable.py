@@ -17,23 +17,8 @@ def chunked(request):
     request.wfile.write(b"3e8\r\n" + BODY + b"\r\n0\r\n\r\n")
 
 
-def ended_by_the_connection(request):
-    request.close_connection = True
-    request.send_response(200)
-    request.end_headers()
-    request.wfile.write(BODY)
-
-
 def without_a_total(request):
     request.send(206, BODY, {"Content-Range": "bytes 0-999/*"})
-
-
-def without_a_range(request):
-    request.send(206, BODY)
-
-
-def with_a_wrong_time(request):
-    request.send_object(BODY, {"Last-Modified": "yesterday"})
 
 
 def with_a_header_that_is_not_ascii(request):
@@ -44,10 +29,7 @@ def with_a_header_that_is_not_ascii(request):
     ("answer", "named"),
     [
         (chunked, "Content-Length Header missing"),
-        (ended_by_the_connection, "Content-Length Header missing"),
         (without_a_total, r"CONTENT_RANGE .*bytes 0-999/\*"),
-        (without_a_range, "Content-Range header not present"),
-        (with_a_wrong_time, "last modified 'yesterday'"),
         (with_a_header_that_is_not_ascii, "non-ASCII"),
     ],
 )

@@ -9,8 +9,9 @@ from typing import Any, Literal
 from headrace._core.ranks.distributed import RankChoice, Remainder
 from headrace._core.shards.discovery import Shards, find_shards
 from headrace._core.shards.division import Part
-from headrace._core.shards.parquet import Footer, RowGroup, RowGroupStream, read_footers, require_pyarrow
+from headrace._core.shards.parquet import Footer, RowGroup, RowGroupStream, read_footers
 from headrace._core.shards.stream import PartStream
+from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import AsyncDataset
@@ -23,7 +24,7 @@ _SUFFIXES = (".parquet", ".pq", ".parq")
 
 def _open_row_groups(shards: Shards, columns: Sequence[str] | None, store: StoreLike | None) -> list[RowGroup]:
     """Find the files, read their footers, check that their columns agree; row groups without rows are left out."""
-    require_pyarrow()
+    require_pyarrow("reading Parquet")
     if isinstance(columns, str):
         raise TypeError("columns= must be several names, not one str")
     names = None if columns is None else tuple(columns)

@@ -130,7 +130,7 @@ def test_named_file_may_have_any_ending_and_is_named_once(tmp_path):
             assert len(hr.TarDataset.index("samples.archive", store=store)) == 2
     assert list(hr.LinesDataset(tmp_path / "app.log")) == ["one", "two"]
     with pytest.raises(ValueError, match="given twice"):
-        hr.TarDataset([tmp_path / "samples.archive", tmp_path / "{samples,others}.archive"])
+        hr.TarDataset([tmp_path / "samples.archive", tmp_path / "{samples,samples}.archive"])
 
 
 def test_missing_shard_raises_and_other_shards_are_read(folder):

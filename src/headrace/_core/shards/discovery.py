@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
@@ -17,6 +16,7 @@ from urllib.parse import unquote
 from headrace._core.store.head import Head, InitialRead
 from headrace._core.store.listing import list_heads
 from headrace._core.store.open import check_shared, traits_of
+from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import check_path
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
@@ -83,7 +83,7 @@ def find_shards(
             is_pattern = _GLOB.search(key) is not None or not key.lower().endswith(suffixes)
             named.append((Shard(stores[base], key), is_pattern))
     patterns = [shard for shard, is_pattern in named if is_pattern]
-    listed = iter(background_loop().run(_list_all(patterns, suffixes)) if patterns else ())
+    listed = iter(background_loop().run(map_all(lambda one: _list(one, suffixes), patterns)) if patterns else ())
     found = [shard for one, is_pattern in named for shard in (next(listed) if is_pattern else (one,))]
     if not found:
         raise ValueError("no shard was given")
@@ -91,10 +91,6 @@ def find_shards(
     if times > 1:
         raise ValueError(f"shard {name} is given twice, which would repeat its samples")
     return tuple(found)
-
-
-async def _list_all(patterns: list[Shard], suffixes: tuple[str, ...]) -> list[list[Shard]]:
-    return await asyncio.gather(*(_list(pattern, suffixes) for pattern in patterns))
 
 
 async def _list(pattern: Shard, suffixes: tuple[str, ...]) -> list[Shard]:

@@ -15,7 +15,7 @@ from headrace._core.shards.discovery import Shard
 from headrace._core.shards.division import Part, PartPosition
 from headrace._core.shards.reading import Block, BlockReader, PartReader
 from headrace._core.store.ranges import LARGEST_SPAN, Ranges, map_all, plan_spans
-from headrace.errors import MissingExtraError, ShardError, TruncatedShardError
+from headrace.errors import ShardError, TruncatedShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -42,17 +42,10 @@ Pieces = list[tuple[int, memoryview]]
 """Parts of a file, each with its offset; in order, not overlapping."""
 
 
-def require_pyarrow() -> Any:
-    """Pyarrow's Parquet module; raises `MissingExtraError` if it is not installed."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise MissingExtraError(what="reading Parquet", package="pyarrow", extra="parquet") from None
-    return pyarrow.parquet
-
-
 class Footer:
     """A file's footer, with the eight bytes after it; pickled as its bytes, so that no other process reads it again.
+
+    Its shard is the file in the version of the footer.
 
     Raises:
         ShardError: `data` is no valid footer.
@@ -65,11 +58,11 @@ class Footer:
         return self.shard, self.size, self._data
 
     def __setstate__(self, state: tuple[Shard, int, bytes]) -> None:
-        import pyarrow
+        import pyarrow.parquet
 
         self.shard, self.size, self._data = state
         try:
-            self.metadata = require_pyarrow().read_metadata(pyarrow.BufferReader(_MAGIC + self._data))
+            self.metadata = pyarrow.parquet.read_metadata(pyarrow.BufferReader(_MAGIC + self._data))
             self.schema = self.metadata.schema.to_arrow_schema()
             self.rows = tuple(self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups))
         except (pyarrow.ArrowException, OSError) as error:
@@ -98,11 +91,6 @@ class RowGroup:
     @property
     def rows(self) -> int:
         return int(self.footer.rows[self.number])
-
-    @property
-    def shard(self) -> Shard:
-        """The file, in the version of the footer."""
-        return self.footer.shard
 
     @property
     def name(self) -> str:
@@ -135,7 +123,7 @@ class RowGroup:
             for span in plan_spans(self._ranges())
             for start in range(span.start, span.stop, LARGEST_SPAN)
         ]
-        parts = await map_all(lambda bound: self.shard.read(*bound), bounds)
+        parts = await map_all(lambda bound: self.footer.shard.read(*bound), bounds)
         return [(start, part) for (start, _), part in zip(bounds, parts, strict=True)]
 
     def decode(self, pieces: Pieces, rows: int) -> Iterator[Any]:
@@ -144,14 +132,14 @@ class RowGroup:
         Raises:
             ShardError: a page is corrupt, or rows are missing.
         """
-        import pyarrow
+        import pyarrow.parquet
 
         footer, left = self.footer, self.rows
         source = pyarrow.PythonFile(SparseFile(pieces, footer.size), mode="r")
         try:
             # The bytes are in memory already, so pre-buffering would only copy. Checksums exist if the writer was asked
             # for them.
-            file = require_pyarrow().ParquetFile(
+            file = pyarrow.parquet.ParquetFile(
                 source, metadata=footer.metadata, pre_buffer=False, page_checksum_verification=True
             )
             columns = None if self.columns is None else list(self.columns)
@@ -283,7 +271,7 @@ class _RowGroupReader(BlockReader):
         self._drop = position.drop
         self._decoded = position  # after the last block that was produced
         self._batches: Iterator[Any] = iter(())
-        super().__init__(position, group.shard.head)
+        super().__init__(position, group.footer.shard.head)
 
     async def _next_block(self) -> Block:
         try:
@@ -373,7 +361,7 @@ class RowGroupStream(PartReader[_RowGroupReader]):
         prefetch_row_groups: int,
         prefetch_bytes: int,
     ) -> None:
-        super().__init__(parts, len(groups), lambda part: groups[part].shard)
+        super().__init__(parts, len(groups), lambda part: groups[part].footer.shard)
         self._groups = groups
         self._rows, self._as_rows = rows, as_rows
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes

@@ -177,10 +177,8 @@ class DiskCache:
         entries = await self._lookup(names)
         there = [entry for entry in entries if entry is not None]
         groups = [there[first : first + GROUP] for first in range(0, len(there), GROUP)]
-        if len(groups) == 1:
-            views = iter(await run_blocking(_read_group, there))
-        else:
-            views = chain.from_iterable(await asyncio.gather(*(run_blocking(_read_group, group) for group in groups)))
+        reads = [run_blocking(_read_group, group) for group in groups]
+        views = chain.from_iterable([await reads[0]] if len(reads) == 1 else await asyncio.gather(*reads))
         found = [None if entry is None else next(views) for entry in entries]
         counts = self.counts()
         counts.cache_hits += sum(view is not None for view in found)

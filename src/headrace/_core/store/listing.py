@@ -450,7 +450,7 @@ class ListingFile:
         Raises:
             ValueError: it is of another listing, damaged, or cannot be read.
         """
-        parquet = _require_pyarrow()
+        parquet = require_pyarrow("keeping a listing")
         try:
             table = parquet.read_table(self._path, page_checksum_verification=True)
             found = json.loads((table.schema.metadata or {}).get(_METADATA_KEY, b"null"))
@@ -467,7 +467,7 @@ class ListingFile:
 
     def write(self, catalog: Catalog) -> None:
         """Replace the file at once; raises `OSError` if it cannot be written."""
-        parquet = _require_pyarrow()
+        parquet = require_pyarrow("keeping a listing")
         import pyarrow
 
         assert catalog.sizes is not None
@@ -485,9 +485,10 @@ class ListingFile:
             raise
 
 
-def _require_pyarrow() -> Any:
+def require_pyarrow(what: str) -> Any:
+    """Pyarrow's Parquet module, which `what` needs; raises `MissingExtraError` if it is not installed."""
     try:
         import pyarrow.parquet
     except ImportError:
-        raise MissingExtraError(what="keeping a listing", package="pyarrow", extra="parquet") from None
+        raise MissingExtraError(what=what, package="pyarrow", extra="parquet") from None
     return pyarrow.parquet

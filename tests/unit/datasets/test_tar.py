@@ -162,11 +162,7 @@ def test_invalid_options_are_refused(folder, options, what):
         hr.TarDataset(folder / "{0000..0005}.tar", **options)
 
 
-def test_urls_in_reprs_and_errors_have_no_secrets():
-    dataset = hr.TarDataset("http://user:canary@127.0.0.1:1/{0..1}.tar")
-    with pytest.raises(StoreError) as caught:
-        list(dataset)
-    assert "canary" not in f"{dataset!r} {dataset.shards} {caught.value} {caught.value.__context__!r}"
+def test_signed_urls_are_refused_without_their_signature():
     with pytest.raises(ValueError, match="signed URLs") as refused:
         hr.TarDataset("https://host/a.tar?sig=canary")
     assert "canary" not in str(refused.value)

@@ -69,24 +69,18 @@ def test_default_headers_make_another_store_in_each_spelling():
     assert len(of_a) == len(of_b) == 1
     assert len({plain, *of_a, *of_b}) == 3
     assert "tenant" not in str(of_a | of_b)
+    backends = [
+        HTTPStore("http://host", client_options={"allow_http": True, "default_headers": h}) for h in ({}, {"a": "b"})
+    ]
+    assert len({store_id("http://host", {}, backend) for backend in backends}) == 2
 
 
-def test_default_headers_of_a_ready_store_make_another_store():
-    def of(**headers):
-        backend = HTTPStore("http://host", client_options={"allow_http": True, "default_headers": headers})
-        return store_id("http://host", {}, backend)
-
-    assert len({of(), of(tenant="a"), of(tenant="b")}) == 3
-
-
-def test_credentials_among_default_headers_do_not_make_another_store():
+def test_credentials_do_not_make_another_store_and_options_beside_them_do():
     plain = store_id("https://host", {}, None)
     headers = {"Authorization": "Bearer hush", "cookie": "a=b", "X-Auth-Token": "hush", "user-agent": "mine/2"}
     assert {store_id("https://host", options, None) for options in spellings(headers)[:2]} == {plain}
     assert store_id("https://host", {"default_headers": {}}, None) == plain
 
-
-def test_options_beside_a_secret_in_config_identify_the_store():
     def of(endpoint, secret):
         return store_id("s3://bucket", {"config": {"endpoint": endpoint, "secret_access_key": secret}}, None)
 

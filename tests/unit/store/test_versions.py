@@ -45,10 +45,9 @@ def test_large_object_of_unknown_size_is_of_one_version(headers):
         hr.ObjectDataset(hr.Store(url, retry=QUICK), keys=["x"])[0]
 
 
-@pytest.mark.parametrize("headers", [HEADERS["time"]], ids=["time"])
-def test_large_object_of_known_size_is_of_one_version(headers):
+def test_large_object_of_known_size_is_of_one_version():
     old, new = b"a" * (LARGE + 100), b"b" * (LARGE + 100)
-    with answering(overwritten(old, new, headers, after=2)) as url:
+    with answering(overwritten(old, new, HEADERS["time"], after=2)) as url:
         dataset = hr.ObjectDataset.from_table(
             hr.Store(url, retry=QUICK), {"key": ["x"], "size": [len(old)]}, size="size"
         )
@@ -65,24 +64,22 @@ def test_streamed_shard_is_of_one_version(headers):
             list(lines)
 
 
-@pytest.mark.parametrize("headers", [HEADERS["weak tag"]], ids=["weak tag"])
-def test_windows_of_tokens_are_of_one_version(headers):
+def test_windows_of_tokens_are_of_one_version():
     old, new = np.zeros(64, np.uint16).tobytes(), np.ones(64, np.uint16).tobytes()
-    with answering(overwritten(old, new, headers, after=2)) as url:
+    with answering(overwritten(old, new, HEADERS["weak tag"], after=2)) as url:
         windows = hr.TokenDataset("x.bin", store=hr.Store(url, retry=QUICK), seq_len=8, dtype="uint16")
         assert windows[0].tolist() == [0] * 8
         with pytest.raises(ObjectChangedError):
             windows[1]
 
 
-@pytest.mark.parametrize("headers", [HEADERS["time"]], ids=["time"])
-def test_footer_and_row_groups_of_a_parquet_file_are_of_one_version(headers):
+def test_footer_and_row_groups_of_a_parquet_file_are_of_one_version():
     files = []
     for value in (0, 1):
         written = io.BytesIO()
         pyarrow.parquet.write_table(pyarrow.table({"a": [value] * 10}), written)
         files.append(written.getvalue())
-    with answering(overwritten(*files, headers, after=1)) as url, pytest.raises(ObjectChangedError):
+    with answering(overwritten(*files, HEADERS["time"], after=1)) as url, pytest.raises(ObjectChangedError):
         list(hr.ParquetDataset("x.parquet", store=hr.Store(url, retry=QUICK)))
 
 

@@ -106,28 +106,6 @@ def test_async_for_delivers_the_same_batches_on_every_event_loop(dataset, num_wo
     assert consumer_loop(scenario) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]] * 3
 
 
-def test_other_tasks_run_while_a_consumer_waits(consumer_loop):
-    class WhenTold(Numbers):
-        async def aget(self, index):
-            while not released.is_set():
-                await asyncio.to_thread(released.wait)
-            return index
-
-    released = threading.Event()
-
-    async def scenario():
-        async with hr.DataLoader(WhenTold(4), batch_size=4) as loader, anyio.create_task_group() as tasks:
-
-            async def tell():
-                await anyio.wait_all_tasks_blocked()
-                released.set()
-
-            tasks.start_soon(tell)
-            return [batch.tolist() async for batch in loader]
-
-    assert consumer_loop(scenario) == [[0, 1, 2, 3]]
-
-
 def test_cancelled_anext_loses_no_batch(consumer_loop):
     class WhenTold(Numbers):
         async def aget(self, index):
@@ -147,13 +125,6 @@ def test_cancelled_anext_loses_no_batch(consumer_loop):
             return [batch.tolist() async for batch in running]
 
     assert consumer_loop(scenario) == [[0, 1], [2, 3]]
-
-
-def test_dropping_an_iterator_half_way_leaves_the_loader_usable():
-    with hr.DataLoader(Numbers(100), batch_size=2, num_workers=1) as loader:
-        for _ in range(20):
-            assert next(iter(loader)).tolist() == [0, 1]
-        assert len(list(loader)) == 50
 
 
 # Order
@@ -503,16 +474,12 @@ def test_workers_that_always_die_are_not_skipped_in_silence():
 
 def test_agets_is_used_if_defined():
     class AtOnce(Numbers):
-        asked = None
-
         async def agets(self, indices):
-            self.asked = [*(self.asked or []), list(indices)]
             return [-index for index in indices]
 
     dataset = AtOnce(5)
     with hr.DataLoader(dataset, batch_size=2) as loader:
         assert lists(loader) == [[0, -1], [-2, -3], [-4]]
-    assert sorted(dataset.asked) == [[0, 1], [2, 3], [4]]
     with hr.DataLoader(dataset, batch_size=None) as loader:
         assert list(loader) == [0, 1, 2, 3, 4], "without batches there is nothing to fetch at once"
 

@@ -68,14 +68,3 @@ async def test_all_fetches_are_in_flight_although_each_batch_waits_for_one_sampl
             assert await take_while_waiting(batches, dataset, indices[0]) == indices
         assert await anyio.to_thread.run_sync(dataset.await_pending, CONCURRENCY), dataset.pending
         assert loader._control._ahead.batches == CONCURRENCY, "one batch for each fetch is enough"
-
-
-async def test_look_ahead_of_a_given_prefetch_factor_does_not_grow():
-    dataset = SlowFirst(20 * BATCH)
-    options = {"num_workers": 1, "prefetch_factor": 3, "executor": "thread", "placement": "thread"}
-    async with hr.DataLoader(dataset, BATCH, concurrency=CONCURRENCY, **options) as loader:
-        batches = aiter(loader)
-        for number in range(12):
-            await take_while_waiting(batches, dataset, number * BATCH)
-            assert len(dataset.pending) <= 3
-        assert loader._control._ahead.batches == 3

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import threading
 
 import pytest
 import torch
@@ -99,25 +98,3 @@ def test_record_ends_when_next_raises():
     assert len(named(events, SYNC)) == 3
     (between,) = named(events, "aten::ones")
     assert between.cpu_parent is None, "the record of the call that raised has not ended"
-
-
-def test_record_ends_when_a_waiting_task_is_cancelled():
-    class Stuck(Numbers):
-        async def aget(self, index):
-            reached.set()
-            await asyncio.Event().wait()
-
-    async def cancelled():
-        task = asyncio.ensure_future(anext(aiter(loader)))
-        await asyncio.to_thread(reached.wait)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-    reached = threading.Event()
-    with hr.DataLoader(Stuck(), batch_size=2) as loader, recorded() as events:
-        asyncio.run(cancelled())
-        torch.ones(1)
-    assert len(named(events, ASYNC)) == 1
-    (after,) = named(events, "aten::ones")
-    assert after.cpu_parent is None

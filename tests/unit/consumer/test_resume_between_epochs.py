@@ -148,8 +148,7 @@ def test_order_and_random_numbers_of_an_epoch_after_a_restored_state_are_saved(o
     assert rest == list(batches)
 
 
-@pytest.mark.parametrize("is_iterator_made", [False, True])
-@pytest.mark.parametrize("make", [Log, lambda: Log().map(int)], ids=["bare", "map"])
+@pytest.mark.parametrize(("make", "is_iterator_made"), [(Log, True), (lambda: Log().map(int), False)])
 def test_dataset_whose_state_outlives_an_epoch_continues(make, is_iterator_made):
     loader = DataLoader(make(), batch_size=1)
     list(loader)

@@ -85,12 +85,9 @@ def test_timeout_names_the_missing_samples(placement):
     assert "batch 1 is in stage fetch, and waits for 2 samples: indices [5, 7], keys ['key-5', 'key-7']" in message
 
 
-def test_timeout_names_the_whole_batch_of_agets_and_the_sample_without_batches():
+def test_timeout_names_the_whole_batch_of_agets_the_sample_without_batches_and_the_position_in_a_stream():
     assert "waits for 4 samples: indices [4, 5, 6, 7]" in message_of(HeldAtOnce(5))
     assert "batch 3 is in stage fetch, and waits for 1 sample: indices [3]" in message_of(Held(3), 3, None)
-
-
-def test_timeout_of_a_stream_names_the_position():
     assert "batch 1 is in stage fetch, and waits for 1 sample: indices [5]" in message_of(HeldStream())
 
 

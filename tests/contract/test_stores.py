@@ -1,6 +1,5 @@
 """Connections to stores, their error messages, and the programs of docs/stores.md."""
 
-import contextlib
 import json
 import os
 import pathlib
@@ -8,8 +7,6 @@ import re
 import socket
 import ssl
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +22,7 @@ from headrace.datasets.tar import TarDataset
 from headrace.errors import EmptyListingError, MissingExtraError, StoreError, StoreUnreachableError
 from headrace.loader import DataLoader
 from object_server import ObjectServer
+from tests.answers import answering
 from tests.contract.places import ACCOUNT, ACCOUNT_KEY, azurite, moto_bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of boto3 and moto themselves
@@ -53,44 +51,25 @@ def bucket():
         yield options
 
 
-@contextlib.contextmanager
-def serving(server):
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-class Recorder(BaseHTTPRequestHandler):
-    """Answers every GET with its path, and records the header with the credentials."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        self.server.asked.append(self.headers.get("Authorization", ""))
-        body = self.path.encode()
-        self.send_response(301 if self.server.moved else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Last-Modified", "Thu, 01 Jan 1970 00:00:00 GMT")
-        self.send_header("ETag", '"1"')
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *said):
-        pass
-
-
 @pytest.fixture
 def recorder():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Recorder)
-    server.asked = []
-    server.moved = False  # without a Location, as Amazon answers for a bucket of another region
-    with serving(server):
-        yield server
+    """A server that answers every GET with its path, and records the header with the credentials."""
+
+    def answer(request):
+        recorder.asked.append(request.headers.get("Authorization", ""))
+        request.send(301 if recorder.moved else 200, request.path.encode(), {"ETag": '"1"'})
+
+    recorder = SimpleNamespace(asked=[])
+    recorder.moved = False  # without a Location, as Amazon answers for a bucket of another region
+    with answering(answer) as recorder.url:
+        yield recorder
+
+
+def read_from(recorder, **options):
+    """Read an object of a bucket at the recorder; returns the credentials that were sent."""
+    store = hr.Store("s3://photos", options={"endpoint": recorder.url, **options})
+    assert bytes(ObjectDataset(store, keys=["a"])[0].data) == b"/photos/a"
+    return recorder.asked[-1]
 
 
 @pytest.fixture
@@ -124,15 +103,14 @@ def test_bucket_is_configured_by_the_environment_alone(monkeypatch, bucket, work
 
 
 def test_requests_are_unsigned_with_aws_skip_signature(monkeypatch, recorder):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{recorder.server_port}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", recorder.url)
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
     assert bytes(ObjectDataset("s3://photos", keys=["a"])[0].data) == b"/photos/a"
     assert set(recorder.asked) == {""}
 
 
 def test_allow_http_beside_store_options_is_applied(recorder):
-    options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "skip_signature": True, "allow_http": "true"}
-    assert bytes(ObjectDataset(hr.Store("s3://photos", options=options), keys=["a"])[0].data) == b"/photos/a"
+    assert read_from(recorder, skip_signature=True, allow_http="true") == ""
 
 
 def test_allow_http_of_the_environment_applies_without_an_endpoint_option(monkeypatch, tmp_path):
@@ -167,40 +145,28 @@ def write_profiles(folder):
     (folder / "config").write_text(text)
 
 
-def test_aws_profile_gives_credentials_and_region(monkeypatch, tmp_path, recorder):
+def test_profiles_and_providers_give_credentials_and_region(monkeypatch, tmp_path, recorder):
+    def provide():
+        return {"access_key_id": "AKIAPROVIDED", "secret_access_key": "s", "token": None, "expires_at": None}
+
     write_profiles(tmp_path)
+    assert "AKIAPROCESS" in read_from(recorder, profile="process")  # by a credential process
+    assert "AKIAPROVIDED" in read_from(recorder, credential_provider=provide)
     monkeypatch.setenv("AWS_PROFILE", "research")
-    options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}"}
-    ObjectDataset(hr.Store("s3://photos", options=options), keys=["a"])[0]
-    assert "AKIARESEARCH" in recorder.asked[0]
-    assert "eu-west-3" in recorder.asked[0]
+    sent = read_from(recorder)
+    assert "AKIARESEARCH" in sent
+    assert "eu-west-3" in sent
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_profile_option_is_sent_to_other_processes(tmp_path, recorder, workers):
     write_profiles(tmp_path)
-    options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "profile": "default", "region": "us-east-2"}
+    options = {"endpoint": recorder.url, "profile": "default", "region": "us-east-2"}
     dataset = ObjectDataset(hr.Store("s3://photos", options=options), keys=["a"])
     with DataLoader(dataset, batch_size=1, num_workers=workers, collate_fn=len) as loader:
         assert list(loader) == [1]
     assert "AKIADEFAULT" in recorder.asked[0]
     assert "us-east-2" in recorder.asked[0]
-
-
-def test_profile_with_a_credential_process_is_read(tmp_path, recorder):
-    write_profiles(tmp_path)
-    options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "profile": "process"}
-    ObjectDataset(hr.Store("s3://photos", options=options), keys=["a"])[0]
-    assert "AKIAPROCESS" in recorder.asked[0]
-
-
-def test_credential_provider_is_an_option(recorder):
-    def provide():
-        return {"access_key_id": "AKIAPROVIDED", "secret_access_key": "s", "token": None, "expires_at": None}
-
-    options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}", "credential_provider": provide}
-    ObjectDataset(hr.Store("s3://photos", options=options), keys=["a"])[0]
-    assert "AKIAPROVIDED" in recorder.asked[0]
 
 
 def test_missing_profile_is_an_error_with_its_name(monkeypatch, tmp_path):
@@ -221,12 +187,10 @@ def test_profile_without_boto3_is_an_error_with_the_package_to_install(monkeypat
 
 def test_profile_of_the_environment_is_not_read_beside_other_credentials(monkeypatch, recorder):
     monkeypatch.setenv("AWS_PROFILE", "missing")
-    options = {"endpoint": f"http://127.0.0.1:{recorder.server_port}"}
-    unsigned = hr.Store("s3://photos", options={**options, "skip_signature": "true"})
-    assert len(ObjectDataset(unsigned, keys=["a"])[0].data)
+    assert read_from(recorder, skip_signature="true") == ""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
-    assert len(ObjectDataset(hr.Store("s3://photos", options=options), keys=["a"])[0].data)
+    assert "AKIA" in read_from(recorder)
 
 
 def test_error_of_missing_credentials_says_how_to_name_a_profile(monkeypatch):
@@ -275,7 +239,7 @@ def test_proxy_of_obstores_environment_variable_is_used(monkeypatch, refused_por
 
 def test_error_of_a_bucket_in_another_region_says_so(recorder):
     recorder.moved = True
-    error = failure_of("s3://photos", endpoint=f"http://127.0.0.1:{recorder.server_port}", skip_signature=True)
+    error = failure_of("s3://photos", endpoint=recorder.url, skip_signature=True)
     assert "the bucket is in another region" in str(error)
     assert error.attempts == 1
 
@@ -289,30 +253,12 @@ def authority():
 
 
 @pytest.fixture
-def secure(authority, tmp_path):
-    """A directory served over TLS, with a certificate of a private authority."""
-    (tmp_path / "root").mkdir()
-    (tmp_path / "root" / "a").write_bytes(b"secret")
+def secure(authority):
+    """A server with TLS, whose certificate is of a private authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def __init__(self, *args):
-            super().__init__(*args, directory=tmp_path / "root")
-
-        def log_message(self, *said):
-            pass
-
-    class Server(ThreadingHTTPServer):
-        def get_request(self):
-            connection, address = super().get_request()
-            return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
-
-        def handle_error(self, request, client_address):  # a client that refuses the certificate
-            pass
-
-    with serving(Server(("127.0.0.1", 0), Quiet)) as server:
-        yield f"https://127.0.0.1:{server.server_port}"
+    with answering(lambda request: request.send(200, b"secret", {"ETag": '"1"'}), context) as url:
+        yield url
 
 
 def test_error_of_a_certificate_of_an_unknown_authority_says_so(secure):
@@ -330,7 +276,7 @@ def test_root_certificate_option_accepts_a_private_authority(secure, authority):
 
 
 def test_error_of_a_server_without_tls_says_so(recorder):
-    error = failure_of(f"https://127.0.0.1:{recorder.server_port}")
+    error = failure_of(recorder.url.replace("http", "https"))
     assert "does not speak TLS" in str(error)
     assert "http://" in str(error)
 
@@ -354,7 +300,7 @@ class Other(os.PathLike):
 
 
 @pytest.mark.parametrize("kind", [str, Path, Other])
-def test_directory_is_given_by_any_type_of_path(tmp_path, kind):
+def test_directories_and_shards_are_given_by_any_type_of_path(tmp_path, kind):
     folder = tmp_path / "with space"
     folder.mkdir()
     (folder / "a.bin").write_bytes(b"data")
@@ -366,32 +312,17 @@ def test_directory_is_given_by_any_type_of_path(tmp_path, kind):
     labelled = ObjectDataset.from_table(kind(folder), {"key": [str(folder / "a.bin")], "label": [7]}, label="label")
     assert (labelled[0].key, labelled[0].label) == ("a.bin", 7)
 
-
-@pytest.mark.parametrize("kind", [str, Path, Other])
-def test_shards_are_given_by_any_type_of_path(tmp_path, kind):
     (tmp_path / "0.tar").write_bytes(bytes(10240))
     assert len(TarDataset(kind(tmp_path / "{0..0}.tar")).shards) == 1
     assert len(TarDataset([kind(tmp_path / "0.tar")]).shards) == 1
 
 
-def test_empty_url_is_refused():
+def test_what_is_no_place_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="empty"):
         ObjectDataset("")
-
-
-@pytest.mark.parametrize("dataset", [ObjectDataset, TarDataset])
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("minio://bucket/a.tar", "minio://"),
-    ],
-)
-def test_malformed_url_is_an_error(dataset, url, words):
-    with pytest.raises(ValueError, match=words):
-        list(dataset(url))
-
-
-def test_path_of_a_file_is_an_error(tmp_path):
+    for dataset in (ObjectDataset, TarDataset):
+        with pytest.raises(ValueError, match="minio://"):
+            list(dataset("minio://bucket/a.tar"))
     (tmp_path / "a.bin").write_bytes(b"data")
     with pytest.raises(EmptyListingError, match="not a file"):
         ObjectDataset(tmp_path / "a.bin")
@@ -465,7 +396,7 @@ def test_page_on_azure_runs(monkeypatch, tmp_path, code):
 
 @pytest.mark.parametrize("code", blocks("http"))
 def test_page_on_http_runs(recorder, code):
-    assert run(code.replace("https://host", f"http://127.0.0.1:{recorder.server_port}")) == b"/train/a.jpg"
+    assert run(code.replace("https://host", recorder.url)) == b"/train/a.jpg"
 
 
 @pytest.mark.parametrize("code", blocks("path"))
@@ -476,8 +407,7 @@ def test_page_on_directories_runs(tmp_path, code):
 
 @pytest.mark.parametrize("code", blocks("proxy"))
 def test_page_on_proxies_runs(recorder, code):
-    proxy = f"http://127.0.0.1:{recorder.server_port}"
-    assert run(code.replace("http://proxy:3128", proxy)) == b"http://host/train/a.jpg"
+    assert run(code.replace("http://proxy:3128", recorder.url)) == b"http://host/train/a.jpg"
 
 
 @pytest.mark.parametrize("code", blocks("tls"))

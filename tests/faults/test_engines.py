@@ -1,4 +1,4 @@
-"""`engines=`: the batches of one engine, from several; any of them may die."""
+"""`engines=`: the batches of one engine, from several, also of streams by lanes; any of them may die."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import gzip
 import hashlib
 import json
 import os
+import pathlib
 import pickle
 import random
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -57,40 +59,6 @@ def ignored_deaths() -> Iterator[None]:
         yield
 
 
-def noisy(index: int) -> torch.Tensor:
-    return index + torch.rand(2)
-
-
-async def collected(loader: hr.DataLoader) -> list[Any]:
-    return [sample async for batch in loader for sample in batch.tolist()]
-
-
-def test_batches_are_the_same_bytes_for_any_number_of_engines(case: Any) -> None:
-    def program() -> None:
-        found = {}
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # of torch: few cores here
-        for engines, workers in ((1, 2), (2, 0), (3, 3)):
-            with hr.DataLoader(
-                Numbers(60), 5, shuffle=True, seed=7, num_workers=workers, transform=noisy, engines=engines
-            ) as loader:
-                found[engines, workers] = [digest(loader) for _ in range(2)]
-                where = "engines=" if engines > 1 else "an async dataset with workers"
-                assert where in loader.stats().placement, loader.stats()
-        assert len(set(map(tuple, found.values()))) == 1, found
-        assert len(set(found[2, 0])) == 2  # epochs differ
-
-    case(program)
-
-
-@pytest.mark.parametrize("loop", ["uvloop", "trio"])
-def test_async_for_on_any_loop(case: Any, loop: str) -> None:
-    def program() -> None:
-        with hr.DataLoader(Slow(), 4, engines=2) as loader:
-            assert run_on(loop, lambda: collected(loader)) == list(range(64))
-
-    case(program)
-
-
 def killing(loader: hr.DataLoader, kills: dict[int, list[int]]) -> Iterator[Any]:
     """Batches; after those whose numbers are keys, some engines are killed."""
     for number, batch in enumerate(loader):
@@ -98,6 +66,108 @@ def killing(loader: hr.DataLoader, kills: dict[int, list[int]]) -> Iterator[Any]
         if number in kills:
             pids = engines_of(loader)
             kill(*(pids[engine] for engine in kills[number]))
+
+
+# Two datasets of 360 samples: by index, and shards of very unequal length, read by lanes
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> str:
+    number = 0
+    for shard, size in enumerate((90, 4, 160, 30, 1, 75)):
+        (tmp_path / f"{shard}.txt").write_text("".join(f"{number + line}\n" for line in range(size)))
+        number += size
+    return str(tmp_path)
+
+
+def noisy(sample: Any) -> torch.Tensor:
+    return float(sample) + torch.rand(2)
+
+
+def by_index(folder: str, lanes: int = 0, **options: Any) -> hr.DataLoader:
+    return hr.DataLoader(Slow(360, 0.001), 4, shuffle=True, seed=7, transform=noisy, **options)
+
+
+def by_lanes(folder: str, lanes: int = 4, **options: Any) -> hr.DataLoader:
+    """Of a number of lanes; 0 leaves it to the loader or its state."""
+    data = hr.LinesDataset(f"{folder}/*.txt", shuffle=True, buffer_size=16, chunk_bytes=64)
+    loader = hr.DataLoader(data, 4, seed=7, transform=noisy, **options)
+    loader._control._lanes.wanted = lanes or loader._control._lanes.wanted
+    return loader
+
+
+@pytest.mark.parametrize("new", [by_index, by_lanes])
+def test_batches_are_the_same_bytes_for_any_number_of_engines(case: Any, folder: str, new: Any) -> None:
+    def program() -> None:
+        found = []
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # of torch: few cores here
+        for engines, workers in ((1, 2), (2, 3), (4, 0)):
+            with new(folder, engines=engines, num_workers=workers) as loader:
+                found.append([digest(loader), digest(loader)])
+                assert loader.stats().samples == 2 * 360
+                lanes = ", 4 lanes" if new is by_lanes else ""
+                where = f"engines={engines}{lanes}" if engines > 1 else "an async dataset with workers"
+                assert where in loader.stats().placement, loader.stats()
+        assert found == found[:1] * 3
+        assert found[0][0] != found[0][1], "epochs differ"
+
+    case(program)
+
+
+@pytest.mark.parametrize("new", [by_index, by_lanes])
+def test_states_continue_with_another_number_of_engines(case: Any, folder: str, new: Any) -> None:
+    """Of which each continues the one before."""
+
+    def program() -> None:
+        with new(folder, engines=2) as loader:
+            whole = [batch.tolist() for batch in loader]
+        given, state = [], None
+        for engines in (4, 1, 2, 3):
+            with new(folder, engines=engines, lanes=0 if engines == 1 else 4) as loader:
+                if state is not None:
+                    loader.load_state_dict(state)
+                for batch in loader:
+                    given.append(batch.tolist())
+                    if len(given) % 23 == 0 and len(given) < 70:
+                        break
+                state = pickle.loads(pickle.dumps(loader.state_dict()))
+        assert given == whole
+
+    case(program)
+
+
+@pytest.mark.parametrize(
+    ("new", "options"),
+    # A small look-ahead: what is ready when an engine dies would else be consumed before it has been replaced.
+    [
+        (by_index, {"concurrency": 24}),
+        (by_index, {"concurrency": 24, "memory_budget": 1}),  # a batch of each engine at a time
+        (by_lanes, {"lanes": 5}),
+    ],
+)
+def test_order_and_bytes_survive_random_kills(case: Any, folder: str, new: Any, options: dict[str, Any]) -> None:
+    """With `HEADRACE_ENGINE_KILLS=50`: 50 in 25 epochs of 90 batches."""
+
+    def program() -> None:
+        draw = random.Random(KILLS)
+        with new(folder, **options) as expected, new(folder, engines=3, **options) as loader, ignored_deaths():
+            for _ in range(KILLS // 2):
+                moments = {draw.randrange(start, start + 30): [draw.randrange(3)] for start in (0, 40)}
+                assert digest(killing(loader, moments)) == digest(expected)
+
+    case(program)
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "trio"])
+def test_async_for_on_any_loop(case: Any, loop: str) -> None:
+    def program() -> None:
+        async def collected():
+            return [sample async for batch in loader for sample in batch.tolist()]
+
+        with hr.DataLoader(Slow(), 4, engines=2) as loader:
+            assert run_on(loop, collected) == list(range(64))
+
+    case(program)
 
 
 @pytest.mark.parametrize(
@@ -126,47 +196,6 @@ def test_all_or_all_but_one_are_killed(case: Any) -> None:
             with pytest.raises(hr.errors.EngineDiedError, match=every):
                 samples_of(killing(loader, {0: [0, 1]}))
             assert samples_of(loader) == list(range(240))  # new engines
-
-    case(program)
-
-
-def test_order_and_bytes_survive_random_kills(case: Any) -> None:
-    """With `HEADRACE_ENGINE_KILLS=50`: 50 in an epoch of 2,500 batches."""
-
-    def program(kills: int) -> None:
-        batches, draw = 50 * kills, random.Random(kills)
-        moments = {draw.randrange(start, start + 40): [draw.randrange(3)] for start in range(0, batches, 50)}
-        # A small look-ahead: what is ready when an engine dies would else be consumed before it has been replaced.
-        options: dict[str, Any] = {"shuffle": True, "seed": 3, "transform": noisy, "concurrency": 24}
-        with hr.DataLoader(Slow(4 * batches, 0.001), 4, placement="process", **options) as loader:
-            expected = digest(loader)
-        for memory_budget in (1, 2**30):
-            options["memory_budget"] = memory_budget
-            with ignored_deaths(), hr.DataLoader(Slow(4 * batches, 0.001), 4, engines=3, **options) as loader:
-                assert digest(killing(loader, moments)) == expected
-                assert loader.stats().batches == batches
-
-    case(functools.partial(program, KILLS))
-
-
-def test_state_goes_on_with_another_number_of_engines(case: Any) -> None:
-    def program() -> None:
-        def new(engines):
-            return hr.DataLoader(Slow(100), 4, shuffle=True, seed=5, transform=noisy, engines=engines)
-
-        with new(2) as loader:
-            whole = [batch.tolist() for batch in loader]
-        given, state = [], None
-        for engines in (2, 3, 1, 4):
-            with new(engines) as loader:
-                if state is not None:
-                    loader.load_state_dict(state)
-                for batch in loader:
-                    given.append(batch.tolist())
-                    if len(given) % 6 == 0 and engines != 4:
-                        break
-                state = pickle.loads(pickle.dumps(loader.state_dict()))
-        assert given == whole
 
     case(program)
 
@@ -333,3 +362,79 @@ def test_stream_is_read_by_one_engine(case: Any) -> None:
 def test_arguments_that_exclude_each_other(dataset: Any, arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         hr.DataLoader(dataset, **arguments)
+
+
+# By lanes
+
+
+def killing_later(iterator: Any, engine: int) -> Iterator[Any]:
+    for number, batch in enumerate(iterator):
+        yield batch
+        if number == 10:
+            kill(engine)
+
+
+def test_restored_epoch_survives_a_kill(case: Any, folder: str) -> None:
+    """Also that of fewer lanes than engines: one lane is read by one of them."""
+
+    def program(folder: str) -> None:
+        for lanes in (1, 3):
+            with by_lanes(folder, lanes=lanes) as loader:
+                iterator = iter(loader)
+                samples_of(next(iterator) for _ in range(20))
+                state, expected = loader.state_dict(), digest(iterator)
+            with by_lanes(folder, lanes=0, engines=4) as loader, ignored_deaths():
+                loader.load_state_dict(state)
+                with pytest.warns(UserWarning, match=f"read by {lanes} of 4 engines, since its state was saved with"):
+                    iterator = iter(loader)
+                assert digest(killing_later(iterator, engines_of(loader)[0])) == expected
+
+    case(functools.partial(program, folder))
+
+
+class DeadlyLine:
+    """A filter that ends its process at one line: always, or as often as there are paths."""
+
+    def __init__(self, line: int, *paths: str) -> None:
+        self.line, self.paths = str(line), paths
+
+    def __call__(self, line: str) -> bool:
+        if line == self.line and (not self.paths or any(map(first_call, self.paths))):
+            os._exit(3)
+        return True
+
+
+def new_deadly(folder: str, line: int, *paths: str) -> hr.DataLoader:
+    shards = [f"{folder}/{shard}.txt" for shard in (0, 2)]  # one for each lane
+    data = hr.LinesDataset(shards, chunk_bytes=64).filter(DeadlyLine(line, *paths))
+    return hr.DataLoader(data, 4, transform=int, engines=2)
+
+
+def test_line_that_ends_every_engine_is_named(case: Any, folder: str) -> None:
+    """By the batch that its lane came to: a filter is applied to samples ahead of those in the batch."""
+
+    def program(folder: str) -> None:
+        with ignored_deaths(), new_deadly(folder, 21) as loader:
+            samples: list[int] = []
+            with pytest.raises(
+                hr.errors.EngineDiedError, match=r"they made batch \d+ and nothing else: .*code 3"
+            ) as error:
+                samples.extend(sample for batch in loader for sample in batch.tolist())
+            number = int(re.search(r"batch (\d+)", str(error.value))[1])
+            assert number % 2 == 0
+            assert len(samples) == 4 * number
+
+    case(functools.partial(program, folder))
+
+
+@pytest.mark.parametrize("deaths", [1, 3])
+def test_lane_goes_on_in_the_replacement_or_in_another_engine(case: Any, folder: str, deaths: int) -> None:
+    def program(folder: str, deaths: int) -> None:
+        paths = [f"{folder}/died {death}" for death in range(deaths)]
+        message = "it is started again|is not started again in this epoch. Its batches are made again"
+        with new_deadly(folder, 0, *paths) as loader, pytest.warns(RuntimeWarning, match=message):
+            samples = samples_of(loader)
+        assert sorted(samples) == [*range(90), *range(94, 254)]
+        assert samples[:8] == [0, 1, 2, 3, 94, 95, 96, 97]
+
+    case(functools.partial(program, folder, deaths))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import headrace as hr
-from tests.faults.watching import PROGRAM_ENDS, Slow, watch, workers
+from tests.faults.watching import PROGRAM_ENDS, Slow, workers
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
@@ -89,19 +89,13 @@ def test_keyboard_interrupt_exits_the_dataset(script: Callable[..., Any]) -> Non
     assert _events(done) == ALL_EVENTS
 
 
-def test_loaders_of_an_entered_dataset_leave_nothing(script: Callable[..., Any]) -> None:
+def test_loaders_of_an_entered_dataset_leave_nothing(case: Callable[..., Any]) -> None:
     def program() -> None:
-        def use(number):
+        for number in (0, 1):
             dataset = Connected()
             assert dataset[1] == 1
             for _ in range(2):
                 with hr.DataLoader(dataset, batch_size=4, num_workers=number) as loader:
                     assert len(list(loader)) == 16
 
-        for number in (0, 1):
-            use(number)
-        with watch():
-            for number in (0, 1):
-                use(number)
-
-    script(program)
+    case(program)

@@ -110,47 +110,27 @@ def bombs():
         yield server.http_url
 
 
-def test_line_that_unpacks_without_end_is_refused_at_line_limit(case, bombs):
+def test_what_unpacks_or_claims_to_be_without_end_is_refused_at_its_limit(case, bombs):
     def program() -> None:
         delivered, (error,), peak = read(hr.LinesDataset(f"{bombs}/zeros.txt.gz", line_limit=1 << 20))
         assert "line_limit" in str(error), error
         assert not delivered
         assert peak < PEAK_LIMIT
 
-    case(program, within=CLOSING)
-
-
-def test_member_that_unpacks_beyond_member_limit_is_refused(case, bombs):
-    def program() -> None:
         _, (error,), peak = read(hr.TarDataset(f"{bombs}/member.tar.gz", member_limit=1 << 20))
         assert "member_limit" in str(error), error
         assert error.member == "b.txt", error
         assert peak < PEAK_LIMIT
 
-    case(program, within=CLOSING)
-
-
-def test_unused_member_is_skipped_without_holding_it_in_memory(case, bombs):
-    def program() -> None:
         delivered, errors, peak = read(hr.TarDataset(f"{bombs}/unused.tar.gz", fields=["txt"]))
-        assert (delivered, errors) == (2, [])
+        assert (delivered, errors) == (2, [])  # the member between them is skipped, and not held in memory
         assert peak < PEAK_LIMIT
 
-    case(program, within=CLOSING)
-
-
-def test_deeply_nested_json_is_an_error_of_its_shard(case, bombs):
-    def program() -> None:
         delivered, (error,), _ = read(hr.LinesDataset(f"{bombs}/nested.jsonl"))
         assert delivered == 1
         assert error.offset == 2, error
         assert error.shard.endswith("nested.jsonl"), error
 
-    case(program, within=CLOSING)
-
-
-def test_header_with_a_size_beyond_the_shard_allocates_nothing(case, bombs):
-    def program() -> None:
         _, (error,), peak = read(hr.TarDataset(f"{bombs}/claims.tar"))
         assert type(error) is hr.errors.TruncatedShardError, error
         assert peak < PEAK_LIMIT

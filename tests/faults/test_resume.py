@@ -27,8 +27,7 @@ pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
 RUNS = int(os.environ.get("HEADRACE_RESUME_RUNS", "0"))
 KILLS = 3 if RUNS else 2
-IN_PROCESS = 4 if RUNS else 12
-"""The weight of loaders without processes: a process imports torch, which takes longer than the rest of a test."""
+IN_PROCESS = 4 if RUNS else 12  # the weight of loaders without processes, which are the quickest
 
 
 def fields_of(state: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +147,10 @@ class Epoch:
         program = functools.partial(
             epochs.rank, self.name, self.shards, self.folder / prefix, state, options, last_step
         )
-        return self.forks.start(program, RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+        variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+        if not options["num_workers"] and options["placement"] == "thread":
+            variables["OWN_ZYGOTE"] = "1"  # which it does not need
+        return self.forks.start(program, **variables)
 
     def follow(self, program: Program, kill_at: int | None) -> int | None:
         """Wait until a rank has saved its state at a step; None if its epoch ended before."""

@@ -23,7 +23,7 @@ def show(index):
     return index
 
 
-@pytest.mark.parametrize("kind", ["torch dataset", "thread", "process"])
+@pytest.mark.parametrize("kind", ["torch dataset", "process"])
 def test_output_of_workers_is_written_where_it_is_buffered(script, kind):
     def program():
         os.environ.pop("PYTHONUNBUFFERED", None)

@@ -1,6 +1,6 @@
 """Programs of other processes that use the same cache folder; each gets a pipe to the test as `wire`.
 
-Run by `tests.faults.peers`, whose fork server has imported this module.
+Run by `tests.faults.peers`.
 """
 
 from __future__ import annotations

@@ -25,12 +25,7 @@ class TestCachedDataset(DatasetContract):
 
 class TestSlowDataset(DatasetContract):
     def make_dataset(self):
-        return SlowDataset(20, 0.001, make=lambda i: {"index": i})
-
-
-class TestMappedDataset(DatasetContract):
-    def make_dataset(self):
-        return SlowDataset(20, 0.0).map(str)
+        return SlowDataset(20, 0.001).map(lambda i: {"index": i})
 
 
 class Count(AsyncIterableDataset):
@@ -40,11 +35,6 @@ class Count(AsyncIterableDataset):
 
 
 class TestStream(StreamContract):
-    def make_dataset(self):
-        return Count()
-
-
-class TestMappedStream(StreamContract):
     def make_dataset(self):
         return Count().map(str)
 

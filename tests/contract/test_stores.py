@@ -343,10 +343,6 @@ SECRETS = {
 }
 
 
-def blocks(kind):
-    return [pytest.param(code, id=f"{kind}-{number}") for number, (of, code) in enumerate(BLOCKS) if of == kind]
-
-
 def run(code):
     """Run a block of the page, whose last line makes a dataset; returns its first sample."""
     names = {"hr": hr, "pathlib": pathlib, **SECRETS}
@@ -360,64 +356,45 @@ def test_every_block_of_the_page_is_run_or_opened():
     assert len(kinds) == PAGE.read_text().count("```python") - 1, "all but the first, which only shows the form"
 
 
-@pytest.mark.parametrize("code", blocks("s3"))
-def test_page_on_s3_runs(monkeypatch, bucket, code):
-    if "endpoint" not in code:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", bucket["endpoint"])
-    code = code.replace("http://minio:9000", bucket["endpoint"]).replace("s3://bucket", "s3://holidays")
-    if "skip_signature" in code:  # moto's bucket is not public
-        code = code.replace("s3://holidays/train", "s3://bucket")
-        with ObjectServer({"a": b"0"}) as server:
+@pytest.mark.parametrize(("kind", "code"), [block for block in BLOCKS if block[0] not in ("open", "az")])
+def test_block_of_the_page_reads_an_object(request, monkeypatch, tmp_path, kind, code):
+    found = b"0"
+    with ObjectServer({"a": b"0", "train/a": b"0"}) as server:
+        if "skip_signature" in code and kind == "s3":  # moto's bucket is not public
             monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
-            assert run(code) == b"0"
-    else:
-        assert run(code) == b"0"
+            code = code.replace("s3://bucket/train", "s3://bucket")
+        elif kind in ("s3", "profile"):
+            endpoint = request.getfixturevalue("bucket")["endpoint"]
+            if "endpoint" not in code:
+                monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+            if kind == "profile":
+                write_profiles(tmp_path)
+            code = code.replace("http://minio:9000", endpoint).replace("s3://bucket", "s3://holidays")
+        elif kind == "gs":
+            code = code.replace("http://fake-gcs:4443", server.endpoint)
+        elif kind == "path":
+            (tmp_path / "a").write_bytes(b"0")
+            code = code.replace("/data/train", str(tmp_path))
+        elif kind == "tls":
+            request.getfixturevalue("authority").cert_pem.write_to_path(tmp_path / "ca.pem")
+            monkeypatch.chdir(tmp_path)
+            code = code.replace("https://host/train", request.getfixturevalue("secure")).replace("a.jpg", "a")
+            found = b"secret"
+        else:
+            url = request.getfixturevalue("recorder").url
+            code = code.replace("https://host", url).replace("http://proxy:3128", url)
+            found = b"/train/a.jpg" if kind == "http" else b"http://host/train/a.jpg"
+        assert run(code) == found
 
 
-@pytest.mark.parametrize("code", blocks("profile"))
-def test_page_on_profiles_runs(monkeypatch, tmp_path, bucket, code):
-    write_profiles(tmp_path)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket["endpoint"])
-    assert run(code.replace("s3://bucket", "s3://holidays")) == b"0"
-
-
-@pytest.mark.parametrize("code", blocks("gs"))
-def test_page_on_google_runs(code):
-    with ObjectServer({"train/a": b"0"}) as server:
-        assert run(code.replace("http://fake-gcs:4443", server.endpoint)) == b"0"
-
-
-@pytest.mark.parametrize("code", blocks("az"))
-def test_page_on_azure_runs(monkeypatch, tmp_path, code):
+@pytest.mark.parametrize("code", [code for kind, code in BLOCKS if kind == "az"])
+def test_block_of_the_page_on_azure_reads_an_object(monkeypatch, tmp_path, code):
     with azurite({"train/a": b"0"}, tmp_path) as place:
         monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", place.options["options"]["endpoint"])
         assert run(code.replace("az://container", place.url)) == b"0"
 
 
-@pytest.mark.parametrize("code", blocks("http"))
-def test_page_on_http_runs(recorder, code):
-    assert run(code.replace("https://host", recorder.url)) == b"/train/a.jpg"
-
-
-@pytest.mark.parametrize("code", blocks("path"))
-def test_page_on_directories_runs(tmp_path, code):
-    (tmp_path / "a").write_bytes(b"0")
-    assert run(code.replace("/data/train", str(tmp_path))) == b"0"
-
-
-@pytest.mark.parametrize("code", blocks("proxy"))
-def test_page_on_proxies_runs(recorder, code):
-    assert run(code.replace("http://proxy:3128", recorder.url)) == b"http://host/train/a.jpg"
-
-
-@pytest.mark.parametrize("code", blocks("tls"))
-def test_page_on_tls_runs(monkeypatch, tmp_path, authority, secure, code):
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    monkeypatch.chdir(tmp_path)
-    assert run(code.replace("https://host/train", secure).replace("a.jpg", "a")) == b"secret"
-
-
-@pytest.mark.parametrize("code", blocks("open"))
+@pytest.mark.parametrize("code", [code for kind, code in BLOCKS if kind == "open"])
 def test_stores_without_a_test_server_can_be_opened(code):
     def opened(url, *, options):
         assert open_store(url, options, timeout=30.0)

@@ -30,6 +30,7 @@ CASE_TIMEOUT = max(
     25.0, float(os.environ.get("HEADRACE_TEST_TIMEOUT", "0")) - 5
 )  # seconds; the child has imported torch
 OPTIONS = ("-X", "dev", "-W", "error::ResourceWarning")
+IMPORTS = "tests.faults.programs.caches tests.faults.programs.epochs headrace.datasets.tar headrace.datasets.lines"
 
 LEAK_PHRASES = (
     "never retrieved",
@@ -50,7 +51,7 @@ Case = Callable[..., str]
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
     """The parent of all children; each leads a session, by which its descendants are found."""
-    with Forks(*OPTIONS) as parent:
+    with Forks(*OPTIONS, FORK_SERVER_IMPORTS=IMPORTS) as parent:
         yield parent
 
 

@@ -1,5 +1,6 @@
 """Malicious input: none of it is executed, grows without bound, leads out of its prefix or shows secrets."""
 
+import contextlib
 import gzip
 import io
 import itertools
@@ -12,9 +13,10 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 
 import headrace as hr
-from object_server import ObjectServer
+from object_server import Fault, ObjectServer
 from tests.faults.watching import drain, text_of
 
 CLOSING = 5.0  # seconds; obstore closes idle connections on threads of its own, some time after their store is gone
@@ -71,19 +73,12 @@ def test_pickled_objects_in_npy_and_in_an_index_are_never_unpickled(case, tmp_pa
 
 
 def read(dataset):
-    """Read a dataset; the number of fields of its samples, the errors, and the peak of allocated bytes."""
-    delivered, errors = 0, []
+    """Read a dataset; the number of its samples, the errors, and the peak of allocated bytes."""
     tracemalloc.start()
     try:
-        with hr.DataLoader(dataset, batch_size=1, collate_fn=len) as loader:
-            batches = iter(loader)
-            while True:
-                try:
-                    delivered += next(batches)
-                except StopIteration:
-                    return delivered, errors, tracemalloc.get_traced_memory()[1]
-                except hr.errors.ShardError as error:
-                    errors.append(error)
+        with hr.DataLoader(dataset, batch_size=1, collate_fn=lambda samples: torch.zeros(1)) as loader:
+            delivered, errors = drain(loader)
+            return delivered.total(), errors, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
@@ -200,43 +195,48 @@ def test_key_of_300_characters_is_read_or_an_error_of_the_file_system(case, tmp_
 # Secrets
 
 
-def test_secrets_in_the_url_of_a_shard_are_shown_nowhere(case):
-    objects = {"0.tar": b"damaged", "0.jsonl": b"{\n", "0.bin": b"odd", "good.tar": archive(("a.txt", 1))}
-    with ObjectServer(objects) as server:
-        url = server.http_url
+def shown_by(dataset):
+    """What two epochs show in which one sample fails, whose error is raised, or skipped."""
+    with hr.DataLoader(dataset, batch_size=1, collate_fn=lambda samples: torch.zeros(1)) as loader:
+        _, (error,) = drain(loader)
+    with hr.DataLoader(dataset, batch_size=1, collate_fn=len, on_error="skip") as loader:
+        with contextlib.suppress(hr.errors.TooManySkippedError):
+            list(loader)
+        (failure,) = loader.stats().skipped
+        shown = [*map(repr, (dataset, loader, loader.stats(), failure)), str(failure)]
+    if isinstance(dataset, hr.ObjectDataset):
+        assert (error.__cause__, error.__context__) == (None, None)
+    return [*shown, repr(vars(error)), repr(pickle.dumps(error)), *traceback.format_exception(error)]
+
+
+def test_secrets_in_urls_headers_and_credentials_are_shown_nowhere(case):
+    objects = {"0.tar": b"damaged", "0.jsonl": b"{\n", "0.bin": b"odd", "good.tar": archive(("a.txt", 1)), "a": b"a"}
+    with ObjectServer({**objects, "denied": b""}) as server:
+        server.misbehave(Fault("status", key="denied", status=403, body="<Code>Denied</Code>"))
+        url, s3, options = server.http_url, server.url, server.store_options
 
         def program() -> None:
             log = io.StringIO()
             logging.basicConfig(stream=log, level=logging.DEBUG, force=True)
-            with_password = url.replace("http://", "http://canary-user:canary-password@")
-            headers = {"client_options": {"default_headers": {"x-api-key": "canary-header"}}}
+            secret = url.replace("http://", "http://canary-user:canary-password@")
+            headers = {"default_headers": {"x-api-key": "canary-header"}}
+            signed = {"access_key_id": "canary-id", "secret_access_key": "canary-secret", "token": "canary-token"}
+            signed |= {"skip_signature": False, "client_options": {**options["client_options"], **headers}}
+            plain = hr.Store(secret, options={"client_options": headers})
+            queried = hr.Store(f"{secret}?sig=canary-query", options={"client_options": headers})
             shown = []
-            for make in (hr.TarDataset, hr.LinesDataset):
-                for name in ("0.tar", "0.jsonl", "gone.tar", "gone.jsonl"):
-                    if name.endswith("tar") == (make is hr.TarDataset):
-                        dataset = make(f"{with_password}/{name}", store=hr.Store(with_password, options=headers))
-                        with hr.DataLoader(dataset, batch_size=1, on_error="skip", collate_fn=len) as loader:
-                            error = None
-                            try:
-                                list(loader)
-                            except hr.errors.TooManySkippedError as refused:
-                                error = refused.__cause__
-                            (failure,) = loader.stats().skipped
-                            shown += [repr(dataset), repr(loader), repr(loader.stats()), str(failure), repr(failure)]
-                            shown.append(repr(dataset.shards))
-                            if error is not None:
-                                shown += [repr(vars(error)), repr(pickle.dumps(error))]
-                                shown += traceback.format_exception(error)
+            for store in (queried, hr.Store(s3, options={**options, **signed})):
+                shown += [repr(store), *shown_by(hr.ObjectDataset(store, keys=["a", "denied"]))]
+            for make, name in ((hr.TarDataset, "tar"), (hr.LinesDataset, "jsonl")):
+                for shard in ("0", "gone"):
+                    dataset = make(f"{secret}/{shard}.{name}", store=plain)
+                    shown += [repr(dataset.shards), *shown_by(dataset)]
             for name in ("0.bin", "gone.bin"):
-                try:
-                    hr.TokenDataset(
-                        f"{with_password}/{name}", seq_len=1, store=hr.Store(with_password, options=headers)
-                    )
-                except (hr.errors.ShardError, hr.StoreError) as error:
-                    shown += [str(error), repr(vars(error)), *traceback.format_exception(error)]
-                else:
-                    raise AssertionError("no error")
-            (sample,) = hr.TarDataset(f"{with_password}/good.tar", store=hr.Store(with_password, options=headers))
+                with pytest.raises((hr.errors.ShardError, hr.StoreError)) as caught:
+                    hr.TokenDataset(f"{secret}/{name}", seq_len=1, store=plain)
+                error = caught.value
+                shown += [str(error), repr(vars(error)), *traceback.format_exception(error)]
+            (sample,) = hr.TarDataset(f"{secret}/good.tar", store=plain)
             shown += [repr(sample), log.getvalue()]
             seen = [text for text in shown if "canary-" in text]
             assert not seen, seen[0]

@@ -6,16 +6,11 @@ import contextlib
 import datetime
 import hashlib
 import http.client
-import io
-import logging
-import pickle
 import socket
-import traceback
 import zlib
 from dataclasses import replace
 
 import pytest
-import torch
 
 import headrace as hr
 from object_server import Fault, ObjectServer
@@ -116,7 +111,8 @@ def test_permanent_faults_are_reported(remote, restored):
     expected = [ending for _, *ending in PERMANENT]  # without faults, whose module other processes do not find
 
     def program(ledger) -> None:
-        _, failures = ledger.epoch(ledger.objects())
+        policy = hr.RetryPolicy(max_attempts=3, initial_backoff=0.01)
+        _, failures = ledger.epoch(ledger.objects(retry=policy))
         assert list(failures) == list(range(len(expected))), failures
         for error, (kind, attempts, status) in zip(failures.values(), expected, strict=True):
             assert kind is None or type(error).__name__ == kind, repr(error)
@@ -601,55 +597,3 @@ def test_stalling_store_loses_no_sample_and_gets_few_extra_requests(remote, serv
         assert 480 <= counts.requests <= 1.05 * 480, counts
 
     remote(program)
-
-
-# Secrets
-
-
-def test_secrets_in_url_headers_and_credentials_are_shown_nowhere(local, server):
-    server.misbehave(Fault("status", key="train/0007", status=403, body="<Code>Denied</Code>"))
-
-    def program(ledger) -> None:
-        log = io.StringIO()
-        logging.basicConfig(stream=log, level=logging.DEBUG, force=True)
-        host = ledger.options["endpoint"].removeprefix("http://")
-        keys = [f"train/{i:04}" for i in range(24)]
-        headers = {"default_headers": {"x-api-key": "canary-header"}}
-        signed = {
-            "skip_signature": False,
-            "access_key_id": "canary-id",
-            "secret_access_key": "canary-secret",
-            "token": "canary-token",
-            "client_options": {**ledger.options["client_options"], **headers},
-        }
-        datasets = [
-            hr.ObjectDataset(
-                hr.Store(
-                    f"http://me:canary-password@{host}/bucket?sig=canary-query",
-                    options={"client_options": headers},
-                    retry=QUICK,
-                ),
-                keys=keys,
-            ),
-            hr.ObjectDataset(ledger.store(options={**ledger.options, **signed})),
-        ]
-        shown = []
-        for dataset in datasets:
-            with hr.DataLoader(dataset, batch_size=4, collate_fn=torch.tensor, transform=lambda s: 0) as loader:
-                _, (error,) = drain(loader)
-            with hr.DataLoader(dataset, batch_size=4, collate_fn=len, on_error="skip", placement="thread") as loader:
-                with contextlib.suppress(hr.errors.TooManySkippedError):
-                    list(loader)
-                stats = loader.stats()
-                (failure,) = stats.skipped
-                shown += [repr(dataset), repr(dataset._store), repr(loader), repr(stats), str(failure), repr(failure)]
-                assert error.__cause__ is None
-                assert error.__context__ is None
-                shown += [repr(vars(error)), "".join(traceback.format_exception(error))]
-                shown.append(repr(pickle.dumps(error)))
-        shown.append(log.getvalue())
-        seen = [text for text in shown if "canary" in text]
-        assert not seen, seen[0]
-
-    stderr = local(program)
-    assert "canary" not in stderr

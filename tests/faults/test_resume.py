@@ -57,6 +57,8 @@ class Epoch:
     def __init__(self, name: str, number: int, forks: Forks, shards: Path, folder: Path) -> None:
         self.name = name
         self.kind: Kind = KINDS[name]
+        # Whether the states of all ranks are merged into one, which any number of ranks can load.
+        self.is_merged = not self.kind.global_cursor and self.kind.workers is None
         self.draw = random.Random(f"{name} {number}")
         self.forks = forks
         self.shards = shards
@@ -74,37 +76,33 @@ class Epoch:
             kill_at = None if start == KILLS else self.draw.randrange(1, 2 + N // (4 * ranks * options["batch_size"]))
             self.story.append((ranks, options, kill_at))
             try:
-                ended = self.start(str(start), ranks, options, kill_at)
+                if self.start(str(start), ranks, options, kill_at):
+                    break
             except BaseException as error:
                 error.add_note(f"{self.name}: {self.story}")
                 raise
-            if ended:
-                break
-        count = collections.Counter(self.given)
-        every = collections.Counter(range(N))
+        count, every = collections.Counter(self.given), collections.Counter(range(N))
         twice, missing = count - every, every - count
-        allowed = self.kind.unequal
-        again = min(max(allowed, 0), most - 1) + KILLS * most * self.kind.buffer
+        again = min(max(self.kind.unequal, 0), most - 1) + KILLS * most * self.kind.buffer
         assert twice.total() <= again, (twice, self.story)
-        assert missing.total() <= min(max(-allowed, 0), most - 1), (missing, self.story)
+        assert missing.total() <= min(max(-self.kind.unequal, 0), most - 1), (missing, self.story)
 
     def number_of_ranks(self) -> int:
-        if self.states[0] is not None and fields_of(self.states[0])["rank"] is not None and not self.is_mergeable():
+        if self.states[0] is not None and fields_of(self.states[0])["rank"] is not None and not self.is_merged:
             return len(self.states)  # batches out of order: only the same ranks can continue
         return self.draw.randint(1, self.kind.ranks)
-
-    def is_mergeable(self) -> bool:
-        return not self.kind.global_cursor and self.kind.workers is None
 
     def options(self, ranks: int) -> dict[str, Any]:
         workers, placement = self.draw.choice(
             [(0, "thread")] * IN_PROCESS + [(0, "process"), (2, "process"), (2, "thread")]
         )
-        workers = workers if self.kind.workers is None else self.kind.workers
-        # Of ranks that share an order, states of batches out of order could not be loaded by other ranks.
-        in_order = self.is_mergeable() or ranks > 1 or self.draw.random() < 0.5
-        batch_size = self.draw.choice([1, 2, 3, 5])
-        return {"num_workers": workers, "placement": placement, "in_order": in_order, "batch_size": batch_size}
+        return {
+            "num_workers": workers if self.kind.workers is None else self.kind.workers,
+            "placement": placement,
+            # Of ranks that share an order, states of batches out of order could not be loaded by other ranks.
+            "in_order": self.is_merged or ranks > 1 or self.draw.random() < 0.5,
+            "batch_size": self.draw.choice([1, 2, 3, 5]),
+        }
 
     def start(self, prefix: str, ranks: int, options: dict[str, Any], kill_at: int | None) -> bool:
         """Run the ranks until one has ended or been killed; returns whether all have ended the epoch."""
@@ -114,18 +112,17 @@ class Epoch:
                 stack.enter_context(self.start_rank(f"{prefix}-{rank}", rank, ranks, states[rank], options, kill_at))
                 for rank in range(ranks)
             ]
-            steps = [self.follow(program, kill_at) for program in running]
-            ended = [step is None for step in steps]
+            ended = [self.has_ended(program, kill_at) for program in running]
             for program in running:
                 with contextlib.suppress(ProcessLookupError):
                     program.send_signal(signal.SIGKILL)
             for program in running:
-                assert program.wait(SCRIPT_TIMEOUT) in (-signal.SIGKILL, 0), self.errors_of(program)
+                assert program.wait(SCRIPT_TIMEOUT) in (-signal.SIGKILL, 0), program.communicate(SCRIPT_TIMEOUT)
                 for pid in session_of(program.pid):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
         saved = [self.saved_at(f"{prefix}-{rank}", kill_at) for rank in range(ranks)]
-        if self.is_mergeable() and not all(each["given"] for each in saved) and not all(ended):
+        if self.is_merged and not all(each["given"] for each in saved) and not all(ended):
             return False  # states of ranks without a batch cannot be merged: the job has no new checkpoint
         self.states = [each["state"] for each in saved]
         self.given += [sample for each in saved for sample in each["given"]]
@@ -136,7 +133,7 @@ class Epoch:
             return [None] * ranks
         if self.kind.global_cursor and all(fields_of(state)["rank"] is None for state in self.states):
             return [self.draw.choice(self.states)] * ranks
-        if self.is_mergeable():
+        if self.is_merged:
             return [json.loads(json.dumps(hr.merge_states(self.states)))] * ranks
         return self.states
 
@@ -152,24 +149,17 @@ class Epoch:
             variables["OWN_ZYGOTE"] = "1"  # which it does not need
         return self.forks.start(program, **variables)
 
-    def follow(self, program: Program, kill_at: int | None) -> int | None:
-        """Wait until a rank has saved its state at a step; None if its epoch ended before."""
+    def has_ended(self, program: Program, kill_at: int | None) -> bool:
+        """Wait until a rank has saved its state at a step, or its epoch has ended before."""
         for line in program.stdout:
-            if line == "end\n":
-                return None
-            if int(line) == kill_at:
-                return kill_at
-        raise AssertionError(self.errors_of(program))
-
-    def errors_of(self, program: Program) -> str:
-        return f"a rank failed:\n{program.communicate(SCRIPT_TIMEOUT)[1]}"
+            if line == "end\n" or int(line) == kill_at:
+                return line == "end\n"
+        raise AssertionError(f"a rank failed:\n{program.communicate(SCRIPT_TIMEOUT)[1]}")
 
     def saved_at(self, prefix: str, kill_at: int | None) -> Any:
         """What a rank had saved at the step; what it was given later is rolled back."""
         steps = {int(path.stem.rpartition("-")[2]): path for path in self.folder.glob(f"{prefix}-*.json")}
-        step = max(steps) if kill_at is None else min(kill_at, max(steps))
-        saved = json.loads(steps[step].read_text())
-        state = saved["state"]
-        if self.kind.state_bytes and not fields_of(state)["delivered"]:
-            assert len(json.dumps(state)) < self.kind.state_bytes, state
+        saved = json.loads(steps[min(kill_at or N, max(steps))].read_text())
+        if self.kind.state_bytes and not fields_of(saved["state"])["delivered"]:
+            assert len(json.dumps(saved["state"])) < self.kind.state_bytes, saved["state"]
         return saved

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -31,6 +29,8 @@ N = sum(SHARDS)
 
 def write_shards(folder: Path) -> None:
     """Write the samples 0 to N-1 as shards of each format."""
+    import pyarrow.parquet  # in the test only: it takes as long as the rest of a rank
+
     first = 0
     for number, count in enumerate(SHARDS):
         values = range(first, first + count)

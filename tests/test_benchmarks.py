@@ -142,29 +142,11 @@ def results(path, figures, **other):
         }
         for words, values, up, met in figures
     ]
+    machine = {"cpu": "x", "cores": 2, "memory_bytes": 1, "kernel": "y", "python": "3", "versions": {"torch": "2"}}
     ran = {"status": "ran", "reason": "", "arguments": [], "load_before": [0.1, 0.1, 0.1]}
-    given = {
-        "format": 1,
-        "complete": True,
-        "quick": False,
-        "commit": "abc",
-        "changed": False,
-        "machine": {
-            "cpu": "x",
-            "cores": 2,
-            "memory_bytes": 1,
-            "kernel": "y",
-            "python": "3",
-            "versions": {"torch": "2"},
-        },
-        "benchmarks": {"a.py": ran, "b.py": ran},
-        "records": [
-            {"file": "a.py", "claim": "reading", "figures": rows},
-            {"file": "a.py", "table": "ms", "values": {}},
-        ],
-        **other,
-    }
-    path.write_text(json.dumps(given))
+    records = [{"file": "a.py", "claim": "reading", "figures": rows}, {"file": "a.py", "table": "ms", "values": {}}]
+    given = {"format": 1, "complete": True, "quick": False, "commit": "abc", "changed": False, "machine": machine}
+    path.write_text(json.dumps(given | {"benchmarks": {"a.py": ran, "b.py": ran}, "records": records} | other))
     return str(path)
 
 

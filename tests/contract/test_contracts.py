@@ -9,7 +9,15 @@ from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.map_style import AsyncDataset
 from headrace.datasets.objects import ObjectDataset
 from headrace.testing import DatasetContract, StreamContract
+from object_server import ObjectServer
 from tests.datasets import SlowDataset
+
+
+@pytest.fixture(scope="module")
+def object_server():
+    """A server with a dozen objects that no test changes."""
+    with ObjectServer({f"train/{i:02}.bin": bytes([i]) * 100 * i for i in range(12)}) as server:
+        yield server
 
 
 class TestCachedDataset(DatasetContract):

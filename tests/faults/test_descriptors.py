@@ -30,17 +30,9 @@ class Large(Numbers):
         return torch.full((4096,), index)
 
 
-class LargeTorch(torch.utils.data.Dataset):
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        return torch.full((4096,), index)
-
-
 def new_loader(where):
     if where == "torch dataset":
-        return hr.DataLoader(LargeTorch(), 4, num_workers=WORKERS, transform=abs)
+        return hr.DataLoader([torch.full((4096,), index) for index in range(24)], 4, num_workers=WORKERS, transform=abs)
     return hr.DataLoader(Large(24), 4, placement=where, concurrency=8, num_workers=WORKERS, transform=abs)
 
 

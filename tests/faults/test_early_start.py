@@ -16,21 +16,13 @@ import torch
 
 import headrace as hr
 from headrace._core.pool import launch
-from tests.forks import Forks
+from tests.faults.watching import Numbers
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
 
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return 4
-
-    async def aget(self, index):
-        return index
-
-
 def loader(**options):
-    return hr.DataLoader(Numbers(), 2, **{"num_workers": 1, **options})
+    return hr.DataLoader(Numbers(4), 2, **{"num_workers": 1, **options})
 
 
 def helper():
@@ -38,14 +30,9 @@ def helper():
     return launch._zygote and launch._zygote.process.pid
 
 
-def is_gone(pid):
-    return not Path("/proc", str(pid)).exists()
-
-
-@pytest.fixture(scope="module")
-def run():
-    with Forks(OWN_ZYGOTE="1") as forks:
-        yield functools.partial(forks.run, timeout=60)
+@pytest.fixture
+def run(forks):
+    return functools.partial(forks.run, timeout=60, OWN_ZYGOTE="1")
 
 
 def printed(done):
@@ -70,7 +57,7 @@ def test_the_first_iteration_uses_the_process_that_was_started_with_the_loader(r
     def program():
         options = {"num_workers": 1, "collate_fn": list}
         made = hr.DataLoader(
-            Imported(), 4, transform=lambda engine: (*engine, headraces(), os.environ["A_VARIABLE"]), **options
+            Imported(4), 4, transform=lambda engine: (*engine, headraces(), os.environ["A_VARIABLE"]), **options
         )
         started = helper()
         assert started is not None
@@ -91,7 +78,7 @@ def test_a_loader_that_is_never_iterated_leaves_no_process(run):
         print(helper())
 
     (pid,) = printed(run(program))
-    assert is_gone(pid)
+    assert not Path("/proc", pid).exists()
 
 
 def test_a_daemon_that_was_forked_after_the_loader_was_made_has_a_process_of_its_own(run):
@@ -118,26 +105,14 @@ def test_a_daemon_that_was_forked_after_the_loader_was_made_has_a_process_of_its
             os.close(descriptor)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: loader(num_workers=0),
-        lambda: loader(placement="thread", executor="thread"),
-        lambda: loader(multiprocessing_context="fork"),
-        lambda: hr.DataLoader(torch.arange(4), num_workers=1),
-    ],
-    ids=["no workers", "threads", "forks of this process", "torch's dataset"],
-)
-def test_a_loader_without_processes_of_the_helper_starts_none(monkeypatch, make):
+def test_a_loader_without_processes_of_the_helper_starts_none(monkeypatch):
     monkeypatch.setattr(launch, "_zygote", None)
-    make()
-    assert launch._zygote is None
-
-
-def test_a_main_module_that_a_spawned_process_imports_starts_none(monkeypatch):
-    monkeypatch.setattr(launch, "_zygote", None)
+    loader(num_workers=0)
+    loader(placement="thread", executor="thread")
+    loader(multiprocessing_context="fork")
+    hr.DataLoader(torch.arange(4), num_workers=1)
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    loader()
+    loader()  # in a main module that a spawned process imports
     assert launch._zygote is None
 
 

@@ -106,7 +106,7 @@ def test_tar_members_are_read_together_and_cached_one_by_one(server, folder):
     assert second.requests == 0
 
 
-def test_only_windows_that_are_not_cached_are_fetched(server, folder):
+def test_only_windows_that_are_missing_or_damaged_are_fetched_each_once(server, folder):
     cached = windows(server).cache(folder)
     epoch(torch.utils.data.Subset(cached, range(100, COUNT)))
     server.misbehave()
@@ -118,10 +118,17 @@ def test_only_windows_that_are_not_cached_are_fetched(server, folder):
     assert max(stop for _, stop in read) == 100 * WINDOW * 2
     assert sum(stop - start for start, stop in read) == 100 * WINDOW * 2
 
+    folder = folder.with_name("another")
+    epoch(windows(server).cache(folder).take(60))
+    (data,) = folder.glob("*.data")
+    os.truncate(data, 45 * WINDOW * 2)
+    rows, counts = epoch(windows(server).cache(folder).take(60))
+    assert rows == rows_of(range(60))
+    assert counted(counts, "hits", "misses", "damaged") == {"hits": 45, "misses": 15, "damaged": 15}
+    assert counts.requests <= 4
 
-def test_repeated_index_is_fetched_once(server, folder):
+    cached = windows(server).cache(folder.with_name("third"))
     numbers = [5, 5, 6, 7, 5, 6] * 20
-    cached = windows(server).cache(folder)
     server.misbehave()
     rows, _ = epoch(torch.utils.data.Subset(cached, numbers), batch_size=len(numbers))
     assert rows == rows_of(numbers)
@@ -187,13 +194,3 @@ def test_store_that_refuses_is_reported_for_each_sample_and_nothing_is_cached(se
     assert sorted(skip.index for skip in skipped) == list(range(20))
     assert all(skip.key == cached.sample_key(skip.index) for skip in skipped)
     assert entries_in(folder) == 0
-
-
-def test_damaged_entries_are_fetched_together_with_missing_ones(server, folder):
-    epoch(windows(server).cache(folder).take(60))
-    (data,) = folder.glob("*.data")
-    os.truncate(data, 45 * WINDOW * 2)
-    rows, counts = epoch(windows(server).cache(folder).take(60))
-    assert rows == rows_of(range(60))
-    assert counted(counts, "hits", "misses", "damaged") == {"hits": 45, "misses": 15, "damaged": 15}
-    assert counts.requests <= 4

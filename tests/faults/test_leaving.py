@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import headrace as hr
-from tests.faults.watching import Slow, negate, watch
+from tests.faults.watching import Slow, negate, wait_until, watch, workers
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
@@ -36,14 +36,6 @@ def test_watch_reports_leaked_descriptors_threads_and_processes(script: Callable
     script(program)
 
 
-class Table:
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        return index
-
-
 def test_many_interrupted_epochs_leave_nothing(case: Callable[..., Any]) -> None:
     def program() -> None:
         def take_three_and_break(loader):
@@ -57,16 +49,19 @@ def test_many_interrupted_epochs_leave_nothing(case: Callable[..., Any]) -> None
             take_three_and_break(working)
             with hr.DataLoader(Slow(), batch_size=4) as fresh:
                 take_three_and_break(fresh)
-            take_three_and_break(hr.DataLoader(Table(), batch_size=4, num_workers=2))
+            take_three_and_break(hr.DataLoader(list(range(64)), batch_size=4, num_workers=2))
 
         with (
             hr.DataLoader(Slow(), batch_size=4) as kept,
             hr.DataLoader(Slow(), batch_size=4, num_workers=2, transform=negate) as working,
         ):
             once()
+            wait_until(lambda: len(workers()) == 3)
+            pids = workers()
             with watch():
                 for _ in range(6):
                     once()
+                assert workers() == pids, "a process was replaced"
 
     case(program)
 

@@ -11,6 +11,8 @@ import urllib.parse
 
 import numpy as np
 import obstore
+import pyarrow
+import pyarrow.parquet
 import pytest
 from obstore.store import from_url
 
@@ -64,7 +66,11 @@ OBJECTS = {f"{number}.tar": shard(number) for number in range(3)}
 
 
 def number_of(sample):
-    return int(sample["txt"])
+    return int(sample["txt"] if "txt" in sample else sample["id"])
+
+
+def number_in_key(sample):
+    return int(sample["__key__"][0]) * SAMPLES + int(sample["__key__"][2:])
 
 
 @pytest.fixture(scope="module")
@@ -77,41 +83,41 @@ def damaged():
         yield server
 
 
-def check(urls, whole, kind, member, offset, **options):
+def check(dataset, delivered, kind, shard, member, offset=None, **options):
     """An epoch over three shards, of which the one in the middle is damaged."""
-    dataset = hr.TarDataset(urls, shards_in_parallel=2, chunk_bytes=1000)
     with hr.DataLoader(dataset, transform=number_of, **options) as loader:
-        delivered, errors = drain(loader)
+        first = drain(loader)
         skipped = loader.stats().skipped
         if options["on_error"] == "skip":
-            assert drain(loader)[0] == delivered, "a second epoch differs"
-    assert delivered == once_each(range(20 + whole), range(40, 60)), delivered
-    (failure,) = (*errors, *skipped)
+            assert drain(loader)[0] == first[0], "a second epoch differs"
+    assert first[0] == delivered, first
+    (failure,) = (*first[1], *skipped)
     if skipped:
         assert failure.error == kind, failure
-        for part in (f"shard {urls[1]}", member or "", str(offset or "")):
+        for part in (f"shard {shard}", member or "", str(offset or "")):
             assert part in failure.message, failure
     else:
         assert type(failure).__name__ == kind, repr(failure)
         assert isinstance(failure, hr.errors.ShardError)
-        assert (failure.shard, failure.member, failure.offset) == (urls[1], member, offset), text_of(failure)
+        assert (failure.shard, failure.member) == (shard, member), text_of(failure)
+        assert offset in (None, failure.offset), text_of(failure)
 
 
 def test_damaged_tar_is_one_error_and_never_a_short_epoch(case, damaged):
-    shards = {
-        damage: [f"{damaged.http_url}/{urllib.parse.quote(damage)}/{name}" for name in OBJECTS] for damage in DAMAGE
-    }
-    expected = {damage: ending for damage, (_, *ending) in DAMAGE.items()}
+    shards = {name: [f"{damaged.http_url}/{urllib.parse.quote(name)}/{key}" for key in OBJECTS] for name in DAMAGE}
+    expected = {name: (whole, *failure) for name, (_, whole, *failure) in DAMAGE.items()}
 
     def program() -> None:
-        for damage, urls in shards.items():
-            # A raised error costs its batch; with batches of one it costs one sample.
-            check(urls, *expected[damage], on_error="raise", batch_size=1)
-        for damage, options in {
-            "cut at a sample's border": {"num_workers": 1, "placement": "process"},
-            "a member missing": {},
-        }.items():
-            check(shards[damage], *expected[damage], on_error="skip", batch_size=4, **options)
+        def check_tar(name, **options):
+            whole, kind, member, offset = expected[name]
+            dataset = hr.TarDataset(shards[name], shards_in_parallel=2, chunk_bytes=1000)
+            delivered = once_each(range(20 + whole), range(40, 60))
+            check(dataset, delivered, kind, shards[name][1], member, offset, **options)
+
+        for name in shards:  # a raised error costs its batch; with batches of one it costs one sample
+            check_tar(name, on_error="raise", batch_size=1)
+        check_tar("a member missing", on_error="skip", batch_size=4)
+        check_tar("cut at a sample's border", on_error="skip", batch_size=4, num_workers=1, placement="process")
 
     case(program, within=CLOSING)
 
@@ -127,7 +133,7 @@ def test_flipped_bit_in_compressed_data_is_an_error(case):
 
         def program() -> None:
             dataset = hr.TarDataset([f"{url}/{name}" for name in names], shards_in_parallel=2)
-            with hr.DataLoader(dataset, batch_size=1, transform=number_of) as loader:
+            with hr.DataLoader(dataset, batch_size=1, transform=number_in_key) as loader:
                 delivered, (error,) = drain(loader)
             assert isinstance(error, hr.errors.ShardError), error
             assert "gzip" in str(error), text_of(error)
@@ -185,5 +191,48 @@ def test_corrupt_index_is_replaced(case):
                     assert drain(loader) == (once_each(range(60)), [])
                 if bad is not of_another_shard:
                     assert len(obstore.get(backend, name).bytes()) == len(good), "it was not stored again"
+
+        case(program, within=CLOSING)
+
+
+# Parquet: five row groups of 20 rows
+
+
+def file(number):
+    stream = io.BytesIO()
+    ids = range(number * 100, number * 100 + 100)
+    table = pyarrow.table({"id": ids, "text": [f"row {i}" for i in ids]})
+    pyarrow.parquet.write_table(table, stream, row_group_size=20, write_page_checksum=True)
+    return stream.getvalue()
+
+
+FILES = {f"{number}.parquet": file(number) for number in range(3)}
+FILE = FILES["1.parquet"]
+CHUNK = pyarrow.parquet.ParquetFile(io.BytesIO(FILE)).metadata.row_group(3).column(1)
+START = CHUNK.dictionary_page_offset or CHUNK.data_page_offset
+STOP = START + CHUNK.total_compressed_size
+FILE_DAMAGE = {  # within one column of one row group of the file in the middle
+    "last": flipped(FILE, STOP - 1),
+    "header": flipped(FILE, START),
+    "zeros": FILE[:START] + bytes(STOP - START) + FILE[STOP:],
+    "other": FILE[:START] + FILE[4 : 4 + STOP - START] + FILE[STOP:],
+}
+
+
+def test_damaged_row_group_is_one_error_and_never_a_short_epoch(case):
+    objects = {f"{name}/{key}": data for name in FILE_DAMAGE for key, data in FILES.items()}
+    with ObjectServer(objects | {f"{name}/1.parquet": data for name, data in FILE_DAMAGE.items()}) as server:
+        stores = {name: hr.Store(f"{server.url}/{name}", options=server.store_options) for name in FILE_DAMAGE}
+
+        def program() -> None:
+            def check_file(name, **options):
+                store, delivered = stores[name], once_each(range(160), range(180, 300))
+                dataset = hr.ParquetDataset(list(FILES), store=store)
+                check(dataset, delivered, "ShardError", f"{store.url}/1.parquet", "row group 3", **options)
+
+            for name in stores:
+                check_file(name, on_error="raise", batch_size=1)
+            check_file("zeros", on_error="skip", batch_size=8)
+            check_file("zeros", on_error="skip", batch_size=8, num_workers=1, placement="process")
 
         case(program, within=CLOSING)

@@ -1,16 +1,17 @@
-"""Ctrl-C, and SIGKILL of the process that trains."""
+"""Ctrl-C, SIGKILL and SIGSTOP of the process that trains."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
 
 import pytest
-import torch
 import uvloop
 
 import headrace as hr
@@ -87,19 +88,11 @@ def test_workers_and_zygote_end_when_the_trainer_is_killed(forks: Forks, placeme
         assert "Traceback" not in stderr, stderr
 
 
-class TorchNumbers(torch.utils.data.Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        return index
-
-
 # Forks of the trainer, of which the second has the sockets of the first; children of another process.
 @pytest.mark.parametrize(("start", "num_workers"), [("fork", 2), ("forkserver", 1)])
 def test_workers_of_multiprocessing_end_when_the_trainer_is_killed(forks: Forks, start: str, num_workers: int) -> None:
     def program() -> None:
-        loader = hr.DataLoader(TorchNumbers(), batch_size=4, num_workers=num_workers, multiprocessing_context=start)
+        loader = hr.DataLoader(range(64), batch_size=4, num_workers=num_workers, multiprocessing_context=start)
         iterator = iter(loader)
         next(iterator)
         print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)
@@ -112,3 +105,31 @@ def test_workers_of_multiprocessing_end_when_the_trainer_is_killed(forks: Forks,
         assert process.wait() == -signal.SIGKILL
         for descriptor in descriptors:
             wait_for_exit(descriptor)
+
+
+STOP = 0.3  # seconds: the length of each stop
+
+
+class Computing(hr.AsyncDataset):
+    def __len__(self):
+        return 600
+
+    async def aget(self, index):
+        return sum(number * number for number in range(1000))
+
+
+def test_a_stopped_process_is_no_cause_of_a_warning(script: Callable[..., object]) -> None:
+    def program() -> None:
+        messages = []
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())
+        logging.getLogger("headrace").addHandler(handler)
+        commands = f"for i in 1 2; do kill -STOP {os.getpid()}; sleep {STOP}; kill -CONT {os.getpid()}; done"
+        with hr.DataLoader(Computing(), batch_size=10, placement="thread") as loader:
+            stopping = None
+            while stopping is None or stopping.poll() is None:  # user code computes on the loop when it is stopped
+                for _ in loader:
+                    stopping = stopping or subprocess.Popen(["sh", "-c", commands])
+        assert (stopping.returncode, messages) == (0, [])
+
+    script(program)

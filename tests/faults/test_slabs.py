@@ -38,9 +38,18 @@ def check(number, batch, size=4):
     assert (batch == expected).all(), (number, batch)
 
 
-def test_shortage_of_shared_memory_in_workers_falls_back_to_sockets(case: Any) -> None:
+def test_shortage_of_shared_memory_falls_back_to_sockets(case: Any) -> None:
     def program() -> None:
         import numpy.random  # while there are descriptors to import it with
+
+        def small_files_only(worker=None):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+        class Limits(Numbers):
+            # Where aget runs; samples for workers and batches need larger files.
+            async def aget(self, index):
+                small_files_only()
+                return row(index)
 
         def fail(name, after):
             calls, function = itertools.count(), getattr(os, name)
@@ -56,34 +65,18 @@ def test_shortage_of_shared_memory_in_workers_falls_back_to_sockets(case: Any) -
             "no memfd": lambda worker: fail("memfd_create", 0),
             "no memory": lambda worker: fail("posix_fallocate", 0),
             "no more memory in mid-epoch": lambda worker: fail("posix_fallocate", 1),
-            "small files only": lambda worker: resource.setrlimit(
-                resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY)
-            ),
+            "small files only": small_files_only,
             "no descriptors": lambda worker: numpy.random and resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)),
+            "in the fetching process": None,
         }
         for name, initialise in shortages.items():
+            dataset, transform = (Numbers(40), row) if initialise else (Limits(40), abs)
             with hr.DataLoader(
-                Numbers(40), 4, num_workers=2, transform=row, worker_init_fn=initialise, placement="process"
+                dataset, 4, num_workers=2, transform=transform, worker_init_fn=initialise, placement="process"
             ) as loader:
                 for number, batch in enumerate(loader):
                     check(number, batch)
             assert number == 9, (name, number)
-
-    case(program)
-
-
-def test_shortage_of_shared_memory_in_the_fetching_process_falls_back_to_sockets(case: Any) -> None:
-    def program() -> None:
-        class Limits(Numbers):
-            # Small files only in the process where aget runs; samples for workers and batches need larger ones.
-            async def aget(self, index):
-                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-                return row(index)
-
-        with hr.DataLoader(Limits(40), 4, num_workers=2, transform=torch.neg, placement="process") as loader:
-            for number, batch in enumerate(loader):
-                check(number, -batch)
-        assert number == 9, number
 
     case(program)
 

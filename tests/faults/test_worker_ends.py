@@ -10,14 +10,6 @@ import headrace as hr
 from tests.faults.watching import Numbers
 
 
-class Printing(Dataset[int]):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return show(index)
-
-
 def show(index):
     print("sample", index)
     return index
@@ -27,10 +19,8 @@ def show(index):
 def test_output_of_workers_is_written_where_it_is_buffered(script, kind):
     def program():
         os.environ.pop("PYTHONUNBUFFERED", None)
-        if kind == "torch dataset":
-            loader = hr.DataLoader(Printing(), 2, num_workers=1)
-        else:
-            loader = hr.DataLoader(Numbers(4), 2, num_workers=1, transform=show, placement=kind)
+        dataset, options = (list(range(4)), {}) if kind == "torch dataset" else (Numbers(4), {"placement": kind})
+        loader = hr.DataLoader(dataset, 2, num_workers=1, transform=show, **options)
         with loader:
             assert len(list(loader)) == 2
 

@@ -51,53 +51,39 @@ DYING = dict(zip((5, 13, 21), DEATHS, strict=True))  # by index
 
 
 @PLACEMENTS
-def test_batch_is_retried_after_its_worker_dies_once(case: Any, placement: str, tmp_path: Path) -> None:
+def test_batch_whose_worker_dies_is_retried_once_and_then_reported(case: Any, placement: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
 
     def program() -> None:
         def transform(index):
-            if index in DYING and first_call(f"{folder}/{index}"):
+            if index in DYING and (always or first_call(f"{folder}/{index}")):
                 DEATHS[DYING[index]]()
             return index
 
-        with hr.DataLoader(Numbers(), 4, num_workers=2, transform=transform, placement=placement) as loader:
-            assert drain(loader) == (once_each(range(32)), [])
-        assert len(os.listdir(folder)) == 3
-
-    case(program)
-
-
-@PLACEMENTS
-def test_sample_that_kills_every_worker_is_reported_and_costs_only_its_batch(case: Any, placement: str) -> None:
-    def program() -> None:
-        def transform(index):
-            if index in DYING:
-                DEATHS[DYING[index]]()
-            return index
-
-        for on_error in ("raise", "skip"):
+        def epoch(on_error):
             with hr.DataLoader(
                 Numbers(), 4, num_workers=2, transform=transform, placement=placement, on_error=on_error
             ) as loader:
-                delivered, errors = drain(loader)
-                skipped = loader.stats().skipped
-            failed = errors or skipped
-            assert (len(errors), len(skipped)) == ((3, 0) if on_error == "raise" else (0, 3)), (errors, skipped)
-            for failure, (index, death) in zip(failed, DYING.items(), strict=True):
-                indices = list(range(index - 1, index + 3))
-                text = f"on batch {index // 4}, indices {indices}, attempt 2"
-                assert failure.batch == index // 4, failure
-                if on_error == "skip":
-                    assert failure.error == "WorkerDiedError", failure
-                    assert text in failure.message, failure
-                    continue
-                assert type(failure) is hr.errors.WorkerDiedError, failure
-                assert failure.indices == tuple(indices), failure.indices
-                assert failure.worker in (0, 1), failure.worker
-                for words in (death, f"worker {failure.worker} ", text):
-                    assert words in str(failure), failure
-            if on_error == "raise":
-                assert delivered == once_each(range(4), range(8, 12), range(16, 20), range(24, 32)), delivered
+                return *drain(loader), loader.stats().skipped
+
+        always = False
+        assert epoch("raise") == (once_each(range(32)), [], ())
+        assert len(os.listdir(folder)) == 3
+        always = True
+        delivered, errors, _ = epoch("raise")
+        assert delivered == once_each(range(4), range(8, 12), range(16, 20), range(24, 32)), delivered
+        _, none, skipped = epoch("skip")
+        assert not none, none
+        for error, record, (index, death) in zip(errors, skipped, DYING.items(), strict=True):
+            indices = list(range(index - 1, index + 3))
+            text = f"on batch {index // 4}, indices {indices}, attempt 2"
+            assert (record.error, record.batch) == ("WorkerDiedError", index // 4), record
+            assert text in record.message, record
+            assert type(error) is hr.errors.WorkerDiedError, error
+            assert (error.batch, error.indices) == (index // 4, tuple(indices)), error
+            assert error.worker in (0, 1), error.worker
+            for words in (death, f"worker {error.worker} ", text):
+                assert words in str(error), error
 
     case(program)
 

@@ -224,11 +224,3 @@ def once_each(*ranges: Any) -> collections.Counter[Any]:
 def text_of(error: BaseException) -> str:
     """An error's message and its notes."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
-
-
-def _raise_key_error() -> None:
-    raise KeyError("training step")
-
-
-# The ways in which a program ends by itself; parity's programs call `sys.exit`.
-PROGRAM_ENDS = {"return": lambda: None, "error": _raise_key_error}

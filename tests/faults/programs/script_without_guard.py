@@ -30,22 +30,13 @@ class Dataset(hr.AsyncDataset):
         return Record(torch.tensor(index * SCALE), Colour.RED)
 
 
-class Batch:
-    def __init__(self, records):
-        self.records = records
+def increased(record):
+    return dataclasses.replace(record, value=record.value + 1)
 
 
-loader = hr.DataLoader(
-    Dataset(),
-    4,
-    num_workers=2,
-    transform=lambda record: dataclasses.replace(record, value=record.value + 1),
-    collate_fn=lambda records: Batch(records),
-)
+loader = hr.DataLoader(Dataset(), 4, num_workers=2, transform=increased, collate_fn=lambda records: tuple(records))
 for batch in loader:
-    assert type(batch) is Batch
-    assert all(type(record) is Record for record in batch.records)
-    assert all(record.colour is Colour.RED for record in batch.records)
-    print([int(record.value) for record in batch.records])
+    assert all(type(record) is Record and record.colour is Colour.RED for record in batch)
+    print([int(record.value) for record in batch])
 assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
 print(loader.stats().placement)

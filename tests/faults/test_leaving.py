@@ -1,18 +1,28 @@
-"""Leaving an epoch in every way: no thread, process, descriptor or task is left behind."""
+"""Leaving an epoch in every way: no thread, process, descriptor or task is left behind.
+
+The `finally` of a stream's generators runs on the loop that read it, every end of a program exits entered datasets and
+closes resources of a loop, and workers end as torch's do: they finish the sample that they read, and what they have
+printed is written.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
+import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import Dataset
 
 import headrace as hr
-from tests.faults.watching import Slow, negate, wait_until, watch, workers
+from tests.faults.watching import Numbers, Slow, first_call, negate, wait_until, watch, workers
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
@@ -138,3 +148,228 @@ def test_loader_whose_last_reference_is_dropped_on_its_own_event_loop_leaves_not
             leave()
 
     script(program, engine_loop=engine_loop)
+
+
+# Streams
+
+
+class Stream(hr.AsyncIterableDataset):
+    """Makes a file in a folder when it starts, and one when its `finally` has run."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    async def __aiter__(self):
+        name = f"{self.folder}/{os.getpid()}-{time.monotonic_ns()}"
+        first_call(f"{name}.started")
+        try:
+            for index in range(1_000_000):
+                await asyncio.sleep(0.0005)  # latency
+                yield index
+        finally:
+            for _ in range(3):  # as closing a connection would
+                await asyncio.sleep(0)
+            first_call(f"{name}.ended")
+
+
+class Nested(Stream):
+    """A generator around another, which it does not close."""
+
+    async def __aiter__(self):
+        async for sample in super().__aiter__():
+            yield sample
+
+
+class WithoutAclose(Stream):
+    """An iterator that is no generator, and holds one."""
+
+    def __aiter__(self):
+        return Iterating(super().__aiter__())
+
+
+class Iterating:
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        return await anext(self.generator)
+
+
+def notes(folder, ending):
+    return sorted(name.removesuffix(ending) for name in os.listdir(folder) if name.endswith(ending))
+
+
+@pytest.mark.parametrize(("kind", "placement"), [(Stream, "process"), (Nested, "thread"), (WithoutAclose, "process")])
+def test_generators_of_a_stream_are_closed_when_another_thread_closes_the_loader(
+    case: Any, placement: str, kind: type[Stream], tmp_path: Path
+) -> None:
+    def program() -> None:
+        for _ in range(3):
+            loader = hr.DataLoader(kind(tmp_path), 2, placement=placement)
+            iterators = [iter(loader), iter(loader)]
+            for iterator in iterators:
+                next(iterator)
+            closer = threading.Thread(target=loader.close)
+            closer.start()
+            try:
+                for batch in iterators[0]:
+                    pass
+            except hr.errors.LoaderClosedError:
+                closer.join()
+        assert len(notes(tmp_path, ".started")) == 6
+        assert notes(tmp_path, ".started") == notes(tmp_path, ".ended")
+
+    case(program)
+
+
+# Entered datasets
+
+
+class Connected(Slow):
+    """Prints when it is entered and exited, and when a resource of a loop is opened and closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = hr.per_loop(lambda: note("open"), close=lambda _: note("close"))
+
+    async def __aenter__(self):
+        note("enter")
+
+    async def __aexit__(self, *error):
+        note("exit")
+
+    async def aget(self, index):
+        await self.pool()
+        return await super().aget(index)
+
+
+def note(event):
+    os.write(1, event.encode() + b"\n")
+
+
+ALL_EVENTS = ["close", "enter", "exit", "open"]
+
+
+def _events(done: Any) -> list[str]:
+    events: list[str] = [word for word in done.stdout.split() if not word.isdigit()]
+    assert events.index("open") < events.index("close")
+    assert events.index("enter") < events.index("exit")
+    return sorted(events)
+
+
+@pytest.mark.parametrize(("num_workers", "end"), [(0, "return"), (2, "error")])
+def test_interpreter_exit_in_mid_epoch_exits_the_dataset_and_ends_all_processes(
+    script: Callable[..., Any], num_workers: int, end: str
+) -> None:
+    def program() -> None:
+        import __main__
+
+        __main__.loader = hr.DataLoader(Connected(), batch_size=4, num_workers=num_workers)
+        __main__.iterator = iter(__main__.loader)
+        __main__.stream = aiter(__main__.loader)
+        next(__main__.iterator)
+        print(os.getpid(), *workers(), flush=True)
+        assert end == "return"
+
+    done = script(program, status=1 if end == "error" else 0, quiet=end != "error")
+    assert _events(done) == ALL_EVENTS
+    assert "Exception ignored" not in done.stderr
+    assert not [pid for pid in filter(str.isdigit, done.stdout.split()) if _is_alive(int(pid))]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_interpreter_exit_exits_an_indexed_dataset(script: Callable[..., Any]) -> None:
+    assert _events(script(lambda: Connected()[3])) == ALL_EVENTS
+
+
+def test_keyboard_interrupt_exits_the_dataset(script: Callable[..., Any]) -> None:
+    def program() -> None:
+        loader = hr.DataLoader(Connected(), batch_size=4)
+        for _ in loader:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    done = script(program, status=-2, quiet=False)
+    assert _events(done) == ALL_EVENTS
+
+
+def test_loaders_of_an_entered_dataset_leave_nothing(case: Callable[..., Any]) -> None:
+    def program() -> None:
+        for number in (0, 1):
+            dataset = Connected()
+            assert dataset[1] == 1
+            for _ in range(2):
+                with hr.DataLoader(dataset, batch_size=4, num_workers=number) as loader:
+                    assert len(list(loader)) == 16
+
+    case(program)
+
+
+# Workers
+
+
+def show(index):
+    print("sample", index)
+    return index
+
+
+@pytest.mark.parametrize("kind", ["torch dataset", "process"])
+def test_output_of_workers_is_written_where_it_is_buffered(script, kind):
+    def program():
+        os.environ.pop("PYTHONUNBUFFERED", None)
+        dataset, options = (list(range(4)), {}) if kind == "torch dataset" else (Numbers(4), {"placement": kind})
+        loader = hr.DataLoader(dataset, 2, num_workers=1, transform=show, **options)
+        with loader:
+            assert len(list(loader)) == 2
+
+    assert sorted(script(program).stdout.splitlines()) == [f"sample {index}" for index in range(4)]
+
+
+class Writing(Dataset[int]):
+    """Each sample is a file in two halves; the second is written after the FIFO was opened for writing."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        with open(self.folder / f"{index}.part", "wb", buffering=0) as file:
+            file.write(b"a" * 100)
+            if index:
+                with open(self.folder / "go on") as fifo:
+                    fifo.read()
+            file.write(b"b" * 100)
+        return index
+
+
+def test_sample_that_a_worker_reads_is_finished_when_the_epoch_is_left(tmp_path):
+    os.mkfifo(tmp_path / "go on")
+    batches = iter(loader := hr.DataLoader(Writing(tmp_path), batch_size=1, num_workers=1))
+    assert next(batches).tolist() == [0]
+    closing, closed = threading.Event(), threading.Event()
+
+    def let_the_worker_go_on():
+        closing.wait()
+        while not closed.is_set():
+            with open(tmp_path / "go on", "w"):  # blocks until a sample has opened it
+                pass
+
+    writer = threading.Thread(target=let_the_worker_go_on, daemon=True)
+    writer.start()
+    closing.set()
+    loader.close()
+    closed.set()
+    with open(os.open(tmp_path / "go on", os.O_RDONLY | os.O_NONBLOCK)):
+        writer.join()
+    assert {file.stat().st_size for file in tmp_path.glob("*.part")} == {200}

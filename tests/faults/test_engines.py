@@ -199,20 +199,27 @@ def test_all_or_all_but_one_are_killed(case: Any) -> None:
     case(program)
 
 
-class Deadly(Numbers):
-    """Ends its process at one index, or as a filter at one line: always, or as often as there are paths."""
+class DeadlyLine:
+    """A filter that ends its process at one line: always, or as often as there are paths."""
 
-    def __init__(self, index: int, *paths: str) -> None:
-        super().__init__(64)
-        self.index, self.paths = index, paths
+    def __init__(self, line: int, *paths: str) -> None:
+        self.line, self.paths = line, paths
 
-    def __call__(self, sample: Any) -> bool:
-        if int(sample) == self.index and (not self.paths or any(map(first_call, self.paths))):
+    def __call__(self, line: Any) -> bool:
+        if int(line) == self.line and (not self.paths or any(map(first_call, self.paths))):
             os._exit(3)
         return True
 
+
+class Deadly(Numbers):
+    """Ends its process at one index, as the filter does."""
+
+    def __init__(self, index: int, *paths: str) -> None:
+        super().__init__(64)
+        self.end = DeadlyLine(index, *paths)
+
     async def aget(self, index: int) -> int:
-        self(index)
+        self.end(index)
         return index
 
 
@@ -392,7 +399,7 @@ def test_restored_epoch_survives_a_kill(case: Any, folder: str) -> None:
 
 def new_deadly(folder: str, line: int, *paths: str) -> hr.DataLoader:
     shards = [f"{folder}/{shard}.txt" for shard in (0, 2)]  # one for each lane
-    data = hr.LinesDataset(shards, chunk_bytes=64).filter(Deadly(line, *paths))
+    data = hr.LinesDataset(shards, chunk_bytes=64).filter(DeadlyLine(line, *paths))
     return hr.DataLoader(data, 4, transform=int, engines=2)
 
 

@@ -26,8 +26,6 @@ from tests.faults.watching import Numbers, Slow, first_call, negate, wait_until,
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
-LOOPS = pytest.mark.parametrize("engine_loop", ["uvloop", "asyncio"])
-
 
 def test_watch_reports_leaked_descriptors_threads_and_processes(script: Callable[..., Any]) -> None:
     def program() -> None:
@@ -122,7 +120,7 @@ def test_interpreter_exit_while_a_daemon_thread_iterates_loses_no_batch_silently
     assert all(line.startswith("headrace.errors.LoaderClosedError") for line in errors), done.stderr
 
 
-@LOOPS
+@pytest.mark.parametrize("engine_loop", ["uvloop", "asyncio"])
 def test_loader_whose_last_reference_is_dropped_on_its_own_event_loop_leaves_nothing(
     script: Callable[..., Any], engine_loop: str
 ) -> None:

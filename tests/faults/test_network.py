@@ -30,8 +30,7 @@ def servers():
 @pytest.fixture
 def server(servers):
     servers.misbehave()
-    yield servers
-    servers.misbehave()
+    return servers
 
 
 @pytest.fixture

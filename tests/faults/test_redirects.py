@@ -25,16 +25,14 @@ def servers():
 def near(servers):
     """The server that the user names."""
     servers[0].misbehave()
-    yield servers[0]
-    servers[0].misbehave()
+    return servers[0]
 
 
 @pytest.fixture
 def far(servers):
     """A server on another host name of this machine, which answers 403 to requests without the secret header."""
     servers[1].misbehave(Fault("status", status=403, unless=(KEY, SECRET)))
-    yield servers[1]
-    servers[1].misbehave()
+    return servers[1]
 
 
 def other_host_url(far, key="train/0007"):

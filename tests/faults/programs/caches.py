@@ -17,11 +17,8 @@ import headrace as hr
 from headrace._core.store.disk_cache import DiskCache
 
 
-def run_until_killed(main: Coroutine[Any, Any, None], last: int) -> int:
-    """Run a coroutine, and die by SIGKILL before the `last`-th C function that the cache's module calls, in any thread.
-
-    Returns the number of such calls if there are fewer.
-    """
+def run_until_killed(main: Coroutine[Any, Any, None], last: int) -> None:
+    """Run a coroutine, and die by SIGKILL before the `last`-th C function that the cache calls in any thread."""
     seen = 0
 
     def trace(frame, event, function):
@@ -33,9 +30,8 @@ def run_until_killed(main: Coroutine[Any, Any, None], last: int) -> int:
 
     threading.setprofile(trace)
     sys.setprofile(trace)
-    asyncio.run(main)
+    asyncio.run(main, debug=False)
     sys.setprofile(None)
-    return seen
 
 
 async def read_through(cache, name, fetch):
@@ -47,15 +43,30 @@ async def read_through(cache, name, fetch):
     return data
 
 
-def write_until_killed(wire, last, folder, names, data, max_bytes):
-    """Write entries, one and then two together, and die before the `last`-th call."""
+def write_until_killed(wire, folder, names, data, max_bytes):
+    """Write entries, one and then two together, and die before every third call, each time in a fork of this process.
 
-    async def main():
-        cache = DiskCache(folder, max_bytes)
+    Sends the number of the call before which no process died: the write had ended. Folders have numbers of calls.
+    """
+
+    async def make_full(cache):
+        for other in (b"1" * 16, b"2" * 16):  # so that the write has to make room
+            await cache.write([other], [memoryview(bytes(5000))])
+
+    async def main(cache):
         await cache.write(names[:1], [memoryview(data)[:1000]])
         await cache.write(names[1:], [memoryview(data)[:1000]] * 2)
 
-    wire.send(run_until_killed(main(), last))
+    for last in range(1, 1000, 3):
+        if not (pid := os.fork()):
+            asyncio.run(make_full(DiskCache(f"{folder}/{last}", max_bytes)), debug=False)
+            run_until_killed(main(DiskCache(f"{folder}/{last}", max_bytes)), last)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if status != -signal.SIGKILL:
+            assert status == 0, status
+            wire.send(last)
+            return
 
 
 def fetch_for_ever(wire, folder, name):

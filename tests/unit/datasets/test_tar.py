@@ -349,7 +349,7 @@ def test_corrupt_index_is_rebuilt(folder):
 
 
 @pytest.mark.parametrize(("key", "status"), [("*.tar", 403), ("*.index.npz", 401), ("*.index.npz", 400)])
-def test_shard_that_is_refused_and_index_that_fails_otherwise_are_errors(key, status):
+def test_index_that_is_refused_does_not_exist_and_other_refusals_are_errors(key, status):
     with ObjectServer(numbered(1, 10)) as server:
         options = {"store": hr.Store(server.url, options=server.store_options)}
         hr.TarDataset.index(server.url + "/*.tar", save=key == "*.index.npz", **options)

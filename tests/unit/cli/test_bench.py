@@ -116,13 +116,6 @@ def test_a_throttled_store_is_not_asked_for_more():
     assert max(tried) <= 128
 
 
-@pytest.mark.parametrize(("url", "words"), [("nonsense://bucket", "nonsense"), ("", "empty")])
-def test_wrong_url_is_one_line_and_status_2(url, words, capsys):
-    status, out, err = run(capsys, url)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert words in err
-
-
 @pytest.mark.parametrize(("method", "words"), [("LIST", "AccessDenied"), ("GET", "AccessDenied"), (None, "listed")])
 def test_denied_access_and_an_empty_prefix_are_one_line_and_status_1(method, words, server, capsys):
     if method:

@@ -39,21 +39,24 @@ def test_run_on_its_own_thread_is_refused(loop):
     assert not loop.is_current
 
 
-def test_close_cancels_tasks_and_ends_the_thread():
+def test_close_cancels_tasks_which_no_collection_ends_and_ends_the_thread():
     loop = LoopThread("headrace-test")
-    started, cleaned = threading.Event(), threading.Event()
+    started, ended = threading.Event(), threading.Event()
 
     async def wait_for_ever():
+        started.set()
         try:
-            started.set()
-            await asyncio.Event().wait()
+            await asyncio.Event().wait()  # referenced by this task only
         finally:
-            cleaned.set()
+            ended.set()
 
     future = loop.start(wait_for_ever())
     started.wait()
+    loop.run(asyncio.sleep(0))  # it waits now
+    gc.collect()
+    assert not ended.is_set()
     assert loop.close(1.0) is None
-    assert cleaned.is_set()
+    assert ended.is_set()
     assert future.cancelled()
     assert not loop.alive
     assert loop.close(1.0) is None, "closing again is allowed"
@@ -88,26 +91,6 @@ def test_close_names_what_ignores_cancellation_or_blocks():
     release.set()
     assert "'headrace-test' is blocked in" in left
     assert loop.close(1.0) is None
-
-
-def test_unreferenced_task_is_not_collected():
-    loop = LoopThread("headrace-test")
-    started, ended = threading.Event(), threading.Event()
-
-    async def wait():
-        started.set()
-        try:
-            await asyncio.Event().wait()  # referenced by this task only
-        finally:
-            ended.set()
-
-    loop.start(wait())
-    started.wait()
-    loop.run(asyncio.sleep(0))  # it waits now
-    gc.collect()
-    assert not ended.is_set()
-    assert loop.close(1.0) is None
-    assert ended.is_set()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -1,6 +1,7 @@
 """`loader.report()`: the times of a real loader's batches, in each placement."""
 
 import asyncio
+import logging
 import pickle
 import threading
 import time
@@ -190,3 +191,17 @@ def test_limit_of_a_loader_whose_loop_does_nothing(limit, dataset, options):
         report = loader.report()
     assert report.limit == limit
     assert report.requests.throttled == (64 if limit == "throttling" else 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "transform": float}])
+def test_good_run_logs_one_record_for_an_epoch_at_debug_and_none_above(options, caplog):
+    with caplog.at_level(logging.DEBUG), hr.DataLoader(Numbers(), 4, **options) as loader:
+        for _ in range(2):
+            assert len(list(loader)) == 16
+        loader.report()
+        loader.stats()
+    assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
+    messages = [record.getMessage() for record in caplog.records if record.name.partition(".")[0] == "headrace"]
+    assert [message.partition(",")[0] for message in messages] == [
+        f"epoch {epoch} begins with batch 0" for epoch in (0, 1)
+    ]

@@ -55,6 +55,8 @@ def test_names_exist_and_do_what_they_say():
     assert private.pin_memory("text") == "text"
     assert str(KeyError(private.KeyErrorMessage("a\nb"))) == "a\nb"
     assert private.untyped(torch.FloatStorage(2)).nbytes() == 8
+    storage = private.open_shared_file(*private.share_by_file(torch.arange(8).untyped_storage()))
+    assert torch.equal(torch.empty(0, dtype=torch.int64).set_(storage), torch.arange(8))
 
 
 def test_collate_takes_a_map_of_functions_and_knows_torchs_types():
@@ -98,13 +100,6 @@ def test_numpy_is_seeded_as_in_torchs_workers():
     generator = torch.Generator().manual_seed(5)
     ((_, drawn),) = data.DataLoader(Drawn(), None, num_workers=1, generator=generator)
     assert drawn == np.random.RandomState(private.numpy_seed(base, 0)).rand()
-
-
-def test_storage_is_shared_by_a_file_and_opened_again():
-    tensor = torch.arange(8)
-    arguments = private.share_by_file(tensor.untyped_storage())
-    storage = private.open_shared_file(*arguments)
-    assert torch.equal(torch.empty(0, dtype=torch.int64).set_(storage), torch.arange(8))
 
 
 def test_running_profiler_is_seen_by_the_thread_that_it_records():

@@ -73,6 +73,15 @@ def test_two_iterators_of_one_loader_are_independent(same, stream, order):
     same(program)
 
 
+@parity("nested loops over one loader")
+def test_nested_loops_over_one_loader_are_independent(same):
+    def program(DataLoader):
+        loader = DataLoader(Indices(), batch_size=6)
+        return [(outer, inner) for outer in loader for inner in loader]
+
+    assert len(same(program)) == 4
+
+
 @parity("torch: with `persistent_workers` a second `iter` takes the first's place; here both read the whole",
         not_for={INLINE: "no workers", THREAD: "no workers", WORKERS: "its workers always persist"})  # fmt: skip
 def test_second_iterator_with_persistent_workers_resets_the_first(same):
@@ -207,6 +216,11 @@ ENDINGS = {
         iterator = iter(loader())
         print(next(iterator).tolist(), flush=True)
         sys.exit(3)
+    """,
+    "sys.exit in the loop": """
+        for batch in loader():
+            print(batch.tolist(), flush=True)
+            sys.exit(3)
     """,
     "an uncaught error, with the iterator in its traceback": """
         def train():

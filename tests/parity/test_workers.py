@@ -39,7 +39,7 @@ def pids(samples):
 
 @parity("`num_workers` processes take the batches in turn",
         not_for=NO_WORKERS | {WORKERS: "a batch goes to the first worker that is free"})  # fmt: skip
-@pytest.mark.parametrize("num_workers", [1, 3, 7])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 20])
 def test_workers_make_batches_in_turn(same, num_workers):
     def program(DataLoader):
         came = list(DataLoader(Indices(), batch_size=2, num_workers=num_workers, collate_fn=pids))
@@ -165,7 +165,7 @@ def test_worker_init_fn_is_called_in_each_worker_of_an_async_dataset(same):
     assert same(program) == ([[0]] * (LENGTH // 2), [])
 
 
-@pytest.mark.parametrize(("method", "by"), [("fork", "name"), ("spawn", "object")])
+@pytest.mark.parametrize(("method", "by"), [("fork", "name"), ("spawn", "object"), ("forkserver", "name")])
 @parity("`multiprocessing_context` starts the workers, by name and as an object", not_for=NO_WORKERS | {WORKERS: ""})
 def test_multiprocessing_context_starts_the_workers(same, method, by):
     def program(DataLoader):
@@ -411,3 +411,24 @@ def test_killed_worker_is_an_error_as_in_torch(same):
     assert error.kind is hr.errors.WorkerDiedError
     assert "SIGKILL on batch 2, indices [4, 5]" in error.message
     assert [batch.tolist() for batch in ours] == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
+
+
+class Halves(data.IterableDataset):
+    """Split by `worker_init_fn`, as in torch's documentation."""
+
+    start, stop = 0, LENGTH
+
+    def __iter__(self):
+        return iter(range(self.start, self.stop))
+
+
+def split(worker):
+    info = data.get_worker_info()
+    part = LENGTH // info.num_workers
+    info.dataset.start, info.dataset.stop = worker * part, (worker + 1) * part
+
+
+@parity("`worker_init_fn` can split the worker's copy of a stream", not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE})
+def test_stream_may_be_split_by_worker_init_fn(same):
+    batches = same(lambda DataLoader: list(DataLoader(Halves(), batch_size=4, worker_init_fn=split)))
+    assert sorted(i for batch in batches for i in batch.tolist()) == list(range(LENGTH))

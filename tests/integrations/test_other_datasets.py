@@ -139,13 +139,6 @@ def numbers(loader):
     return [batch.tolist() for batch in loader]
 
 
-def test_nodes_in_workers_are_said_to_be_repeated():
-    warned = pytest.warns(UserWarning, match="each of 2 workers reads all of Nodes")
-    with hr.DataLoader(Nodes(), 4, num_workers=2) as loader, warned:
-        batches = numbers(loader)
-    assert sorted(number for batch in batches for number in batch) == sorted(2 * [*range(SAMPLES)])
-
-
 class ForTorch(torch.utils.data.IterableDataset):
     """A stream that torch's loader does not take as it is."""
 

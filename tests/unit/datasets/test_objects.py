@@ -13,6 +13,7 @@ import zlib
 import cloudpickle
 import numpy as np
 import obstore
+import pandas
 import pytest
 from obstore.store import LocalStore
 
@@ -102,7 +103,8 @@ def test_each_kind_of_checksum_tells_its_own_bytes_from_others_and_another_form_
 
 
 def test_labels_come_from_a_function_a_mapping_or_a_row(server):
-    for labels in (KEYS.index, {key: i for i, key in enumerate(KEYS)}, range(5), np.arange(5)):
+    series = pandas.Series(range(5), index=[3, 1, 4, 0, 2])  # by position
+    for labels in (KEYS.index, {key: i for i, key in enumerate(KEYS)}, range(5), np.arange(5), series):
         dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=labels)
         assert [dataset[i].label for i in range(5)] == [0, 1, 2, 3, 4]
 
@@ -111,8 +113,9 @@ def test_labels_that_do_not_fit_are_refused(server):
     for labels, why in (([1, 2], "2 labels for 5 keys"), ({"a.jpg": 1}, "'b.jpg'")):
         with pytest.raises(ValueError, match=why):
             ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=labels)
-    with pytest.raises(TypeError, match="not str"):
-        ObjectDataset(Store(server.url + "/train", options=server.store_options), labels="abcde")
+    for labels, why in (("abcde", "not str"), (pandas.DataFrame(index=range(5)), "labels= must be")):
+        with pytest.raises(TypeError, match=why):
+            ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=labels)
 
 
 # In async programs, and in other processes

@@ -158,8 +158,14 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def weights(self):
-        return [each.item() for each in self.accelerator.unwrap_model(self.model).parameters()]
+    def end(self):
+        """The weights. The model goes before the process group: gloo may wait for ever for a rank that has ended."""
+        weights = [each.item() for each in self.accelerator.unwrap_model(self.model).parameters()]
+        self.model = self.optimizer = None
+        self.accelerator.free_memory()
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
+        return weights
 
 
 def train(folder, pattern, kind, kill_after=None, stateful=False):
@@ -185,9 +191,7 @@ def train(folder, pattern, kind, kill_after=None, stateful=False):
                 Path(folder, f"seen{accelerator.process_index}").write_text(json.dumps(seen))
                 accelerator.wait_for_everyone()
                 os.kill(os.getpid(), signal.SIGKILL)
-    accelerator.wait_for_everyone()  # gloo may wait for ever for a rank that has ended
-    accelerator.end_training()
-    return seen, training.weights()
+    return seen, training.end()
 
 
 def train_with_torch(epochs):
@@ -196,7 +200,7 @@ def train_with_torch(epochs):
     for samples in epochs:
         for numbers, noise in training.accelerator.prepare(TorchDataLoader(samples, batch_size=2)):
             training.step(numbers, noise)
-    return training.weights()
+    return training.end()
 
 
 def skipping(folder, pattern):

@@ -110,6 +110,23 @@ def test_each_sample_is_given_once_by_a_loader_interrupted_three_times(
     assert sorted(given + rest) == list(range(N))
 
 
+@pytest.mark.filterwarnings("ignore:.* has no state_dict")
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_sample_is_given_once_by_a_loader_interrupted_five_times_before_its_first_batch(
+    kind, tmp_path, monkeypatch
+):
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.setenv("FIFO", str(tmp_path / "fifo"))
+    given, state = [], None
+    for held, batches in [*[({0}, 2)] * 5, (set(), N)]:
+        loader = kind(held, 2, in_order=False)
+        if state is not None:
+            loader.load_state_dict(state)
+        more, state = take(loader, batches)
+        given += more
+    assert sorted(given) == list(range(N))
+
+
 def test_rank_that_continues_for_two_is_interrupted_before_its_first_batch_in_order(tmp_path, monkeypatch):
     """Its state has the stream's position from before, whose samples were counted by the two."""
     os.mkfifo(fifo := tmp_path / "fifo")

@@ -234,7 +234,7 @@ def epoch_spec(
         batch=begun.batches,
         streams=_streams(begun, order, rank, remainder),
         next_worker=begun.next_worker,
-        delivered=tuple(range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3),
+        delivered=tuple(sorted((range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3), key=min)),
         lanes=begun.lanes or 1,
         epoch=begun.epoch,
     )

@@ -100,8 +100,9 @@ class LoaderState(NamedTuple):
     @property
     def is_between_epochs(self) -> bool:
         """Whether it is one before an epoch, for which nothing has been drawn."""
-        drawn = (self.base_seed, self.order_seed, self.pipe_seed, self.lanes)
-        return not (self.over or self.batches or self.cursor or self.merged) and drawn == (None,) * len(drawn)
+        kept = {"rank", "ranks", "kept_seed", "sampler_epoch", "generator", "sampler", "streams"}
+        fields = self._asdict() | {name: self._field_defaults[name] for name in kept}
+        return fields == LoaderState(self.epoch, self.fingerprint)._asdict()
 
     def to_dict(self) -> State:
         """The state to be saved, of one rank or of all."""

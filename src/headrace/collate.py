@@ -158,7 +158,7 @@ def _padded(sequences: Sequence[object], value: float, side: str) -> tuple[torch
         tensors = [
             tensor.to(dtype) if len(tensor) else tensor.new_empty((0, *shape), dtype=dtype) for tensor in tensors
         ]
-    lengths = torch.tensor([len(tensor) for tensor in tensors])
+    lengths = torch.tensor([len(tensor) for tensor in tensors], device="cpu")
     return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side), lengths
 
 

@@ -131,7 +131,7 @@ def _generator() -> np.random.Generator:
     """A generator that is set to the current sample."""
     current = current_sample.get()
     if current is None:
-        key, counter = int(torch.empty((), dtype=torch.int64).random_()), (0, 0, 0, 0)
+        key, counter = int(torch.empty((), dtype=torch.int64, device="cpu").random_()), (0, 0, 0, 0)
     elif current.position is None:
         raise RuntimeError(
             "a randomized function was called while samples are fetched, where it is not known for which one (fetches "

@@ -199,7 +199,7 @@ def _check_device() -> Iterator[Finding]:
         return
     text, remedy = "memory can be pinned", None
     try:
-        torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
+        torch.empty(1 << 20, dtype=torch.uint8, device="cpu").pin_memory()
     except RuntimeError as error:
         text, remedy = f"memory cannot be pinned ({str(error).splitlines()[0]}): copies block", "ulimit -l unlimited"
     yield Finding("device", f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}; {text}", remedy)

@@ -103,7 +103,7 @@ class StepGroup:
             raise CoordinationError(f"{message} ({shorten(str(error))})", ranks=absent) from error
         self.gloo: list[Any] = [gloo]
         self._work: Any = None
-        self._values = torch.zeros(0)
+        self._values = torch.zeros(0, device="cpu")
         self._sender, self._receiver = socket.socketpair()
         self._sender.setblocking(False)
         self._receiver.setblocking(False)
@@ -129,7 +129,7 @@ class StepGroup:
         options.reduceOp = torch.distributed.ReduceOp.MIN
         if self.timeout is not None:
             options.timeout = timedelta(seconds=self.timeout)
-        self._values = torch.tensor([steps, *self._position], dtype=torch.int64)
+        self._values = torch.tensor([steps, *self._position], dtype=torch.int64, device="cpu")
         try:
             self._work = self.gloo[0].allreduce([self._values], options)
         except IndexError:

@@ -70,7 +70,7 @@ class Streams:
 
     def pinned(self, size: int) -> torch.Tensor:
         """`size` bytes of page-locked memory; raises RuntimeError if there are none."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def register(self, address: int, size: int) -> None:
         """Page-lock existing memory; raises RuntimeError if that is refused. Called where `registers`, as the next."""

@@ -239,7 +239,7 @@ def _restore_tensor(
     buffer: object, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, strides: tuple[int, ...] | None
 ) -> torch.Tensor:
     if 0 in shape:
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
     elif strides is None and dtype in NUMPY_DTYPES:  # a third of the time, and it does not release the GIL
         tensor = torch.from_numpy(np.ndarray(shape, NUMPY_DTYPES[dtype], buffer))  # type: ignore[arg-type]
     else:

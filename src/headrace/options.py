@@ -32,6 +32,7 @@ from headrace._core.error_policy import OnError, error_policy
 from headrace._core.ranks.data_parallel import DataParallel, checked
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.retry_policy import RetryPolicy, as_policy
+from headrace._core.text import check_keywords
 
 __all__ = [
     "MEMORY_BUDGET",
@@ -313,8 +314,9 @@ def checked_options(given: LoaderOptions) -> LoaderOptions:
         ValueError: an option is out of its range.
     """
     values = cast(dict[str, object], given)
-    if unknown := values.keys() - OPTIONS.keys():
-        raise TypeError(f"DataLoader.__init__() got an unexpected keyword argument {min(unknown)!r}")
+    if not values.keys() <= OPTIONS.keys():
+        parameters = inspect.signature(torch.utils.data.DataLoader).parameters
+        check_keywords("DataLoader.__init__", values, [*OPTIONS, *parameters])
     checked = {name: option.check(name, values.get(name, option.default)) for name, option in OPTIONS.items()}
     return cast(LoaderOptions, checked)
 

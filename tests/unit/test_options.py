@@ -2,6 +2,7 @@
 
 import inspect
 import pydoc
+import tarfile
 
 import pytest
 from hypothesis import given
@@ -66,9 +67,38 @@ def test_defaults_are_valid():
     assert options["memory_budget"] == MEMORY_BUDGET
 
 
-def test_option_of_unknown_name_is_refused_as_by_python():
-    with pytest.raises(TypeError, match=r"^DataLoader.__init__\(\) got an unexpected keyword argument 'concurency'$"):
-        hr.DataLoader([1], concurency=3)
+def takes_any_keyword(function):
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a builtin
+        return False
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def test_unknown_keyword_is_refused_with_the_nearest_one(tmp_path):
+    (tmp_path / "0.jsonl").touch()
+    with tarfile.open(tmp_path / "0.tar", "w"):
+        pass
+    index = hr.TarDataset.index(tmp_path / "0.tar")
+    calls = {
+        "DataLoader": [lambda: hr.DataLoader([1], concurency=3), lambda: hr.DataLoader([1], 1, num_worker=3)],
+        "TarDataset": [lambda: hr.TarDataset(tmp_path, shufle=True), lambda: hr.TarDataset(tmp_path, field=["a"])],
+        "LinesDataset": [lambda: hr.LinesDataset(tmp_path, shufle=True)],
+        "stream": [lambda: index.stream(bufer_size=9)],
+    }
+    public = {name: getattr(hr, name) for name in hr.__all__}
+    public |= {
+        name: function
+        for part in (*public.values(), type(index))
+        if inspect.isclass(part)
+        for name, function in inspect.getmembers(part, inspect.isroutine)
+        if not name.startswith("_") and str(getattr(function, "__module__", "")).startswith("headrace")
+    }
+    taking_any = {name for name, function in public.items() if callable(function) and takes_any_keyword(function)}
+    assert taking_any - {"HeadraceError", "StoreError", "StateError"} <= calls.keys()
+    for call in (call for calls_of_one in calls.values() for call in calls_of_one):
+        with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument '\w+'. Did you mean '\w+'\?"):
+            call()
 
 
 def test_options_are_shown_with_type_and_default_in_signature_and_help():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import reprlib
 import sys
@@ -48,6 +49,22 @@ def shorten_list(items: Sequence[object] | Iterable[object], count: int) -> str:
     """
     shown = ", ".join(map(short_repr, islice(items, LIST_ITEMS)))
     return f"[{shown}]" if count <= LIST_ITEMS else f"[{shown}, … {count} in all]"
+
+
+def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError, as Python does, if a keyword is not `known`; with the one that is nearest to it.
+
+    Example:
+        >>> check_keywords("TarDataset.__init__", ["shufle"], ["shuffle", "seed"])
+        Traceback (most recent call last):
+        TypeError: TarDataset.__init__() got an unexpected keyword argument 'shufle'. Did you mean 'shuffle'?
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def check_number(name: str, value: object, least: float, most: float = math.inf, *, whole: bool = False) -> None:

@@ -5,7 +5,7 @@ from glob import glob
 
 import pytest
 
-from headrace import LinesDataset
+from headrace import LinesDataset, Store
 from headrace._core.shards.discovery import expand_braces, glob_expression
 
 
@@ -49,3 +49,11 @@ def test_directory_of_shards_has_no_hidden_or_temporary_ones(tmp_path):
         (tmp_path / key).write_text(f"{key}\n")
     assert list(LinesDataset(tmp_path)) == ["_b.txt", "a.txt", "part=1/c.txt"]
     assert list(LinesDataset(tmp_path / "_temporary" / "0")) == ["_temporary/0/f.txt"]
+
+
+def test_shards_of_a_store_are_all_that_is_in_it(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "0.txt").write_text("zero\n")
+    (tmp_path / "a" / "1.txt").write_text("one\n")
+    store = Store(tmp_path.as_uri())
+    assert list(LinesDataset(store)) == list(LinesDataset("a/*.txt", store=store)) == ["zero", "one"]

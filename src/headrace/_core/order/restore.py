@@ -234,7 +234,9 @@ def epoch_spec(
         batch=begun.batches,
         streams=_streams(begun, order, rank, remainder),
         next_worker=begun.next_worker,
-        delivered=tuple(sorted((range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3), key=min)),
+        delivered=tuple(
+            sorted((range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3), key=min)
+        ),
         lanes=begun.lanes or 1,
         epoch=begun.epoch,
     )

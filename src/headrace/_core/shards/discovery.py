@@ -22,7 +22,7 @@ from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace.errors import EmptyListingError, ObjectNotFoundError
 
-Shards = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Shards = str | os.PathLike[str] | Store | Sequence[str | os.PathLike[str]]
 
 _GLOB = re.compile(r"[*?\[]")
 
@@ -69,6 +69,10 @@ def find_shards(
         StoreError: a listing failed.
         ValueError: no shard, a repeated shard, or a URL that is not under the URL of `store`.
     """
+    if isinstance(shards, Store):  # all that is in it
+        if store is not None:
+            raise ValueError("give the store once: as the shards, or as store=")
+        shards, store = "", shards
     opened = None if store is None else as_store(store)
     stores: dict[str, Store] = {}
     named: list[tuple[Shard, bool]] = []  # and whether it has to be listed

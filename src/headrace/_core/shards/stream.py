@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 import warnings
 from abc import abstractmethod
@@ -24,7 +25,7 @@ from headrace._core.streams.resumable import (
     State,
     expect,
 )
-from headrace._core.text import users_stacklevel
+from headrace._core.text import check_keywords, users_stacklevel
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -296,7 +297,7 @@ class ShardedStream(PartStream[T_co]):
     Args:
         shards: a URL or a path, or several; each may have braces (``{0000..0127}``, ``{a,b}``), be a glob (``*``, ``?``
             and ``[…]`` within a directory, ``**`` across directories) or a directory. A file that is matched by a glob,
-            or named in a store that can list, may have any ending.
+            or named in a store that can list, may have any ending. Or a `headrace.Store`, for all that is in it.
         shuffle: whether to shuffle the shards at each epoch, equally on all ranks.
         buffer_size: samples of the shuffle buffer; 0 for none.
         seed: seed of both orders, together with the epoch.
@@ -335,6 +336,8 @@ class ShardedStream(PartStream[T_co]):
     _warned_of_counts = False
 
     def __init__(self, shards: Shards | Sequence[Shard], **options: Unpack[StreamOptions]) -> None:
+        own = inspect.signature(type(self)).parameters
+        check_keywords(f"{type(self).__name__}.__init__", options, [*StreamOptions.__annotations__, *own])
         ranks = RankChoice(options.get("rank"), options.get("world_size"))
         buffer_size = _at_least(0, "buffer_size", options.get("buffer_size", 0))
         seed = _at_least(0, "seed", options.get("seed", 0))

@@ -1,5 +1,6 @@
 """Pickling restores values, types, shapes, and the identity of classes."""
 
+import copy
 import json
 import pickle
 
@@ -222,3 +223,52 @@ def test_error_is_restored_with_any_constructor(error):
     assert came.__notes__ == ["noted"]
     for name in ("path", "bucket", "name", "pos", "errno", "filename", "reason", "lineno", "axis", "code", "msg"):
         assert getattr(came, name, None) == getattr(error, name, None)
+
+
+class Refused(Exception):
+    """Composes its text of an attribute, as aiohttp's errors do; that one cannot be pickled."""
+
+    def __init__(self, request, status):
+        self.request, self.status = request, status
+        super().__init__(request, status)
+
+    def __str__(self):
+        return f"{self.status} of {self.request.url}"
+
+
+class Forgets(Exception):
+    """Has a pickle of its own, without what its text is made of."""
+
+    key = "unknown"
+
+    def __str__(self):
+        return f"no {self.key}"
+
+    def __reduce__(self):
+        return Forgets, self.args
+
+
+def forgetful():
+    error = Forgets(1)
+    error.key = "a.jpg"
+    return error
+
+
+class Request:
+    url = "http://h/x"
+
+    def __reduce__(self):
+        raise TypeError("it holds a connection")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"), [(Refused(Request(), 403), "403 of http://h/x"), (forgetful(), "no a.jpg")], ids=str
+)
+def test_error_keeps_the_text_that_it_composed_of_what_cannot_be_sent(error, text):
+    kind = type(error)
+    came = there_and_back(picklable_error(error))
+    again = there_and_back(picklable_error(came))  # from a worker, by way of the engine's process
+    for each in (came, again, pickle.loads(pickle.dumps(again)), copy.copy(again)):
+        assert isinstance(each, kind)
+        assert (type(each).__qualname__, str(each)) == (kind.__qualname__, text)
+    assert getattr(again, "status", 403) == 403

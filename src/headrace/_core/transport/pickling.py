@@ -27,7 +27,7 @@ import torch
 
 from headrace._core.descriptors import Descriptor, received, received_descriptor
 from headrace._core.text import set_cause
-from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
+from headrace._core.transport.exceptions import reduce_exception, with_text, without_unpicklable_parts
 from headrace._core.transport.slabs import SMALL, aligned
 from headrace.errors import RemoteError
 
@@ -98,27 +98,44 @@ def picklable_error(error: E) -> E | RemoteError:
 
     Both directions are tried here, in the worker, which can still report a failure.
     """
+    text = _message(error)
     for cause in dict.fromkeys((error.__cause__, None)):
         set_cause(error, cause)
-        if _survives(error):
-            return error
+        if (copied := _copied(error)) is not _LOST:
+            return error if _message(copied) == text else _keeping(error, text)
     with contextlib.suppress(BaseException):  # user code: __str__, __setstate__
-        reduced = without_unpicklable_parts(error, _survives)
-        if type(reduced) is type(error) and _survives(reduced):
-            return reduced
-    return RemoteError(type_name=f"{type(error).__module__}.{type(error).__qualname__}", message=_message(error))
+        reduced = without_unpicklable_parts(error, lambda part: _copied(part) is not _LOST)
+        if type(reduced) is type(error) and (copied := _copied(reduced)) is not _LOST:
+            return reduced if _message(copied) == text else _keeping(reduced, text)
+    return _as_text(error, text)
 
 
-def _survives(obj: object) -> bool:
+def _keeping(error: E, text: str) -> E | RemoteError:
+    """`error` with its text, which its copy in another process would not have."""
+    with contextlib.suppress(BaseException):  # user code, or a class without subclasses
+        told = with_text(error, text)
+        if _message(_copied(told)) == text:
+            return cast(E, told)
+    return _as_text(error, text)
+
+
+def _as_text(error: BaseException, text: str) -> RemoteError:
+    return RemoteError(type_name=f"{type(error).__module__}.{type(error).__qualname__}", message=text)
+
+
+_LOST: Any = object()
+
+
+def _copied(obj: object) -> Any:
+    """The object as another process would have it; `_LOST` if that is impossible."""
     try:
         found: list[pickle.PickleBuffer] = []
-        pickle.loads(dump_parts(obj, found.append, []), buffers=found)
+        return pickle.loads(dump_parts(obj, found.append, []), buffers=found)
     except BaseException:  # user code: __reduce__, __init__, __setstate__ of a user's exception, or of its cause
-        return False
-    return True
+        return _LOST
 
 
-def _message(error: BaseException) -> str:
+def _message(error: Any) -> str:
     try:
         return str(error)
     except Exception as broken:

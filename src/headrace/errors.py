@@ -40,6 +40,7 @@ keep their type, and have a note with the stage, batch, index, key and worker (`
 
 from __future__ import annotations
 
+import signal
 from typing import ClassVar
 
 from headrace._core.text import shorten_list
@@ -208,9 +209,12 @@ class WorkerDiedError(HeadraceError, RuntimeError):
         else:
             doing = f"on batch {batch}, indices {shorten_list(indices, len(indices))}"
             remedy = "Run the transform and collate_fn over these indices with num_workers=0 to see the crash"
+        torchs = f"DataLoader worker (pid(s) {pid}) exited unexpectedly"  # which people and tools look for
+        if exit_code is not None and exit_code < 0:
+            torchs = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-exit_code)}"
         message = (
             f"worker {worker} (pid {pid}) {how} {doing}, attempt {attempts}. {remedy}; if it was killed, look for the "
-            f"out-of-memory killer in the kernel's log."
+            f"out-of-memory killer in the kernel's log. In torch's words: {torchs}."
         )
         if obstacle is not None:
             ended = "" if pid is None else f" (pid {pid}) {how}, and"

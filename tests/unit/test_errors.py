@@ -147,5 +147,6 @@ def test_subclass_by_a_user_survives_pickling_and_copies():
 def test_dead_worker_is_described_with_its_batch():
     died = EXAMPLES["WorkerDiedError"]()
     assert (died.worker, died.exit_code, died.batch, died.indices) == (1, -9, 4, (8, 9))
+    assert str(died).endswith("DataLoader worker (pid 99) is killed by signal: Killed.")
     for word in ("worker 1", "pid 99", "SIGKILL", "batch 4", "[8, 9]", "attempt 2", "num_workers=0"):
         assert word in str(died)

@@ -64,6 +64,17 @@ def test_markers_of_folders_are_left_out_and_empty_objects_are_not():
         assert [bytes(dataset[index].data) for index in range(5)] == [b"", b"", b"jpeg", b"", b"jpeg"]
 
 
+@pytest.mark.parametrize("other", ["/b.txt", "b.txt/"])
+def test_keys_that_differ_by_a_slash_at_an_end_are_an_error_and_the_marker_of_a_folder_is_not(other):
+    with ObjectServer({"b.txt": b"one!", other: b"two!"}) as server:
+        store = Store(server.url, options=server.store_options)
+        for dataset in (ObjectDataset, LinesDataset):
+            with pytest.raises(StoreError, match=r"two objects are listed as 'b\.txt': .* differ by a slash"):
+                dataset(store)
+    with ObjectServer({"b.txt": b"one!", other: b""}) as server:
+        assert bytes(ObjectDataset(Store(server.url, options=server.store_options))[0].data) == b"one!"
+
+
 def test_pages_of_several_parts_are_asked_for_at_once():
     with ObjectServer(dict.fromkeys(classes(64, 300), b""), latency=0.5) as server:
         assert len(ObjectDataset(Store(server.url, options=server.store_options))) == 64 * 300

@@ -154,8 +154,12 @@ def catalog_of_page(page: Sequence[ObjectMeta]) -> Catalog:
     )
 
 
-def join_pages(pages: Iterable[Catalog]) -> Catalog:
-    """The objects of all pages, sorted by key; of a key that came twice, the last."""
+def join_pages(pages: Iterable[Catalog], url: str = "") -> Catalog:
+    """The objects of all pages, sorted by key.
+
+    Raises:
+        StoreError: two objects of the store have one key here.
+    """
     keys, sizes, etags = StringArray(), array("q"), StringArray()
     for page in pages:
         keys.extend(page.keys)
@@ -164,8 +168,23 @@ def join_pages(pages: Iterable[Catalog]) -> Catalog:
     found = Catalog(keys, sizes, etags if any(etags) else None)
     if all(map(operator.lt, keys, islice(keys, 1, None))):
         return found
-    last = {key: position for position, key in enumerate(keys)}
-    return _chosen(found, [last[key] for key in sorted(last)])
+    return _chosen(found, _positions(keys, [*zip(sizes, etags, strict=True)], url))
+
+
+def _positions(keys: Sequence[str], versions: Sequence[tuple[int, str | None]], url: str) -> list[int]:
+    """The positions of distinct keys in their order, the last of one that came twice; not those of markers of folders.
+
+    obstore takes slashes off the ends of keys, so that two objects may have one key.
+    """
+    last: dict[str, int] = {}
+    for position, (key, version) in enumerate(zip(keys, versions, strict=True)):
+        before = versions[last.setdefault(key, position)]
+        if version == before or not before[0]:
+            last[key] = position
+        elif version[0]:
+            what = f"two objects are listed as {key!r}: their keys differ by a slash at an end"
+            raise StoreError(f"{what}, so that headrace cannot tell them apart. Rename one of them", url=url)
+    return [last[key] for key in sorted(last)]
 
 
 def without_folder_markers(found: Catalog) -> Catalog:
@@ -263,7 +282,7 @@ async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Ca
         count += len(page)
         return catalog_of_page([entry for entry in page if suffix is None or entry["path"].endswith(suffix)])
 
-    catalog = without_folder_markers(join_pages(await _list(store, "", take)))
+    catalog = without_folder_markers(join_pages(await _list(store, "", take), store.url))
     if len(catalog.keys):
         return catalog
     if suffix is None or not count:
@@ -276,8 +295,9 @@ async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Ca
 async def list_heads(store: Store, prefix: str) -> list[Head]:
     """The metadata of all objects in a directory of a store, sorted by key; errors are those of `list_objects`."""
     pages = await _list(store, prefix, lambda page: [Head.of(entry["path"], entry) for entry in page])
-    latest = {head.key: head for page in pages for head in page}  # an object may come twice
-    return sorted(latest.values(), key=lambda head: head.key)
+    heads = [head for page in pages for head in page]
+    keys = [head.key for head in heads]
+    return [heads[each] for each in _positions(keys, [(head.size, head.etag) for head in heads], store.url)]
 
 
 async def _list(store: Store, prefix: str, take: Callable[[Sequence[ObjectMeta]], T]) -> list[T]:

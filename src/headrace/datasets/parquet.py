@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
+from urllib.parse import unquote
 
 from headrace._core.ranks.distributed import RankChoice, Remainder
 from headrace._core.shards.discovery import Shards, find_shards
@@ -20,9 +24,12 @@ from headrace.errors import ShardError
 __all__ = ["ParquetDataset", "RowGroupDataset"]
 
 _SUFFIXES = (".parquet", ".pq", ".parq")
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
-def _open_row_groups(shards: Shards, columns: Sequence[str] | None, store: StoreLike | None) -> list[RowGroup]:
+def _open_row_groups(
+    shards: Shards, columns: Sequence[str] | None, store: StoreLike | None, *, as_rows: bool = False
+) -> list[RowGroup]:
     """Find the files, read their footers, check that their columns agree; row groups without rows are left out."""
     require_pyarrow("reading Parquet")
     if isinstance(columns, str):
@@ -32,18 +39,43 @@ def _open_row_groups(shards: Shards, columns: Sequence[str] | None, store: Store
         raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
     found = find_shards(shards, suffixes=_SUFFIXES, store=store)
     footers = background_loop().run(read_footers(found))
-    first = _column_types(footers[0], names)
-    for footer in footers[1:]:
-        types = _column_types(footer, names)
+    partitions = _hive_values([shard.key for shard in found])
+    first = _column_types(footers[0], names, partitions[0])
+    groups = []
+    for footer, values in zip(footers, partitions, strict=True):
+        types = _column_types(footer, names, values)
         if types != first:
             listed, expected = (", ".join(f"{n} {t}" for n, t in each.items()) for each in (types, first))
             what = f"columns {listed}, but {expected} in {footers[0].shard.name}; give columns= that all files have"
             raise ShardError(what, shard=footer.shard.name)
-    return [RowGroup(footer, number, names) for footer in footers for number, rows in enumerate(footer.rows) if rows]
+        read = (name for name in footer.schema.names if names is None or name in names)
+        if as_rows and (twice := [name for name, times in Counter(read).items() if times > 1]):
+            what = f"{footer.shard.name} has several columns called {twice[0]!r}, of which a dict could have one"
+            raise ValueError(f"{what}; use format='arrow', or leave it out of columns=")
+        added = {name: value for name, value in values.items() if name in types and name not in footer.schema.names}
+        stored = None if names is None else tuple(name for name in names if name not in added)
+        groups += [RowGroup(footer, number, stored, added) for number, rows in enumerate(footer.rows) if rows]
+    return groups
 
 
-def _column_types(footer: Footer, columns: tuple[str, ...] | None) -> dict[str, str]:
-    there = {field.name: str(field.type) for field in footer.schema}
+def _hive_values(keys: Sequence[str]) -> list[dict[str, int | str | None]]:
+    """For each key, the values of its directories named ``column=value``, as Hive and Spark write partitions.
+
+    Those of a column are integers, if all are.
+    """
+    parts = [dict(part.split("=", 1) for part in key.split("/")[:-1] if part.find("=") > 0) for key in keys]
+    found: list[dict[str, int | str | None]] = [{} for _ in keys]
+    for name in dict.fromkeys(chain.from_iterable(parts)):
+        texts = [None if of_key.get(name) in (None, _HIVE_NULL) else unquote(of_key[name]) for of_key in parts]
+        whole = all(text is None or re.fullmatch(r"-?[0-9]{1,18}", text) for text in texts)
+        for values, of_key, text in zip(found, parts, texts, strict=True):
+            if name in of_key:
+                values[unquote(name)] = int(text) if whole and text is not None else text
+    return found
+
+
+def _column_types(footer: Footer, columns: tuple[str, ...] | None, values: Mapping[str, object]) -> dict[str, str]:
+    there = {**dict.fromkeys(values, "of its directory"), **{field.name: str(field.type) for field in footer.schema}}
     if columns is None:
         return there
     unknown = [column for column in columns if column not in there and not footer.leaves([column])]
@@ -73,7 +105,8 @@ class ParquetDataset(PartStream[Any]):
 
     Args:
         shards: URLs or paths, as for `TarDataset`; in a directory, files ending in ``.parquet``, ``.pq`` or ``.parq``.
-        columns: names of columns to read, ``"a.b"`` for a part of a nested one; None for all.
+        columns: names of columns to read, ``"a.b"`` for a part of a nested one; None for all. A directory called
+            ``label=cat`` on the way to a file (Hive partitions) is a column `label` of its rows.
         format: ``"rows"``: dicts. ``"arrow"``: a `pyarrow.Table` for each row group.
         table_rows: maximum rows of a table, for ``format="arrow"``; None for whole row groups. Each table has memory of
             its own.
@@ -147,7 +180,7 @@ class ParquetDataset(PartStream[Any]):
         )
         self._format, self._table_rows = format, table_rows
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
-        self._groups = _open_row_groups(shards, columns, store)
+        self._groups = _open_row_groups(shards, columns, store, as_rows=format == "rows")
 
     @staticmethod
     def groups(

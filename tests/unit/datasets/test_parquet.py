@@ -306,3 +306,26 @@ def test_invalid_arguments_are_errors(server):
             opened(server, **{name: value})
     with pytest.raises(ValueError, match=r"no column 'idd'; it has 'id', 'text', 'square'"):
         opened(server, columns=["id", "idd"])
+
+
+def test_columns_of_one_name_are_an_error_and_never_one_of_them(tmp_path):
+    arrays = [pa.array([1]), pa.array([10]), pa.array([100])]
+    pq.write_table(pa.Table.from_arrays(arrays, names=["id", "value", "value"]), tmp_path / "j.parquet")
+    for columns in (None, ["value"]):
+        with pytest.raises(ValueError, match=r"several columns called 'value'.*format='arrow'"):
+            hr.ParquetDataset(tmp_path, columns=columns)
+    assert list(hr.ParquetDataset(tmp_path, columns=["id"])) == [{"id": 1}]
+    (table,) = hr.ParquetDataset(tmp_path, format="arrow")
+    assert table.column_names == ["id", "value", "value"]
+
+
+def test_columns_of_hive_partitions_are_those_that_pyarrow_reads(tmp_path):
+    table = pa.table({"x": [*range(6)], "label": ["cat", "a b/c", None] * 2, "year": [2024, 2025, 2026] * 2})
+    pq.write_to_dataset(table, tmp_path, partition_cols=["label", "year"])
+    expected = sorted(pq.read_table(tmp_path).to_pylist(), key=lambda row: row["x"])
+    assert sorted(hr.ParquetDataset(tmp_path), key=lambda row: row["x"]) == expected
+    tables = list(hr.ParquetDataset(tmp_path, columns=["year"], format="arrow"))
+    assert sorted(pa.concat_tables(tables)["year"].to_pylist()) == [2024, 2024, 2025, 2025, 2026, 2026]
+    assert len(hr.ParquetDataset.groups(tmp_path / "label=cat", columns=["x", "label"])) == 1
+    with pytest.raises(ValueError, match="has no column 'z'; it has 'label', 'year', 'x'"):
+        hr.ParquetDataset(tmp_path, columns=["z"])

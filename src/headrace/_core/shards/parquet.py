@@ -6,8 +6,8 @@ import asyncio
 import io
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace._core.failure import as_exception
@@ -87,6 +87,7 @@ class RowGroup:
     footer: Footer  # footer of the file
     number: int  # number of the row group in the file
     columns: tuple[str, ...] | None  # names of the columns to read; None for all
+    added: Mapping[str, object] = field(default_factory=dict)  # columns with one value, which are not in the file
 
     @property
     def rows(self) -> int:
@@ -145,11 +146,21 @@ class RowGroup:
             columns = None if self.columns is None else list(self.columns)
             for batch in file.iter_batches(rows, row_groups=[self.number], columns=columns, use_threads=False):
                 left -= batch.num_rows
-                yield batch
+                yield self._with_added(batch) if self.added else batch
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise self.error(f"cannot decode: {_line(error)}") from None
         if left:
             raise self.error(f"cannot decode: {left} of {self.rows} rows are missing")
+
+    def _with_added(self, batch: Any) -> Any:
+        import pyarrow
+
+        columns, fields = batch.columns, list(batch.schema)
+        for name, value in self.added.items():
+            kind = pyarrow.int64() if type(value) is int else pyarrow.string()
+            columns.append(pyarrow.repeat(pyarrow.scalar(value, kind), batch.num_rows))
+            fields.append(pyarrow.field(name, kind))
+        return pyarrow.RecordBatch.from_arrays(columns, schema=pyarrow.schema(fields, batch.schema.metadata))
 
     def error(self, what: str) -> ShardError:
         return ShardError(what, shard=self.footer.shard.name, member=f"row group {self.number}")

@@ -1,5 +1,7 @@
 """Changes of a dataset since it was copied are detected, without a look at every element."""
 
+import os
+
 import pytest
 from torch.utils import data
 
@@ -78,3 +80,31 @@ def test_copy_in_another_process_is_renewed_when_the_dataset_changed_only():
         assert list(loader) == ["p+7a", "p++7b"]
         dataset.keys.append("c")
         assert list(loader) == ["p+7a", "p++7b", "p+++7c"]
+
+
+NOTEBOOK = """
+class Numbers(hr.AsyncDataset):
+    def __len__(self):
+        return 1
+
+    async def aget(self, index):
+        return helper(index) * SCALE, os.getpid()
+
+def helper(index):
+    return 1
+
+SCALE = 1
+"""
+
+
+def test_helper_or_global_that_a_notebook_defines_anew_is_used_from_the_next_epoch_on():
+    cells = {"__name__": "__main__", "hr": hr, "os": os}
+    exec(NOTEBOOK, cells)
+    with hr.DataLoader(cells["Numbers"](), batch_size=None, num_workers=1) as loader:
+        assert next(iter(loader))[0] == 1
+        exec("def helper(index):\n    return 100", cells)
+        assert next(iter(loader))[0] == 100
+        cells["SCALE"] = 3
+        value, process = next(iter(loader))
+        assert value == 300
+        assert next(iter(loader)) == [300, process], "the engine is not started again where nothing has changed"

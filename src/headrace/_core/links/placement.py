@@ -79,9 +79,10 @@ def _close_all() -> None:
 def snapshot(dataset: object) -> list[object]:
     """What says whether a copy of a dataset is still true: equal lists if no difference is found.
 
-    It has the length, attributes and functions of the dataset, and of the datasets it is made of. So it detects
-    attributes that were set, containers that grew or shrank, and functions that changed; not an element that was
-    replaced. Attributes set by `__aenter__` are ignored: each process enters its own copy.
+    It has the length, attributes, functions and class of the dataset, and of the datasets it is made of. So it detects
+    attributes that were set, containers that grew or shrank, and functions that changed, or that were defined anew in a
+    notebook; not an element that was replaced. Attributes set by `__aenter__` are ignored: each process enters its own
+    copy.
     """
     found: list[object] = []
     for part in walk_datasets(dataset):
@@ -89,7 +90,9 @@ def snapshot(dataset: object) -> list[object]:
             plain = isinstance(value, type(None) | bool | int | float | complex | str | bytes)
             # Bound methods are equal if their objects are identical; comparing elements would cost as much as a copy.
             found.append((name, type(value), value if plain else types.MethodType(id, value), _length(value)))
-            if name and callable(value) and not isinstance(value, type):
+            if name == "":  # with the functions and globals that a class of the program's main module uses
+                found.append(fingerprint(type(value)))
+            elif callable(value) and not isinstance(value, type):
                 found.append(fingerprint(value))
     return found
 

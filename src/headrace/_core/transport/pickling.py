@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import functools
 import io
 import math
 import operator
+import os
 import pickle
 import sys
 import traceback
@@ -165,6 +167,32 @@ def _is_known(obj: type | types.FunctionType) -> bool:
     return found is obj
 
 
+_settled: set[object] = set()  # the names of modules of which it is settled whether they go by value
+
+
+def _settle(name: object) -> None:
+    """Have what a module defines sent by value if another process could not import it.
+
+    Of the main module that cloudpickle sees to; not in a child of `multiprocessing`, where it has another name. Others
+    that are in `sys.modules` alone are plug-ins and configurations, loaded from a file or made by the program.
+    """
+    _settled.add(name)
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    if module is not None and name != "__main__" and not _is_importable(str(name).partition(".")[0]):
+        cloudpickle.register_pickle_by_value(module)
+
+
+@functools.lru_cache
+def _is_importable(name: str) -> bool:
+    """Whether importing a top-level module by its name gives the one that this process has."""
+    finders = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
+    found = next((spec for find in finders if (spec := find(name, None)) is not None), None)
+    loaded = getattr(sys.modules.get(name), "__file__", None)
+    if found is None or loaded is None or not found.has_location:
+        return found is not None
+    return os.path.realpath(found.origin or "") == os.path.realpath(loaded)
+
+
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with tensors and byte buffers out of band, and with the causes of exceptions."""
 
@@ -192,6 +220,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.descriptors.append(obj)
             return received_descriptor, (len(self.descriptors) - 1,)
         if isinstance(obj, type | types.FunctionType) and not _is_known(obj):
+            if obj.__module__ not in _settled:
+                _settle(obj.__module__)
             return super().reducer_override(obj)
         return NotImplemented
 

@@ -1,0 +1,96 @@
+"""Classes and functions that another process cannot import travel by value."""
+
+import importlib.util
+import sys
+import types
+
+import pytest
+
+import headrace as hr
+
+SCRIPT = """
+import sys
+import headrace as hr
+import torch.multiprocessing as mp
+
+class Photos(hr.AsyncDataset):
+    def __len__(self):
+        return 4
+
+    async def aget(self, index):
+        return Photo(index)
+
+class Photo:
+    def __init__(self, number):
+        self.number = number
+
+def negate(photo):
+    return -photo.number
+
+def photos(samples):
+    return [Photo(sample) for sample in samples]
+
+def train(rank, *_):
+    for options in ({}, {"placement": "thread"}, {"engines": 2, "num_workers": 2}):
+        with hr.DataLoader(Photos(), **{"num_workers": 1} | options, transform=negate, collate_fn=photos) as loader:
+            batches = list(loader)
+        assert [type(photo) for batch in batches for photo in batch] == [Photo] * 4
+        assert [photo.number for batch in batches for photo in batch] == [0, -1, -2, -3]
+
+if __name__ == "__main__":
+    mp.start_processes(train, nprocs=1, start_method=sys.argv[1] if len(sys.argv) > 1 else "METHOD")
+    print("trained")
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_script_whose_children_are_spawned_trains_in_them_with_workers(method, forks, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("METHOD", method))
+    done = forks.run_file(script, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+
+
+def made_by_the_program(name, source, folder):
+    return types.ModuleType(name)
+
+
+def loaded_from_a_file(name, source, folder):
+    """As a plug-in is loaded; another file of this name could be imported."""
+    (folder / "plugin.py").write_text(source)
+    spec = importlib.util.spec_from_file_location(name, folder / "plugin.py")
+    return importlib.util.module_from_spec(spec)
+
+
+SOURCE = """
+class Sample(int):
+    pass
+
+def transform(index):
+    return Sample(index * 10)
+"""
+
+
+class Numbers(hr.AsyncDataset):
+    def __len__(self):
+        return 2
+
+    async def aget(self, index):
+        return index
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(made_by_the_program, "config_of_the_program"), (loaded_from_a_file, "plugin_1"), (loaded_from_a_file, "this")],
+)
+def test_functions_and_classes_of_a_module_that_cannot_be_imported_reach_workers(make, name, tmp_path, monkeypatch):
+    module = make(name, SOURCE, tmp_path)
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(SOURCE, module.__dict__)
+    for options in ({}, {"placement": "thread"}):
+        with hr.DataLoader(
+            Numbers(), batch_size=2, num_workers=1, transform=module.transform, collate_fn=list, **options
+        ) as loader:
+            (batch,) = loader
+        assert batch == [0, 10]
+        assert {type(sample) for sample in batch} == {module.Sample}

@@ -94,3 +94,19 @@ def test_functions_and_classes_of_a_module_that_cannot_be_imported_reach_workers
             (batch,) = loader
         assert batch == [0, 10]
         assert {type(sample) for sample in batch} == {module.Sample}
+
+
+def fail(sample):
+    raise LookupError(f"no {sample}")
+
+
+def test_traceback_of_a_function_that_travelled_by_value_has_its_file_and_line(monkeypatch):
+    """cloudpickle leaves out the file from 3.1.3 on."""
+    monkeypatch.setattr(fail, "__module__", "__main__")
+    line = fail.__code__.co_firstlineno + 1
+    with (
+        hr.DataLoader(Numbers(), num_workers=1, transform=fail) as loader,
+        pytest.raises(LookupError) as caught,
+    ):
+        next(iter(loader))
+    assert f'File "{__file__}", line {line}, in fail\n    raise LookupError' in caught.value.__notes__[0]

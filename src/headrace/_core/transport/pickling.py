@@ -167,6 +167,18 @@ def _is_known(obj: type | types.FunctionType) -> bool:
     return found is obj
 
 
+def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
+    """As cloudpickle, which from 3.1.3 on leaves out the file, for which tracebacks and warnings look."""
+    make, arguments, *rest = _CLOUDPICKLES[types.CodeType](code)
+    if code.co_filename in arguments:
+        return make, arguments, *rest
+    return _code_in_file, ("".join(code.co_filename), make, arguments)
+
+
+def _code_in_file(name: str, make: Callable[..., types.CodeType], arguments: tuple[Any, ...]) -> types.CodeType:
+    return make(*arguments).replace(co_filename=name)
+
+
 _settled: set[object] = set()  # the names of modules of which it is settled whether they go by value
 
 
@@ -190,7 +202,7 @@ def _is_importable(name: str) -> bool:
     loaded = getattr(sys.modules.get(name), "__file__", None)
     if found is None or loaded is None or not found.has_location:
         return found is not None
-    return os.path.realpath(found.origin or "") == os.path.realpath(loaded)
+    return bool(os.path.realpath(found.origin or "") == os.path.realpath(loaded))
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -202,7 +214,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     @property
     def dispatch_table(self) -> dict[type, Any]:
         """Read once for each pickle. cloudpickle's own is a `ChainMap`: 1.5 µs for each object of a user's class."""
-        return copyreg.dispatch_table | _CLOUDPICKLES  # type: ignore[no-any-return]
+        return copyreg.dispatch_table | _CLOUDPICKLES | {types.CodeType: _reduce_code}  # type: ignore[no-any-return]
 
     def reducer_override(self, obj: object) -> object:
         if type(obj) is torch.Tensor:

@@ -201,6 +201,44 @@ def test_states_of_ranks_without_a_batch_since_a_restore(run):
         merge_states(run(Own, 3, (1, 0, 1), state=state)[1])
 
 
+def given_ranks(make):
+    """For each rank and number of ranks a stream that was given them, in a process that is rank 0 of 1."""
+    return lambda rank, ranks: make(rank=rank, world_size=ranks)
+
+
+GIVEN = {
+    "split, filtered": given_ranks(
+        lambda **given: from_async_iterable(in_turn).split(**given, remainder="keep").filter(lambda n: n >= 0)
+    ),
+    "shards": given_ranks(lambda **given: tars(**given)),
+    "samples of shards, shuffled": given_ranks(lambda **given: tars(**given, split="samples", buffer_size=3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* has no state_dict")
+@pytest.mark.parametrize("name", GIVEN)
+def test_state_is_of_the_rank_that_a_stream_was_given(name):
+    make, given, states = GIVEN[name], [], []
+    for rank in range(2):
+        loader = DataLoader(make(rank, 2), 2)
+        given += read(loader, 3)
+        states.append(json.loads(json.dumps(loader.state_dict())))
+    for rank, ranks in ((1, 2), (0, 4), (0, 1)):
+        loader = DataLoader(make(rank, ranks), 2)
+        loader.load_state_dict(states[0])
+        with pytest.raises(StateError, match=f"saved by rank 0 of 2, and this is rank {rank} of {ranks}"):
+            iter(loader)
+    merged = merge_states(states)
+    for ranks in (1, 4):
+        rest = []
+        for rank in range(ranks):
+            loader = DataLoader(make(rank, ranks), 2)
+            loader.load_state_dict(merged)
+            rest += read(loader)
+        assert set(given + rest) == set(range(N))
+        assert len(given + rest) - N <= (2 * 3 if "shuffled" in name else 0)
+
+
 def test_states_that_are_not_those_of_all_ranks_at_one_batch_of_one_run_are_refused(run):
     _, states = run(Own, 3, 1)
     with pytest.raises(StateError, match=r"all 3 ranks are needed, but these are of the ranks \[0, 1\]"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 from headrace._core.shards.compression import SUFFIXES as compression_suffixes
 from headrace._core.shards.compression import without_suffix
 from headrace._core.shards.discovery import Shard, Shards
-from headrace._core.shards.reading import Decoder
+from headrace._core.shards.reading import BadRecord, Decoder
 from headrace._core.shards.stream import ShardedStream, StreamOptions
 from headrace._core.streams.resumable import State, expect
 from headrace.errors import ShardError
@@ -33,8 +33,9 @@ class LinesDataset(ShardedStream[Any]):
     order in every run, split over ranks. Lines end with ``\n`` or ``\r\n``; the last may lack it. Empty lines of JSON
     are ignored, as usual; those of text are samples.
 
-    An invalid line, or a corrupt or truncated compressed file, raises a `ShardError` with the file and the offset. The
-    rest of that file is lost, and the stream continues with the others.
+    An invalid line raises a `ShardError` with the file and the offset, and the stream continues with the next line. So
+    does a corrupt or truncated compressed file; the rest of that file is lost, and the stream continues with the
+    others.
 
     Args:
         shards: URLs or paths, as for `ShardedStream`; in a directory, only files ending in ``.jsonl``, ``.ndjson``,
@@ -97,7 +98,7 @@ class _Lines(Decoder):
             yield from self._line(b"".join(self._parts), 1)
             self._parts, self._part_bytes = [part], len(part)
         if self._part_bytes > self._limit:
-            self._fail(f"a line is longer than line_limit={self._limit} bytes")
+            raise self._error(f"a line is longer than line_limit={self._limit} bytes")
 
     def finish(self) -> Iterator[Any]:
         last = b"".join(self._parts)
@@ -111,10 +112,10 @@ class _Lines(Decoder):
         self._offset = expect(position, "offset", int)
 
     def _line(self, line: bytes, ending: int) -> Iterator[Any]:
-        if len(line) > self._limit:
-            self._fail(f"a line is longer than line_limit={self._limit} bytes")
         content = line.removesuffix(b"\r")
         try:
+            if len(line) > self._limit:
+                raise ValueError(f"longer than line_limit={self._limit} bytes")
             if self._format == "bytes":
                 yield content
             elif self._format == "text":
@@ -122,8 +123,8 @@ class _Lines(Decoder):
             elif content.strip():
                 yield json.loads(content)
         except (ValueError, RecursionError) as error:  # invalid JSON, JSON nested too deeply, invalid UTF-8
-            self._fail(f"invalid line: {error}")
+            yield BadRecord(self._error(f"invalid line: {error}"))
         self._offset += len(line) + ending
 
-    def _fail(self, what: str) -> None:
-        raise ShardError(what, shard=self._shard, offset=self._offset) from None
+    def _error(self, what: str) -> ShardError:
+        return ShardError(what, shard=self._shard, offset=self._offset)

@@ -1,5 +1,6 @@
 """`LinesDataset` gives every line of every file once, whatever pieces the file comes in."""
 
+import asyncio
 import gzip
 import json
 
@@ -80,7 +81,7 @@ def test_invalid_line_is_an_error_with_its_offset(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"x": 1}\n{"x": \n{"x": 3}\n')
     (tmp_path / "b.jsonl").write_bytes(b'{"x": 4}\n')
     with hr.DataLoader(hr.LinesDataset(tmp_path, shards_in_parallel=1), batch_size=1, on_error="skip") as loader:
-        assert [batch["x"].item() for batch in loader] == [1, 4]
+        assert [batch["x"].item() for batch in loader] == [1, 3, 4]
         (failure,) = loader.stats().skipped
     assert failure.error == "ShardError"
     assert "a.jsonl, offset 9)" in failure.message
@@ -159,5 +160,37 @@ def test_counts_are_not_compared_with_a_file_that_is_damaged_or_read_in_part(fil
     (files / "0.txt").write_bytes(b"0-0\n\xff\n0-2\n")
     dataset = hr.LinesDataset(files, counts=COUNTS)
     with hr.DataLoader(dataset, batch_size=None, on_error="skip") as loader:
-        assert len(list(loader)) == sum(COUNTS) - 2
+        assert len(list(loader)) == sum(COUNTS) - 1
     assert len(list(hr.LinesDataset(files, counts=COUNTS).take(2))) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_bad_record_is_one_error_and_the_records_after_it_are_read(num_workers, tmp_path):
+    for number in range(2):
+        lines = [json.dumps(1000 * number + line) for line in range(1000)]
+        lines[10] = "{" if number else "10"
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "2.jsonl").write_bytes(b"[\n" * 5)
+    dataset = hr.LinesDataset(tmp_path, remainder="keep", chunk_bytes=512)
+    with hr.DataLoader(dataset, batch_size=None, num_workers=num_workers, on_error="skip") as loader:
+        with pytest.warns(RuntimeWarning, match="a sample was skipped, owing to ShardError: invalid line"):
+            given = list(loader)
+        assert sorted(given) == sorted({*range(2000)} - {1010})
+        assert loader.stats().skipped_samples == 6
+    with (
+        hr.DataLoader(dataset, 100, num_workers=num_workers, on_error=hr.SkipErrors(max_share=0.001)) as loader,
+        pytest.raises(hr.errors.TooManySkippedError, match="max_share"),
+    ):
+        list(loader)
+
+    async def read():
+        stream, read, errors = aiter(dataset), [], 0
+        while True:
+            try:
+                read.append(await anext(stream))
+            except ShardError:
+                errors += 1
+            except StopAsyncIteration:
+                return sorted(read), errors
+
+    assert asyncio.run(read()) == (sorted(given), 6)

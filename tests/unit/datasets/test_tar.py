@@ -2,9 +2,11 @@
 
 import asyncio
 import gzip
+import io
 import itertools
 import random
 import sys
+import tarfile
 from collections import Counter
 from types import SimpleNamespace
 
@@ -420,3 +422,19 @@ def test_missing_zstd_package_is_named(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(hr.errors.MissingExtraError, match=r"pip install 'headrace\[zstd\]'"):
         list(hr.TarDataset(tmp_path / "a.tar.zst"))
+
+
+def test_sample_that_lacks_a_field_is_one_error_and_those_after_it_are_read(folder):
+    with tarfile.open(folder / "gap.tar", "w") as archive:
+        for number in range(40):
+            for field in ("txt", "cls")[: 1 if number == 10 else 2]:
+                member = tarfile.TarInfo(f"{number:03}.{field}")
+                member.size = 1
+                archive.addfile(member, io.BytesIO(b"x"))
+    for options in ({}, {"fields": ["txt", "cls"]}):
+        dataset = hr.TarDataset(folder / "gap.tar", chunk_bytes=4096, **options)
+        with hr.DataLoader(dataset, batch_size=None, on_error="skip") as loader:
+            with pytest.warns(RuntimeWarning, match="sample '010' lacks 'cls'"):
+                keys = [sample["__key__"] for sample in loader]
+            assert keys == [f"{number:03}" for number in range(40) if number != 10]
+            assert loader.stats().skipped_samples == 1

@@ -55,7 +55,13 @@ from headrace._core.pool.launch import start_early
 from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.ray_placement import RayPlacement
-from headrace._core.streams.kinds import DatasetKind, capabilities, propagate_epoch, translates_epochs
+from headrace._core.streams.kinds import (
+    DatasetKind,
+    capabilities,
+    given_rank,
+    propagate_epoch,
+    translates_epochs,
+)
 from headrace._core.streams.operators import remainder_of
 from headrace._core.streams.resumable import counted_epoch, is_stateful
 from headrace._core.streams.torch_views import without_adapter
@@ -255,9 +261,13 @@ class LoaderControl:
 
     @contextlib.contextmanager
     def ranked(self) -> Iterator[RankInfo]:
-        """The rank of this process; with `data_parallel`, also the result of `get_rank_info` inside the block."""
+        """The rank of this process, or the one that a stream was given in place of it.
+
+        With `data_parallel` it is also the result of `get_rank_info` inside the block.
+        """
         data_parallel = self.spec.options["data_parallel"]
-        rank = rank_among(data_parallel)
+        given = given_rank(self.spec.source) if self.spec.kind.is_iterable else None
+        rank = rank_among(data_parallel) if given is None else given
         with contextlib.nullcontext() if data_parallel is None else provided_rank(rank):
             yield rank
 

@@ -20,6 +20,7 @@ from headrace.errors import UnknownRankError
 T = TypeVar("T")
 _SINGLE = "single process"
 _GROUP = "data_parallel="
+OF_STATE = "a state of several ranks"
 # Methods that give each rank its part of the stream they read. They must read the whole of it.
 _DIVIDERS = {
     "accelerate.data_loader": ("DataLoaderDispatcher.", "IterableDatasetShard."),
@@ -89,6 +90,12 @@ def rank_of_loader() -> RankInfo | None:
     """The rank in `data_parallel=` of the loader that runs this code; None if there is none."""
     info = _of_context.get() or _of_process
     return info if info is not None and info.source == _GROUP else None
+
+
+def rank_of_state() -> RankInfo | None:
+    """The rank whose part of a stream is read on, after a merged state; None where none is."""
+    info = _of_context.get()
+    return info if info is not None and info.source == OF_STATE else None
 
 
 def own_rank() -> RankInfo:

@@ -25,10 +25,16 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="BlockReader")
 
 
+class BadRecord(NamedTuple):
+    """Stands for a sample that cannot be made, after which a decoder goes on; its error is raised in its place."""
+
+    error: Exception
+
+
 class Block(NamedTuple):
     """Samples that are produced together."""
 
-    samples: deque[Any]  # in order
+    samples: deque[Any]  # in order; a `BadRecord` in place of some
     after: PartPosition | None = None  # the position of the next block; None for the last, which may be empty
     error: Exception | None = None  # raised after the samples; only of the last
 
@@ -97,13 +103,17 @@ class PartReader(ResumableIterator[Any], Generic[R]):
 
     async def __anext__(self) -> Any:
         if self._only:
-            return self._only.popleft()
+            if type(sample := self._only.popleft()) is BadRecord:
+                raise sample.error
+            return sample
         readers = self._open
         while readers or self._start():
             reader = readers[0]
             if samples := reader.samples:
                 readers.rotate(-1)
-                return samples.popleft()
+                if type(sample := samples.popleft()) is BadRecord:
+                    raise sample.error
+                return sample
             if reader.ended:
                 readers.popleft()
                 successor = self._ahead.popleft() if self._ahead else self._open_next()
@@ -259,7 +269,10 @@ class Decoder(ABC):
 
     @abstractmethod
     def feed(self, data: Buffer) -> Iterator[Any]:
-        """Parse the next bytes and yield the samples completed by them. The iterator must be exhausted."""
+        """Parse the next bytes and yield the samples completed by them. The iterator must be exhausted.
+
+        A `BadRecord` stands for a sample after which it can go on; an exception ends the shard.
+        """
 
     @abstractmethod
     def finish(self) -> Iterator[Any]:

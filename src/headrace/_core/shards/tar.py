@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from headrace._core.shards.reading import Decoder
+from headrace._core.shards.reading import BadRecord, Decoder
 from headrace._core.streams.resumable import State, expect
 from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
 
@@ -356,6 +356,7 @@ class SampleMembers(NamedTuple):
 
     key: str
     members: dict[str, Member]
+    error: ShardError | None = None  # of a sample that lacks a field, or has one too many
 
 
 class SampleGrouper:
@@ -388,7 +389,7 @@ class SampleGrouper:
         """Add the next member; returns the sample before it, if `member` starts a new one.
 
         Raises:
-            ShardError: a repeated field, a repeated key, or a missing field in the sample before.
+            ShardError: a repeated field or a repeated key.
         """
         name = member.name
         if name.startswith(self._prefix) and "/" not in (rest := name[len(self._prefix) :]) and rest:
@@ -401,16 +402,16 @@ class SampleGrouper:
         if key != self._key:
             complete = self.finish()
             if key in self._seen:
-                self._fail(f"sample {key!r} appears again; members of one sample must be consecutive", member)
+                raise self._error(f"sample {key!r} appears again; members of one sample must be consecutive", member)
             self._seen.add(key)
             self._key, self._prefix = key, f"{key}."
         elif field in self._members:
-            self._fail(f"sample {key!r} has field {field!r} twice", member)
+            raise self._error(f"sample {key!r} has field {field!r} twice", member)
         self._members[field] = member
         return complete
 
     def finish(self) -> SampleMembers | None:
-        """Return the current sample as complete; None if there is none. Raises as `add`."""
+        """Return the current sample as complete, with its error if a field is missing; None if there is none."""
         if not self._members:
             return None
         sample = SampleMembers(self._key, self._members)
@@ -421,17 +422,17 @@ class SampleGrouper:
             missing = self._required - sample.members.keys()
             extra = sample.members.keys() - self._required if self._exact else frozenset[str]()
             if missing or extra:
-                self._refuse(sample, missing, extra)
+                return sample._replace(error=self._refusal(sample, missing, extra))
         return sample
 
-    def _refuse(self, sample: SampleMembers, missing: Collection[str], extra: Collection[str]) -> None:
+    def _refusal(self, sample: SampleMembers, missing: Collection[str], extra: Collection[str]) -> ShardError:
         listed = ", ".join(sorted(map(repr, missing or extra)))
         what = f"lacks {listed}" if missing else f"has {listed}, which earlier samples lack"
         remedy = "; if that is intended, give fields=[...] or uniform=False" if self._exact else ""
-        self._fail(f"sample {sample.key!r} {what}{remedy}", next(reversed(sample.members.values())))
+        return self._error(f"sample {sample.key!r} {what}{remedy}", next(reversed(sample.members.values())))
 
-    def _fail(self, what: str, member: Member) -> None:
-        raise ShardError(what, shard=self._shard, member=member.name, offset=member.offset)
+    def _error(self, what: str, member: Member) -> ShardError:
+        return ShardError(what, shard=self._shard, member=member.name, offset=member.offset)
 
 
 class TarSamples(Decoder):
@@ -451,7 +452,7 @@ class TarSamples(Decoder):
         self._samples = 0
         self._offset = 0  # after the last complete sample
 
-    def feed(self, data: Buffer) -> Iterator[dict[str, Any]]:
+    def feed(self, data: Buffer) -> Iterator[dict[str, Any] | BadRecord]:
         last = None
         for member in self._parser.feed(data):
             self._files += 1
@@ -472,7 +473,7 @@ class TarSamples(Decoder):
             self._grouper.restore([str(field) for field in expect(position, "fields", list)])
         self._samples = 1 if self._offset else 0  # before it there is a sample, so that the archive has one
 
-    def finish(self) -> Iterator[dict[str, Any]]:
+    def finish(self) -> Iterator[dict[str, Any] | BadRecord]:
         self._parser.finish()
         sample = self._grouper.finish()
         if sample is not None:
@@ -485,8 +486,10 @@ class TarSamples(Decoder):
         split = split_name(name)
         return split is not None and (self._fields is None or split[1] in self._fields)
 
-    def _sample(self, sample: SampleMembers) -> dict[str, Any]:
+    def _sample(self, sample: SampleMembers) -> dict[str, Any] | BadRecord:
         self._samples += 1
+        if sample.error is not None:
+            return BadRecord(sample.error)
         fields: dict[str, Any] = {"__key__": sample.key, "__url__": self._shard}
         for field, member in sample.members.items():
             if member.data is not None:

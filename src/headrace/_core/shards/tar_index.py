@@ -204,6 +204,8 @@ class _IndexDecoder(Decoder):
 
     def _row(self, sample: SampleMembers | None) -> Iterator[IndexRow]:
         if sample is not None:
+            if sample.error is not None:
+                raise sample.error
             places = {
                 field: (member.data_offset, member.size, self._checksums.pop(member.name))
                 for field, member in sample.members.items()

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from headrace._core.ranks.distributed import RankChoice
+from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.text import dataset_repr
 from headrace.errors import DatasetTypeError
 
@@ -139,6 +141,14 @@ def walk_datasets(dataset: Any, visited: set[int] | None = None) -> Iterator[Any
         for part in children(dataset):
             yield from walk_datasets(part, visited)
         yield dataset
+
+
+def given_rank(stream: Any) -> RankInfo | None:
+    """The rank that the user gave to a stream, or to the streams it is made of; None if there is none, or several."""
+    choices = [getattr(part, "_ranks", None) for part in walk_datasets(stream)]
+    given = {choice.given for choice in choices if isinstance(choice, RankChoice)} - {None}
+    (found,) = given if len(given) == 1 else (None,)
+    return None if found is None else RankInfo(found.index, found.count, "the dataset")
 
 
 def translates_epochs(dataset: Any) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
 import numpy as np
 
 from headrace._core.ranks.distributed import Remainder, ShardOptions, current_lane
-from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
+from headrace._core.ranks.rankinfo import OF_STATE, RankInfo, bound, provided_rank
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import walk_datasets
 from headrace._core.streams.resumable import (
@@ -591,6 +591,6 @@ class _Readers(StreamOperation[object]):
         # As the old rank did, in the old lane.
         lane, rank = divmod(self._numbers[number], self._world_size)
         part = ShardOptions(lane, self._lanes) if self._lanes > 1 else None
-        info = RankInfo(rank, self._world_size, "a state of several ranks")
+        info = RankInfo(rank, self._world_size, OF_STATE)
         start = functools.partial(_start_for, dataset, state)
         return InContext(provided_rank(info), lambda: InContext(bound(current_lane, part), start))

@@ -140,7 +140,7 @@ def pad_sequences(
 
 
 def _padded(sequences: Sequence[object], value: float, side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = [torch.as_tensor(sequence) for sequence in sequences]
+    tensors = [each if isinstance(each, torch.Tensor) else torch.as_tensor(each, device="cpu") for each in sequences]
     for tensor in tensors:
         if tensor.ndim == 0:
             raise TypeError(f"pad_sequences: {tensor.item()!r} is a number, not a sequence")

@@ -115,9 +115,9 @@ def picklable_error(error: E) -> E | RemoteError:
 def _keeping(error: E, text: str) -> E | RemoteError:
     """`error` with its text, which its copy in another process would not have."""
     with contextlib.suppress(BaseException):  # user code, or a class without subclasses
-        told = with_text(error, text)
-        if _message(_copied(told)) == text:
-            return cast(E, told)
+        kept = with_text(error, text)
+        if _message(_copied(kept)) == text:
+            return cast(E, kept)
     return _as_text(error, text)
 
 

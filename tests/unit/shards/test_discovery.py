@@ -1,9 +1,12 @@
 """Shard names: braces as in Bash, globs that know directories."""
 
+import re
 import subprocess
 from glob import glob
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace import LinesDataset, Store
 from headrace._core.shards.discovery import expand_braces, glob_expression
@@ -28,7 +31,21 @@ HIDDEN = ["a.txt", "d/a.txt", ".a.txt", ".d/a.txt", "d/.a.txt", "d/.e/a.txt", "d
 
 
 @pytest.mark.parametrize(
-    "pattern", ["*.txt", "*/*.txt", "**/*.txt", "**", "?*.txt", "[.xa]*.txt", "d/**", ".*", ".d/*", "**/.*"]
+    "pattern",
+    [
+        "*.txt",
+        "*/*.txt",
+        "**/*.txt",
+        "**",
+        "?*.txt",
+        "[.xa]*.txt",
+        "d/**",
+        ".*",
+        ".d/*",
+        "**/.*",
+        "*a*.*t*",
+        "**/*.*.txt",
+    ],
 )
 def test_globs_match_hidden_names_as_pythons_glob(pattern, tmp_path):
     for key in HIDDEN:
@@ -57,3 +74,23 @@ def test_shards_of_a_store_are_all_that_is_in_it(tmp_path):
     (tmp_path / "a" / "1.txt").write_text("one\n")
     store = Store(tmp_path.as_uri())
     assert list(LinesDataset(store)) == list(LinesDataset("a/*.txt", store=store)) == ["zero", "one"]
+
+
+@pytest.mark.parametrize("pattern", ["{a,b}" * 30, "{0..999999999}", "{a,{0..1999999}}.tar"])
+def test_braces_that_stand_for_too_many_names_are_an_error_that_says_how_many(pattern):
+    with pytest.raises(ValueError, match=r"stand for [\d,]+ names, and 1,000,000 are the most"):
+        expand_braces(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["train-*-*-*-*-*.tar", "*a" * 30, "**/*-*-*-*.tar"])
+def test_globs_with_many_stars_end(pattern):
+    for key in ("train-" + "-" * 3000, "a" * 3000 + "b"):
+        assert not glob_expression(pattern).fullmatch(key)
+
+
+@given(st.lists(st.sampled_from(["a", "b", "*", "?", "**", "/", "."]), max_size=7), st.text("ab/.", max_size=9))
+def test_globs_match_as_their_expressions_with_backtracking(parts, key):
+    pattern = "".join(parts)
+    found = glob_expression(pattern, hidden=True)
+    tried = re.compile(found.pattern.replace("(?>[^/]*?", "(?:[^/]*"))
+    assert bool(found.fullmatch(key)) == bool(tried.fullmatch(key))

@@ -20,10 +20,12 @@ from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import check_path
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
+from headrace._core.text import short_repr
 from headrace.errors import EmptyListingError, ObjectNotFoundError
 
 Shards = str | os.PathLike[str] | Store | Sequence[str | os.PathLike[str]]
 
+MOST_NAMES = 1_000_000  # that braces may stand for
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -122,6 +124,9 @@ async def _list(pattern: Shard, suffixes: tuple[str, ...]) -> list[Shard]:
 def expand_braces(pattern: str) -> list[str]:
     """Expand ``{a,b}``, ``{0000..0127}`` and ``{0..8..2}``, nested ones too, as Bash does.
 
+    Raises:
+        ValueError: there would be more than a million names.
+
     Example:
         >>> expand_braces("{train,val}-{08..10}.tar")[1:4]
         ['train-09.tar', 'train-10.tar', 'val-08.tar']
@@ -144,13 +149,20 @@ def expand_braces(pattern: str) -> list[str]:
         first, last, step = (int(number or 1) for number in numbers.groups())
         width = max(map(len, numbers.groups()[:2])) if re.search(r"\b0\d", inside) else 0
         counted = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+        _check_names(len(counted), inside)
         choices = [f"{number:0{width}}" for number in counted]
     elif len(cuts) > 2:
         choices = [choice for begin, end in pairwise(cuts) for choice in expand_braces(pattern[begin + 1 : end])]
     else:
         choices = [f"{{{choice}}}" for choice in expand_braces(inside)]
     rests = expand_braces(pattern[cuts[-1] + 1 :])
+    _check_names(len(choices) * len(rests), pattern)
     return [pattern[: cuts[0]] + choice + rest for choice in choices for rest in rests]
+
+
+def _check_names(count: int, pattern: str) -> None:
+    if count > MOST_NAMES:
+        raise ValueError(f"braces in {short_repr(pattern)} stand for {count:,} names, and {MOST_NAMES:,} are the most")
 
 
 def split_url(name: str) -> tuple[str, str]:
@@ -196,14 +208,20 @@ def _is_hidden(key: str) -> bool:
 def glob_expression(pattern: str, *, hidden: bool = False) -> re.Pattern[str]:
     """A glob as a regular expression: ``*`` and ``?`` stay within a directory, ``**`` crosses directories.
 
-    They match a dot at the beginning of a name only if `hidden`, as in shells and Python's `glob`.
+    They match a dot at the beginning of a name only if `hidden`, as in shells and Python's `glob`. After a ``*`` the
+    first place counts at which what follows matches, and no other is tried, as in Python's `fnmatch`.
     """
     visible = "" if hidden else r"(?!\.)"
-    expression, begins = "", True
-    for part in re.split(r"(\*\*/?|\*|\?|\[!?\]?[^\]]*\])", pattern):
-        if part:
-            expression += _glob_part(part, visible, begins=begins)
-            begins = part.endswith("/")
+    parts = [part for part in re.split(r"(\*\*/?|\*|\?|\[!?\]?[^\]]*\])", pattern) if part]
+    last = max((place for place, part in enumerate(parts) if part[0] == "*"), default=0)
+    expression, begins, is_open = "", True, False
+    for place, part in enumerate(parts):
+        if is_open and part[0] == "*":
+            expression, is_open = f"{expression})", False
+        expression += _glob_part(part, visible, begins=begins)
+        if part == "*" and place < last:
+            expression, is_open = f"{expression.removesuffix('[^/]*')}(?>[^/]*?", True
+        begins = part.endswith("/")
     return re.compile(expression)
 
 

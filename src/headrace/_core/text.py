@@ -51,7 +51,7 @@ def shorten_list(items: Sequence[object] | Iterable[object], count: int) -> str:
     return f"[{shown}]" if count <= LIST_ITEMS else f"[{shown}, … {count} in all]"
 
 
-def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+def check_keywords(function: str, given: Iterable[str], known: Sequence[str]) -> None:
     """Raise TypeError, as Python does, if a keyword is not `known`; with the one that is nearest to it.
 
     Example:
@@ -59,10 +59,9 @@ def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) ->
         Traceback (most recent call last):
         TypeError: TarDataset.__init__() got an unexpected keyword argument 'shufle'. Did you mean 'shuffle'?
     """
-    names = list(known)
     for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
             hint = f". Did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 

@@ -71,14 +71,12 @@ def find_shards(
         StoreError: a listing failed.
         ValueError: no shard, a repeated shard, or a URL that is not under the URL of `store`.
     """
-    if isinstance(shards, Store):  # all that is in it
-        if store is not None:
-            raise ValueError("give the store once: as the shards, or as store=")
-        shards, store = "", shards
+    if isinstance(shards, Store) and store is None:
+        shards, store = "", shards  # all that is in it
     opened = None if store is None else as_store(store)
     stores: dict[str, Store] = {}
     named: list[tuple[Shard, bool]] = []  # and whether it has to be listed
-    for name in [shards] if isinstance(shards, str | os.PathLike) else shards:
+    for name in [shards] if isinstance(shards, str | os.PathLike) else shards:  # type: ignore[union-attr]
         if isinstance(name, Shard):
             named.append((name, False))
             continue
@@ -144,25 +142,20 @@ def expand_braces(pattern: str) -> list[str]:
                 break
     else:
         return [pattern]
-    inside = pattern[cuts[0] + 1 : cuts[-1]]
+    inside, form = pattern[cuts[0] + 1 : cuts[-1]], ""
+    choices: Sequence[object]
     if numbers := re.fullmatch(r"(\d+)\.\.(\d+)(?:\.\.([1-9]\d*))?", inside):
         first, last, step = (int(number or 1) for number in numbers.groups())
-        width = max(map(len, numbers.groups()[:2])) if re.search(r"\b0\d", inside) else 0
-        counted = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
-        _check_names(len(counted), inside)
-        choices = [f"{number:0{width}}" for number in counted]
+        choices = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+        form = f"0{max(map(len, numbers.groups()[:2]))}" if re.search(r"\b0\d", inside) else ""
     elif len(cuts) > 2:
         choices = [choice for begin, end in pairwise(cuts) for choice in expand_braces(pattern[begin + 1 : end])]
     else:
         choices = [f"{{{choice}}}" for choice in expand_braces(inside)]
     rests = expand_braces(pattern[cuts[-1] + 1 :])
-    _check_names(len(choices) * len(rests), pattern)
-    return [pattern[: cuts[0]] + choice + rest for choice in choices for rest in rests]
-
-
-def _check_names(count: int, pattern: str) -> None:
-    if count > MOST_NAMES:
+    if (count := len(choices) * len(rests)) > MOST_NAMES:
         raise ValueError(f"braces in {short_repr(pattern)} stand for {count:,} names, and {MOST_NAMES:,} are the most")
+    return [f"{pattern[: cuts[0]]}{choice:{form}}{rest}" for choice in choices for rest in rests]
 
 
 def split_url(name: str) -> tuple[str, str]:
@@ -231,10 +224,8 @@ def _glob_part(part: str, visible: str, *, begins: bool) -> str:
         return f"(?:{first}[^/]*/(?:{visible}[^/]*/)*)?"
     if part == "**":
         return f"{first}[^/]*(?:/{visible}[^/]*)*"
-    if part == "*":
-        return f"{first}[^/]*"
-    if part == "?":
-        return f"{first}[^/]"
+    if part in ("*", "?"):
+        return f"{first}[^/]*" if part == "*" else f"{first}[^/]"
     if part.startswith("[") and part.endswith("]"):
         inside = re.sub(r"([\\\[&|~])", r"\\\1", part[1:-1])
         return first + (f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]")

@@ -182,8 +182,7 @@ def _positions(keys: Sequence[str], versions: Sequence[tuple[int, str | None]], 
         if version == before or not before[0]:
             last[key] = position
         elif version[0]:
-            what = f"two objects are listed as {key!r}: their keys differ by a slash at an end"
-            raise StoreError(f"{what}, so that headrace cannot tell them apart. Rename one of them", url=url)
+            raise StoreError(f"two objects are listed as {key!r}: their keys differ by a slash at an end", url=url)
     return [last[key] for key in sorted(last)]
 
 

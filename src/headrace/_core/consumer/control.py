@@ -266,8 +266,8 @@ class LoaderControl:
         With `data_parallel` it is also the result of `get_rank_info` inside the block.
         """
         data_parallel = self.spec.options["data_parallel"]
-        given = given_rank(self.spec.source) if self.spec.kind.is_iterable else None
-        rank = rank_among(data_parallel) if given is None else given
+        of_stream = self.spec.kind.is_iterable and data_parallel is None
+        rank = (given_rank(self.spec.source) if of_stream else None) or rank_among(data_parallel)
         with contextlib.nullcontext() if data_parallel is None else provided_rank(rank):
             yield rank
 

@@ -182,7 +182,8 @@ def _positions(keys: Sequence[str], versions: Sequence[tuple[int, str | None]], 
         if version == before or not before[0]:
             last[key] = position
         elif version[0]:
-            raise StoreError(f"two objects are listed as {key!r}: their keys differ by a slash at an end", url=url)
+            why = "keys differ by a slash at an end, or one was overwritten meanwhile"
+            raise StoreError(f"two objects are listed as {key!r}: {why}. Rename it, or list again", url=url)
     return [last[key] for key in sorted(last)]
 
 

@@ -41,8 +41,7 @@ def with_text(error: BaseException, text: str) -> BaseException:
     Raises:
         TypeError: its class cannot have a subclass, or is laid out in another way.
     """
-    kind: Any = type(error)
-    error.__class__ = _with_text_of_its_own(kind)
+    error.__class__ = _with_text_of_its_own(type(error))  # type: ignore[arg-type]  # mypy takes its __hash__
     error.__dict__[_TEXT] = text
     return error
 

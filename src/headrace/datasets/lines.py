@@ -38,12 +38,12 @@ class LinesDataset(ShardedStream[Any]):
     others.
 
     Args:
-        shards: URLs or paths, as for `ShardedStream`; in a directory, only files ending in ``.jsonl``, ``.ndjson``,
+        shards: URLs or paths, as for `TarDataset`; in a directory, only files ending in ``.jsonl``, ``.ndjson``,
             ``.json``, ``.txt``, ``.csv`` or ``.tsv``, compressed or not.
         format: ``"json"``: each line parsed. ``"text"``: `str`, UTF-8. ``"bytes"``: undecoded. ``"auto"``: JSON for the
             first three endings, compressed or not, else text.
         line_limit: bytes; a longer line is an error.
-        options: see `ShardedStream`.
+        options: as for `TarDataset`.
 
     Example:
         >>> import pathlib, tempfile

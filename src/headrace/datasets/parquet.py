@@ -44,10 +44,15 @@ def _open_row_groups(
     groups = []
     for footer, values in zip(footers, partitions, strict=True):
         types = _column_types(footer, names, values)
-        if types != first:
-            listed, expected = (", ".join(f"{n} {t}" for n, t in each.items()) for each in (types, first))
-            what = f"columns {listed}, but {expected} in {footers[0].shard.name}; give columns= that all files have"
-            raise ShardError(what, shard=footer.shard.name)
+        # Rows are Python objects, the same ones of string and large_string; tables are put together.
+        if types.keys() != first.keys():
+            what = f"columns {', '.join(types)}, but {', '.join(first)} in {footers[0].shard.name}"
+            raise ShardError(f"{what}; give columns= that all files have", shard=footer.shard.name)
+        if not as_rows and types != first:
+            name = next(name for name in types if types[name] != first[name])
+            what = f"column {name!r} is {types[name]}, but {first[name]} in {footers[0].shard.name}"
+            remedy = "read rows (format='rows' takes both), leave it out of columns=, or rewrite a file"
+            raise ShardError(f"{what}; {remedy}", shard=footer.shard.name)
         read = (name for name in footer.schema.names if names is None or name in names)
         if as_rows and (twice := [name for name, times in Counter(read).items() if times > 1]):
             what = f"{footer.shard.name} has several columns called {twice[0]!r}, of which a dict could have one"
@@ -88,7 +93,8 @@ def _column_types(footer: Footer, columns: tuple[str, ...] | None, values: Mappi
 class ParquetDataset(PartStream[Any]):
     """A stream of the rows of Parquet files, or of their row groups as Arrow tables. Needs ``headrace[parquet]``.
 
-    Only the bytes of the requested columns are read, neighbours by one request, some row groups ahead of the consumer.
+    Files must have the same columns; for tables, of the same types. Only the bytes of the requested columns are read,
+    neighbours by one request, some row groups ahead of the consumer.
     Rows are in the order of the files, or with `shuffle` and `buffer_size` in one derived from the seed and the epoch.
     The constructor reads the footers, one request for each file; they are pickled with the dataset, so that no other
     process reads them again. In an async program use ``await asyncio.to_thread(ParquetDataset, ...)``.
@@ -108,8 +114,8 @@ class ParquetDataset(PartStream[Any]):
         columns: names of columns to read, ``"a.b"`` for a part of a nested one; None for all. A directory called
             ``label=cat`` on the way to a file (Hive partitions) is a column `label` of its rows.
         format: ``"rows"``: dicts. ``"arrow"``: a `pyarrow.Table` for each row group.
-        table_rows: maximum rows of a table, for ``format="arrow"``; None for whole row groups. Each table has memory of
-            its own.
+        table_rows: maximum rows of a table, for ``format="arrow"``; None for whole row groups, where pyarrow cannot
+            decode nested strings of more than 2 GiB. Each table has memory of its own.
         shuffle: whether to shuffle the row groups at each epoch, equally on all ranks.
         buffer_size: samples of the shuffle buffer; 0 for none.
         seed: seed of both orders, together with the epoch.
@@ -126,7 +132,8 @@ class ParquetDataset(PartStream[Any]):
 
     Raises:
         MissingExtraError: pyarrow is not installed.
-        ShardError: a file is not Parquet, corrupt, encrypted, or has other columns than the first.
+        ShardError: a file is not Parquet, corrupt, encrypted, or has other columns than the first; for tables, also
+            columns of other types.
         StoreError: a request failed.
         ValueError: an invalid argument, or a file lacks a column.
 

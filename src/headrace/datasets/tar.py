@@ -40,13 +40,44 @@ class TarDataset(ShardedStream[dict[str, Any]]):
     damage. The stream then continues with the other shards; so does an epoch with the loader's ``on_error="skip"``.
     A flipped bit *within* a member of a plain tar goes undetected in a stream; gzip, zstd and `index` have checksums.
 
+    The constructor waits for a listing if there is a glob or a directory; in an async program use
+    ``await asyncio.to_thread(TarDataset, ...)``.
+
     Args:
-        shards: see `ShardedStream`, as for all other options.
+        shards: a URL or a path, or several; each may have braces (``{0000..0127}``, ``{a,b}``), be a glob (``*``, ``?``
+            and ``[…]`` within a directory, ``**`` across directories) or a directory. A file that is matched by a glob,
+            or named in a store that can list, may have any ending. Or a `headrace.Store`, for all that is in it.
         fields: fields to return, each of which every sample must have. None: all of them, and every sample must have
             the same as its shard's first.
         uniform: with False and no `fields`, samples may have different fields.
         member_limit: bytes; a larger member is an error, since members are held in memory whole.
-        options: see `ShardedStream`.
+        shuffle: whether to shuffle the shards at each epoch, equally on all ranks.
+        buffer_size: samples of the shuffle buffer; 0 for none.
+        seed: seed of both orders, together with the epoch.
+        rank: the share of the stream to read; by default that of `headrace.get_rank_info` when reading starts.
+        world_size: number of ranks.
+        split: ``"shards"``: each rank reads some shards. ``"samples"``: each rank reads all and yields every n-th
+            sample, which needs no counts, and n times the bandwidth. Workers of a stock torch loader count as ranks.
+        remainder: policy for ranks with unequal numbers of samples: ``"drop"``, ``"pad"`` (repeats a rank's last
+            sample) or ``"repeat"`` (starts the rank's samples again); ``"keep"`` yields each sample once, and numbers
+            may differ.
+        counts: number of samples in each shard; needed with ``split="shards"`` and several ranks unless
+            `samples_per_rank` is given or ``remainder="keep"``. A shard that turns out to have another number, as far
+            as it is read, is a warning.
+        samples_per_rank: number of samples that every rank yields, whatever there is; see `remainder`.
+        shards_in_parallel: shards that are read at once; their samples are interleaved.
+        requests_per_shard: requests in flight for each of them.
+        chunk_bytes: bytes of one request. Memory holds about
+            ``shards_in_parallel × (requests_per_shard + 6) × chunk_bytes``, more where samples are larger than a chunk.
+        store: store of all shards, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
+            By default each URL's own store is opened with default options.
+
+    Raises:
+        EmptyListingError: a glob or a directory has no shard, or there is no such file or directory.
+        ShardError: the ending of a name is that of a compression that is not supported.
+        StoreError: a listing failed.
+        ValueError: an argument is invalid or conflicts with another. If `rank` is not given, conflicts with the number
+            of ranks are raised when reading starts.
 
     Example:
         >>> import io, pathlib, tarfile, tempfile
@@ -157,7 +188,7 @@ class IndexedTarDataset(RangedShards[dict[str, Any]]):
         """The same shards as a stream, with known counts, so that it can be split over ranks.
 
         Args:
-            options: see `ShardedStream`.
+            options: as for `TarDataset`.
         """
         uniform = all(bool((index.offsets != ABSENT).all()) for index in self._indices)
         options.setdefault("counts", self.counts)

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import traceback
 
 import pytest
 
@@ -36,6 +37,17 @@ def test_only_regular_files_count_also_behind_links(root):
     (root / "link.txt").symlink_to(root / "a.txt")
     (root / "broken.txt").symlink_to(root / "nothing")
     assert FileDataset(root, "*").keys == ("a.txt", "b.txt", "link.txt")
+
+
+@pytest.mark.parametrize("error", [KeyError, StopIteration])
+def test_error_of_a_function_of_labels_names_the_key(root, error):
+    def label(key):
+        if key == "b.txt":
+            raise error("no label")
+
+    with pytest.raises((error, RuntimeError)) as caught:
+        FileDataset(root, labels=label)
+    assert "headrace: labels= was called with key 'b.txt'" in "".join(traceback.format_exception(caught.value))
 
 
 def test_labels_follow_the_keys(root):

@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+import functools
 import io
 import pickle
 import sys
@@ -196,6 +197,36 @@ def test_files_with_different_columns_need_columns_argument(server):
     with pytest.raises(ShardError, match=r"b/1\.parquet"):
         opened(server, "b")
     assert ids(opened(server, "b", columns=["id", "text"])) == list(range(200))
+
+
+@pytest.mark.parametrize(
+    ("types", "value"),
+    [
+        ((pa.string(), pa.large_string()), "a"),
+        ((pa.dictionary(pa.int32(), pa.string()), pa.string()), "a"),
+        ((pa.list_(pa.int64()), pa.large_list(pa.int64())), [1, 2]),
+        ((pa.null(), pa.string()), None),
+        ((pa.timestamp("us"), pa.timestamp("ns")), datetime.datetime(2026, 1, 2)),
+        ((pa.list_(pa.field("item", pa.int64(), nullable=False)), pa.list_(pa.int64())), [1]),
+        (
+            (pa.struct({"a": pa.int8(), "b": pa.string()}), pa.struct({"b": pa.string(), "a": pa.int8()})),
+            {"a": 1, "b": ""},
+        ),
+    ],
+)
+def test_files_with_equal_rows_are_read_whatever_types_store_them(tmp_path, types, value):
+    for order in (types, types[::-1]):
+        for number, kind in enumerate(order):
+            pq.write_table(pa.table({"x": pa.array([value], kind), "n": [number]}), tmp_path / f"{number}.parquet")
+        assert list(hr.ParquetDataset(tmp_path)) == [{"x": value, "n": number} for number in range(2)]
+        for open in (functools.partial(hr.ParquetDataset, format="arrow"), hr.ParquetDataset.groups):
+            with pytest.raises(ShardError, match=r"column 'x' is .*; read rows"):
+                open(tmp_path)
+            assert [table["n"].to_pylist() for table in iterated(open(tmp_path, columns=["n"]))] == [[0], [1]]
+
+
+def iterated(dataset):
+    return dataset if isinstance(dataset, hr.ParquetDataset) else map(dataset.__getitem__, range(len(dataset)))
 
 
 @pytest.mark.parametrize(

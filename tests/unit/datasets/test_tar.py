@@ -164,6 +164,14 @@ def test_invalid_options_are_refused(folder, options, what):
         hr.TarDataset(folder / "{0000..0005}.tar", **options)
 
 
+@pytest.mark.parametrize("counts", [150, [1.5] * 6, {"a": None}])
+def test_counts_that_are_no_numbers_are_refused_with_what_they_must_be(folder, counts):
+    with pytest.raises(
+        TypeError, match=r"counts= must be the number of samples in each shard, as \[1000, 995\], but got"
+    ):
+        hr.TarDataset(folder, counts=counts)
+
+
 def test_signed_urls_are_refused_without_their_signature():
     with pytest.raises(ValueError, match="signed URLs") as refused:
         hr.TarDataset("https://host/a.tar?sig=canary")

@@ -64,7 +64,7 @@ def find_shards(
 ) -> tuple[Shard, ...]:
     """Find the shards that a user named; blocks if there is a glob or a directory.
 
-    Names are as for `ShardedStream`; a `Shard` is returned as it is. In a directory, names must end in `suffixes`.
+    Names are as for `TarDataset`; a `Shard` is returned as it is. In a directory, names must end in `suffixes`.
 
     Raises:
         EmptyListingError: a glob or a directory has no shard, or there is no such file or directory.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import random
 import warnings
 from abc import abstractmethod
@@ -25,7 +26,7 @@ from headrace._core.streams.resumable import (
     State,
     expect,
 )
-from headrace._core.text import check_keywords, users_stacklevel
+from headrace._core.text import check_keywords, short_repr, users_stacklevel
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -271,7 +272,7 @@ class PartIterator(ResumableIterator[T_co]):
 
 
 class StreamOptions(TypedDict, total=False):
-    """Options of every stream of shards; see `ShardedStream`."""
+    """Options of every stream of shards; see `TarDataset`."""
 
     shuffle: bool
     buffer_size: int
@@ -289,43 +290,7 @@ class StreamOptions(TypedDict, total=False):
 
 
 class ShardedStream(PartStream[T_co]):
-    """Base of `TarDataset` and `LinesDataset`.
-
-    The constructor waits for a listing if there is a glob or a directory; in an async program use
-    ``await asyncio.to_thread(TarDataset, ...)``.
-
-    Args:
-        shards: a URL or a path, or several; each may have braces (``{0000..0127}``, ``{a,b}``), be a glob (``*``, ``?``
-            and ``[…]`` within a directory, ``**`` across directories) or a directory. A file that is matched by a glob,
-            or named in a store that can list, may have any ending. Or a `headrace.Store`, for all that is in it.
-        shuffle: whether to shuffle the shards at each epoch, equally on all ranks.
-        buffer_size: samples of the shuffle buffer; 0 for none.
-        seed: seed of both orders, together with the epoch.
-        rank: the share of the stream to read; by default that of `headrace.get_rank_info` when reading starts.
-        world_size: number of ranks.
-        split: ``"shards"``: each rank reads some shards. ``"samples"``: each rank reads all and yields every n-th
-            sample, which needs no counts, and n times the bandwidth. Workers of a stock torch loader count as ranks.
-        remainder: policy for ranks with unequal numbers of samples: ``"drop"``, ``"pad"`` (repeats a rank's last
-            sample) or ``"repeat"`` (starts the rank's samples again); ``"keep"`` yields each sample once, and numbers
-            may differ.
-        counts: number of samples in each shard; needed with ``split="shards"`` and several ranks unless
-            `samples_per_rank` is given or ``remainder="keep"``. A shard that turns out to have another number, as far
-            as it is read, is a warning.
-        samples_per_rank: number of samples that every rank yields, whatever there is; see `remainder`.
-        shards_in_parallel: shards that are read at once; their samples are interleaved.
-        requests_per_shard: requests in flight for each of them.
-        chunk_bytes: bytes of one request. Memory holds about
-            ``shards_in_parallel × (requests_per_shard + 6) × chunk_bytes``, more where samples are larger than a chunk.
-        store: store of all shards, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
-            By default each URL's own store is opened with default options.
-
-    Raises:
-        EmptyListingError: a glob or a directory has no shard, or there is no such file or directory.
-        ShardError: the ending of a name is that of a compression that is not supported.
-        StoreError: a listing failed.
-        ValueError: an argument is invalid or conflicts with another. If `rank` is not given, conflicts with the number
-            of ranks are raised when reading starts.
-    """
+    """Base of `TarDataset` and `LinesDataset`; its options are described in `TarDataset`."""
 
     parts_name = "shards"
     split_by_sample = "samples"
@@ -368,7 +333,11 @@ class ShardedStream(PartStream[T_co]):
         for shard in self._shards:
             refuse_unsupported(shard.name)
         counts = options.get("counts")
-        self._counts = None if counts is None else tuple(counts)
+        try:
+            self._counts = None if counts is None else tuple(map(operator.index, counts))
+        except TypeError:
+            what = f"counts= must be the number of samples in each shard, as [1000, 995], but got {short_repr(counts)}"
+            raise TypeError(what) from None
         if self._counts is not None and len(self._counts) != len(self._shards):
             raise ValueError(f"counts= has {len(self._counts)} numbers for {len(self._shards)} shards")
         if ranks.given is not None:

@@ -25,6 +25,7 @@ from headrace._core.store.head import Head, check_form, strong
 from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import PAGE, Store
+from headrace._core.text import add_note
 from headrace.errors import EmptyListingError, MissingExtraError, StoreError, StoreUnreachableError
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
     if labels is None:
         return None
     if callable(labels):
-        return compact(map(labels, keys))
+        return compact(_called(labels, keys))
     if isinstance(labels, Mapping):
         missing = [key for key in keys if key not in labels]
         if missing:
@@ -247,6 +248,15 @@ def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
             f"labels= has {len(labels)} labels for {len(keys)} keys; they are matched in the order of `keys`"
         )
     return labels
+
+
+def _called(labels: Callable[[str], Any], keys: Sequence[str]) -> Iterator[Any]:
+    for key in keys:
+        try:
+            yield labels(key)
+        except Exception as error:  # user code
+            add_note(error, f"headrace: labels= was called with key {key!r}")
+            raise
 
 
 def compact(labels: Iterable[Any]) -> Sequence[object]:

@@ -243,7 +243,7 @@ class RawBatch(NamedTuple):
         return self._replace(plan=plan, samples=[sample for _, _, sample in good]), failures
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestCounts:
     """Requests to stores and lookups in caches, between one batch and the next.
 

@@ -195,7 +195,7 @@ class Session:
         self._held: dict[int, HostBatch] = {}  # batches that wait for earlier ones
         self._sample_key = functools.partial(sample_key, config.dataset)
         retry, budget = config.options["retry"], config.options["memory_budget"]
-        self._requests = RequestStats(None if retry is None else as_policy(retry))
+        self._requests = RequestStats(retry=None if retry is None else as_policy(retry))
         self._context = FetchContext(self._assemble_soon, self._spawn, self._requests)
         bounded = None if config.kind is not DatasetKind.ASYNC_MAP else budget
         self._memory = None if bounded is None else MemoryBudget(bounded, self._sizes)

@@ -26,23 +26,13 @@ PATIENCE = 0.02  # seconds between two checks of the thread
 ENOUGH = 20  # bodies that it reads in that time if none has stalled and it gets Python's lock; some 500 are possible
 
 
-@dataclass(slots=True, eq=False)
-class RequestStats:
-    """Counters of the requests of one loader; see `RequestCounts` for each."""
+@dataclass(slots=True)
+class RequestStats(RequestCounts):
+    """Counters of the requests of one loader, since the last `take`."""
 
     retry: RetryPolicy | None = None  # the loader's; None to use the store's
     bodies: BodyReader | None = None  # of the session that runs, which closes it
     throttle_events: int = 0  # requests that were throttled or timed out, over the whole session
-    requests: int = 0
-    retries: int = 0
-    throttled: int = 0
-    timed_out: int = 0
-    hedges: int = 0
-    hedges_won: int = 0
-    cache_hits: int = 0
-    cache_misses: int = 0
-    cache_damaged: int = 0
-    cache_evicted: int = 0
     wants_times: bool = True  # of the next request of one object or range: one for each batch
     _times: tuple[float, float] = (0.0, 0.0)
 

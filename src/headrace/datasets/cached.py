@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import os
@@ -14,7 +13,7 @@ import numpy as np
 
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.disk_cache import DiskCache
-from headrace._core.store.ranges import Ranges, read_ranges
+from headrace._core.store.ranges import Ranges
 from headrace._core.streams.kinds import Capabilities, ReadRange, Views, capabilities, propagate_epoch, sample_key
 from headrace._core.streams.map_style import AsyncDataset, RangedDataset
 from headrace.errors import ShardError
@@ -116,7 +115,7 @@ class Cacheable(AsyncDataset[T_co]):
 
 
 class CachedDataset(AsyncDataset[T_co]):
-    """A dataset whose bytes are cached on disk; made by its `cache`. Missing ranges are read by joined requests.
+    """A dataset whose bytes are cached on disk; made by its `cache`. A loader reads missing ranges by joined requests.
 
     Attributes:
         dataset: the dataset that fetches bytes and makes samples of them.
@@ -201,9 +200,7 @@ class CachedDataset(AsyncDataset[T_co]):
 
     def _capabilities(self) -> Capabilities:
         joined = self._joined
-        return Capabilities(
-            aget=True, agets=joined, ranges=joined, cached_reads=joined, set_epoch=True, sample_key=True
-        )
+        return Capabilities(aget=True, ranges=joined, cached_reads=joined, set_epoch=True, sample_key=True)
 
     # Byte ranges, see `RangedDataset`; only where the dataset has them.
 
@@ -239,24 +236,6 @@ class CachedDataset(AsyncDataset[T_co]):
         """Cache samples, before they are given: an epoch that is left at its last sample is cached completely."""
         self._cache.counts().cache_misses += len(indices)
         await self._cache.write([*map(self._name, indices)], views)
-
-    async def agets(self, indices: Sequence[int]) -> list[T_co]:
-        """Fetch the samples at `indices`, in order; those that are not cached by joined requests."""
-        views = list(await self.cached_reads(indices)) if len(indices) else []
-        ranges = self.ranges(indices)
-        missing = [slot for slot, view in enumerate(views) if view is None and ranges.stops[slot] > ranges.starts[slot]]
-        with contextlib.suppress(Exception):  # `aget` reads what is still missing, and its error names the sample
-            found = await read_ranges(ranges.at(np.asarray(missing, np.int64)), self.read_range)
-            await self._keep([indices[slot] for slot in missing], found)
-            for slot, view in zip(missing, found, strict=True):
-                views[slot] = view
-        return list(await asyncio.gather(*map(self._sample, indices, views)))
-
-    async def _sample(self, index: int, view: memoryview | None) -> T_co:
-        if view is not None:
-            with contextlib.suppress(Exception):  # as above
-                return self.sample_of(index, view)
-        return await self.aget(index)
 
 
 class RangedShards(RangedDataset[T_co], Cacheable[T_co]):

@@ -98,19 +98,6 @@ def test_take_concat_and_a_stock_loader_read_the_cache(server, tmp_path):
     assert list(stock) == [["0", "1", "2", *map(str, range(COUNT))]]
 
 
-@pytest.mark.parametrize("source", ["windows", "an indexed tar"])
-def test_blocking_batch_reads_missing_ranges_by_one_request(server, tmp_path, source):
-    dataset = DATASETS[source](server)
-    expected = [plain(dataset[index]) for index in range(COUNT)]
-    cached = dataset.cache(tmp_path / "cache")
-    assert plain(cached[4]) == expected[4]
-    before = server.requests()["GET"]
-    order = [9, 2, 4, 4, 0, -2, 9]
-    for either in (cached, cached.take(COUNT), dataset.cache(tmp_path / "cache")):
-        assert [plain(sample) for sample in either.__getitems__(order)] == [expected[index] for index in order]
-    assert server.requests()["GET"] == before + 1
-
-
 def test_labels_are_not_cached(server, tmp_path):
     assert objects(server, labels=lambda key: "old").cache(tmp_path / "cache")[3].label == "old"
     before = server.requests()["GET"]

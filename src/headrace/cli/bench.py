@@ -61,7 +61,7 @@ class Bench:
     """A sweep over the objects under a URL.
 
     Args:
-        arguments: those of the command; `store_option` may hold secrets.
+        arguments: those of the command; `store_options` may hold secrets.
         began: when the command began, by `time.perf_counter`.
 
     Raises:
@@ -76,8 +76,7 @@ class Bench:
         if plot is not None and (plot.suffix.lower() not in (".png", ".svg", ".pdf") or not plot.parent.is_dir()):
             raise ValueError(f"--plot {plot}: give a file .png, .svg or .pdf in an existing folder")
         self._arguments, self._plot, self._until = arguments, plot, began + arguments.seconds
-        self._options = _nested(arguments.store_option)
-        self._store = Store(arguments.url, options=self._options)
+        self._store = Store(arguments.url, options=arguments.store_options)
         _ = self._store.backend()  # opens it, which requests nothing
         self._trials: list[Trial] = []
         self._complete = False
@@ -189,8 +188,8 @@ class Bench:
     def _constructor(self, concurrency: int) -> str:
         """The program that loads with a setting; values of the store's options may be secrets, and are left out."""
         url = json.dumps(redact_url(self._store.url), ensure_ascii=False)
-        if self._options:
-            options = ", ".join(f"{json.dumps(name)}: ..." for name in self._options)
+        if self._arguments.store_options:
+            options = ", ".join(f"{json.dumps(name)}: ..." for name in self._arguments.store_options)
             url = f"hr.Store({url}, options={{{options}}})"
         budget = self._budget(concurrency)
         more = "" if budget == MEMORY_BUDGET else f", memory_budget={budget >> 30} << 30"
@@ -199,20 +198,6 @@ class Bench:
             f"loader = hr.DataLoader(dataset, batch_size={self._batch_size}, shuffle=True, "
             f"concurrency={concurrency}{more})"
         )
-
-
-def _nested(options: Sequence[tuple[str, object]]) -> dict[str, object]:
-    """``a.b=1`` as ``{"a": {"b": 1}}``."""
-    nested: dict[str, Any] = {}
-    for key, value in options:
-        *outer, last = key.split(".")
-        within = nested
-        for name in outer:
-            within = within.setdefault(name, {})
-            if not isinstance(within, dict):
-                raise ValueError(f"--store-option {key}: {name} has a value already")
-        within[last] = value
-    return nested
 
 
 async def _list(store: Store, most: int) -> dict[str, list[Any]]:

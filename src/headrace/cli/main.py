@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -85,15 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-concurrency", type=_positive, metavar="N", help="try no more fetches in flight (1,024 or descriptors/2)")
     add("--plot", type=Path, metavar="FILE.png", help="plot throughput and latency; needs headrace[plot]")
     add("--json", action="store_true", help="print a JSON object, for programs")
-    add(
-        "--store-option",
-        type=_store_option,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="for the store, any number of times: region=eu-west-1, skip_signature=true, "
-        "client_options.allow_http=true; credentials are taken from the environment too",
-    )
+    about = "options= of the Store; credentials are taken from the environment too"
+    add("--store-options", type=_json_object, default={}, metavar="JSON", help=about)
     doctor = commands.add_parser(
         "doctor",
         help="look for what on this machine a loader will suffer from",
@@ -119,12 +113,11 @@ def _positive(text: str) -> int:
     return value
 
 
-def _store_option(text: str) -> tuple[str, object]:
-    key, separator, value = text.partition("=")
-    if not separator or not key:
-        # The text may be a secret, so it is not repeated.
-        raise argparse.ArgumentTypeError("write it as KEY=VALUE")
-    return key, {"true": True, "false": False}.get(value.lower(), value)
+def _json_object(text: str) -> dict[str, object]:
+    try:
+        return dict(json.loads(text))
+    except (TypeError, ValueError):  # the text may be a secret, so it is not repeated
+        raise argparse.ArgumentTypeError('write a JSON object: {"region": "eu-west-1"}') from None
 
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ DENIED = "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Erro
 def arguments_for(server, prefix="train"):
     options = {
         "endpoint": server.endpoint,
-        "skip_signature": "true",
-        "virtual_hosted_style_request": "false",
-        "client_options.allow_http": "true",
+        "skip_signature": True,
+        "virtual_hosted_style_request": False,
+        "client_options": {"allow_http": True},
     }
     url = f"{server.url}/{prefix}".rstrip("/")
-    return [url, *(word for name, value in options.items() for word in ("--store-option", f"{name}={value}"))]
+    return [url, "--store-options", json.dumps(options)]
 
 
 @pytest.fixture(scope="module")

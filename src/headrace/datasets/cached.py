@@ -74,11 +74,7 @@ class Cacheable(AsyncDataset[T_co]):
         return self.sample_of(index, await self.read_bytes(index))
 
     def cache(
-        self,
-        folder: str | os.PathLike[str],
-        max_bytes: int | None = None,
-        *,
-        version: str | int | None = None,
+        self, folder: str | os.PathLike[str], max_bytes: int | None = None, *, version: str | int | None = None
     ) -> CachedDataset[T_co]:
         """This dataset with its bytes cached in a folder of the local disk.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
@@ -40,8 +41,8 @@ class LinesDataset(ShardedStream[Any]):
     Args:
         shards: URLs or paths, as for `TarDataset`; in a directory, only files ending in ``.jsonl``, ``.ndjson``,
             ``.json``, ``.txt``, ``.csv`` or ``.tsv``, compressed or not.
-        format: ``"json"``: each line parsed. ``"text"``: `str`, UTF-8. ``"bytes"``: undecoded. ``"auto"``: JSON for the
-            first three endings, compressed or not, else text.
+        format: ``"json"``: each line parsed. ``"text"``: `str`, UTF-8, without a byte order mark. ``"bytes"``:
+            undecoded. ``"auto"``: JSON for the first three endings, compressed or not, else text.
         line_limit: bytes; a longer line is an error.
         options: as for `TarDataset`.
 
@@ -113,6 +114,12 @@ class _Lines(Decoder):
 
     def _line(self, line: bytes, ending: int) -> Iterator[Any]:
         content = line.removesuffix(b"\r")
+        if not self._offset and self._format != "bytes":
+            if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise self._error(
+                    "UTF-16 or UTF-32, by its byte order mark; convert it to UTF-8, or read format='bytes'"
+                )
+            content = content.removeprefix(codecs.BOM_UTF8)
         try:
             if len(line) > self._limit:
                 raise ValueError(f"longer than line_limit={self._limit} bytes")

@@ -44,15 +44,12 @@ def _open_row_groups(
     groups = []
     for footer, values in zip(footers, partitions, strict=True):
         types = _column_types(footer, names, values)
-        # Rows are Python objects, the same ones of string and large_string; tables are put together.
-        if types.keys() != first.keys():
-            what = f"columns {', '.join(types)}, but {', '.join(first)} in {footers[0].shard.name}"
-            raise ShardError(f"{what}; give columns= that all files have", shard=footer.shard.name)
-        if not as_rows and types != first:
-            name = next(name for name in types if types[name] != first[name])
-            what = f"column {name!r} is {types[name]}, but {first[name]} in {footers[0].shard.name}"
-            remedy = "read rows (format='rows' takes both), leave it out of columns=, or rewrite a file"
-            raise ShardError(f"{what}; {remedy}", shard=footer.shard.name)
+        # Rows are Python objects, the same ones of string and large_string.
+        if types != first and not (as_rows and types.keys() == first.keys()):
+            listed, expected = (", ".join(f"{n} {t}" for n, t in each.items()) for each in (types, first))
+            what = f"columns {listed}, but {expected} in {footers[0].shard.name}; give columns= that all files have"
+            remedy = "" if as_rows else " with the same types, or read rows (format='rows'), whose types may differ"
+            raise ShardError(what + remedy, shard=footer.shard.name)
         read = (name for name in footer.schema.names if names is None or name in names)
         if as_rows and (twice := [name for name, times in Counter(read).items() if times > 1]):
             what = f"{footer.shard.name} has several columns called {twice[0]!r}, of which a dict could have one"
@@ -191,10 +188,7 @@ class ParquetDataset(PartStream[Any]):
 
     @staticmethod
     def groups(
-        shards: Shards,
-        *,
-        columns: Sequence[str] | None = None,
-        store: StoreLike | None = None,
+        shards: Shards, *, columns: Sequence[str] | None = None, store: StoreLike | None = None
     ) -> RowGroupDataset:
         """The row groups of Parquet files as `pyarrow.Table`, map-style; for your own samplers.
 

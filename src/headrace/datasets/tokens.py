@@ -23,7 +23,9 @@ __all__ = ["TokenDataset"]
 
 _RAW_TYPES = {".bin": None, ".u16": "uint16", ".u32": "uint32"}  # by the endings of names; .bin may be either
 _SUFFIXES = (*_RAW_TYPES, ".npy")
-_NPY_HEADER = 4096  # bytes; the header of a one-dimensional array takes 128
+_BEGINNING = 4096  # bytes read of each shard; the header of a one-dimensional array takes 128
+_LLMC_HEADER = 1024  # bytes: 256 numbers of 32 bits, of which the first says the type and the third counts the tokens
+_LLMC_TYPES = {20240520: "uint16", 20240801: "uint32"}
 _PARALLEL_HEADS = 64  # small requests, of which a store serves many at a time
 
 
@@ -48,16 +50,16 @@ class TokenDataset(RangedShards[torch.Tensor]):
     many shards hardly any are: then draw from a few shards at a time (`headrace.BlockShuffleSampler`), with a
     look-ahead (`prefetch_factor`) of thousands of windows.
 
-    The constructor requests the size of each shard, and the header of ``.npy`` shards; in an async program call it in a
-    thread, as ``await asyncio.to_thread(TokenDataset, ...)``.
+    The constructor requests the first bytes of each shard; in an async program call it in a thread, as
+    ``await asyncio.to_thread(TokenDataset, ...)``.
 
     Args:
         shards: URLs or paths, as for `TarDataset`: one-dimensional ``.npy``, or raw little-endian integers, ``.bin``,
             ``.u16`` or ``.u32``; of a file or a glob also with another ending, which needs `dtype`.
         seq_len: tokens in a window.
         stride: tokens from the start of a window to that of the next; by default `seq_len`.
-        dtype: type of raw shards, ``"uint16"`` or ``"uint32"``; ``.npy`` has its own. None: by the ending of each
-            name, where ``.bin`` is ``"uint16"``.
+        dtype: type of raw shards, ``"uint16"`` or ``"uint32"``; those with a header, of numpy or llm.c, have their own.
+            None: by the ending of each name, where ``.bin`` is ``"uint16"``.
         store: store of all shards, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
             By default each URL's own store is opened with default options.
 
@@ -139,7 +141,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
 
 
 def _raw_type(shard: Shard, dtype: str | None) -> str | None:
-    """The type of the tokens in a raw shard, by `dtype` and the ending of its name; None for ``.npy``.
+    """The type of the tokens in a raw shard, by `dtype` and the ending of its name; None if it must have a header.
 
     Raises:
         ShardError: the ending is that of a compression.
@@ -148,7 +150,7 @@ def _raw_type(shard: Shard, dtype: str | None) -> str | None:
     refuse_compressed(shard.name)
     key = shard.key.lower()
     if key.endswith(".npy"):
-        return None
+        return dtype
     for ending, named in _RAW_TYPES.items():
         if key.endswith(ending):
             if named is not None and dtype not in (None, named):
@@ -160,32 +162,35 @@ def _raw_type(shard: Shard, dtype: str | None) -> str | None:
 
 
 async def _open_file(shard_and_type: tuple[Shard, str | None]) -> _TokenFile:
+    """Find the layout of a shard: of numpy or llm.c by its first bytes, else raw."""
     shard, raw = shard_and_type
-    if raw is None:
-        return await _open_npy(shard)
-    dtype = np.dtype(raw).newbyteorder("<")
-    head = shard.head or await shard.store.head(shard.key)
-    count, rest = divmod(head.size, dtype.itemsize)
-    if rest:
-        what = f"truncated: {head.size} bytes are not a whole number of {dtype.name} tokens"
-        raise ShardError(what, shard=shard.name)
-    return _TokenFile(replace(shard, head=head), 0, dtype, count)
+    read = await shard.read_start(_BEGINNING)
+    first, size = bytes(read.data[:_BEGINNING]), read.head.size
+    if raw is None or first.startswith(np.lib.format.MAGIC_PREFIX):
+        begin, dtype, count = _npy_layout(first, shard)
+    elif len(first) >= _LLMC_HEADER and (kind := _LLMC_TYPES.get(int.from_bytes(first[:4], "little"))):
+        begin, dtype, count = _LLMC_HEADER, np.dtype(kind).newbyteorder("<"), int.from_bytes(first[8:12], "little")
+    else:
+        begin, dtype = 0, np.dtype(raw).newbyteorder("<")
+        count, rest = divmod(size, dtype.itemsize)
+        if rest:
+            what = f"truncated: {size} bytes are not a whole number of {dtype.name} tokens"
+            raise ShardError(what, shard=shard.name)
+    if begin + count * dtype.itemsize != size:
+        there = (size - begin) // dtype.itemsize
+        raise ShardError(f"{there} tokens, but {count} in the header", shard=shard.name, offset=begin)
+    return _TokenFile(replace(shard, head=read.head), begin, dtype, count)
 
 
-async def _open_npy(shard: Shard) -> _TokenFile:
-    read = await shard.read_start(_NPY_HEADER)
-    stream = io.BytesIO(read.data)
+def _npy_layout(first: bytes, shard: Shard) -> tuple[int, np.dtype[np.generic], int]:
+    stream = io.BytesIO(first)
     try:
         version = np.lib.format.read_magic(stream)
         parse = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = parse(stream)
     except ValueError as error:
-        raise ShardError(f"not a .npy file: {error}", shard=shard.name) from None
+        raise ShardError(f"not a .npy file: {error}; raw tokens need dtype=", shard=shard.name) from None
     if len(shape) != 1 or dtype.kind not in "ui":
         what = f"an array of shape {shape} and type {dtype}; tokens are one-dimensional unsigned or signed integers"
         raise ShardError(what, shard=shard.name)
-    begin = stream.tell()
-    if begin + shape[0] * dtype.itemsize != read.head.size:
-        there = (read.head.size - begin) // dtype.itemsize
-        raise ShardError(f"{there} tokens, but {shape[0]} in the header", shard=shard.name, offset=begin)
-    return _TokenFile(replace(shard, head=read.head), begin, dtype, shape[0])
+    return stream.tell(), dtype, shape[0]

@@ -1,6 +1,7 @@
 """`LinesDataset` gives every line of every file once, whatever pieces the file comes in."""
 
 import asyncio
+import codecs
 import gzip
 import json
 
@@ -13,6 +14,7 @@ from object_server import ObjectServer
 from tests.unit.shards import tars
 
 ROWS = [{"row": i, "text": "zeile ü " * (i % 40)} for i in range(300)]
+BOM = codecs.BOM_UTF8
 TEXT = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
 
 
@@ -44,11 +46,30 @@ def test_json_lines_are_parsed_plain_and_compressed(tmp_path, suffix, pack, chun
         (b"\xff\n", "bytes", [b"\xff"]),
         (b"1\n\n 2 \n", "json", [1, 2]),
         ("ü\u2028ü\n".encode(), "text", ["ü\u2028ü"]),
+        (BOM + b"a\r\n" + BOM + b"b\n", "text", ["a", "\ufeffb"]),
+        (BOM + b"\n1\n", "json", [1]),
+        (BOM + b"a\n", "bytes", [BOM + b"a"]),
     ],
 )
 def test_line_endings(tmp_path, content, format, lines):
     (tmp_path / "a.txt").write_bytes(content)
     assert list(hr.LinesDataset(tmp_path / "a.txt", format=format)) == lines
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("1\n2\n".encode("utf-16"), "UTF-16.*by its byte order mark; convert it"),
+        (gzip.compress(b"1\n"), "gzip by its first bytes, but not by its name"),
+        (tars.zstd(b"1\n"), "zstd by its first bytes, but not by its name"),
+    ],
+)
+def test_file_whose_first_bytes_are_not_of_its_name_is_one_error_with_the_reason(tmp_path, content, why):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    samples = iter(hr.LinesDataset(tmp_path))
+    with pytest.raises(ShardError, match=why):
+        next(samples)
+    assert list(samples) == []
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_files_with_equal_rows_are_read_whatever_types_store_them(tmp_path, type
             pq.write_table(pa.table({"x": pa.array([value], kind), "n": [number]}), tmp_path / f"{number}.parquet")
         assert list(hr.ParquetDataset(tmp_path)) == [{"x": value, "n": number} for number in range(2)]
         for open in (functools.partial(hr.ParquetDataset, format="arrow"), hr.ParquetDataset.groups):
-            with pytest.raises(ShardError, match=r"column 'x' is .*; read rows"):
+            with pytest.raises(ShardError, match="or read rows"):
                 open(tmp_path)
             assert [table["n"].to_pylist() for table in iterated(open(tmp_path, columns=["n"]))] == [[0], [1]]
 

@@ -4,7 +4,9 @@ import asyncio
 import gzip
 import io
 import itertools
+import lzma
 import random
+import subprocess
 import sys
 import tarfile
 from collections import Counter
@@ -164,12 +166,9 @@ def test_invalid_options_are_refused(folder, options, what):
         hr.TarDataset(folder / "{0000..0005}.tar", **options)
 
 
-@pytest.mark.parametrize("counts", [150, [1.5] * 6, {"a": None}])
-def test_counts_that_are_no_numbers_are_refused_with_what_they_must_be(folder, counts):
-    with pytest.raises(
-        TypeError, match=r"counts= must be the number of samples in each shard, as \[1000, 995\], but got"
-    ):
-        hr.TarDataset(folder, counts=counts)
+def test_counts_that_are_one_number_are_refused_with_what_they_must_be(folder):
+    with pytest.raises(TypeError, match=r"counts= must be .* all shards, as \[1000, 995\], but got 150"):
+        hr.TarDataset(folder, counts=150)
 
 
 def test_signed_urls_are_refused_without_their_signature():
@@ -446,3 +445,33 @@ def test_sample_that_lacks_a_field_is_one_error_and_those_after_it_are_read(fold
                 keys = [sample["__key__"] for sample in loader]
             assert keys == [f"{number:03}" for number in range(40) if number != 10]
             assert loader.stats().skipped_samples == 1
+
+
+def gnu_tar(folder, *options):
+    (folder / "in").mkdir()
+    (folder / "in" / "a.txt").write_bytes(b"x")
+    command = ["tar", "-C", folder / "in", *options, "-cf", "-", "."]
+    return subprocess.run(command, capture_output=True, check=True).stdout
+
+
+@pytest.mark.parametrize("options", [("--label=/disk 1",), ("--incremental",), ("--format=v7",)])
+def test_stream_and_index_skip_members_that_are_no_files(tmp_path, options):
+    (tmp_path / "a.tar").write_bytes(gnu_tar(tmp_path, *options))
+    index = hr.TarDataset.index(tmp_path / "a.tar")
+    for samples in (list(hr.TarDataset(tmp_path / "a.tar")), [index[i] for i in range(len(index))]):
+        assert [(sample["__key__"], sample["txt"]) for sample in samples] == [("a", b"x")]
+
+
+@pytest.mark.parametrize(
+    ("archive", "why"),
+    [
+        (gzip.compress(tars.shard("ab")), "gzip by its first bytes, but not by its name"),
+        (lzma.compress(tars.shard("ab")), "xz by its first bytes, but not by its name"),
+        (tars.members(("README", b"x")), "none of its 1 files has a name with an extension"),
+    ],
+)
+def test_stream_and_index_refuse_with_the_same_reason(tmp_path, archive, why):
+    (tmp_path / "a.tar").write_bytes(archive)
+    for read in (lambda: list(hr.TarDataset(tmp_path)), lambda: hr.TarDataset.index(tmp_path)):
+        with pytest.raises(ShardError, match=why):
+            read()

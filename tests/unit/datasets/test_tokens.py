@@ -97,6 +97,27 @@ def test_dtype_is_that_of_raw_shards_whose_ending_names_none(tmp_path):
         assert hr.TokenDataset(shards, seq_len=10, dtype="uint32")[0].tolist() == [*range(70_000, 70_010)]
 
 
+def llmc(magic, tokens):
+    return np.array([magic, 1, len(tokens), *[0] * 253], "<i4").tobytes() + tokens.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "content"),
+    [
+        ("a.bin", None, llmc(20240520, np.arange(700, dtype="<u2"))),  # of llm.c, GPT-2
+        ("a.bin", "uint16", llmc(20240801, np.arange(700, dtype="<u4"))),  # of llm.c, Llama 3
+        ("a.bin", None, npy(np.arange(700, dtype="<u4"))),
+        ("a.npy", "uint16", np.arange(700, dtype="<u2").tobytes()),  # of OLMo
+        ("a.npy", "uint16", npy(np.arange(700, dtype="<u4"))),
+        ("a.bin", "uint32", np.arange(700, dtype="<i4").tobytes()),  # of Megatron
+    ],
+)
+def test_first_bytes_say_the_layout_before_the_name_and_dtype(tmp_path, name, dtype, content):
+    (tmp_path / name).write_bytes(content)
+    dataset = hr.TokenDataset(tmp_path, seq_len=100, dtype=dtype)
+    assert torch.cat([dataset[i] for i in range(len(dataset))]).tolist() == [*range(700)]
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "error", "what"),
     [
@@ -118,10 +139,9 @@ def test_ending_that_contradicts_the_type_or_names_none_is_refused(tmp_path, nam
 def test_window_is_one_request_and_opening_is_one_per_shard(server):
     names = [f"{server.url}/a/{i}.bin" for i in range(3)]
     dataset = hr.TokenDataset(names, seq_len=10, store=hr.Store(server.url, options=server.store_options))
-    assert server.requests()["HEAD"] == 3
-    before = server.requests()["GET"]
+    assert (server.requests()["HEAD"], server.requests()["GET"]) == (0, 3)
     dataset[5]
-    assert server.requests()["GET"] == before + 1
+    assert server.requests()["GET"] == 4
     assert dataset.range(101) == (1, 20, 40)
     assert dataset.sample_key(101) == "a/1.bin[20:40]"
 
@@ -136,6 +156,8 @@ def test_window_is_one_request_and_opening_is_one_per_shard(server):
         ("a.npy", npy(np.zeros(4)), "tokens are one-dimensional"),
         ("a.npy", npy(np.array([{}, {}], dtype=object)), "tokens are one-dimensional"),
         ("a.npy", npy(np.zeros(100, np.uint16))[:-2], "99 tokens, but 100 in the header"),
+        ("a.bin", llmc(20240520, np.zeros(100, "<u2"))[:-2], "99 tokens, but 100 in the header"),
+        ("a.npy", bytes(20), "not a .npy file.*raw tokens need dtype="),
     ],
 )
 def test_file_without_tokens_is_refused(tmp_path, name, content, what):

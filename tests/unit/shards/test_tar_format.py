@@ -238,3 +238,5 @@ def test_links_devices_and_pipes_are_refused(kind, what):
     with pytest.raises(UnsafeMemberError, match=what) as caught:
         parse(data)
     assert (caught.value.member, caught.value.offset) == ("bad", 1024)
+    with pytest.raises(ShardError, match="sparse files are not read"):
+        parse(archive([("a.txt", typed(tarfile.GNUTYPE_SPARSE))], tarfile.GNU_FORMAT))

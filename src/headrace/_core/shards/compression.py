@@ -31,6 +31,9 @@ SUFFIXES = tuple(suffix for suffix in _FORMATS if suffix not in TAR_SUFFIXES)
 _UNSUPPORTED = (".bz2", ".xz", ".lz4", ".snappy", ".br", ".tbz", ".tbz2", ".txz")
 
 
+_BEGINNINGS = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\0": "xz", b"BZh91AY&SY": "bzip2"}
+
+
 class Codec:
     """Unpacks an object, by the suffix of its name: gzip (RFC 1952), zstd (RFC 8878), or nothing.
 
@@ -58,10 +61,15 @@ class Codec:
 
     def feed(self, data: Buffer) -> Iterator[Buffer]:
         """Unpack the next bytes, in pieces of at most `MAX_OUTPUT`. The iterator must be exhausted."""
+        view = memoryview(data).cast("B")
         if not self.compressed:
+            packed = next((name for first, name in _BEGINNINGS.items() if bytes(view[:10]).startswith(first)), None)
+            if packed is not None and not self._offset:
+                what = f"{packed} by its first bytes, but not by its name; only {', '.join(SUFFIXES)} are unpacked"
+                raise ShardError(what, shard=self._shard, offset=0)
+            self._offset += len(view)
             yield data
             return
-        view = memoryview(data)
         for start in range(0, len(view), _INPUT_BYTES):
             yield from self._unpack(bytes(view[start : start + _INPUT_BYTES]))
 

@@ -148,8 +148,8 @@ class RowGroup:
                 left -= batch.num_rows
                 yield self._with_added(batch) if self.added else batch
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            too_large = isinstance(error, pyarrow.ArrowNotImplementedError)  # more than 2 GiB of nested strings
-            remedy = "; ParquetDataset with format='arrow', table_rows=256 reads less at once" if too_large else ""
+            large = isinstance(error, NotImplementedError)  # more than 2 GiB of nested strings
+            remedy = "; ParquetDataset with format='arrow', table_rows=256 reads less at once" if large else ""
             raise self.error(f"cannot decode: {_line(error)}{remedy}") from None
         if left:
             raise self.error(f"cannot decode: {left} of {self.rows} rows are missing")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import random
 import warnings
 from abc import abstractmethod
@@ -19,14 +18,8 @@ from headrace._core.shards.reading import Decoder, InterleavedShards, ReadAhead,
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.operators import EqualLength, ShuffleBuffer, Split
-from headrace._core.streams.resumable import (
-    FollowsEpoch,
-    Order,
-    ResumableIterator,
-    State,
-    expect,
-)
-from headrace._core.text import check_keywords, short_repr, users_stacklevel
+from headrace._core.streams.resumable import FollowsEpoch, Order, ResumableIterator, State, expect
+from headrace._core.text import check_keywords, users_stacklevel
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -325,19 +318,13 @@ class ShardedStream(PartStream[T_co]):
         )
         if split not in ("shards", "samples"):
             raise ValueError(f"split={split!r} must be 'shards' or 'samples'")
-        self._shards = find_shards(
-            shards,
-            suffixes=self.suffixes,
-            store=options.get("store"),
-        )
+        self._shards = find_shards(shards, suffixes=self.suffixes, store=options.get("store"))
         for shard in self._shards:
             refuse_unsupported(shard.name)
         counts = options.get("counts")
-        try:
-            self._counts = None if counts is None else tuple(map(operator.index, counts))
-        except TypeError:
-            what = f"counts= must be the number of samples in each shard, as [1000, 995], but got {short_repr(counts)}"
-            raise TypeError(what) from None
+        if isinstance(counts, int):
+            raise TypeError(f"counts= must be the numbers of samples of all shards, as [1000, 995], but got {counts}")
+        self._counts = None if counts is None else tuple(counts)
         if self._counts is not None and len(self._counts) != len(self._shards):
             raise ValueError(f"counts= has {len(self._counts)} numbers for {len(self._shards)} shards")
         if ranks.given is not None:

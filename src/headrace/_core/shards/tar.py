@@ -13,7 +13,7 @@ import functools
 import re
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from headrace._core.shards.reading import BadRecord, Decoder
@@ -34,6 +34,7 @@ _NOT_FIRST = ("", "/", ".")
 _ZEROS = bytes(TAR_BLOCK)
 _BLANKS = 8 * ord(" ")  # of the checksum field, which counts as blanks in the sum
 _FILE = frozenset((b"0", b"\0", b"7"))
+_NO_FILE = frozenset((b"5", b"D", b"V"))  # a directory, that of an incremental dump, the label of a volume
 _EXTENSION = frozenset((b"x", b"g", b"L", b"K"))
 _REFUSED = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
 _PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=]+)=")
@@ -215,11 +216,11 @@ class TarParser:
         if kind in _REFUSED:
             what = f"unsafe tar: {_REFUSED[kind]} is not read"
             raise UnsafeMemberError(what, shard=self._shard, member=name, offset=offset)
-        if kind == b"5" or (kind in (b"0", b"\0") and name.endswith("/")):
-            safe_name(name.rstrip("/"), self._shard, offset)
+        if kind in _NO_FILE or (kind in (b"0", b"\0") and name.endswith("/")):
+            safe_name(name.rstrip("/") if kind != b"V" else "label", self._shard, offset)
             return _Pending(name, b"5", offset, size, wanted=False)
         if kind not in _FILE:
-            self._fail(f"a member of type {kind!r} is not read", offset, name)
+            self._fail("sparse files are not read" if kind == b"S" else f"type {kind!r} is not read", offset, name)
         name = safe_name(name, self._shard, offset)
         if size > self._member_limit:
             self._fail(f"a member of {size} bytes is more than member_limit={self._member_limit}", offset, name)
@@ -374,16 +375,19 @@ class SampleGrouper:
         self._prefix = "/"  # of names with the current key; no name starts with a slash
         self._members: dict[str, Member] = {}
         self._seen: set[str] = set()
+        self._others = 0  # members that belong to no sample
 
     @property
     def learned(self) -> list[str] | None:
         """The fields of the first sample, which all others must have; None if they are given or may differ."""
         return sorted(self._required) if self._exact and self._required is not None else None
 
-    def restore(self, learned: Collection[str] | None) -> None:
-        """Group the members of an archive from a later sample on; repeated keys are found from there on."""
+    def restore(self, learned: Sequence[object] | None, offset: int) -> None:
+        """Group the members of an archive from the end of a sample on; repeated keys are found from there on."""
         if self._exact and learned is not None:
-            self._required = frozenset(learned)
+            self._required = frozenset(map(str, learned))
+        if offset:
+            self._seen.add("")  # the archive has samples
 
     def add(self, member: Member) -> SampleMembers | None:
         """Add the next member; returns the sample before it, if `member` starts a new one.
@@ -397,10 +401,11 @@ class SampleGrouper:
         elif (split := split_name(name)) is not None:
             key, field = split
         else:
+            self._others += 1
             return None
         complete = None
         if key != self._key:
-            complete = self.finish()
+            complete = self._take()
             if key in self._seen:
                 raise self._error(f"sample {key!r} appears again; members of one sample must be consecutive", member)
             self._seen.add(key)
@@ -411,7 +416,18 @@ class SampleGrouper:
         return complete
 
     def finish(self) -> SampleMembers | None:
-        """Return the current sample as complete, with its error if a field is missing; None if there is none."""
+        """Return the last sample; None if there is none.
+
+        Raises:
+            ShardError: no file belongs to a sample.
+        """
+        if self._others and not self._seen:
+            what = f"none of its {self._others} files has a name with an extension, so it has no samples"
+            raise ShardError(what, shard=self._shard)
+        return self._take()
+
+    def _take(self) -> SampleMembers | None:
+        """The current sample as complete, with its error if a field is missing; None if there is none."""
         if not self._members:
             return None
         sample = SampleMembers(self._key, self._members)
@@ -448,14 +464,11 @@ class TarSamples(Decoder):
         self._fields = None if fields is None else frozenset(fields)
         self._parser = TarParser(shard, wanted=self._wanted if fields is not None else None, member_limit=member_limit)
         self._grouper = SampleGrouper(shard, fields=fields, uniform=uniform)
-        self._files = 0
-        self._samples = 0
         self._offset = 0  # after the last complete sample
 
     def feed(self, data: Buffer) -> Iterator[dict[str, Any] | BadRecord]:
         last = None
         for member in self._parser.feed(data):
-            self._files += 1
             sample = self._grouper.add(member)
             if sample is not None:
                 last = sample
@@ -469,25 +482,20 @@ class TarSamples(Decoder):
     def restore(self, position: State) -> None:
         self._offset = expect(position, "offset", int)
         self._parser.start_at(self._offset)
-        if position.get("fields") is not None:
-            self._grouper.restore([str(field) for field in expect(position, "fields", list)])
-        self._samples = 1 if self._offset else 0  # before it there is a sample, so that the archive has one
+        fields = None if position.get("fields") is None else expect(position, "fields", list)
+        self._grouper.restore(fields, self._offset)
 
     def finish(self) -> Iterator[dict[str, Any] | BadRecord]:
         self._parser.finish()
         sample = self._grouper.finish()
         if sample is not None:
             yield self._sample(sample)
-        if self._files and not self._samples:
-            what = f"none of its {self._files} files has a name with an extension, so it has no samples"
-            raise ShardError(what, shard=self._shard)
 
     def _wanted(self, name: str) -> bool:
         split = split_name(name)
         return split is not None and (self._fields is None or split[1] in self._fields)
 
     def _sample(self, sample: SampleMembers) -> dict[str, Any] | BadRecord:
-        self._samples += 1
         if sample.error is not None:
             return BadRecord(sample.error)
         fields: dict[str, Any] = {"__key__": sample.key, "__url__": self._shard}

@@ -57,6 +57,33 @@ def test_ctrl_c_interrupts_the_wait_for_a_batch(forks: Forks, runner: Callable[.
     assert "Traceback" not in err
 
 
+class NeverEnds(Numbers):
+    async def aget(self, index):
+        while index:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                os.write(1, b"cancelled\n")
+        return index
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_second_ctrl_c_at_exit_ends_the_wait_silently(forks: Forks, num_workers: int) -> None:
+    def program() -> None:
+        iterator = iter(hr.DataLoader(NeverEnds(4), num_workers=num_workers, concurrency=2, transform=int))
+        next(iterator)
+        print("reading", flush=True)
+        signal.pause()
+
+    with forks.start(program) as process:
+        for line in ("reading\n", "cancelled\n"):
+            assert process.stdout.readline() == line
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert process.wait() != 0
+    assert err.count("Traceback") == 1, err  # that of the first one
+
+
 @pytest.mark.parametrize(("placement", "consumer"), [("thread", "training"), ("process", "waiting")])
 def test_workers_and_zygote_end_when_the_trainer_is_killed(forks: Forks, placement: str, consumer: str) -> None:
     def program() -> None:

@@ -349,3 +349,49 @@ async def test_abandoned_wait_before_batching_loses_nothing():
                 await anext(batches)
         proceed.set()
         assert int(await anext(batches)) == 1
+
+
+class Slow:
+    """An iterator whose `aclose` takes until it is cancelled."""
+
+    def __init__(self, count):
+        self.numbers = iter(range(count))
+        self.closing = threading.Event()
+        self.closed = 0
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        for number in self.numbers:
+            return number
+        raise StopAsyncIteration
+
+    async def aclose(self):
+        self.closing.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.closed += 1
+
+
+async def test_a_cancelled_close_closes_the_other_streams_too():
+    streams = [Slow(8) for _ in range(3)]
+    mixed = aiter(hr.mix(streams, weights=[1] * 3))
+    await anext(mixed)
+    closing = asyncio.create_task(mixed.aclose())
+    for _ in streams:  # each is waited for, and cancelled, by itself
+        await asyncio.sleep(0)
+        closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert [stream.closed for stream in streams] == [1, 1, 1]
+
+
+def test_closing_a_loader_while_its_stream_is_closed_logs_nothing(caplog):
+    stream = Slow(4)
+    with hr.DataLoader(stream, batch_size=2) as loader:
+        assert len(lists(itertools.islice(loader, 2))) == 2
+        stream.closing.wait()
+    assert stream.closed == 1
+    assert caplog.records == []

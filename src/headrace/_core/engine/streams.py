@@ -259,7 +259,7 @@ class LaneReader:
     async def _read(self) -> None:
         current_lane.set(self._lane)  # in this task's context, which the tasks that it starts copy
         try:
-            while True:
+            while not self._stage.context.stopping:  # user code may have caught the cancellation
                 while not self._plans:
                     self._admitted.clear()
                     await self._admitted.wait()
@@ -319,6 +319,8 @@ class LaneReader:
             if stream is not None:
                 await stream.aclose()
         except BaseException as error:  # user code; its samples are delivered, or no longer needed
+            if self._stage.context.stopping and isinstance(error, asyncio.CancelledError):
+                raise
             message = f"closing a stream of {type(self._stage.dataset).__name__} failed"
             asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
 

@@ -220,9 +220,13 @@ def per_loop(make: Callable[[], object], close: Callable[[T], object] | None = N
 
 
 async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait for their end."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
+    """Cancel tasks and wait for their end, even if this is cancelled; then the cancellation is raised."""
+    pending = {task for task in tasks if task.cancel()}
+    cancelled: asyncio.CancelledError | None = None
+    while pending:
+        try:
+            _, pending = await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -73,7 +73,8 @@ class Placement(ABC):
 @atexit.register  # hooks run in the reverse order of their registration, so this comes before those of what is imported
 def _close_all() -> None:
     for placement in list(_living):
-        placement.close()
+        with contextlib.suppress(KeyboardInterrupt):  # which leaves the rest of it to its processes
+            placement.close()
 
 
 def snapshot(dataset: object) -> list[object]:

@@ -15,7 +15,7 @@ from headrace._core.shards.compression import Codec
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.division import Part, PartPosition, opened_parts, position_in
 from headrace._core.store.head import Head, InitialRead
-from headrace._core.streams.resumable import ResumableIterator, State, expect
+from headrace._core.streams.resumable import ResumableIterator, State, close_all, expect
 from headrace.errors import StateError
 
 if TYPE_CHECKING:
@@ -180,8 +180,7 @@ class PartReader(ResumableIterator[Any], Generic[R]):
         readers = [*self._open, *self._ahead]
         for queue in (self._restored, self._open, self._ahead):
             queue.clear()
-        for reader in readers:
-            await reader.aclose()
+        await close_all(*readers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,8 +323,7 @@ class ShardReader(BlockReader):
         return decoded > count or (decoded < count and self.ended and self.error is None and self._stop is None)
 
     async def aclose(self) -> None:
-        await super().aclose()
-        await self.chunks.aclose()
+        await close_all(self.chunks, super())
 
     async def _next_block(self) -> Block:
         samples: deque[Any] = deque()

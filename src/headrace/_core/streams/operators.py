@@ -33,7 +33,7 @@ from headrace._core.streams.resumable import (
     State,
     StreamOperation,
     child_seeds,
-    close_iterator,
+    close_all,
     current_repetition,
     expect,
     expect_same,
@@ -103,7 +103,7 @@ class EqualLength(StreamOperation[T]):
                     remedy = "It has no sample to repeat: use fewer ranks, write more shards, or set split='samples'."
                 raise ShortStreamError(given=given, declared=self._length, remedy=remedy) from None
             if self._remainder == "repeat":
-                await close_iterator(self._inner)
+                await close_all(self._inner)
                 self._gave = False  # without a sample it would be restarted for ever
                 self._restarts += 1
                 self._inner = self._start()
@@ -147,7 +147,7 @@ class Concat(StreamOperation[Any]):
                 sample = await anext(self._inner)
             except StopAsyncIteration:
                 inner, self._inner = self._inner, None
-                await close_iterator(inner)
+                await close_all(inner)
             else:
                 self._gave = True
                 return (self._begun - 1, sample) if self._numbered else sample
@@ -254,7 +254,7 @@ class Mix(StreamOperation[object]):
             self._over = True
             await self.aclose()
             return
-        await close_iterator(self._inner[chosen])
+        await close_all(self._inner[chosen])
         if self._gave[chosen]:
             self._inner[chosen] = self._start(chosen)
             self._gave[chosen] = False
@@ -427,7 +427,7 @@ class Pipe(ReplayOperation[T]):
             except Exception as error:
                 self._source_errors.append(error)
                 output, self._output = self._output, None
-                await close_iterator(output)
+                await close_all(output)
                 # A function that fails without reading would fail for ever.
                 self._over = self._exhausted or not self._taken
                 self._taken = 0
@@ -461,8 +461,8 @@ class Pipe(ReplayOperation[T]):
             load_copy(self._output, expect(state, "function", dict), function_name(self._function))
 
     async def aclose(self) -> None:
-        await close_iterator(self._output)
-        await super().aclose()
+        self._closed = True
+        await close_all(self._inner, self._output)
 
 
 class _Source(AsyncIterator[object]):

@@ -158,10 +158,12 @@ def start_stream(dataset: AsyncIterable[T]) -> ResumableIterator[T]:
     return iterator if isinstance(iterator, ResumableIterator) else _UserIterator(dataset, iterator, key, seeds)
 
 
-async def close_iterator(iterator: object) -> None:
-    close = getattr(iterator, "aclose", None)
-    if close is not None:
-        await close()
+async def close_all(*iterators: object) -> None:
+    """Close each, the last one first, even if the close of one fails or is cancelled."""
+    async with contextlib.AsyncExitStack() as stack:
+        for iterator in iterators:
+            if (close := getattr(iterator, "aclose", None)) is not None:
+                stack.push_async_callback(close)
 
 
 def user_state(dataset: object, iterator: object, read: int) -> State:
@@ -297,7 +299,7 @@ class _UserIterator(ResumableIterator[T]):
         self._reread = Reread(count, self._errors)
 
     async def aclose(self) -> None:
-        await close_iterator(self._iterator)
+        await close_all(self._iterator)
 
 
 def warn_of_rereading(state: object) -> None:
@@ -430,8 +432,7 @@ class StreamOperation(ResumableIterator[T]):
 
     async def aclose(self) -> None:
         self._closed = True
-        for stream in self._inner if type(self._inner) is list else [self._inner]:
-            await close_iterator(stream)
+        await close_all(*(self._inner if type(self._inner) is list else [self._inner]))
 
 
 def _restored_value(state: State, name: str, present: Any) -> object:
@@ -463,7 +464,7 @@ async def read_again(iterator: ResumableIterator[T], first: int | None) -> list[
             else:
                 read, errors = read + 1, 0
     finally:
-        await close_iterator(iterator)
+        await close_all(iterator)
     return list(kept)
 
 

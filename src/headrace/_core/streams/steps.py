@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
-from headrace._core.streams.resumable import NOTHING, Mark, ReplayOperation, State, close_iterator
+from headrace._core.streams.resumable import NOTHING, Mark, ReplayOperation, State, close_all
 from headrace._core.text import add_note
 
 # Most samples in one request to a worker. A request takes some 150 µs besides the functions, and a few ms on a busy
@@ -152,7 +152,7 @@ class Steps(ReplayOperation[Any]):
         finally:
             self._read_all = True
             self._changed.set()
-            await close_iterator(self._inner)
+            await close_all(self._inner)
 
     def _is_full(self, chunk: _Chunk | None) -> bool:
         """Whether the next sample belongs to another chunk, before which the position is saved."""

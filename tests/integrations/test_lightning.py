@@ -1,5 +1,6 @@
 """Lightning's Trainer in one process: what is kept of a loader, exact resume, evaluation, and what is left behind."""
 
+import copy
 import functools
 import gc
 import multiprocessing
@@ -146,6 +147,40 @@ def test_checkpoint_of_an_exception_begins_with_the_batch_that_failed(tmp_path, 
     with pytest.raises(RuntimeError, match="stopped by the test"):
         jobs.train(make(pattern), stop=stop, callbacks=saving, enable_checkpointing=True)
     check_resumed(whole, jobs.train(make(pattern), resume=tmp_path / "failed.ckpt"), 7)
+
+
+class TwoBatches(jobs.Model):
+    """A step takes two batches itself."""
+
+    def training_step(self, dataloader_iter):
+        return super().training_step([next(dataloader_iter)[0], next(dataloader_iter)[0]], None)
+
+
+TWICE_ROUND = {"long": jobs.map_style(4, shuffle=True, seed=5), "short": jobs.map_style(8, shuffle=True, seed=6)}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda _: jobs.map_style(4, shuffle=True, seed=5),
+        lambda pattern: jobs.of_lines(pattern, shuffle=True),
+        lambda _: jobs.CombinedLoader({name: copy.copy(each) for name, each in TWICE_ROUND.items()}, "max_size_cycle"),
+    ],
+    ids=["seeded", "unknown length", "several"],
+)
+def test_job_whose_steps_take_several_batches_goes_on_after_those_of_whole_steps(make, tmp_path, pattern):
+    validation = hr.DataLoader(Numbers(16), 8)
+    saves = jobs.each_step(tmp_path), {"dirpath": tmp_path, "filename": "{epoch}", "save_on_train_epoch_end": True}
+    train = functools.partial(jobs.train, epochs=2, validation=validation)
+    whole = train(make(pattern), model=TwoBatches(), saves=saves)
+    saving = [callbacks.OnExceptionCheckpoint(tmp_path, "failed")]
+    failing = TwoBatches(functools.partial(jobs.raises_at, 7))  # when it has taken its batches
+    with pytest.raises(RuntimeError, match="stopped by the test"):
+        train(make(pattern), model=failing, callbacks=saving, enable_checkpointing=True)
+    for name, step in {**{f"step={step}": step for step in range(1, 10)}, "epoch=0": 5, "failed": 7}.items():
+        resumed = train(make(pattern), model=TwoBatches(), resume=tmp_path / f"{name}.ckpt")
+        check_resumed(whole, resumed, step)
+        assert resumed["validated"] == whole["validated"][2 * (step >= 5) :]
 
 
 def test_checkpoint_without_a_state_of_the_loader_is_a_warning(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import itertools
 import sys
 import warnings
@@ -20,7 +21,7 @@ import torch
 
 from headrace._core.consumer.control import trainers
 from headrace._core.consumer.epoch import BatchIterator
-from headrace._core.order.state import states_to_dict
+from headrace._core.order.state import LoaderState, states_from_dict, states_to_dict
 from headrace._core.streams.resumable import State
 from headrace._core.torchcompat.private import tree_flatten
 from headrace.loader import DataLoader
@@ -38,14 +39,18 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
         checkpoint: the one that is continued, until its epoch is over.
         begun: by training loader, the batches of its earlier iterations in this epoch, and the number of all batches
             that were to be trained on when the last of them began.
+        before_step: by training loader, the state before the step under way, if steps take batches themselves.
+        raised: by how much Lightning's counts of steps are too high, until the first step, for it to find the end.
     """
 
     trainer: Any = None
     checkpoint: dict[str, Any] | None = None
     begun: dict[Any, tuple[int, int]]
+    before_step: dict[Any, LoaderState]
+    raised = 0
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
-        self.trainer, self.begun = trainer, {}
+        self.trainer, self.begun, self.before_step = trainer, {}, {}
         trainers.append(self)
 
     def teardown(self, *_: Any, **__: Any) -> None:
@@ -57,27 +62,42 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         self.checkpoint = checkpoint
 
+    def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
+        if _steps_take_batches(trainer):
+            counts = vars(trainer.fit_loop.epoch_loop.batch_progress.current)
+            counts.update((name, counts[name] - self.raised) for name in _COUNTS)
+            self.raised = 0
+            loaders = tree_flatten(trainer.train_dataloader)[0]
+            self.before_step = {each: self._position(each) for each in loaders if isinstance(each, DataLoader)}
+
     def on_train_epoch_end(self, *_: Any, **__: Any) -> None:
         self.checkpoint, self.begun = None, {}
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if states := saved.get("combined_loader"):
-            trained = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+            now = trainer.fit_loop.epoch_loop.batch_progress.current
+            kept = self.before_step if now.started > now.processed else {}
+            trained = None if _steps_take_batches(trainer) else now.processed
             pairs = zip(_stateful(trainer.train_dataloader), states, strict=True)
             saved["combined_loader"] = [
-                self._state(each, trained) if isinstance(each, DataLoader) else state for each, state in pairs
+                self._state(each, trained, kept) if isinstance(each, DataLoader) else state for each, state in pairs
             ]
 
-    def _state(self, loader: DataLoader[Any], trained: int) -> State:
-        """The state after the batches that were trained on, of all ranks."""
+    def _position(self, loader: DataLoader[Any], trained: int | None = None) -> LoaderState:
+        """The state after the batches of the epoch that were trained on; without a number after all fetched ones."""
+        control = loader._control
+        over = control.progress is not None and control.progress.over  # the call that ended it counts as one
+        state = control.states(loader, int(over))[0]
+        untrained = 0 if trained is None else max(self.begun.get(loader, (0, 0))[0] + state.batches - trained, 0)
+        return control.states(loader, min(untrained, state.batches) + over)[0] if untrained else state
+
+    def _state(self, loader: DataLoader[Any], trained: int | None, kept: Mapping[Any, LoaderState]) -> State:
+        """The state of all ranks: that which is `kept`, or the position."""
         control = loader._control
         if control.resumed:
             return states_to_dict(control.resumed)
-        over = control.progress is not None and control.progress.over  # the call that ended it counts as one
-        batches = control.states(loader, int(over))[0].batches
-        untrained = max(self.begun.get(loader, (0, 0))[0] + batches - trained, 0)
-        state = control.states(loader, min(untrained, batches) + over)[0]
+        state = kept.get(loader) or self._position(loader, trained)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not distributed or not control.is_of_rank(loader) or sys.exception() is not None:
             return states_to_dict((state,))  # while an error is handled, of this rank alone: the others do not call
@@ -112,11 +132,14 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
         ended = _steps(epoch["current"])[:2] == (0, 0)
         in_batch = _steps(batches["total"]) == (0, 0, 1)  # saved in `on_train_batch_end`
         counted = in_batch and _steps(epoch["total"]) == (0, 1, 0) and batches["is_last_batch"]
-        trained = batches["current"]["completed"] + in_batch
+        steps = trained = batches["current"]["completed"] + in_batch
         states = saved["state_dict"].get("combined_loader")
-        if states and not control.resumed:
-            pairs = zip(_stateful(trainer.train_dataloader), states, strict=True)
+        pairs = list(zip(_stateful(trainer.train_dataloader), states, strict=True)) if states else []
+        if pairs and not control.resumed:
             loader.load_state_dict(next(state for each, state in pairs if each is loader))
+        if pairs and _steps_take_batches(trainer):  # the longest loader has not begun again
+            known = [states_from_dict(state)[0] for each, state in pairs if isinstance(each, DataLoader)]
+            trained = max(state.batches for state in known)
         if not control.resumed:
             if trained and not (states or counted or ended):
                 after = f"the checkpoint was saved after batch {trained} of an epoch, and has no state of this loader"
@@ -128,28 +151,31 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
                 each._replace(over=True, skipped=(*each.skipped[:3], 0, each.skipped[4])) for each in control.resumed
             )
         with control.ranked() as rank:
-            left = control.batches_left(loader, rank)
-            if left is not None and (more := len(loader) - left - trained):
+            left, more = control.batches_left(loader, rank), trained - steps
+            self.raised += 0 if counted or ended else more  # the next epoch counts anew
+            if left is not None and (others := len(loader) - left - trained):
                 # On other ranks, or in other batches. Lightning ends an epoch that it continues by these numbers.
                 if len(tree_flatten(trainer.train_dataloader)[0]) == 1:
-                    now = trainer.fit_loop.epoch_loop.batch_progress.current
-                    for name in _COUNTS:
-                        batches["current"][name] += more
-                        setattr(now, name, getattr(now, name) + more)
+                    more += others
                 elif (ranks := control.resumed[0].ranks) != rank.world_size:
-                    counts = (
-                        f"With several loaders, and another number of ranks than {ranks}, Lightning's count is wrong"
-                    )
+                    counts = f"With several loaders, not on {ranks} ranks as before, Lightning's count is wrong"
                     warnings.warn(f"{counts}: this epoch may end too early or too late", UserWarning, stacklevel=1)
+            for each in batches["current"], vars(trainer.fit_loop.epoch_loop.batch_progress.current):
+                each.update((name, each[name] + more) for name in _COUNTS)
             if counted or (ended and trainer.max_steps == -1):
                 list(control.begin(BatchIterator, loader, rank, late_epoch=True))
         # Several loaders end an epoch when each has ended once, and Lightning does not save which of them have.
-        return any(state.batches < trained and not state.over for state in control.resumed)
+        return left != 0 and any(state.batches < trained and not state.over for state in control.resumed)
 
 
 def _stateful(loaders: Any) -> list[Any]:
     found = tree_flatten(loaders)[0]
     return [each for each in found if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")]
+
+
+def _steps_take_batches(trainer: Any) -> bool:
+    """Whether a training step is given the iterator, of which it takes any number of batches."""
+    return "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters
 
 
 def _steps(counts: Mapping[str, int]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import functools
 import multiprocessing
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.pool import launch
+from headrace._core.pool import launch, supervisor
 from tests.faults.watching import Numbers
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
@@ -123,3 +124,32 @@ def test_why_it_cannot_be_started_is_raised_by_the_first_iteration(monkeypatch):
     assert launch._zygote is None
     with pytest.raises(OSError, match="python"):
         iter(made)
+
+
+@pytest.mark.parametrize("how", ["blocks", "ignores"])
+def test_signals_that_a_launcher_blocks_or_ignores_do_not_delay_the_end_of_workers(how, run):
+    def program():
+        supervisor.WORK_DEADLINE = 1000.0  # the loader gives up before, with a warning
+        if how == "blocks":
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        else:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        for options in ({"placement": "thread"}, {"placement": "process"}, {"multiprocessing_context": "fork"}):
+            with loader(**options, transform=float) as numbers:
+                print(len(list(numbers)))
+
+    assert printed(run(program)) == ["2"] * 3
+
+
+@pytest.mark.parametrize("path", ["", None])
+def test_program_without_a_path_of_an_interpreter_names_it_or_uses_that_of_multiprocessing(path, run):
+    def program():
+        executable, sys.executable = sys.executable, path
+        multiprocessing.set_executable(path or "")
+        with loader() as numbers, pytest.raises(OSError, match=r"sys\.executable is empty.*set_executable"):
+            next(iter(numbers))
+        multiprocessing.set_executable(executable)
+        with loader() as numbers:
+            print(len(list(numbers)))
+
+    assert printed(run(program)) == ["2"]

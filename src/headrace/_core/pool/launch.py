@@ -9,7 +9,7 @@ import atexit
 import contextlib
 import errno
 import functools
-import multiprocessing.process
+import multiprocessing.spawn
 import os
 import pickle
 import signal
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
+from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 
@@ -121,7 +122,9 @@ class _ContextProcess(WorkerProcess):
     def ended(self) -> bool:
         if self.exit_code is None:
             self.exit_code = self._process.exitcode
-        return self.exit_code is not None
+        # Without SIGCHLD the kernel keeps no exit code: the end of the process is seen by its pipe alone.
+        unknown = self.exit_code is None and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+        return bool(connection.wait([self.sentinel], 0)) if unknown else self.exit_code is not None
 
     def release(self) -> None:
         if not self.ended():
@@ -206,6 +209,13 @@ class _Zygote:
 
     @classmethod
     def start(cls) -> _Zygote:
+        # A worker may spawn a process, which imports a main module without a guard: it would start workers again.
+        multiprocessing.spawn._check_not_importing_main()  # type: ignore[attr-defined]
+        executable = sys.executable or multiprocessing.spawn.get_executable()
+        if not executable:
+            raise OSError(
+                "sys.executable is empty: give multiprocessing.set_executable() the path of a Python interpreter"
+            )
         control, theirs = socket.socketpair()
         start = (
             f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; "
@@ -215,7 +225,7 @@ class _Zygote:
         with theirs:
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", start],
+                    [executable, "-c", start],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     # Ctrl-C in a terminal goes to a whole group, and would hit an interpreter still starting.

@@ -148,6 +148,7 @@ def serve(connection: Connection, task: WorkerTask | bytes, number: int, workers
 
 def _begin_process(name: str) -> None:
     current_process().name = name
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a launcher may have blocked SIGTERM
     # Ctrl-C goes to the whole process group; the consumer decides, and closes the channel.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -51,6 +51,7 @@ def main(control_descriptor: int) -> None:
     """Serve requests until the first control socket closes, then kill the remaining processes and exit."""
     # SIGINT goes to the whole terminal group; the consumer decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a launcher may have blocked SIGCHLD
     import_event_loop()  # in each engine it takes a third of the CPU time of its start (benchmarks/engines.py)
     import numpy.random  # noqa: F401  # most engines and workers use these, and programs without them do not wait for them
     import obstore  # noqa: F401

@@ -9,6 +9,9 @@ import pytest
 import headrace as hr
 
 SCRIPT = """
+import concurrent.futures
+import multiprocessing
+import pickle
 import sys
 import headrace as hr
 import torch.multiprocessing as mp
@@ -18,35 +21,56 @@ class Photos(hr.AsyncDataset):
         return 4
 
     async def aget(self, index):
-        return Photo(index)
+        with open(sys.argv[1], "rb") as cache:
+            return pickle.load(cache)[index]
 
 class Photo:
     def __init__(self, number):
         self.number = number
 
 def negate(photo):
-    return -photo.number
+    if photo.number > 0:
+        return pickle.dumps(negative(photo))
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("POOL")) as pool:
+        return pickle.dumps(pool.submit(negative, photo).result())
 
-def photos(samples):
-    return [Photo(sample) for sample in samples]
+def negative(photo):
+    return Photo(-photo.number)
+
+def photos(samples) -> list[Photo]:
+    return list(map(pickle.loads, samples))
 
 def train(rank, *_):
-    for options in ({}, {"placement": "thread"}, {"engines": 2, "num_workers": 2}):
+    with open(sys.argv[1], "wb") as cache:
+        pickle.dump([Photo(number) for number in range(4)], cache)
+    for options in OPTIONS:
         with hr.DataLoader(Photos(), **{"num_workers": 1} | options, transform=negate, collate_fn=photos) as loader:
             batches = list(loader)
         assert [type(photo) for batch in batches for photo in batch] == [Photo] * 4
         assert [photo.number for batch in batches for photo in batch] == [0, -1, -2, -3]
 
 if __name__ == "__main__":
-    mp.start_processes(train, nprocs=1, start_method=sys.argv[1] if len(sys.argv) > 1 else "METHOD")
+    METHOD
     print("trained")
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_script_whose_children_are_spawned_trains_in_them_with_workers(method, forks, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.replace("METHOD", method))
+@pytest.mark.parametrize(
+    ("method", "pool", "options"),
+    [
+        (None, "spawn", "[{}]"),
+        (None, "forkserver", "[{'placement': 'thread'}]"),
+        ("spawn", "fork", "[{}, {'placement': 'thread'}, {'engines': 2, 'num_workers': 2}]"),
+        ("forkserver", "fork", "[{}, {'placement': 'thread'}]"),
+    ],
+)
+def test_classes_and_functions_of_a_script_are_pickled_in_workers_and_sent_to_pools_there(
+    method, pool, options, forks, tmp_path
+):
+    """Where the script itself trains, and where its children do, which `multiprocessing` starts."""
+    script, source = tmp_path / "script.py", SCRIPT.replace("POOL", pool).replace("OPTIONS", options)
+    train = "train(0)" if method is None else f"mp.start_processes(train, nprocs=1, start_method={method!r})"
+    script.write_text(source.replace("METHOD", train).replace("sys.argv[1]", repr(str(tmp_path / "cache"))))
     done = forks.run_file(script, timeout=100)
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
 
@@ -63,11 +87,13 @@ def loaded_from_a_file(name, source, folder):
 
 
 SOURCE = """
+import pickle
+
 class Sample(int):
     pass
 
 def transform(index):
-    return Sample(index * 10)
+    return pickle.loads(pickle.dumps(Sample(index * 10)))
 """
 
 

@@ -293,9 +293,7 @@ def start_early() -> None:
     Why it cannot be started is for the first use to say.
     """
     global _zygote
-    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
-        return  # a process that is being spawned imports a main module without a guard, and will not use its loaders
-    with _lock, contextlib.suppress(OSError):  # it is tried again at the first use, which raises
+    with _lock, contextlib.suppress(OSError, RuntimeError):  # it is tried again at the first use, which raises
         if _zygote is None:
             _zygote = _Zygote.start()
 

@@ -21,7 +21,7 @@ import torch
 from headrace._core.pool.settings import Settings, run_setups
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
 from headrace._core.transport.log_records import forward_records, send_records_by
-from headrace._core.transport.pickling import format_error, picklable_error, prefer_references
+from headrace._core.transport.pickling import SentModule, format_error, main_classes, picklable_error, prefer_references
 from headrace._core.transport.preload import import_modules
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.collate import collating_into
@@ -75,12 +75,19 @@ class ProcessEnvironment(NamedTuple):
     arguments: list[str]
     directory: str
     environment: dict[str, str]
+    script: str | None  # the file of the main module, which `multiprocessing` runs in processes that it spawns
+    classes: dict[str, bytes]
 
     @classmethod
     def here(cls) -> ProcessEnvironment:
-        return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ))
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ), script, main_classes())
 
     def adopt(self) -> None:
+        main = sys.modules["__main__"] = sys.modules["__mp_main__"] = SentModule("__main__")
+        main.classes = self.classes
+        if self.script is not None:
+            main.__file__ = self.script
         sys.path[:] = self.path
         sys.argv[:] = self.arguments
         os.chdir(self.directory)

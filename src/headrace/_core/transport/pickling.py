@@ -179,7 +179,48 @@ def _code_in_file(name: str, make: Callable[..., types.CodeType], arguments: tup
     return make(*arguments).replace(co_filename=name)
 
 
-_settled: set[object] = set()  # the names of modules of which it is settled whether they go by value
+class SentModule(types.ModuleType):
+    """A module of the program where the program does not run: what was sent of it, and classes, read when looked up."""
+
+    classes: dict[str, bytes] = {}  # noqa: RUF012  # those of the main module, see `main_classes`
+
+    def __getattr__(self, name: str) -> object:
+        if name not in self.classes:
+            raise AttributeError(f"{name!r} is not in {self!r}")
+        pickle.loads(self.classes[name])
+        return vars(self)[name]
+
+    def __repr__(self) -> str:
+        return f"<module {self.__name__!r} in a worker, which has not all of it: define this in a module of its own>"
+
+
+def _define(obj: Any, made: tuple[Callable[[Any, object], object], object]) -> None:
+    """Complete a class or function that is sent by value; where the program does not run, its module gets it."""
+    made[0](obj, made[1])
+    if isinstance(sys.modules["__main__"], SentModule):
+        module = sys.modules.setdefault(obj.__module__, SentModule(obj.__module__))
+        if isinstance(module, SentModule):
+            setattr(module, obj.__qualname__, obj)
+
+
+def main_classes() -> dict[str, bytes]:
+    """The classes of the main module, each pickled, for code in workers that reads pickles of their objects."""
+    main = sys.modules["__main__"]
+    mine = [each for each in list(vars(main).values()) if isinstance(each, type) and each.__module__ == main.__name__]
+    return main.classes if isinstance(main, SentModule) else _pickled(*mine)
+
+
+@functools.lru_cache(1)
+def _pickled(*classes: type) -> dict[str, bytes]:
+    pickled = {}
+    for cls in classes:
+        with contextlib.suppress(Exception):  # it mentions data; or user code: a metaclass, __reduce__
+            pickled[cls.__qualname__] = dump_parts(cls, lambda buffer: True, [], pickler=_ClassPickler)
+    return pickled
+
+
+_settled: set[object] = {"__main__"}  # the names of modules of which it is settled whether they go by value
+_sent: set[object] = {"__main__"}  # of those, the ones that do since another process could not import them
 
 
 def _settle(name: object) -> None:
@@ -190,8 +231,9 @@ def _settle(name: object) -> None:
     """
     _settled.add(name)
     module = sys.modules.get(name) if isinstance(name, str) else None
-    if module is not None and name != "__main__" and not _is_importable(str(name).partition(".")[0]):
+    if module is not None and not _is_importable(str(name).partition(".")[0]):
         cloudpickle.register_pickle_by_value(module)
+        _sent.add(name)
 
 
 @functools.lru_cache
@@ -205,16 +247,20 @@ def _is_importable(name: str) -> bool:
     return bool(os.path.realpath(found.origin or "") == os.path.realpath(loaded))
 
 
+_REDUCERS = {types.CodeType: _reduce_code, SentModule: _CLOUDPICKLES[types.ModuleType]}
+
+
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with tensors and byte buffers out of band, and with the causes of exceptions."""
 
     descriptors: list[Descriptor]  # those that were met
     small: SmallTensors | None  # takes the small tensors; None to send each by itself
+    defines: tuple[type, ...] = ()  # what of the program's modules can be looked up there where it is received
 
     @property
     def dispatch_table(self) -> dict[type, Any]:
         """Read once for each pickle. cloudpickle's own is a `ChainMap`: 1.5 µs for each object of a user's class."""
-        return copyreg.dispatch_table | _CLOUDPICKLES | {types.CodeType: _reduce_code}  # type: ignore[no-any-return]
+        return copyreg.dispatch_table | _CLOUDPICKLES | _REDUCERS  # type: ignore[no-any-return]
 
     def reducer_override(self, obj: object) -> object:
         if type(obj) is torch.Tensor:
@@ -234,8 +280,25 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, type | types.FunctionType) and not _is_known(obj):
             if obj.__module__ not in _settled:
                 _settle(obj.__module__)
-            return super().reducer_override(obj)
+            reduced = super().reducer_override(obj)
+            module = sys.modules.get(obj.__module__) if obj.__module__ in _sent else None
+            if isinstance(obj, self.defines) and getattr(module, obj.__qualname__, None) is obj:
+                make, arguments, state, *_, complete = reduced
+                return make, arguments, (complete, state), None, None, _define
+            return reduced
         return NotImplemented
+
+
+class _ClassPickler(Pickler):
+    """Refuses classes that mention data, which may be of any size."""
+
+    defines = (type,)
+
+    def reducer_override(self, obj: object) -> object:
+        package = type(obj).__module__.partition(".")[0]
+        if isinstance(obj, type | types.FunctionType) or package in sys.stdlib_module_names:
+            return super().reducer_override(obj)
+        raise pickle.PicklingError
 
 
 def dump_parts(

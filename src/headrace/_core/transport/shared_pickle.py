@@ -141,6 +141,8 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 class SharingPickler(Pickler):
     """A pickler with the reducers of `multiprocessing` and of `torch.multiprocessing`."""
 
+    defines = (type, types.FunctionType)
+
     def reducer_override(self, obj: object) -> object:
         if (reduced := reduce_unentered(obj, 5)) is not NotImplemented:
             return reduced

@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .DEFAULT_GOAL := help
 PARTS  := $(addprefix test-,faults unit-engine unit-data unit-others others contract)
 .PHONY: help demo test $(PARTS) test-integrations test-all coverage environment-integrations azurite parity-table
-.PHONY: lint bench bench-quick clean
+.PHONY: lint newest bench bench-quick clean
 
 # Without bytecode each of some hundred interpreters that tests start would compile headrace again, in half a second.
 unexport PYTHONDONTWRITEBYTECODE
@@ -83,6 +83,19 @@ lint: $(VENV)/.dev ## ruff, mypy, and the check of words
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/check_language.py
+
+# What users install today, but for torch, whose newest release is gigabytes, and a part of the tests: a minute.
+NEWEST   := $(VENV)/newest
+REQUIRED := $(shell sed -n '/^dependencies/,/^]/s/^ *\("[^";]*\).*/\1"/p' pyproject.toml | grep -v '"torch')
+WITH_NEWEST := test_loader.py transport/test_by_value.py transport/test_shared_pickle.py store/test_obstore_errors.py eventloop
+
+newest: $(VENV)/.dev ## some tests with the newest release of each required dependency
+	@rm -rf $(NEWEST)
+	@$(PIP) install --upgrade --target $(NEWEST) $(REQUIRED)
+	@newer=$$($(PIP) freeze --path $(NEWEST) | grep -vixFf constraints.txt | paste -sd " "); \
+	echo "Newer than in constraints.txt: $${newer:-nothing}"; \
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest $(addprefix tests/unit/,$(WITH_NEWEST)) || \
+	{ echo "That was with $${newer:-the releases of constraints.txt}"; exit 1; }
 
 bench: $(VENV)/.bench ## every benchmark, each against its limit in the same run
 	$(BIN)/python benchmarks/run_all.py

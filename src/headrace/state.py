@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
-from headrace._core.order.restore import merged
+from headrace._core.order.restore import of_all_ranks
 from headrace._core.order.state import states_from_dict, states_to_dict
 
 if TYPE_CHECKING:
@@ -19,14 +19,16 @@ __all__ = ["gather_state", "merge_states"]
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """One state of the states of all ranks, to be loaded on every rank, also of another number.
 
-    Needed for streams of which each rank reads other samples: those split by shards, and your own. What is left of the
-    epoch is divided among the new ranks: in the order in which the old ranks would have given out the samples, each to
-    the next rank in turn. Where the new number of ranks is no divisor of the old one, some ranks read more than they
-    give out, until the end of that epoch. States that are the same on all ranks (map-style datasets with ``seed=`` or
-    an `ElasticSampler`, streams split by samples) need not be merged; one of them is returned.
+    Needed for streams of which each rank reads other samples: those split by shards, and your own. As many ranks
+    continue exactly, each its own part. Among another number what is left of the epoch is divided: in the order in
+    which the old ranks would have given out the samples, each to the next rank in turn. Where the new number of ranks
+    is no divisor of the old one, some ranks read more than they give out, until the end of that epoch. States that are
+    the same on all ranks (map-style datasets with ``seed=`` or an `ElasticSampler`, streams split by samples) need not
+    be merged; one of them is returned.
 
     Args:
-        states: from `DataLoader.state_dict`, of each rank after the same number of batches, in any order.
+        states: from `DataLoader.state_dict`, of each rank after the same number of batches, in any order. A rank whose
+            part of a stream has ended before may have the state after its last batch, or after its loop.
 
     Raises:
         ValueError: there is no state.
@@ -41,17 +43,16 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     parsed = [states_from_dict(state) for state in states]
     if not parsed:
         raise ValueError("no state was given")
-    if len(parsed[0]) > 1:  # saved by a trainer, with those of all ranks
-        return merged(parsed[0]).to_dict()
-    return merged([state for state, *_ in parsed]).to_dict()
+    if all(len(each) > 1 for each in parsed):  # saved with those of all ranks
+        return states_to_dict(of_all_ranks(parsed[0]))
+    return states_to_dict(of_all_ranks([state for state, *_ in parsed]))
 
 
 def gather_state(loader: DataLoader[Any], group: torch.distributed.ProcessGroup | None = None) -> dict[str, Any]:
     """One state with those of all ranks of a loader, to be saved once and loaded on every rank.
 
-    The same number of ranks continues each its own part; another number divides what is left, as with `merge_states`.
-    A collective call: every rank of the group calls it, after the same batch, and gets the same state. Unlike it,
-    `DataLoader.state_dict` never communicates.
+    It is that of `merge_states`. A collective call: every rank of the group calls it, after the same batch or after the
+    end of its part, and gets the same state. Unlike it, `DataLoader.state_dict` never communicates.
 
     Args:
         loader: this rank's loader.
@@ -67,6 +68,4 @@ def gather_state(loader: DataLoader[Any], group: torch.distributed.ProcessGroup 
         group = loader._control.group if group is None else group
         gathered *= torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(gathered, gathered[0], group)
-    states = [state for each in gathered for state in states_from_dict(each)]
-    whole = merged(states)  # or an error, while it can still be corrected
-    return states_to_dict(states) if states[0].rank is not None else whole.to_dict()
+    return merge_states(gathered)

@@ -122,8 +122,6 @@ class Epoch:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
         saved = [self.saved_at(f"{prefix}-{rank}", kill_at) for rank in range(ranks)]
-        if self.is_merged and not all(each["given"] for each in saved) and not all(ended):
-            return False  # states of ranks without a batch cannot be merged: the job has no new checkpoint
         self.states = [each["state"] for each in saved]
         self.given += [sample for each in saved for sample in each["given"]]
         return all(ended)

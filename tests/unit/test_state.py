@@ -56,8 +56,8 @@ TARS = {f"{shard}.tar": tar_bytes(shard, N // 6) for shard in range(6)}
 STORE = in_memory(TARS)
 
 
-def tars(**options):
-    dataset = hr.TarDataset(list(TARS), store=STORE, remainder="keep", chunk_bytes=1000, **options)
+def tars(remainder="keep", **options):
+    dataset = hr.TarDataset(list(TARS), store=STORE, remainder=remainder, chunk_bytes=1000, **options)
     return dataset.map(number_of)
 
 
@@ -131,6 +131,24 @@ def test_the_rest_of_an_epoch_is_divided_among_the_new_ranks(name, before, after
 
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict", "ignore:each of .* ranks reads all")
+@pytest.mark.parametrize("name", [*STREAMS, "counted shards"])
+def test_as_many_ranks_continue_each_its_own_part_also_when_some_have_ended(name, run):
+    """5 ranks have 4 batches, or 3, some of them incomplete; others divide what is left."""
+    make = STREAMS.get(name, lambda: tars("drop", shuffle=True, counts=[N // 6] * 6))
+    whole, _ = run(make, 5, batch_size=3)
+    for steps in range(6):
+        given, states = run(make, 5, steps, batch_size=3)
+        if all(state["state"][0]["epoch"] for state in states):
+            break
+        state = json.loads(json.dumps(merge_states(reversed(states))))
+        rest, _ = run(make, 5, batch_size=3, state=state)
+        assert [[*first, *second] for first, second in zip(given, rest, strict=True)] == whole
+        rest, _ = run(make, 3, state=state)
+        if "shuffled shards" not in name and name != "counted shards":
+            assert sorted(itertools.chain(*given, *rest)) == list(range(N))
+
+
+@pytest.mark.filterwarnings("ignore:.* has no state_dict", "ignore:each of .* ranks reads all")
 @pytest.mark.parametrize("name", STREAMS)
 def test_rank_that_continued_from_a_merged_state_is_restored_alone(name, as_rank, run):
     _, states = run(STREAMS[name], 3, 1)
@@ -191,14 +209,15 @@ def test_dataset_with_a_state_that_cannot_be_copied_is_an_error_where_ranks_are_
 
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")
-def test_states_of_ranks_without_a_batch_since_a_restore(run):
-    """All of them are the state that was restored; with others, they cannot be merged."""
-    state = merge_states(run(Own, 2, 2)[1])
-    again = merge_states(run(Own, 3, 0, state=state)[1])
-    given, _ = run(Own, 4, state=again)
-    assert sorted(itertools.chain(*given)) == list(range(8, N))
-    with pytest.raises(StateError, match=r"the ranks \[1\] have not given out a batch since they began"):
-        merge_states(run(Own, 3, (1, 0, 1), state=state)[1])
+@pytest.mark.parametrize("make", [Own, STREAMS["shards"], STREAMS["split in the middle"]])
+def test_states_of_ranks_without_a_batch_since_a_restore(run, make):
+    state = merge_states(run(make, 2, 2)[1])
+    before = set(range(N)) - set(itertools.chain(*run(make, 1, state=state)[0]))
+    for batches in (0, (1, 0, 1)):
+        given, states = run(make, 3, batches, state=state)
+        for ranks in (3, 4):
+            rest, _ = run(make, ranks, state=merge_states(states))
+            assert sorted([*before, *itertools.chain(*given, *rest)]) == list(range(N))
 
 
 def given_ranks(make):

@@ -158,8 +158,8 @@ def test_state_of_another_rank_is_refused(monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
         return saved_after(DataLoader(Remembering(), 2), 2)[1]
 
-    alone, second = state_of(0, 1), state_of(1, 2)
-    for state, message in ((alone, "rank 0 of 1, and this is rank 1 of 3.*merge_states"), (second, "rank 1 of 2")):
+    first, second = state_of(0, 2), state_of(1, 2)
+    for state, message in ((first, "rank 0 of 2, and this is rank 1 of 3.*merge_states"), (second, "rank 1 of 2")):
         monkeypatch.setenv("WORLD_SIZE", "3")
         restored = DataLoader(Remembering(), 2)
         restored.load_state_dict(state)

@@ -93,17 +93,6 @@ def test_every_sample_is_given_once(worlds, options):
             check_given(keys(stages), worlds[0], options.get("buffer_size", 0), lost=lost)
 
 
-@pytest.mark.parametrize("split", ["shards", "samples"])
-def test_as_many_ranks_as_before_continue_their_shuffle_buffers(split):
-    def make(rank, world):
-        return tar_reader(rank, world, remainder="keep", buffer_size=4, split=split)
-
-    whole = read_in_stages(make, [3], [])[0]
-    for step in range(0, 9, 2):
-        begun, rest = read_in_stages(make, [3, 3], [step])
-        assert [[*first, *second] for first, second in zip(begun, rest, strict=True)] == whole
-
-
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 def test_readers_change_several_times(remainder):
     for steps in ((0, 3, 0), (3, 0, 3), (3, 3, 3)):

@@ -210,7 +210,7 @@ class LoaderControl:
 
     def batches_left(self, loader: TorchLoader, rank: RankInfo) -> int | None:
         """The number of batches of the restored epoch that are left on this rank; None if it is unknown."""
-        state = of_rank(self.resumed, rank)
+        state = of_rank(self.resumed, rank, remainder_of(self.spec.source))
         with self.counted():
             before = batches_before(loader, self._order(loader), state, rank)
             return None if before is None else len(loader) - before
@@ -296,7 +296,8 @@ class LoaderControl:
         seed, stream = self.spec.options["seed"], self.spec.kind.is_iterable
         if self.spec.options["data_parallel"] is not None:
             check_data_parallel(loader, rank, seed=seed, stream=stream)
-        resumed = of_rank(self.resumed, rank) if self.resumed else None
+        remainder = remainder_of(self.spec.source)
+        resumed = of_rank(self.resumed, rank, remainder) if self.resumed else None
         epoch = self._next_epoch if resumed is None else resumed.epoch
         check_stream(self.spec, rank, loader.num_workers, self._checked)
         # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in the state.
@@ -323,7 +324,7 @@ class LoaderControl:
         else:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=base_seed)
         begun = begun._replace(lanes=self._lanes.of_epoch(continued))
-        spec = epoch_spec(begun, order, drawn, rank, remainder=remainder_of(self.spec.source))
+        spec = epoch_spec(begun, order, drawn, rank)
         if resumed is None and self.progress is not None:  # what the dataset has already
             spec = replace(spec, begun=begun._replace(streams=self.progress.kept_streams))
         return spec

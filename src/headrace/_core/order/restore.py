@@ -17,7 +17,7 @@ from headrace._core.order.samplers import CursorSampler
 from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.order.state import Fingerprint, LoaderState
 from headrace._core.ranks.distributed import Remainder, ShardOptions, check_given_rank
-from headrace._core.ranks.rankinfo import RankInfo
+from headrace._core.ranks.rankinfo import OF_STATE, RankInfo
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import DatasetKind, splits_by_rank
 from headrace._core.streams.operators import divided_state
@@ -211,13 +211,8 @@ def epoch_spec(
     order: EpochOrder,
     drawn: tuple[Iterator[Any], int, int | None],
     rank: RankInfo,
-    *,
-    remainder: Remainder,
 ) -> EpochSpec:
-    """The epoch with the state `begun`, of what `EpochSeeds` has drawn.
-
-    `remainder` is a stream's policy for samples that cannot be divided equally.
-    """
+    """The epoch with the state `begun`, of what `EpochSeeds` has drawn."""
     origin, ranks = 0, 1
     place, stride, block = rank.rank, rank.world_size, 1
     if order.shared:
@@ -232,7 +227,7 @@ def epoch_spec(
             origin = max(begun.cursor, origin + read * of_rank * begun.ranks)
     session = SessionStart(
         batch=begun.batches,
-        streams=_streams(begun, order, rank, remainder),
+        streams=_streams(begun, order, rank),
         next_worker=begun.next_worker,
         delivered=tuple(
             sorted((range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3), key=min)
@@ -244,18 +239,17 @@ def epoch_spec(
     return EpochSpec(begun, order, *drawn, rank, session, origin, ranks, first, stride, block)
 
 
-def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
+def of_rank(states: Sequence[LoaderState], rank: RankInfo, remainder: Remainder) -> LoaderState:
     """The state to continue from on this rank: that of all ranks, its own, or those of other numbers of ranks merged.
 
-    Without the last batch's indices, where those are another rank's.
+    Without the last batch's indices, where those are another rank's. `remainder` is as for `merged`.
 
     Raises:
         StateError: there are the states of another number of ranks, which cannot be merged.
     """
-    if len(states) == 1:
-        (saved,) = states
-    else:
-        saved = states[rank.rank] if len(states) == rank.world_size else merged(states)
+    saved = states[0]
+    if saved.rank is not None and len(states) == saved.ranks:
+        saved = states[rank.rank] if saved.ranks == rank.world_size else merged(states, remainder)
     if saved.last_indices is not None and (saved.last_indices[2], saved.ranks) != (rank.rank, rank.world_size):
         saved = saved._replace(last_indices=None)
     return saved
@@ -280,14 +274,29 @@ def batches_before(loader: TorchLoader, order: EpochOrder, state: LoaderState, r
     return batches - (left // of_batch if loader.drop_last else -(-left // of_batch))
 
 
-def merged(states: Sequence[LoaderState]) -> LoaderState:
-    """One state for all ranks, of the states of every rank.
+def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
+    """The states of all ranks, in their order; one of them where they are the same.
+
+    A rank whose epoch has ended before that of others has saved the state before the next one: of its part of a stream
+    nothing is left.
 
     Raises:
-        StateError: they are not of all ranks of one run at the same epoch.
+        StateError: they are not of all ranks of one run at the same epoch, or cannot be merged.
     """
-    first = states[0]
-    for state in states[1:]:
+    epoch = min(state.epoch for state in states)
+    at_end = [state.epoch == epoch + 1 and state.is_between_epochs and _of_stream(state) for state in states]
+    begun = [state for state, over in zip(states, at_end, strict=True) if not over]
+    first = begun[0]
+    ended = [  # with the states of users' datasets, for later epochs
+        state._replace(
+            **{name: getattr(first, name) for name in ("epoch", "batches", "cursor", "samples", "lanes", "base_seed")},
+            over=not state.streams,
+            streams={reader: {**stream, "ended": True} for reader, stream in state.streams.items()},
+        )
+        for state, over in zip(states, at_end, strict=True)
+        if over
+    ]
+    for state in (*begun, *ended):
         differences = first.fingerprint.differences(state.fingerprint)
         for name, old, new in (
             ("epoch", state.epoch, first.epoch),
@@ -298,40 +307,62 @@ def merged(states: Sequence[LoaderState]) -> LoaderState:
                 differences.append(f"{name} was {old}, and is {new}")
         if differences:
             raise StateError(f"states of different runs cannot be merged: {'; '.join(differences)}")
-    if all(state.rank is None for state in states):
-        cursors = sorted({(state.cursor, state.batches) for state in states})
-        if len(cursors) > 1:
+    if all(state.rank is None for state in begun):
+        left = [state for state in begun if not _is_at_end(state)] or [max(begun, key=lambda state: state.cursor)]
+        if len({state.cursor for state in left}) > 1 or len({state.batches for state in begun}) > 1:
+            cursors = sorted({(state.cursor, state.batches) for state in begun})
             raise StateError(f"the ranks were not at the same batch: (cursor, batches) were {cursors}")
-        return first
-    ranks = sorted(-1 if state.rank is None else state.rank for state in states)
+        return (left[0],)
+    missing = iter(sorted(set(range(first.ranks)) - {state.rank for state in states}))
+    ended = [state if state.rank is not None else state._replace(rank=next(missing, None)) for state in ended]
+    ordered = sorted((*begun, *ended), key=lambda state: -1 if state.rank is None else state.rank)
+    ranks = [state.rank for state in ordered]
     if ranks != list(range(first.ranks)):
         raise StateError(f"states of all {first.ranks} ranks are needed, but these are of the ranks {ranks}")
-    ordered = sorted(states, key=lambda state: state.rank or 0)
-    of_stream = first.fingerprint.order == "stream"
-    if not of_stream or first.fingerprint.readers or any(state.delivered for state in states):
+    merged(ordered)  # or an error, while it can still be corrected
+    return tuple(ordered)
+
+
+def _of_stream(state: LoaderState) -> bool:
+    return state.fingerprint.order == "stream"
+
+
+def _is_at_end(state: LoaderState) -> bool:
+    return state.over or any(stream.get("ended") is True for stream in state.streams.values())
+
+
+def merged(states: Sequence[LoaderState], remainder: Remainder = "keep") -> LoaderState:
+    """One state for any number of ranks, of the states of all ranks, in their order.
+
+    `remainder` is a stream's policy for samples that cannot be divided equally.
+
+    Raises:
+        StateError: what is left cannot be divided.
+    """
+    first = next((state for state in states if not state.over), states[0])
+    if not _of_stream(first) or first.fingerprint.readers is not None or any(state.delivered for state in states):
         raise StateError(
-            "these states cannot be merged: each rank had an order of its own, batches out of order, or a stream that "
-            "workers read. Load each on its own rank; or use seed=, an ElasticSampler or a stream of headrace, with "
+            "these states cannot be merged: each rank had an order of its own, batches out of order, or a torch "
+            "IterableDataset. Load each on its own rank; or use seed=, an ElasticSampler or a stream of headrace, with "
             "in_order=True"
         )
-    if not any(state.streams for state in ordered):  # nothing was read since the epoch began, or was restored
+    if not any(state.streams or state.over for state in states):  # nothing was read since it began, or was restored
         return first._replace(rank=None)
-    lanes_of_rank = first.lanes or 1
-    readers = _readers(lanes_of_rank)
-    if late := [number for number, state in enumerate(ordered) if not state.streams.keys() >= set(readers)]:
-        raise StateError(
-            f"the ranks {late} have not given out a batch since they began, or were restored, or not one of each lane: "
-            f"save the states after {lanes_of_rank} steps or more"
-        )
-    streams = [state.streams[reader] for reader in readers for state in ordered]
-    parts = [expect(state, "stream", dict) for state in streams]
+    streams: list[Mapping[str, object]] = []
+    lanes = first.lanes or 1
+    read = [_divided(state, RankInfo(rank, first.ranks, OF_STATE)) for rank, state in enumerate(states)]
+    for reader in _readers(lanes):
+        for state, of_rank in zip(states, read, strict=True):
+            stream = of_rank.get(reader, {"stream": None})
+            if state.over or stream.get("ended") is True or stream.get("repeats") is True:
+                stream = {"position": _position(stream), "stream": None, "ended": True}
+            streams.append({**stream, "ranks": first.ranks, "remainder": remainder})
     from headrace._core.shards.division import is_part_state, merge_part_states  # with the stores, for restoring only
 
-    if all(map(is_part_state, parts)):
-        position = max(map(_position, streams)) * lanes_of_rank
+    parts: list[Any] = [stream["stream"] for stream in streams]
+    if any(parts) and all("ended" in stream or is_part_state(stream["stream"]) for stream in streams):
+        position = max(map(_position, streams)) * lanes
         streams = [{"position": position, "stream": merge_part_states(parts)}]
-    else:
-        streams = [{**state, "ranks": first.ranks} for state in streams]
     return first._replace(
         rank=None,
         cursor=max(state.cursor for state in states),
@@ -349,26 +380,24 @@ def _readers(lanes: int) -> Sequence[int | None]:
     return range(lanes) if lanes > 1 else (None,)
 
 
-def _streams(
-    begun: LoaderState, order: EpochOrder, rank: RankInfo, remainder: Remainder
-) -> Mapping[int | None, Mapping[str, object]]:
-    lanes = begun.lanes or 1
-    if begun.merged:
-        from headrace._core.shards.division import is_part_state  # as above
-
-        states = [expect(state, "stream", dict) for state in begun.merged]
-        if is_part_state(states[0]):
-            merged: Mapping[str, object] = {"position": 0, "stream": states[0]}
-            return {**dict.fromkeys(_readers(lanes), merged), **begun.streams}
-        divided: dict[int | None, Mapping[str, object]] = {}
-        for number in range(lanes):
-            new = ShardOptions(number * rank.world_size + rank.rank, lanes * rank.world_size)
-            state = divided_state(states, max(1, expect(begun.merged[0], "ranks", int)), new, remainder)
-            divided[number if lanes > 1 else None] = {"position": 0, "stream": state}
-        return {**divided, **begun.streams}
-    if order.first_sample == begun.samples:
-        return begun.streams
+def _streams(begun: LoaderState, order: EpochOrder, rank: RankInfo) -> Mapping[int | None, Mapping[str, object]]:
+    if begun.merged or order.first_sample == begun.samples:
+        return _divided(begun, rank)
     return {worker: {**state, "position": 0} for worker, state in begun.streams.items()}
+
+
+def _divided(begun: LoaderState, rank: RankInfo) -> Mapping[int | None, Mapping[str, object]]:
+    """The states of the streams of one rank; its part of those that were merged where it has read nothing since."""
+    if not begun.merged:
+        return begun.streams
+    readers = _readers(begun.lanes or 1)
+    divided: dict[int | None, Mapping[str, object]] = {}
+    for number, reader in enumerate(readers):
+        new = ShardOptions(number * rank.world_size + rank.rank, len(readers) * rank.world_size)
+        one_for_all = "ranks" not in begun.merged[0]
+        state = expect(begun.merged[0], "stream", dict) if one_for_all else divided_state(begun.merged, new)
+        divided[reader] = {"position": 0, "stream": state}
+    return {**divided, **begun.streams}
 
 
 def _position(stream: Mapping[str, object]) -> int:

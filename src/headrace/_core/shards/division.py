@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace._core.ranks.distributed import Remainder
 from headrace._core.shards.discovery import Shard
@@ -240,9 +240,9 @@ def _deal_samples(left: Sequence[Part], counts: Sequence[int], readers: int, rem
         yield Dealt(parts, length)
 
 
-def is_part_state(state: State) -> bool:
-    """Whether a state is that of a reader of a stream of parts, or merged of all its readers."""
-    return state.keys() >= {"of", "reader", "divisions"}
+def is_part_state(state: Any) -> bool:
+    """Whether a state is that of a reader of a stream of parts."""
+    return isinstance(state, Mapping) and state.keys() >= {"of", "divisions"} and state.get("reader") is not None
 
 
 def reader_of(state: State) -> tuple[int, Readers]:
@@ -257,20 +257,22 @@ def reader_of(state: State) -> tuple[int, Readers]:
     return index, Readers(count, ranks)
 
 
-def merge_part_states(states: Sequence[State]) -> State:
+def merge_part_states(states: Sequence[State | None]) -> State:
     """Merge the states of the readers of a stream: each reader that loads it continues with its share of what is left.
 
-    The states are of the iterators of all readers at the same time, in order; the result is the same for each new one.
-    What was in a shuffle buffer is read again from the start of the buffer's window, so that up to a buffer of samples
-    of each reader is given again; as many readers as before continue from their own positions in place of that.
+    The states are of the iterators of all readers at the same time, in order, None where nothing is left; the result is
+    the same for each new one. What was in a shuffle buffer is read again from the start of the buffer's window, so that
+    up to a buffer of samples of each reader is given again.
 
     Raises:
         StateError: the states are not of all readers of one stream in one epoch.
     """
-    first = states[0]
+    first = next(state for state in states if state is not None)
     of, divisions = expect(first, "of", dict), expect(first, "divisions", list)
     _, readers = reader_of(first)
     for index, state in enumerate(states):
+        if state is None:
+            continue
         if reader_of(state) != (index, readers._replace(number=len(states))):
             raise StateError(
                 f"state {index} of {len(states)} is of reader {state.get('reader')}: merge those of all ranks"
@@ -285,6 +287,9 @@ def merge_part_states(states: Sequence[State]) -> State:
     leaves: list[State] = []
     left = 0
     for state in states:
+        if state is None:
+            opened.append(_ALL)
+            continue
         stream, given, again = expect(state, "stream", dict), 0, False
         if stream.get("operation") == "shuffle":
             given = expect(stream, "given", int) - expect(stream, "errors", int)
@@ -318,7 +323,6 @@ def merge_part_states(states: Sequence[State]) -> State:
         "divisions": [*divisions, division.to_state()],
         "reader": None,
         "stream": leaves[0] if by_sample else None,
-        "own": [state["stream"] for state in states] if of.get("buffer_size") else None,
     }
 
 

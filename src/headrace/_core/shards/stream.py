@@ -214,20 +214,16 @@ class PartIterator(ResumableIterator[T_co]):
         self._fixed = None
         position = state.get("stream")
         if state.get("reader") is None:  # merged of all readers
-            if state.get("own") is None or not self._divisions or self._divisions[-1].readers != self._readers:
-                self._samples = self._start(None if position is None else expect(state, "stream", dict))
-                return
-            self._divisions.pop()
-            position = expect(state, "own", list, length=self._readers.number)[self._shard.index]
-        else:
-            index, readers = reader_of(state)
-            if not stream.divides_samples and (index, readers) != (self._shard.index, self._readers):
-                raise StateError(
-                    f"the state does not fit this {name}: it was saved by reader {index} of {readers.number} "
-                    f"({readers.ranks} ranks), and this is reader {self._shard.index} of {self._readers.number} "
-                    f"({self._readers.ranks} ranks). Readers are ranks, or the workers of ranks in a torch loader. For "
-                    f"another number of them, merge the states of all ranks by headrace.merge_states"
-                )
+            self._samples = self._start(None if position is None else expect(state, "stream", dict))
+            return
+        index, readers = reader_of(state)
+        if not stream.divides_samples and (index, readers) != (self._shard.index, self._readers):
+            raise StateError(
+                f"the state does not fit this {name}: it was saved by reader {index} of {readers.number} "
+                f"({readers.ranks} ranks), and this is reader {self._shard.index} of {self._readers.number} "
+                f"({self._readers.ranks} ranks). Readers are ranks, or the workers of ranks in a torch loader. For "
+                f"another number of them, merge the states of all ranks by headrace.merge_states"
+            )
         self._samples = self._start()
         self._samples.load_state_dict(expect({"stream": position}, "stream", dict))
 

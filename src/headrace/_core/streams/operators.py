@@ -506,12 +506,13 @@ def _start_for(dataset: AsyncIterable[T], state: State) -> ResumableIterator[T]:
     return cast(ResumableIterator[T], Merged(dataset, share, cast(Remainder, state.get("remainder"))))
 
 
-def divided_state(states: Sequence[State], ranks: int, new: ShardOptions, remainder: Remainder) -> State:
+def divided_state(states: Sequence[Mapping[str, object]], new: ShardOptions) -> State:
     """The state from which one of the new readers (ranks, or lanes of ranks) continues.
 
     The states are of each old reader, in order: those of all ranks in their first lane, then in their second, …; new
-    readers are numbered in the same order.
+    readers are numbered in the same order. Each has the number of old ranks, and the policy `remainder`.
     """
+    ranks, remainder = max(1, expect(states[0], "ranks", int)), expect(states[0], "remainder", str)
     groups = math.gcd(len(states), new.count)
     group = new.index % groups
     share = [new.index // groups, new.count // groups]
@@ -522,8 +523,8 @@ def divided_state(states: Sequence[State], ranks: int, new: ShardOptions, remain
         "lanes": len(states) // ranks,
         "turn": 0,
         "numbers": numbers,
-        "ended": [False] * len(numbers),
-        "inner": [states[number] for number in numbers],
+        "ended": ["ended" in states[number] for number in numbers],
+        "inner": [states[number]["stream"] for number in numbers],
     }
     inner: State = {"operation": Split.operation, "world_size": share[1], "ended": False, "inner": readers}
     policy = "pad" if remainder == "repeat" else remainder  # the first samples were given out before

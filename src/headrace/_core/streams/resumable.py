@@ -424,7 +424,8 @@ class StreamOperation(ResumableIterator[T]):
             for number, saved in enumerate(expect(state, "inner", list, length=len(inner) or None)):
                 if number == len(inner):
                     inner.append(self._open(number, saved))
-                inner[number].load_state_dict(saved)
+                if saved is not None:  # otherwise nothing was read of it
+                    inner[number].load_state_dict(saved)
         elif inner is not None or state.get("inner") is not None:
             saved = expect(state, "inner", dict)
             self._inner = self._open(0, saved) if inner is None else inner

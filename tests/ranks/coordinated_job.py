@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 import warnings
 
 import torch
@@ -198,6 +199,47 @@ def one_leaves(store):
         return error_of(lambda: list(iterator))
 
 
+class Announcing(Uneven):
+    """The same number on all ranks; sets an event when some batches are ready."""
+
+    read = threading.Event()
+
+    async def __aiter__(self):
+        for number in range(40):
+            if number == 12:
+                self.read.set()
+            yield (number, False)
+
+
+def left_at_different_steps():
+    """Rank 0 leaves after 3 steps, the others after 4, while all of them are granted; the next epoch is an error."""
+
+    def steps():
+        for step, _ in enumerate(coordinated, 1):
+            Announcing.read.wait()
+            if step == 3 + (RANK > 0):
+                break
+        return [sum(1 for _ in coordinated)]
+
+    with loader(Announcing(), placement="thread", num_workers=1, prefetch_factor=16) as coordinated:
+        return error_of(steps)
+
+
+def gathered_in_the_tail():
+    """The state of step 8, when rank 1 has ended, and one of step 17, when both have; each then runs two epochs."""
+    with hr.DataLoader(Uneven()) as alone:
+        iterator, states = iter(alone), []
+        for _ in range(18):
+            next(iterator, None)
+            states.append(hr.gather_state(alone))
+    found = []
+    for state in (states[8], states[17]):
+        again = hr.DataLoader(Uneven())
+        again.load_state_dict(state)
+        found += epochs(again)
+    return found
+
+
 def one_closes():
     coordinated = loader(Uneven())
     iterator = iter(coordinated)
@@ -265,6 +307,8 @@ def scenarios(store):
         yield f"replaced, {workers}", lambda: replaced([*range(64)], sampler=sampler, num_workers=workers)  # noqa: B023
         stream = Numbers().take(64).split()
         yield f"replaced in a stream, {workers}", lambda: replaced(stream, num_workers=workers)  # noqa: B023
+    yield "gathered in the tail", gathered_in_the_tail
+    yield "left at different steps", left_at_different_steps
     yield "one leaves", lambda: one_leaves(store)
     yield "one closes", one_closes
     yield "one fails", one_fails

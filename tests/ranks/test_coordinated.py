@@ -70,12 +70,17 @@ def test_rank_whose_batches_lose_all_samples_takes_as_many_steps_as_the_other(tw
 
 def test_rank_that_leaves_the_epoch_or_closes_its_loader_is_an_error_on_all(two):
     for rank in two:
-        kind, _, message = rank["one leaves"]
-        assert kind == "CoordinationError"
-        assert "not at the same step" in message
+        for scenario in ("one leaves", "left at different steps"):
+            kind, _, message = rank[scenario]
+            assert kind == "CoordinationError"
+            assert "not at the same step" in message
     kind, named, _ = two[0]["one closes"]
     assert (kind, named) == ("CoordinationError", [1])
     assert two[1]["one closes"][0] == "LoaderClosedError"
+
+
+def test_state_gathered_after_one_rank_has_ended_continues_the_other(two):
+    assert [rank["gathered in the tail"] for rank in two] == [[8, 17, 17, 17], [0, 5, 5, 5]]
 
 
 def test_error_that_ends_the_epoch_of_one_rank_is_named_on_the_others_in_each_epoch(two):

@@ -52,6 +52,7 @@ def begin_agreement(
         groups.append(StepGroup(parent))  # waits for all ranks
     (group,) = groups
     group.epoch += 1
+    group.before += group.made - group.granted
     group.made = group.granted = 0
     group.timeout = timeout
     return group
@@ -76,7 +77,8 @@ class StepGroup:
         parent: the group of these ranks.
         gloo: it, while it is open, and no collective has failed.
         epoch: the number of epochs begun with it.
-        made: steps of this epoch.
+        before: steps that this rank has made in earlier ones.
+        made: steps of this epoch, `granted` ones among them.
         granted: steps that all ranks make before they agree again.
         timeout: seconds to wait for the other ranks; None for 30 minutes.
 
@@ -87,7 +89,7 @@ class StepGroup:
     def __init__(self, parent: ProcessGroup) -> None:
         self.parent = parent
         self._rank, self._size = parent.rank(), parent.size()
-        self.epoch = self.made = self.granted = 0
+        self.epoch = self.before = self.made = self.granted = 0
         self.timeout: float | None = None
         ranks = tuple(torch.distributed.get_process_group_ranks(parent))
         digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
@@ -117,7 +119,8 @@ class StepGroup:
 
     @property
     def _position(self) -> list[int]:
-        return [self.epoch, -self.epoch, self.made, -self.made]
+        steps = self.before + self.made
+        return [self.epoch, -self.epoch, steps, -steps]
 
     def propose(self, steps: int) -> None:
         """Propose that all ranks make so many steps, 0 to end the epoch: begins to find the least of each value.
@@ -156,8 +159,8 @@ class StepGroup:
             self.close()
             raise CoordinationError(
                 f"coordinated=True: the ranks are not at the same step: this one is in iteration {self.epoch} of its "
-                f"loader after {self.made} steps, others are in iterations {least[0]} to {-least[1]}, after {least[2]} "
-                f"to {-least[3]} steps. Let all ranks leave an epoch at the same step."
+                f"loader after {self.before + self.made} steps in all, others are in iterations {least[0]} to "
+                f"{-least[1]}, after {least[2]} to {-least[3]} steps. Let all ranks leave an epoch at the same step."
             )
         self.granted = steps
         self.made += steps

@@ -107,7 +107,7 @@ def interrupted(loader, interrupt):
 def of_dataset(report, loader):
     """Two epochs, a state in the third, and losses."""
     report["two epochs"] = [digest(loader), digest(loader)]
-    assert loader.stats().placement == "ray: RayPlacement(engines=2)"
+    assert loader.stats().placement.startswith("ray: RayPlacement(engines=2, ")
     assert len(engine_actors()) == 2
     iterator = iter(loader)
     for _ in range(3):
@@ -178,13 +178,14 @@ def engines(address, folder, pattern):
     with pytest.raises(hr.errors.EngineStartError) as caught:
         next(iter(made_loader(placement=large)))
     assert str(caught.value).startswith("0 of 2 engines run 0.5 seconds after they were asked for")
-    assert "each asks for 5 CPU; the cluster of 1 node has 4 CPU, of which 4 CPU are free" in str(caught.value)
+    assert "free for RayPlacement(engines=2, cpus_per_engine=5, min_engines=None" in str(caught.value)
     report = {}
     made = functools.partial(made_loader, placement=hr.RayPlacement(engines=2))
     check_collected_by_ray(folder, made, functools.partial(of_dataset, report))
     with made_stream_loader(pattern, placement=hr.RayPlacement(engines=2)) as stream:
         report["stream"] = interrupted(stream, kill_actor)
-        assert stream.stats().placement == "ray: RayPlacement(engines=2), 2 lanes"
+        assert stream.stats().placement.startswith("ray: RayPlacement(engines=2, ")
+        assert stream.stats().placement.endswith(", 2 lanes")
     # Begins with the two of three engines that there is room for. Five times the store goes through it.
     few = hr.RayPlacement(engines=3, cpus_per_engine=2, min_engines=1)
     options = {"transform": enlarged, "concurrency": 4, "placement": few}  # some 30 MB of batches at once

@@ -39,16 +39,16 @@ class RayPlacement:
     Example:
         >>> import headrace as hr
         >>> hr.RayPlacement(engines=4, cpus_per_engine=2, min_engines=2)
-        RayPlacement(engines=4, cpus_per_engine=2, min_engines=2)
+        RayPlacement(engines=4, cpus_per_engine=2, min_engines=2, resources=None, options={})
     """
 
     engines: int = 1
     cpus_per_engine: float = 1
     min_engines: int | None = None
-    start_timeout: float = START_TIMEOUT
-    scheduling_strategy: Any = "SPREAD"
+    start_timeout: float = field(default=START_TIMEOUT, repr=False)
+    scheduling_strategy: Any = field(default="SPREAD", repr=False)
     resources: Mapping[str, float] | None = None
-    runtime_env: Mapping[str, Any] | None = None
+    runtime_env: Mapping[str, Any] | None = field(default=None, repr=False)  # it may have credentials
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,9 +64,3 @@ class RayPlacement:
     def least(self) -> int:
         """The number of engines with which an epoch begins."""
         return self.engines if self.min_engines is None else self.min_engines
-
-    def __repr__(self) -> str:
-        plain = RayPlacement()
-        given = [(name, getattr(self, name)) for name in self.__dataclass_fields__]
-        shown = [f"{name}={value!r}" for name, value in given if value != getattr(plain, name)]
-        return f"RayPlacement({', '.join(shown)})"

@@ -33,7 +33,7 @@ class Quorum:
 
     least: int
     seconds: float  # for which fewer may run, before the epoch ends with an error
-    shortage: Callable[[], str]  # says what the others wait for
+    shortage: str  # what the others wait for, and how to see it
 
 
 class EngineGroup(Link):
@@ -98,7 +98,7 @@ class EngineGroup(Link):
                 self._links[engine].send(message)
             else:
                 short = self._quorum is not None and len(self._running) < self._least
-                why = self._quorum.shortage() if self._quorum is not None and short else "others have ended"
+                why = self._quorum.shortage if self._quorum is not None and short else "others have ended"
                 self.messages.append(Status(f"batch {message.number} waits for an engine: {why}"))
         else:
             self._standing[type(message)] = message
@@ -195,9 +195,8 @@ class EngineGroup(Link):
             if self._deadline is None:
                 self._deadline = time.monotonic() + quorum.seconds
             elif time.monotonic() >= self._deadline:
-                running, shortage = len(self._running), quorum.shortage()
-                counts = {"running": running, "engines": self._engines, "least": self._least}
-                self._end(EngineStartError(**counts, seconds=quorum.seconds, shortage=shortage))
+                counts = {"running": len(self._running), "engines": self._engines, "least": self._least}
+                self._end(EngineStartError(**counts, seconds=quorum.seconds, shortage=quorum.shortage))
             return
         self._least, self._deadline = 1, None  # the epoch has begun: one is enough from now on
         for number, plans in self._dealer.deal(sorted(self._running)).items():

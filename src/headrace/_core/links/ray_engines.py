@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -42,7 +40,6 @@ _CALLS = 10_000  # of an actor at once: one for each plan of the look-ahead
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.NodeDiedError)
 
 _MOMENTS = ("admitted", "began", "fetched", "work_began", "work_ended", "assembled")  # of `StageTimes`
-_IDENTITY = re.compile(r"\w+: \S+$")  # a line of an error of Ray's: class_name: EngineActor
 
 
 class RayEngines(Placement):
@@ -96,7 +93,8 @@ class RayEngines(Placement):
             return RayLink(engine, actor, opening, self._lost.append)
 
         asked = self._placement
-        quorum = Quorum(min(asked.least, self._engines), asked.start_timeout, functools.partial(_shortage, asked))
+        shortage = f"`ray status` shows what is free for {asked!r}"
+        quorum = Quorum(min(asked.least, self._engines), asked.start_timeout, shortage)
         return Session(link_to(config, connect, self._engines, first=start.batch, quorum=quorum))
 
     def _end(self) -> None:
@@ -164,7 +162,7 @@ class RayLink(Link):
             future = answers.popleft()
             error = future.exception()
             if isinstance(error, _LOST):
-                self._lose(_reason(error))
+                self._lose(" ".join(f"{type(error).__name__}: {error}".split()))
             elif error is not None:
                 self._end(SessionEnd(error))
             elif (answer := future.result()) is not None:
@@ -256,24 +254,6 @@ def _check_connected() -> None:
         )
 
 
-def _shortage(asked: RayPlacement) -> str:
-    """What each engine asks for, and what the cluster has, in words."""
-    wanted = {"CPU": asked.cpus_per_engine, **(asked.resources or {})}
-    options = {"GPU": asked.options.get("num_gpus"), "memory": asked.options.get("memory")}
-    wanted |= {resource: amount for resource, amount in options.items() if amount}
-
-    def amounts(of: dict[str, Any]) -> str:
-        return ", ".join(f"{of.get(name, 0):g} {name}" for name in wanted)
-
-    text = f"each asks for {amounts(wanted)}"
-    with contextlib.suppress(Exception):  # the cluster does not answer, which Ray reports by itself
-        free, all_ = ray.available_resources(), ray.cluster_resources()
-        nodes = sum(node["Alive"] for node in ray.nodes())
-        text += f"; the cluster of {nodes} node{'s' if nodes != 1 else ''} has {amounts(all_)}, of which "
-        text += f"{amounts(free)} are free"
-    return text
-
-
 def _kill(actor: Any) -> None:
     with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it has ended
         ray.kill(actor)
@@ -284,10 +264,3 @@ def _packed(config: EngineConfig, obj: object) -> Packed:
         return pack(dump_message(obj))
     except Exception as error:
         name_unpicklable(config, error)
-
-
-def _reason(error: BaseException) -> str:
-    """How an engine was lost, from Ray's error; Ray prints its advice by itself."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    sentences = " ".join(line for line in lines if line and not _IDENTITY.match(line))
-    return sentences.partition(" Worker exit detail:")[0] or type(error).__name__

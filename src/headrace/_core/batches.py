@@ -233,8 +233,6 @@ class RawBatch(NamedTuple):
         if Failure not in map(type, self.samples):
             return self, ()
         failures = tuple(sample for sample in self.samples if isinstance(sample, Failure))
-        if not failures:
-            return self, ()
         # Not strict: one Failure may stand for a whole batch that was fetched in one call.
         slots = enumerate(zip(self.plan.indices, self.samples, strict=False))
         good = [(slot, index, sample) for slot, (index, sample) in slots if not isinstance(sample, Failure)]

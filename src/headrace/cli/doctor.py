@@ -17,10 +17,8 @@ from headrace._version import __version__
 __all__ = ["CgroupLimits", "Finding", "available_memory", "examine"]
 
 USUAL_DESCRIPTORS = 1024
-SHM = Path("/dev/shm")
-LEAST_SHM = 64 << 20  # bytes: the default of docker, and less than torch's workers use for a few batches of images
 LEAST_PROCESSES = 64  # that may still be started: the zygote, the loader's process, workers, and their threads
-REQUIRED = ("torch", "numpy", "anyio", "obstore", "uvloop", "aiofiles", "cloudpickle")
+REQUIRED = ("torch", "numpy", "anyio", "obstore", "aiofiles", "cloudpickle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +120,6 @@ def _check_memory() -> Iterator[Finding]:
     yield Finding("memory", text, remedy)
 
 
-def _check_shared_memory() -> Iterator[Finding]:
-    """/dev/shm, which torch's workers use."""
-    if not SHM.is_dir():
-        return
-    free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
-    text, remedy = f"{_size_text(free)} free; used by torch's own workers, not for batches of headrace", None
-    if free <= LEAST_SHM:
-        text += ": they may die of a bus error"
-        remedy = f"mount -o remount,size=2G {SHM}, or docker run --shm-size=2g"
-    yield Finding("/dev/shm", text, remedy)
-
-
 def _check_cores() -> Iterator[Finding]:
     """Cores that this process may use, and the threads that libraries start."""
     machine, affinity, quota = os.cpu_count() or 1, len(os.sched_getaffinity(0)), CgroupLimits.here().cores
@@ -180,6 +166,7 @@ def _check_event_loop() -> Iterator[Finding]:
     try:
         import uvloop
 
+        text = f"uvloop {importlib.metadata.version('uvloop')}"
         uvloop.new_event_loop().close()
     except (ImportError, OSError) as error:
         text, remedy = f"uvloop is not usable ({error}): asyncio's loop is slower", "pip install uvloop"
@@ -209,17 +196,12 @@ def _check_versions() -> Iterator[Finding]:
     """Versions of what headrace needs."""
     yield Finding("headrace", f"{__version__}, Python {platform.python_version()}, {platform.system()}")
     for name in REQUIRED:
-        try:
-            yield Finding(name, importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            if name != "uvloop":  # the event loop's line
-                yield Finding(name, "is not installed", f"pip install {name}")
+        yield Finding(name, importlib.metadata.version(name))
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _check_descriptors,
     _check_memory,
-    _check_shared_memory,
     _check_cores,
     _check_processes,
     _check_event_loop,

@@ -80,13 +80,8 @@ class FileDataset(AsyncDataset[FileSample]):
             raise ValueError(
                 f"FileDataset reads a directory by its path; ObjectDataset takes URLs: {redact_url(str(root))}"
             )
-        folder = Path(root)
-        if not folder.exists():
-            raise FileNotFoundError(f"the root of the dataset does not exist: {folder}")
-        if not folder.is_dir():
-            raise NotADirectoryError(f"the root of the dataset is not a directory: {folder}")
         # Absolute, so that it stays the same place when the process changes its directory, or is another one.
-        self._root = str(folder.absolute())
+        self._root = str(Path(root).absolute())
         self._keys, seen = _find(self._root, pattern, suffix)
         if not self._keys:
             also = "" if suffix is None else f" and ends in suffix={suffix!r} ({seen} match the pattern alone)"
@@ -111,18 +106,11 @@ class FileDataset(AsyncDataset[FileSample]):
             IndexError: there is no such index.
             FileNotFoundError: the file is gone.
         """
-        try:
-            key = self._keys[index]
-        except IndexError:
-            raise IndexError(f"index {index} is out of range for {self!r}") from None
-        try:
-            path = f"{self._root}/{key}"
-            data = await run_blocking(_read, path)
-            if data is None:
-                data = await _read_in_pieces(path)
-        except FileNotFoundError as error:
-            message = f"file {key!r} (index {index}) was there when the dataset was made and is gone: {self._root}"
-            raise FileNotFoundError(message) from error
+        key = self._keys[index]
+        path = f"{self._root}/{key}"
+        data = await run_blocking(_read, path)
+        if data is None:
+            data = await _read_in_pieces(path)
         return FileSample(key, data, None if self._labels is None else self._labels[index])
 
     def sample_key(self, index: int) -> str:

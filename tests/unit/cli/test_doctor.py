@@ -6,7 +6,6 @@ import re
 import resource
 import subprocess
 import sys
-from types import SimpleNamespace
 
 from headrace.cli import doctor
 from headrace.cli.doctor import (
@@ -53,14 +52,6 @@ def test_few_descriptors_or_processes_are_a_problem_with_a_remedy(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 128))
     assert list(_check_processes())[-1].remedy == "ulimit -u 4096; as root, if the hard limit is lower"
-
-
-def test_small_shared_memory_is_a_problem_with_a_remedy(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "SHM", tmp_path)
-    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=2048, f_frsize=4096))
-    (found,) = doctor._check_shared_memory()
-    assert found.text.startswith("8 MiB free; used by torch's own workers")
-    assert found.remedy.endswith("or docker run --shm-size=2g")
 
 
 def test_a_pipe_gets_one_plain_line_for_each_finding(monkeypatch, capsys):

@@ -27,7 +27,7 @@ from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import EpochSpec
 from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.order.state import LoaderState
-from headrace._core.ranks.rankinfo import provide_rank, provided_rank, withdraw_rank
+from headrace._core.ranks.rankinfo import provided_rank
 from headrace._core.streams.kinds import DatasetKind, capabilities
 from headrace._core.streams.resumable import State
 from headrace._core.text import shorten_list
@@ -267,11 +267,8 @@ class Epoch:
                 return step
 
     def _fill(self) -> None:
-        token = provide_rank(self._rank)  # for the user's sampler
-        try:
+        with provided_rank(self._rank):  # for the user's sampler
             self._ahead.fill()
-        finally:
-            withdraw_rank(token)
 
     def _follow_trace(self) -> None:
         """Have single fetches measured while a trace is written."""

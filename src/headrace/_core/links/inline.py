@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from headrace._core.engine.assemble import CONSUMER_CATCH
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.worker_tasks import BatchReader, MapReader, StreamReader, cannot_start
 from headrace._core.messages import Answer, Link, Request
-from headrace._core.ranks.rankinfo import provide_rank, provided_rank, withdraw_rank
+from headrace._core.ranks.rankinfo import bound, provided_rank
 from headrace._core.seeding import isolated_generators
 from headrace._core.streams.kinds import sample_key
 from headrace._core.streams.resumable import State, session_epoch, warn_of_rereading
@@ -31,8 +32,8 @@ class InlineLink(Link):
     """
 
     def __init__(self, config: EngineConfig, start: SessionStart) -> None:
-        self._epoch = start.epoch
-        self._rank = config.rank
+        self._epoch = bound(session_epoch, start.epoch)
+        self._rank = provided_rank(config.rank)
         self._isolates = config.seeds_batches
         make = functools.partial(
             StreamReader if config.kind.is_iterable else MapReader,
@@ -87,15 +88,9 @@ class InlineLink(Link):
 
     def _in_context(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call user code in the context that an engine provides on its thread."""
-        rank, epoch = provide_rank(self._rank), session_epoch.set(self._epoch)
-        try:
-            if not self._isolates:
-                return work(*args, **kwargs)
-            with isolated_generators():
-                return work(*args, **kwargs)
-        finally:
-            session_epoch.reset(epoch)
-            withdraw_rank(rank)
+        isolated = isolated_generators() if self._isolates else contextlib.nullcontext()
+        with self._rank, self._epoch, isolated:
+            return work(*args, **kwargs)
 
 
 class WorkOnConsumersThread:

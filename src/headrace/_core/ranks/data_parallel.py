@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed
 
-from headrace._core.ranks.rankinfo import RankInfo, get_rank_info, rank_of_group
+from headrace._core.ranks.rankinfo import GROUP, RankInfo, get_rank_info
 from headrace.errors import UnknownRankError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def rank_among(data_parallel: DataParallel) -> RankInfo:
         UnknownRankError: this process is not a member, or its rank is unknown.
     """
     group = group_of(data_parallel)
-    return get_rank_info() if group is None else rank_of_group(group.rank(), group.size())
+    return get_rank_info() if group is None else RankInfo(group.rank(), group.size(), GROUP)
 
 
 def group_of(data_parallel: DataParallel) -> ProcessGroup | None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import get_worker_info
 
-from headrace._core.ranks.rankinfo import RankInfo, own_rank, rank_of_loader, rank_of_state, reader_divides
+from headrace._core.ranks.rankinfo import GROUP, OF_STATE, RankInfo, own_rank, rank_from, reader_divides
 
 Remainder = Literal["drop", "pad", "repeat", "keep"]
 """The policy for ranks that would get unequal numbers of samples.
@@ -110,10 +110,10 @@ class RankChoice:
         return self._own().count if self._is_divided() else 1
 
     def _own(self) -> ShardOptions:
-        if (old := rank_of_state()) is not None:
+        if (old := rank_from(OF_STATE)) is not None:
             return ShardOptions(old.rank, old.world_size)
         if self._given is not None:
-            check_given_rank("a stream or sampler", self._given.index, self._given.count, rank_of_loader())
+            check_given_rank("a stream or sampler", self._given.index, self._given.count, rank_from(GROUP))
             return self._given
         if self._of_parent is not None:
             return self._of_parent

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeVar
@@ -19,8 +19,8 @@ from headrace.errors import UnknownRankError
 
 T = TypeVar("T")
 _SINGLE = "single process"
-_GROUP = "data_parallel="
-OF_STATE = "a state of several ranks"
+GROUP = "data_parallel="
+OF_STATE = "a state of several ranks"  # the rank whose part of a stream is read on
 # Methods that give each rank its part of the stream they read. They must read the whole of it.
 _DIVIDERS = {
     "accelerate.data_loader": ("DataLoaderDispatcher.", "IterableDatasetShard."),
@@ -81,21 +81,10 @@ def get_rank_info() -> RankInfo:
     return _WHOLE if reader_divides() else own_rank()
 
 
-def rank_of_group(rank: int, world_size: int) -> RankInfo:
-    """The rank of this process in the group that a loader was given as `data_parallel=`."""
-    return RankInfo(rank, world_size, _GROUP)
-
-
-def rank_of_loader() -> RankInfo | None:
-    """The rank in `data_parallel=` of the loader that runs this code; None if there is none."""
+def rank_from(source: str) -> RankInfo | None:
+    """The rank of the loader that runs this code, if it is known from this source: `GROUP` or `OF_STATE`."""
     info = _of_context.get() or _of_process
-    return info if info is not None and info.source == _GROUP else None
-
-
-def rank_of_state() -> RankInfo | None:
-    """The rank whose part of a stream is read on, after a merged state; None where none is."""
-    info = _of_context.get()
-    return info if info is not None and info.source == OF_STATE else None
+    return info if info is not None and info.source == source else None
 
 
 def own_rank() -> RankInfo:
@@ -146,14 +135,9 @@ def reading_divided(divided: bool) -> bound:
     return bound(_divided, divided or _divided.get())
 
 
-def provide_rank(info: RankInfo) -> Token[RankInfo | None]:
+def provide_rank(info: RankInfo) -> None:
     """Make `get_rank_info` return `info` in this context: in this thread, or in this task and those it starts."""
-    return _of_context.set(info)
-
-
-def withdraw_rank(token: Token[RankInfo | None]) -> None:
-    """Undo `provide_rank`."""
-    _of_context.reset(token)
+    _of_context.set(info)
 
 
 def provided_rank(info: RankInfo) -> bound:

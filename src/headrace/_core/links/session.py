@@ -6,12 +6,12 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import anyio
 
 from headrace._core.batches import HostBatch
-from headrace._core.eventloop.waiting import CloseGuard, wait_readable
+from headrace._core.eventloop.waiting import CloseGuard, Readable, wait_readable
 from headrace._core.links.inline import WorkOnConsumersThread
 from headrace._core.messages import Call, Link, Request, SessionEnd, Status, check_not_forked
 from headrace._core.streams.resumable import State
@@ -101,29 +101,19 @@ class Session:
         return sum(not host.empty for host in self._ready)
 
     def wait(self, timeout: float | None) -> bool:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        """Wait for a message, or the end; False if none came in so many seconds."""
         with self._guard as entered:
-            while entered and self._must_wait():
-                if deadline is not None and time.monotonic() >= deadline:
-                    return False
-                assert self._link.source is not None
-                wait_readable(self._link.source, timeout=self._longest_wait(deadline))
-                if self._receive():
-                    return True
-            return True
+            for source, seconds in self._waits(timeout) if entered else ():
+                wait_readable(source, timeout=seconds)
+            return not self._must_wait()
 
     async def wait_async(self, timeout: float | None) -> bool:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        """As `wait`, on the caller's event loop."""
         with self._guard as entered:
-            while entered and self._must_wait():
-                if deadline is not None and time.monotonic() >= deadline:
-                    return False
-                assert self._link.source is not None
-                with anyio.move_on_after(self._longest_wait(deadline)):
-                    await anyio.wait_readable(self._link.source)
-                if self._receive():
-                    return True
-            return True
+            for source, seconds in self._waits(timeout) if entered else ():
+                with anyio.move_on_after(seconds):
+                    await anyio.wait_readable(source)
+            return not self._must_wait()
 
     def close(self) -> None:
         """End the session without waiting, from any thread; idempotent."""
@@ -143,15 +133,19 @@ class Session:
             return False
         return self._link.must_wait()
 
-    def _longest_wait(self, deadline: float | None) -> float | None:
-        """For how many seconds the consumer may wait for the link's descriptor."""
-        ends = [end for end in (deadline, self._link.look_by) if end is not None]
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
+    def _waits(self, timeout: float | None) -> Iterator[tuple[Readable, float | None]]:
+        """The waits until there is a message: for the link's descriptor, and for how many seconds at most."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._must_wait() and (deadline is None or time.monotonic() < deadline):
+            assert self._link.source is not None
+            ends = [end for end in (deadline, self._link.look_by) if end is not None]
+            yield self._link.source, max(0.0, min(ends) - time.monotonic()) if ends else None
+            self._receive()
 
-    def _receive(self) -> bool:
-        """Take in the messages that have arrived; whether there were any. A log record is none."""
+    def _receive(self) -> None:
+        """Take in the messages that have arrived."""
         if self.ended:
-            return False
+            return
         link = self._link
         if link.guarded:
             with self._guard as entered:
@@ -160,8 +154,6 @@ class Session:
         elif link.receives:
             link.receive()
         messages = link.messages
-        if not messages:
-            return False
         while messages and not self.ended:
             message = messages.popleft()
             if isinstance(message, HostBatch):
@@ -172,4 +164,3 @@ class Session:
                 self._status = message.text
             elif isinstance(message, Call):
                 self._calls.append(message)
-        return True

@@ -38,8 +38,8 @@ def _open_row_groups(
     if names is not None and (not names or len(set(names)) < len(names)):
         raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
     found = find_shards(shards, suffixes=_SUFFIXES, store=store)
-    footers = background_loop().run(read_footers(found))
-    partitions = _hive_values([shard.key for shard in found])
+    footers = background_loop().run(read_footers(found, _SUFFIXES))
+    partitions = _hive_values([footer.shard.key for footer in footers])
     first = _column_types(footers[0], names, partitions[0])
     groups = []
     for footer, values in zip(footers, partitions, strict=True):

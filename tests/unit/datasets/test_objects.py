@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -196,6 +197,13 @@ except KeyboardInterrupt: print("interrupted")
 def test_a_key_that_went_is_named_with_its_index_and_url(server, dataset):
     server.delete("train/b.jpg")
     with pytest.raises(ObjectNotFoundError, match=r"'b.jpg' \(index 1\).*\(s3://bucket/train\)"):
+        dataset[1]
+
+
+@pytest.mark.parametrize("key", ["", "/", "..", "a//b", "a\tb", "a\x00", "a\ud800"])
+def test_a_key_that_no_object_can_have_is_named_with_its_index_and_not_read(server, key):
+    dataset = ObjectDataset(server.http_url, keys=["train/a.jpg", key])
+    with pytest.raises(StoreError, match=rf"{re.escape(repr(key))} \(index 1\): this cannot be the key of an object"):
         dataset[1]
 
 

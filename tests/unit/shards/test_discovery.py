@@ -1,15 +1,21 @@
 """Shard names: braces as in Bash, globs that know directories."""
 
+import contextlib
+import os
 import re
 import subprocess
 from glob import glob
 
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
-from headrace import LinesDataset, Store
+from headrace import LinesDataset, ParquetDataset, Store, StoreError
 from headrace._core.shards.discovery import expand_braces, glob_expression
+from headrace.errors import EmptyListingError, ObjectNotFoundError
+from object_server import ObjectServer
 
 
 @pytest.mark.parametrize(
@@ -76,15 +82,65 @@ def test_shards_of_a_store_are_all_that_is_in_it(tmp_path):
     assert list(LinesDataset(store)) == list(LinesDataset("a/*.txt", store=store)) == ["zero", "one"]
 
 
+def test_glob_is_not_ended_by_what_it_does_not_match(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "0.jsonl").write_text("0\n")
+    (tmp_path / "1.jsonl").write_text("1\n")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "gone.jsonl").symlink_to("nothing")
+    (tmp_path / "a\tb\n").mkdir()
+    (tmp_path / os.fsdecode(b"\xff")).write_bytes(b"")
+    assert list(LinesDataset(f"{tmp_path}/*.jsonl")) == list(LinesDataset(f"{tmp_path}/l*/*.jsonl")) == [1]
+    assert list(LinesDataset("[a]/?.jsonl", store=tmp_path.as_uri())) == [0]
+    (tmp_path / "a\tb\n" / "2.jsonl").write_text("2\n")
+    with pytest.raises(StoreError, match=r"'a\\tb\\n/2.jsonl': this cannot be the key of an object"):
+        LinesDataset(f"{tmp_path}/*/*.jsonl")
+
+
+KEYS = {
+    **{f"train-{i}.txt": b"" for i in range(3)},
+    **{f"train-images/{i:05}.txt": b"" for i in range(3000)},
+    **{f"{year}/{month}/{i:03}.txt": b"" for year in "ab" for month in "xy" for i in range(400)},
+    **{f"z{i:05}": b"" for i in range(3000)},
+}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "most"),
+    [("train-?.txt", 2), ("train-1*", 1), ("tr*/*1.txt", 6), ("*/x/00?.txt", 7), ("a/*/39[!0-8].txt", 3), ("y*", 1)],
+)
+def test_glob_lists_only_directories_whose_paths_match_and_names_that_begin_so(pattern, most):
+    with ObjectServer(KEYS) as server:
+        store = Store(server.url, options=server.store_options)
+        wanted = sorted(key for key in KEYS if glob_expression(pattern).fullmatch(key))
+        with contextlib.nullcontext() if wanted else pytest.raises(EmptyListingError):
+            assert LinesDataset(pattern, store=store).shards == tuple(f"{server.url}/{key}" for key in wanted)
+        assert server.requests()["LIST"] <= most
+
+
+def test_directory_that_is_named_as_a_shard_is_read_as_a_directory(tmp_path):
+    (tmp_path / "t.parquet" / "x=1").mkdir(parents=True)
+    (tmp_path / "t.parquet" / "_SUCCESS").touch()
+    parquet.write_table(pyarrow.table({"n": [7]}), tmp_path / "t.parquet" / "x=1" / "part-0.parquet")
+    files = {"t.parquet/": b"", "t.parquet/_SUCCESS": b"", "t.parquet/x=1/": b""}
+    files["t.parquet/x=1/part-0.parquet"] = (tmp_path / "t.parquet" / "x=1" / "part-0.parquet").read_bytes()
+    with ObjectServer(files) as server:
+        for store in (Store(tmp_path), Store(server.url, options=server.store_options)):
+            for name in ("t.parquet", "t.parquet/", "*.parquet", "t*.parquet", "**/*.parquet", "t.parquet/*/*"):
+                assert list(ParquetDataset(name, store=store)) == [{"n": 7, "x": 1}], name
+            with pytest.raises(ObjectNotFoundError, match=r"'u\.parquet': not found"):
+                ParquetDataset("u.parquet", store=store)
+
+
 @pytest.mark.parametrize("pattern", ["{a,b}" * 30, "{0..999999999}", "{a,{0..1999999}}.tar"])
 def test_braces_that_stand_for_too_many_names_are_an_error_that_says_how_many(pattern):
     with pytest.raises(ValueError, match=r"stand for [\d,]+ names, and 1,000,000 are the most"):
         expand_braces(pattern)
 
 
-@pytest.mark.parametrize("pattern", ["train-*-*-*-*-*.tar", "*a" * 30, "**/*-*-*-*.tar"])
+@pytest.mark.parametrize("pattern", ["train-*-*-*-*-*.tar", "*a" * 30, "**/*-*-*-*.tar", "**/a/" * 9 + "b"])
 def test_globs_with_many_stars_end(pattern):
-    for key in ("train-" + "-" * 3000, "a" * 3000 + "b"):
+    for key in ("train-" + "-" * 3000, "a" * 3000 + "b", "a/" * 400 + "c"):
         assert not glob_expression(pattern).fullmatch(key)
 
 
@@ -92,5 +148,5 @@ def test_globs_with_many_stars_end(pattern):
 def test_globs_match_as_their_expressions_with_backtracking(parts, key):
     pattern = "".join(parts)
     found = glob_expression(pattern, hidden=True)
-    tried = re.compile(found.pattern.replace("(?>[^/]*?", "(?:[^/]*"))
+    tried = re.compile(found.pattern.replace("(?>", "(?:"))
     assert bool(found.fullmatch(key)) == bool(tried.fullmatch(key))

@@ -53,7 +53,7 @@ def test_objects_are_sorted_and_those_listed_twice_come_once(keys):
     tags = {key: f'"{key}"' if len(key) % 2 else None for key in keys}
     pages = [[{"path": key, "size": len(key), "e_tag": tags[key]}] for key in keys]
     catalog = join_pages(map(catalog_of_page, pages))
-    assert catalog.keys == tuple(sorted(tags))
+    assert catalog.keys == tuple(sorted(tags.keys() - {""}))  # an empty object: the marker of the folder
     for position, key in enumerate(catalog.keys):
         assert catalog.sizes[position] == len(key)
         assert (catalog.etags[position] if catalog.etags else "") == (tags[key] or "")

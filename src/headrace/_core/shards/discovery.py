@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import fnmatch
 import os
 import re
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from glob import glob
+from itertools import chain, pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from headrace._core.store.head import Head, InitialRead
-from headrace._core.store.listing import list_heads
+from headrace._core.store.listing import AT_ONCE, list_heads, list_level
 from headrace._core.store.open import check_shared, traits_of
 from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import check_path
@@ -84,8 +89,9 @@ def find_shards(
             base, key = split_url(url) if opened is None else ("", opened.key_of(url))
             if base not in stores:
                 stores[base] = opened or Store(base)
+            shard = Shard(stores[base], key)
             is_pattern = _GLOB.search(key) is not None or not key.lower().endswith(suffixes)
-            named.append((Shard(stores[base], key), is_pattern))
+            named.append((shard, is_pattern or os.path.isdir(shard.store.local_path(key) or "")))
     patterns = [shard for shard, is_pattern in named if is_pattern]
     listed = iter(background_loop().run(map_all(lambda one: _list(one, suffixes), patterns)) if patterns else ())
     found = [shard for one, is_pattern in named for shard in (next(listed) if is_pattern else (one,))]
@@ -100,23 +106,54 @@ def find_shards(
 async def _list(pattern: Shard, suffixes: tuple[str, ...]) -> list[Shard]:
     """The shards of a glob or a directory; or the object itself, if its ending is not that of a shard."""
     store, key = pattern.store, pattern.key
-    match = _GLOB.search(key)
-    prefix = key[: match.start()].rpartition("/")[0] if match else key.strip("/")
-    heads = await list_heads(store, prefix)
-    if match:
-        glob = glob_expression(key)
-        heads = [head for head in heads if glob.fullmatch(head.key)]
-        problem = f"nothing matches {key!r}"
+    folder = key.strip("/")
+    if match := _GLOB.search(key):
+        folder, problem = key[: match.start()].rpartition("/")[0], f"nothing matches {key!r}"
+        found = await _matching(store, key, folder, suffixes)
     else:
-        if not heads and prefix == key != "":
-            with contextlib.suppress(ObjectNotFoundError):
-                return [Shard(store, key, await store.head(key))]
-        named = (head for head in heads if head.key.lower().endswith(suffixes))
-        heads = [head for head in named if not _is_hidden(head.key.removeprefix(prefix))]
         problem = f"no such file, and no file in such a directory that ends in {' or '.join(suffixes)}"
-    if not heads:
-        raise EmptyListingError(problem, url=store.name(prefix))
-    return [Shard(store, head.key, head) for head in heads]
+        found = await list_inside(store, folder, suffixes)
+        if not found and folder == key != "":
+            found = await _find(store, (), key)
+    if not found:
+        raise EmptyListingError(problem, url=store.name(folder))
+    return found
+
+
+async def list_inside(store: Store, folder: str, suffixes: tuple[str, ...]) -> list[Shard]:
+    """The objects in a directory, at any depth, that end in `suffixes` and are not hidden."""
+    named = [head for head in await list_heads(store, folder) if head.key.lower().endswith(suffixes)]
+    return [Shard(store, head.key, head) for head in named if not _is_hidden(head.key.removeprefix(folder))]
+
+
+async def _matching(store: Store, pattern: str, folder: str, suffixes: tuple[str, ...]) -> list[Shard]:
+    """The objects that match a glob, and those in directories that do and are named as shards; `folder` has them all.
+
+    Without ``**``, a directory is listed only if its path matches, and what is below it is not.
+    """
+    if "**" in pattern.split("/"):
+        heads, expression = await list_heads(store, folder), glob_expression(pattern)
+        return [Shard(store, head.key, head) for head in heads if expression.fullmatch(head.key)]
+    if (root := store.local_path("")) is not None:
+        names = sorted(await asyncio.to_thread(glob, pattern, root_dir=root))
+        return [*chain.from_iterable(await map_all(partial(_find, store, suffixes), names, AT_ONCE))]
+    found, folders = list[Shard](), [""]
+    for step in re.findall(r"(?:[^/*?\[]*/)*[^/]+", pattern):  # directories without wildcards, and a name
+        path, slash, name = step.rpartition("/")
+        one = partial(list_level, store=store, glob=glob_expression(name), start=_GLOB.split(name)[0])
+        levels = await map_all(one, [folder + path + slash for folder in folders], AT_ONCE)
+        found = [Shard(store, head.key, head) for objects, _ in levels for head in objects.values()]
+        folders = [each for _, below in levels for each in below]
+    tables = [each for each in folders if each.lower().endswith(suffixes)]
+    inside = await map_all(partial(list_inside, store, suffixes=suffixes), tables, AT_ONCE)
+    return sorted(chain(found, *inside), key=attrgetter("key"))
+
+
+async def _find(store: Store, suffixes: tuple[str, ...], key: str) -> list[Shard]:
+    """The object of that key, or those in a directory of that name, if it is named as a shard; or none."""
+    with contextlib.suppress(ObjectNotFoundError):
+        return [Shard(store, key, await store.head(key))]
+    return await list_inside(store, key, suffixes) if key.lower().endswith(suffixes) else []
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -199,34 +236,34 @@ def _is_hidden(key: str) -> bool:
 
 
 def glob_expression(pattern: str, *, hidden: bool = False) -> re.Pattern[str]:
-    """A glob as a regular expression: ``*`` and ``?`` stay within a directory, ``**`` crosses directories.
+    """A glob as a regular expression: ``*`` and ``?`` stay within a directory, ``**`` is any number of directories.
 
-    They match a dot at the beginning of a name only if `hidden`, as in shells and Python's `glob`. After a ``*`` the
-    first place counts at which what follows matches, and no other is tried, as in Python's `fnmatch`.
+    They match a dot at the beginning of a name only if `hidden`, as in shells and Python's `glob`.
     """
     visible = "" if hidden else r"(?!\.)"
-    parts = [part for part in re.split(r"(\*\*/?|\*|\?|\[!?\]?[^\]]*\])", pattern) if part]
-    last = max((place for place, part in enumerate(parts) if part[0] == "*"), default=0)
-    expression, begins, is_open = "", True, False
-    for place, part in enumerate(parts):
-        if is_open and part[0] == "*":
-            expression, is_open = f"{expression})", False
-        expression += _glob_part(part, visible, begins=begins)
-        if part == "*" and place < last:
-            expression, is_open = f"{expression.removesuffix('[^/]*')}(?>[^/]*?", True
-        begins = part.endswith("/")
-    return re.compile(expression)
+    sections = re.split(r"(?:^|(?<=/))\*\*(?:/|$)", pattern)
+    if len(sections) > 1 and pattern.endswith("**"):
+        sections[-1] = "*"
+    sections = ["/".join(_name_expression(name, visible) for name in section.split("/")) for section in sections]
+    return re.compile(_with_gaps(f"(?:{visible}[^/]*/)*", sections))
 
 
-def _glob_part(part: str, visible: str, *, begins: bool) -> str:
-    first = visible if begins else ""
-    if part == "**/":
-        return f"(?:{first}[^/]*/(?:{visible}[^/]*/)*)?"
-    if part == "**":
-        return f"{first}[^/]*(?:/{visible}[^/]*)*"
-    if part in ("*", "?"):
-        return f"{first}[^/]*" if part == "*" else f"{first}[^/]"
-    if part.startswith("[") and part.endswith("]"):
-        inside = re.sub(r"([\\\[&|~])", r"\\\1", part[1:-1])
-        return first + (f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]")
-    return re.escape(part)
+def _name_expression(name: str, visible: str) -> str:
+    pieces = [""]
+    for part in re.findall(r"\[!?\]?[^\]]*\]|\*+|\[|[^*\[]+", name):
+        if part[0] == "*":
+            pieces.append("")
+        elif part[0] == "[" and part != "[":
+            pieces[-1] += f"(?!/){fnmatch.translate(part)[4:-3]}"
+        else:
+            pieces[-1] += re.escape(part).replace(r"\?", "[^/]")
+    return visible * name.startswith(("*", "?", "[")) + _with_gaps("[^/]*", pieces)
+
+
+def _with_gaps(gap: str, pieces: Sequence[str]) -> str:
+    """An expression with a gap before each piece but the first.
+
+    Between two gaps, the first place counts at which a piece matches, and no other is tried.
+    """
+    first, *others = pieces
+    return first + "".join(f"(?>{gap}?{piece})" for piece in others[:-1]) + "".join(gap + last for last in others[-1:])

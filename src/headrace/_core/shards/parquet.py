@@ -8,14 +8,16 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace._core.failure import as_exception
-from headrace._core.shards.discovery import Shard
+from headrace._core.shards.discovery import Shard, list_inside
 from headrace._core.shards.division import Part, PartPosition
 from headrace._core.shards.reading import Block, BlockReader, PartReader
 from headrace._core.store.ranges import LARGEST_SPAN, Ranges, map_all, plan_spans
-from headrace.errors import ShardError, TruncatedShardError
+from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -182,14 +184,26 @@ class RowGroup:
         return Ranges.of(ranges)
 
 
-async def read_footers(shards: Sequence[Shard]) -> list[Footer]:
+async def read_footers(shards: Sequence[Shard], suffixes: tuple[str, ...]) -> list[Footer]:
     """Read the footers of files, each by one request, or by two if it is larger than 64 KiB.
+
+    A shard that is not there may be a directory, whose files end in `suffixes`.
 
     Raises:
         ShardError: a file is not Parquet, corrupt or encrypted.
         StoreError: a request failed.
     """
-    return await map_all(_read_footer, shards, _PARALLEL_FOOTERS)
+    footers = await map_all(partial(_read_footers, suffixes=suffixes), shards, _PARALLEL_FOOTERS)
+    return [*chain.from_iterable(footers)]
+
+
+async def _read_footers(shard: Shard, suffixes: tuple[str, ...]) -> list[Footer]:
+    try:
+        return [await _read_footer(shard)]
+    except ObjectNotFoundError:
+        if shard.store.traits.web_server or not (inside := await list_inside(shard.store, shard.key, suffixes)):
+            raise
+    return await map_all(_read_footer, inside, _PARALLEL_FOOTERS)
 
 
 async def _read_footer(shard: Shard) -> Footer:

@@ -177,7 +177,7 @@ class DiskCache:
         entries = await self._lookup(names)
         there = [entry for entry in entries if entry is not None]
         groups = [there[first : first + GROUP] for first in range(0, len(there), GROUP)]
-        reads = [run_blocking(_read_group, group) for group in groups]
+        reads = [run_blocking(list, map(_read_entry, group)) for group in groups]
         views = chain.from_iterable([await reads[0]] if len(reads) == 1 else await asyncio.gather(*reads))
         found = [None if entry is None else next(views) for entry in entries]
         counts = self.counts()
@@ -212,13 +212,9 @@ class DiskCache:
             self._writable = False
             if not self._warned:
                 self._warned = True
+                what = f"the disk cache in {self._folder} cannot be written, so samples that it lacks are fetched and"
                 with contextlib.suppress(Warning):  # a warnings filter "error" must not cost the sample
-                    warnings.warn(
-                        f"the disk cache in {self._folder} cannot be written, so samples that it lacks are fetched and "
-                        f"not cached: {error}",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
+                    warnings.warn(f"{what} not cached: {error}", RuntimeWarning, stacklevel=2)
 
     def _find(self, name: bytes) -> _Entry | None:
         # The newest first. A merge replaces the table before it empties `_recent`, so that no entry is missed.
@@ -343,10 +339,6 @@ class DiskCache:
         return found
 
 
-def _read_group(entries: Sequence[_Entry]) -> list[memoryview | None]:
-    return [*map(_read_entry, entries)]
-
-
 def _read_entry(entry: _Entry) -> memoryview | None:
     """An entry's bytes, verified at the first read; None if they are damaged, or cannot be read."""
     name, segment, start, length, crc, states, slot = entry
@@ -440,14 +432,12 @@ def secure_folder(folder: str) -> None:
     status = os.stat(folder) if stat.S_ISLNK(link.st_mode) else link
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"the cache folder is not a folder: {folder}")
-    me = os.geteuid()
-    if status is not link and link.st_uid not in (me, 0):
-        raise CacheFolderError(folder=folder, reason=f"it is a symbolic link created by user {link.st_uid}")
-    if status.st_uid != me:
-        raise CacheFolderError(
-            folder=folder, reason=f"it belongs to user {status.st_uid}, and this process runs as user {me}"
-        )
+    me, reason = os.geteuid(), ""
     if status.st_mode & 0o022:
-        raise CacheFolderError(
-            folder=folder, reason=f"other users may write to it (its mode is {status.st_mode & 0o7777:o})"
-        )
+        reason = f"other users may write to it (its mode is {status.st_mode & 0o7777:o})"
+    if status.st_uid != me:
+        reason = f"it belongs to user {status.st_uid}, and this process runs as user {me}"
+    if status is not link and link.st_uid not in (me, 0):
+        reason = f"it is a symbolic link created by user {link.st_uid}"
+    if reason:
+        raise CacheFolderError(folder=folder, reason=reason)

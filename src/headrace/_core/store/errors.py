@@ -30,8 +30,8 @@ PROFILE = "profile"
 BLACKHOLE_PROXY = "127.0.0.1:0"
 """Where no process can listen: port 0 stands for "any" when a socket is bound, and is no port itself."""
 
-NATIVE_ERRORS = (BaseError, OSError)
-"""The exceptions that obstore raises when a store refuses or fails."""
+NATIVE_ERRORS = (BaseError, OSError, ValueError)
+"""The exceptions that obstore raises when a store refuses or fails, or for a key that it does not request."""
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _TRANSPORT = re.compile(r"(?<!Generic )HTTP error")  # not "Generic HTTP error", of a store over HTTP
@@ -54,6 +54,10 @@ NO_CREDENTIALS = (
     "No credentials were given, and this machine has no service that gives them. Set them in the environment or in the "
     "store's options, or options={'skip_signature': True} for a public bucket"
 )
+NO_LISTING = (
+    "This server cannot list, over HTTP that takes WebDAV: name objects with keys=[...] and shards as in "
+    "'{000..127}.tar', or, if it speaks S3, use Store('s3://bucket', options={'endpoint': 'https://host'})"
+)
 _CREDENTIALS = "Check the credentials in the store's options or the environment"
 
 
@@ -72,7 +76,7 @@ class Cause(enum.Enum):
         "no connection to the store",
         True,
         StoreUnreachableError,
-        "Check the endpoint and its port, and that the server runs",
+        "Check endpoint and port, and that it runs",
     )
     UNRESOLVED = (
         "the host name of the store does not resolve",
@@ -111,7 +115,8 @@ class Cause(enum.Enum):
         ObjectChangedError,
         "Make the dataset again",
     )
-    NOT_FOUND = "not found", False, ObjectNotFoundError
+    NOT_FOUND = "not found, or a directory", False, ObjectNotFoundError
+    NO_KEY = "this cannot be the key of an object", False, StoreError, "Rename it"
     EXPIRED = "the credentials have expired", False, StoreError, _CREDENTIALS
     REFUSED = "refused", False, StoreError, _CREDENTIALS
     WRONG_REGION = (
@@ -136,21 +141,25 @@ _CLASSES = (
     ((PermissionDeniedError, UnauthenticatedError, PermissionError), Cause.REFUSED),
     ((NotSupportedError,), Cause.RANGE_IGNORED),
     ((TimeoutError,), Cause.TIMED_OUT),
+    ((ValueError,), Cause.NO_KEY),
 )
 _STATUSES = {
-    401: Cause.REFUSED,
-    403: Cause.REFUSED,
-    404: Cause.NOT_FOUND,
-    408: Cause.TIMED_OUT,
-    410: Cause.NOT_FOUND,
-    412: Cause.CHANGED,
-    416: Cause.CHANGED,
-    425: Cause.SERVER,
-    429: Cause.THROTTLED,
-    501: Cause.OTHER,
-    503: Cause.THROTTLED,
-    505: Cause.OTHER,
+    Cause.REFUSED: (401, 403),
+    Cause.NOT_FOUND: (404, 410),
+    Cause.TIMED_OUT: (408,),
+    Cause.CHANGED: (412, 416),
+    Cause.SERVER: (425, *range(500, 600)),
+    Cause.THROTTLED: (429, 503),
+    Cause.OTHER: (501, 505),
 }
+_IN_DUMPS = {
+    f" {BLACKHOLE_PROXY},": Cause.REDIRECTED,
+    "source: BadScheme": Cause.PLAIN_HTTP,
+    '"dns error"': Cause.UNRESOLVED,
+    "InvalidCertificate(": Cause.UNTRUSTED,
+    "InvalidContentType": Cause.NOT_TLS,
+}
+_BY_STATUS = {status: cause for cause, statuses in _STATUSES.items() for status in statuses}
 
 
 class RequestFailure(Exception):
@@ -195,8 +204,7 @@ def classify_error(error: BaseException) -> RequestFailure:
             return RequestFailure(Cause.EXPIRED if expired else cause, status)
     if status is not None:
         expired = status in (400, 401, 403) and _EXPIRED.search(text)
-        known = _STATUSES.get(status, Cause.SERVER if status >= 500 else Cause.OTHER)
-        return RequestFailure(Cause.EXPIRED if expired else known, status)
+        return RequestFailure(Cause.EXPIRED if expired else _BY_STATUS.get(status, Cause.OTHER), status)
     if "non-partial response" in text:
         return RequestFailure(Cause.RANGE_IGNORED)
     if "Requested " in text and ", got " in text:
@@ -214,16 +222,9 @@ def classify_error(error: BaseException) -> RequestFailure:
 def _transport_cause(text: str, dump: str) -> Cause:
     if "following redirect" in text:
         return Cause.OTHER
-    if f" {BLACKHOLE_PROXY}," in dump:
-        return Cause.REDIRECTED
-    if "source: BadScheme" in dump:
-        return Cause.PLAIN_HTTP
-    if '"dns error"' in dump:
-        return Cause.UNRESOLVED
-    if "InvalidCertificate(" in dump:
-        return Cause.UNTRUSTED
-    if "InvalidContentType" in dump:
-        return Cause.NOT_TLS
+    for words, cause in _IN_DUMPS.items():
+        if words in dump:
+            return cause
     kinds = _KIND.findall(dump)
     if "Timeout" in kinds[:1]:
         return Cause.TIMED_OUT

@@ -13,20 +13,18 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain, islice, pairwise, takewhile
 from pathlib import Path
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar, overload
-
-import numpy as np
-import obstore
 
 from headrace._core.store.head import Head, check_form, strong
 from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import PAGE, Store
 from headrace._core.text import add_note
-from headrace.errors import EmptyListingError, MissingExtraError, StoreError, StoreUnreachableError
+from headrace.errors import EmptyListingError, MissingExtraError, StoreError
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -36,6 +34,7 @@ T = TypeVar("T")
 AT_ONCE = 16  # parts of a listing
 PART = 2 * PAGE  # objects, at least, as expected
 _BARE_MD5 = re.compile(r"[0-9a-f]{32}(?:-\d+)?")  # S3's tags in inventories; in responses they are quoted
+_LAST = "\U0010ffff"  # sorts after every other character
 _METADATA_KEY = b"headrace.listing"
 
 UNKNOWN = -1
@@ -156,7 +155,7 @@ def catalog_of_page(page: Sequence[ObjectMeta]) -> Catalog:
 
 
 def join_pages(pages: Iterable[Catalog], url: str = "") -> Catalog:
-    """The objects of all pages, sorted by key.
+    """The objects of all pages, sorted by key, without the markers of folders.
 
     Raises:
         StoreError: two objects of the store have one key here.
@@ -166,16 +165,19 @@ def join_pages(pages: Iterable[Catalog], url: str = "") -> Catalog:
         keys.extend(page.keys)
         sizes.extend(page.sizes or ())
         etags.extend(page.etags or ())
-    found = Catalog(keys, sizes, etags if any(etags) else None)
-    if all(map(operator.lt, keys, islice(keys, 1, None))):
-        return found
-    return _chosen(found, _positions(keys, [*zip(sizes, etags, strict=True)], url))
+    if not all(sizes) or any(map(operator.ge, keys, islice(keys, 1, None))):
+        order = _positions(keys, [*zip(sizes, etags, strict=True)], url)
+        keys, etags = (StringArray(map(column.__getitem__, order)) for column in (keys, etags))
+        sizes = array("q", map(sizes.__getitem__, order))
+    return Catalog(keys, sizes, etags if any(etags) else None)
 
 
 def _positions(keys: Sequence[str], versions: Sequence[tuple[int, str | None]], url: str) -> list[int]:
     """The positions of distinct keys in their order, the last of one that came twice; not those of markers of folders.
 
-    obstore takes slashes off the ends of keys, so that two objects may have one key.
+    obstore takes slashes off the ends of keys, so that two objects may have one key. S3's console and other tools make
+    an empty object for a folder, whose key ends in one: such a key is that of the whole listing, or other keys begin
+    with it and a ``/``. The marker of a folder without objects looks like any empty object.
     """
     last: dict[str, int] = {}
     for position, (key, version) in enumerate(zip(keys, versions, strict=True)):
@@ -185,35 +187,13 @@ def _positions(keys: Sequence[str], versions: Sequence[tuple[int, str | None]], 
         elif version[0]:
             why = "keys differ by a slash at an end, or one was overwritten meanwhile"
             raise StoreError(f"two objects are listed as {key!r}: {why}. Rename it, or list again", url=url)
-    return [last[key] for key in sorted(last)]
-
-
-def without_folder_markers(found: Catalog) -> Catalog:
-    """A sorted listing without the empty objects that S3's console and other tools make for a folder.
-
-    Their keys end in ``/``, which obstore takes off: such a key is that of the whole listing, or other keys begin with
-    it and a ``/``. The marker of a folder without objects looks like any empty object.
-    """
-    keys, empty = found.keys, np.flatnonzero(np.frombuffer(found.sizes or b"", np.int64) == 0).tolist()
-    markers = {position for position in empty if _is_folder(keys, keys[position])}
-    if not markers:
-        return found
-    return _chosen(found, [position for position in range(len(keys)) if position not in markers])
+    found = sorted(last)
+    return [last[key] for key in found if versions[last[key]][0] or not _is_folder(found, key)]
 
 
 def _is_folder(keys: Sequence[str], key: str) -> bool:
     inside = bisect.bisect_left(keys, f"{key}/")
     return not key or (inside < len(keys) and keys[inside].startswith(f"{key}/"))
-
-
-def _chosen(found: Catalog, order: Sequence[int]) -> Catalog:
-    """The objects of a listing at these positions."""
-    keys, sizes, etags = found.keys, found.sizes, found.etags
-    return Catalog(
-        StringArray(map(keys.__getitem__, order)),
-        None if sizes is None else array("q", map(sizes.__getitem__, order)),
-        None if etags is None else StringArray(map(etags.__getitem__, order)),
-    )
 
 
 def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
@@ -292,7 +272,7 @@ async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Ca
         count += len(page)
         return catalog_of_page([entry for entry in page if suffix is None or entry["path"].endswith(suffix)])
 
-    catalog = without_folder_markers(join_pages(await _list(store, "", take), store.url))
+    catalog = join_pages(await _list_in_parts(store, "", take), store.url)
     if len(catalog.keys):
         return catalog
     if suffix is None or not count:
@@ -304,28 +284,41 @@ async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Ca
 
 async def list_heads(store: Store, prefix: str) -> list[Head]:
     """The metadata of all objects in a directory of a store, sorted by key; errors are those of `list_objects`."""
-    pages = await _list(store, prefix, lambda page: [Head.of(entry["path"], entry) for entry in page])
-    heads = [head for page in pages for head in page]
+    return _distinct(await _list_in_parts(store, prefix.strip("/"), _heads), store)
+
+
+def _heads(page: Sequence[ObjectMeta]) -> list[Head]:
+    return [Head.of(entry["path"], entry) for entry in page]
+
+
+def _distinct(pages: Iterable[Sequence[Head]], store: Store) -> list[Head]:
+    heads = [*chain.from_iterable(pages)]
     keys = [head.key for head in heads]
     return [heads[each] for each in _positions(keys, [(head.size, head.etag) for head in heads], store.url)]
 
 
-async def _list(store: Store, prefix: str, take: Callable[[Sequence[ObjectMeta]], T]) -> list[T]:
-    """What `take` makes of each page of the objects in a directory, nearly always in the order of keys."""
+async def list_level(folder: str, *, store: Store, glob: re.Pattern[str], start: str) -> tuple[dict[str, Head], ...]:
+    """The objects in a directory whose names match, and something in each directory in it that does, by their keys.
+
+    `folder` is empty or ends in a slash; `start` is what the names begin with that match. Errors are those of
+    `list_objects`.
+    """
+    after = start[:-1]  # a listing begins after a key, so that here is one that is before `start`, and near it
+    if "!" <= start[-1:] <= "~":
+        after += chr(ord(start[-1]) - 1) + _LAST
     try:
-        return await _list_in_parts(store, prefix.strip("/"), take)
-    except StoreUnreachableError:
-        raise
-    except StoreError as error:
-        if not store.traits.web_server:
-            raise
-        message = (
-            f"this server cannot list, over HTTP that takes WebDAV; name objects with keys=[...] and shards as in "
-            f"'{{000..127}}.tar', or, if it speaks S3, use Store('s3://bucket', "
-            f"options={{'endpoint': 'https://host'}}): {str(error).removesuffix(f' ({store.url})')}"
-        )
-        failure = StoreError(message, url=store.url, status=error.status)
-    raise failure
+        if not start or not store.traits.list_in_order:
+            raise _UnorderedError
+        pages = await _list_between((folder + after, f"{folder}{start}{_LAST}"), store, folder, _heads, below=False)
+    except _UnorderedError:
+        level = await store.level(folder)
+        pages = [_heads(level["objects"]), [Head(f"{each}/", 0, None) for each in level["common_prefixes"]]]
+    found: tuple[dict[str, Head], ...] = {}, {}
+    for head in _distinct(pages, store):
+        name, below, _ = head.key[len(folder) :].partition("/")
+        if name and head.key.startswith(folder) and glob.fullmatch(name):
+            found[bool(below)][folder + name] = head
+    return found
 
 
 class _UnorderedError(Exception):
@@ -344,24 +337,37 @@ async def _list_in_parts(store: Store, prefix: str, take: Callable[[Sequence[Obj
         if not bounds:
             return [take(first), *[take(page) async for page in pages]]
 
-    async def list_part(bounds: tuple[str, str]) -> list[T]:
-        part, (after, until) = [], bounds
-        async with aclosing(store.pages(prefix or None, after=after)) as pages:
+    try:
+        parts = await map_all(partial(_list_between, store=store, prefix=prefix, take=take), pairwise([*bounds, ""]))
+    except _UnorderedError:
+        return [take(page) async for page in store.pages(prefix or None)]
+    return [take(first), *chain.from_iterable(parts)]
+
+
+async def _list_between(
+    bounds: tuple[str, str], store: Store, prefix: str, take: Callable[[Sequence[ObjectMeta]], T], *, below: bool = True
+) -> list[T]:
+    """List the keys in a directory that are after the first bound and not after the second, which is empty for none.
+
+    If not `below`, no request is made for keys in directories in it, but for those on the first page of each.
+    """
+    part, (after, until) = list[T](), bounds
+    begins = [after]
+    for begin in begins:
+        async with aclosing(store.pages(prefix or None, after=begin or None)) as pages:
             async for page in pages:
                 keys = [entry["path"] for entry in page]
                 if keys != sorted(keys):
                     raise _UnorderedError
                 inside = bisect.bisect_right(keys, until) if until else len(keys)
                 part.append(take(page[:inside]))
+                name, in_directory, _ = keys[-1][len(prefix) :].partition("/")
+                if inside == len(keys) == PAGE and in_directory and not below:
+                    begins.append(f"{prefix}{name}/{_LAST}")
+                    break
                 if inside < len(keys):
                     break
-        return part
-
-    try:
-        parts = await map_all(list_part, pairwise([*bounds, ""]))
-    except _UnorderedError:
-        return [take(page) async for page in store.pages(prefix or None)]
-    return [take(first), *chain.from_iterable(parts)]
+    return part
 
 
 async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) -> list[str]:
@@ -377,9 +383,7 @@ async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) ->
     shared = len([*takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))])
     outermost = len(prefix.split("/")) if prefix else 0
     paths = ["/".join(first[:depth]) for depth in range(outermost, shared + (first != last))]
-    store.stats.requests += len(paths)
-    requests = [obstore.list_with_delimiter_async(store.backend(), path or None) for path in paths]
-    levels = await asyncio.gather(*requests, return_exceptions=True)  # the listing itself reports errors
+    levels = await asyncio.gather(*map(store.level, paths), return_exceptions=True)  # the listing itself reports errors
     found = {border for level in levels if not isinstance(level, BaseException) for border in level["common_prefixes"]}
     borders = sorted(found)
     passed = bisect.bisect_right(borders, keys[-1])
@@ -488,9 +492,7 @@ class ListingFile:
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, OSError) as error:  # pyarrow's errors are among these
-            raise ValueError(
-                f"{self._path} is not a listing, or is damaged; delete it to list again: {error}"
-            ) from None
+            raise ValueError(f"{self._path} is not a listing, or damaged; delete it to list again: {error}") from None
         if found != self._origin:
             raise ValueError(f"{self._path} is of the listing {found}, not of {self._origin}; delete it to list again")
         return Catalog(StringArray(columns[0]), array("q", columns[1]), StringArray(columns[2]))

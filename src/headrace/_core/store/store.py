@@ -13,10 +13,11 @@ import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 import obstore
 from obstore import get_range_async
+from obstore.store import LocalStore
 
 from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.store import errors
@@ -39,7 +40,7 @@ from headrace._core.store.request_stats import RequestStats, session_stats
 from headrace.errors import ForkedError, NotPicklableError, StoreError, StoreUnreachableError
 
 if TYPE_CHECKING:
-    from obstore import GetResult, ObjectMeta
+    from obstore import GetResult, ListResult, ObjectMeta
     from obstore.store import ObjectStore
 
 T = TypeVar("T")
@@ -148,19 +149,11 @@ class Store:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not self.traits.shared:
-            raise NotPicklableError(
-                what=repr(self),
-                reason="its store is the memory of this process",
-                remedy="Use a directory or another store to take a dataset to other processes.",
-            )
-        options = self._options if self._backend is None else None
-        more: dict[str, Any] = {
-            "backend": self._backend,
-            "timeout": self._timeout,
-            "retry": self._retry,
-            "if_match": self.if_match,
-        }
-        return partial(type(self), self._url, options=options, **more), ()
+            remedy = "Use a directory or another store to take a dataset to other processes."
+            raise NotPicklableError(what=repr(self), reason="its store is the memory of this process", remedy=remedy)
+        ready, options = self._backend, self._options if self._backend is None else None
+        more: dict[str, Any] = {"timeout": self._timeout, "retry": self._retry, "if_match": self.if_match}
+        return partial(type(self), self._url, options=options, backend=ready, **more), ()
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
@@ -173,6 +166,13 @@ class Store:
     def name(self, key: str) -> str:
         """The URL of an object, without secrets."""
         return f"{self.url.rstrip('/')}/{key}"
+
+    def local_path(self, key: str) -> str | None:
+        """The path of a file, or of a directory, of a store in the local file system; None in another."""
+        if self.traits.backend is not LocalStore:
+            return None
+        root = unquote(urlsplit(self._url).path) if self._backend is None else getattr(self._backend, "prefix", None)
+        return os.path.join(root or "/", key)
 
     def key_of(self, place: str | os.PathLike[str]) -> str:
         """The key of an object of this store, from its key, or from its URL or absolute path under this store's.
@@ -188,7 +188,7 @@ class Store:
         root = self._url
         if "://" not in name:
             if not (os.path.isabs(name) and root.startswith("file:")):
-                return name.strip("/")
+                return name.lstrip("/")
             name = url_of(name)
         inside = root if root.endswith("/") else f"{root}/"
         if not name.startswith(inside):
@@ -230,9 +230,10 @@ class Store:
         while True:
             if failure is not None:
                 await self._retry_or_raise(failure, tries)
+            store = self.backend()
             self.stats.requests += 1
             try:
-                answer = await request(self.backend())
+                answer = await request(store)
             except FAILURES as error:
                 failure = failure_of(error)
             else:
@@ -265,6 +266,8 @@ class Store:
             kind, remedy = StoreUnreachableError, errors.NO_CREDENTIALS
             if self.traits.prefix == "aws_":
                 remedy += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
+        elif tries.doing == "listing" and self.traits.web_server and kind is StoreError:
+            remedy = errors.NO_LISTING
         doing = tries.doing if tries.index is None else f"{tries.doing} (index {tries.index})"
         message = ": ".join(filter(None, (doing, cause.text, redact_text(failure.detail, secrets), answer)))
         return kind(
@@ -361,6 +364,8 @@ class Store:
         ranges; from a negative `start` on, the last bytes. The checksum is of the object.
         """
         key, start, stop, _, size, etag, modified, checksum = wanted
+        if initial and not key.strip("/"):  # a web server would send a page
+            raise RequestFailure(Cause.NO_KEY, detail="it is empty")
         stats, whole = self.stats, self._ranges_ignored
         began = time.perf_counter()
         options: dict[str, object] = {}
@@ -499,7 +504,7 @@ class Store:
         last = after
         while True:
             self.stats.requests += 1
-            offset = last if self.traits.bucket else None
+            offset = last if self.traits.remote and not self.traits.web_server else None
             pages = obstore.list(self.backend(), prefix, offset=offset, chunk_size=PAGE)
             while True:
                 try:
@@ -520,6 +525,11 @@ class Store:
                     last = page[-1]["path"]
                     yield page
             await self._retry_or_raise(failure, tries)
+
+    async def level(self, folder: str) -> ListResult[Sequence[ObjectMeta]]:
+        """List the objects and the directories in a directory, but not what is below; raises `StoreError`."""
+        request = partial(obstore.list_with_delimiter_async, prefix=folder or None)
+        return await self._attempt(request, self._tries("listing"))
 
     async def head(self, key: str, *, index: object = None) -> Head:
         """Request an object's size and version; `index` is the sample's, for errors; raises `StoreError`."""

@@ -15,6 +15,8 @@ WORDS = st.text("abcdefghijklmnopqrstuvwxyz0123456789", min_size=1, max_size=8)
         ("s3://bucket/train", "s3://bucket/train"),
         ("https://me:pass@host:8080/a/b.bin", "https://host:8080/a/b.bin"),
         ("https://me:p@ss@host/a", "https://host/a"),
+        ("abfss://files@account.dfs.core.windows.net/a", "abfss://files@account.dfs.core.windows.net/a"),
+        ("az://me:pass@host/a", "az://host/a"),
         ("https://account.blob/c?sv=1&sig=abc", "https://account.blob/c"),
         ("https://host?sig=a/b", "https://host"),
         ("https://host/folder@v2/a", "https://host/folder@v2/a"),

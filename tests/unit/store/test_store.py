@@ -1,7 +1,7 @@
 """`Store`: its arguments, keys within it, and datasets that share one."""
 
 import pytest
-from obstore.store import MemoryStore
+from obstore.store import AzureStore, HTTPStore, MemoryStore, S3Store
 
 import headrace as hr
 from object_server import Fault, ObjectServer
@@ -38,6 +38,38 @@ def test_key_of_a_url_under_the_store_is_relative_to_it(url, place, key):
 def test_key_of_a_url_elsewhere_is_refused(place):
     with pytest.raises(ValueError, match="not under the URL of store="):
         hr.Store("s3://bucket").key_of(place)
+
+
+def test_https_url_of_a_bucket_is_a_bucket_and_not_a_web_server():
+    with ObjectServer({f"a b/{i:04}": b"%d" % i for i in range(1500)}) as server:
+        options = server.store_options
+        del options["region"]  # the URL has it
+        store = hr.Store("https://s3.us-east-1.amazonaws.com/bucket/a%20b", options=options)
+        dataset = hr.ObjectDataset(store)
+        assert (len(dataset), bytes(dataset[1499].data), server.requests()["LIST"]) == (1500, b"1499", 2)
+        assert store.key_of(f"{store.url}/c%20d") == "c d"
+
+
+@pytest.mark.parametrize(
+    ("url", "backend"),
+    [
+        ("https://bucket.s3.eu-west-1.amazonaws.com/a", S3Store),
+        ("https://account.r2.cloudflarestorage.com/bucket/a", S3Store),
+        ("https://account.blob.core.windows.net/files/a", AzureStore),
+        ("https://onelake.dfs.fabric.microsoft.com/files/a", AzureStore),
+        ("https://storage.googleapis.com/bucket/a", HTTPStore),
+        ("https://amazonaws.com.host/a", HTTPStore),
+    ],
+)
+def test_kind_of_an_https_url_is_that_of_the_store_that_is_opened_for_it(url, backend):
+    store = hr.Store(url)
+    assert store.traits.backend is type(store.backend()) is backend
+
+
+def test_containers_of_one_azure_account_are_two_stores():
+    first, other = (hr.Store(f"abfss://{name}@account.dfs.core.windows.net/data") for name in ("train", "val"))
+    assert (first.url, first.store_id != other.store_id) == ("abfss://train@account.dfs.core.windows.net/data", True)
+    assert len(hr.TarDataset([first.name("0.tar"), other.name("0.tar")]).shards) == 2
 
 
 def test_repr_and_url_have_no_secrets():

@@ -7,7 +7,7 @@ import os
 import re
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -24,12 +24,8 @@ _CLIENT_OPTION = re.compile(
     r"|http1_only|http2_(only|keep_alive_(interval|timeout|while_idle))|pool_max_idle_per_host"
     r"|proxy_(ca_certificate|excludes|url)|randomize_addresses|root_certificate|user_agent"
 )
-_NO_VARIABLES = ("default_headers", "root_certificate")  # which obstore does not read
-_NEVER = timedelta(days=1)  # the client has no option for no time-out
 # Options of connections, which do not identify the store.
-_CONNECTION_OPTIONS = frozenset(
-    {"client_options", "retry_config", "credential_provider", "user-agent", ALLOW_REDIRECTS, PROFILE}
-)
+_CONNECTION_OPTIONS = {"client_options", "retry_config", "credential_provider", "user-agent", ALLOW_REDIRECTS, PROFILE}
 # Environment variables that name a place, after the prefix of the kind of store.
 _PLACES = r".*(ENDPOINT|ACCOUNT_NAME|BASE_URL|EMULATOR|CONTAINER|BUCKET)"
 
@@ -80,6 +76,8 @@ TRAITS = (
     StoreTraits(schemes=("memory",), backend=MemoryStore, remote=False, bucket=False, shared=False),
 )
 _BY_SCHEME = {scheme: traits for traits in TRAITS for scheme in traits.schemes}
+# Of https:// URLs that obstore opens as those of a bucket (the first group: of S3) or of a container.
+_CLOUD_HOST = re.compile(r".*(amazonaws|cloudflarestorage)\.com|.*\.(core\.windows\.net|fabric\.microsoft\.com)")
 _OTHER = StoreTraits(schemes=(), backend=object, bucket=False)
 
 
@@ -92,7 +90,10 @@ def traits_of(url: str, backend: ObjectStore | None = None) -> StoreTraits:
     """
     if backend is not None:
         return next((traits for traits in TRAITS if isinstance(backend, traits.backend)), _OTHER)
-    return _BY_SCHEME.get(urlsplit(url).scheme, _OTHER)
+    parts = urlsplit(url)
+    if parts.scheme == "https" and (cloud := _CLOUD_HOST.fullmatch(parts.hostname or "")):
+        return replace(_BY_SCHEME["s3" if cloud[1] else "az"], bucket=False, quoted=True)
+    return _BY_SCHEME.get(parts.scheme, _OTHER)
 
 
 def merged_options(url: str, options: Mapping[str, object]) -> dict[str, object]:
@@ -112,7 +113,7 @@ def merged_options(url: str, options: Mapping[str, object]) -> dict[str, object]
     if prefix:
         found = {_short(name, prefix): value for name, value in os.environ.items() if name.startswith(prefix.upper())}
         client |= {name: found[name] for name in sorted(found) if found[name] and _CLIENT_OPTION.fullmatch(name)}
-        for name in _NO_VARIABLES:
+        for name in ("default_headers", "root_certificate"):  # which obstore does not read
             client.pop(name, None)
     own = {**nested_options(options, "config"), **options}
     own.pop("config", None)
@@ -142,7 +143,7 @@ def option(url: str, options: Mapping[str, object], *names: str) -> object:
     named = {_short(name, prefix): value for name, value in given.items()}
     found = [named.get(name) for name in names]
     if prefix:
-        found += [_variable(prefix, name) for name in names]
+        found += [os.environ.get((prefix + name).upper()) or None for name in names]
     return next((value for value in found if value is not None), None)
 
 
@@ -177,10 +178,6 @@ def uses_proxy(url: str, options: Mapping[str, object]) -> bool:
     return bool(proxies.get(endpoint.scheme) or proxies.get("all"))
 
 
-def _variable(prefix: str, name: str) -> str | None:
-    return os.environ.get((prefix + name).upper()) or None
-
-
 def _short(name: str, prefix: str) -> str:
     return str(name).lower().removeprefix(prefix)
 
@@ -209,7 +206,8 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
         chosen = merged_options(url, chosen)
         seconds = timedelta(seconds=timeout)
         chosen["client_options"] = {
-            "timeout": _NEVER,  # the default, 30 s, covers the whole body, and progress does not extend it
+            # The default, 30 s, covers the whole body, and progress does not extend it; there is no option for none.
+            "timeout": timedelta(days=1),
             "read_timeout": seconds,
             "connect_timeout": min(seconds / 3, timedelta(seconds=5)),
             **nested_options(chosen, "client_options"),

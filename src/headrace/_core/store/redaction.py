@@ -14,7 +14,6 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _TOO_COMMON = frozenset({"true", "false", "none", "null"})
-_MASK = "***"
 
 
 def url_of(place: str | os.PathLike[str]) -> str:
@@ -51,7 +50,7 @@ def redact_url(url: str) -> str:
     if not separator:
         return re.split(r"[?#]", url, maxsplit=1)[0]
     authority, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
-    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
+    return f"{scheme}://{_place(scheme, authority)}{slash}{path}"
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
@@ -63,8 +62,14 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     """
     # The longest first, since one secret may begin with another.
     for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, _MASK)
-    return _URL.sub(lambda match: match[1] + match[2].rpartition("@")[2] + match[3], text)
+        text = text.replace(secret, "***")
+    return _URL.sub(lambda match: match[1] + _place(match[1], match[2]) + match[3], text)
+
+
+def _place(scheme: str, authority: str) -> str:
+    """The authority of a URL without user name and password; Azure's have the container before the ``@``."""
+    is_azure = scheme.lower().startswith(("abfs", "adl", "az")) and ":" not in authority
+    return authority if is_azure else authority.rpartition("@")[2]
 
 
 def is_secret(name: str) -> bool:

@@ -92,8 +92,13 @@ class HeadraceError(Exception):
 
     Each class can also be constructed from a message alone, as torch does to raise an error of a worker process again.
     Its attributes are None then.
+
+    Attributes:
+        lost_samples: samples of the rest of a shard that a stream cannot read on, estimated if they were not counted, 0
+            if there is no estimate; None of other errors.
     """
 
+    lost_samples: int | None = None
     _text: ClassVar[str] = ""  # the message, with the names of its fields
 
     def __init__(self, *args: object, **fields: object) -> None:

@@ -300,6 +300,11 @@ class HostBatch(NamedTuple):
     times: StageTimes = NO_TIMES  # when it passed the stages
     fetches: FetchTimes | None = None  # single fetches that ended since the batch before it; None if none are measured
 
+    @property
+    def skipped(self) -> int:
+        """The number of samples that are not in it; with the rest of each shard that has ended."""
+        return len(self.plan.indices) - self.size + sum((failure.lost or 1) - 1 for failure in self.failures)
+
     def flat(self, requested: BatchPlan) -> tuple[Any, ...]:
         """The batch as a flat tuple of plain values, for a process that has its plan; `data` and `failures` are not.
 

@@ -54,7 +54,7 @@ class EpochFailures:
             if host.size:
                 self.in_a_row = self.longest = 0
             return
-        self.skipped += len(host.plan.indices) - host.size
+        self.skipped += host.skipped
         self.examples.extend(host.failures[-EXAMPLES:])
         failed = {repr(failure.index) for failure in host.failures}
         self.longest = self.in_a_row
@@ -105,8 +105,9 @@ class SkipErrors(ErrorPolicy):
 
     Attributes:
         max_share: largest share of an epoch's samples that may be skipped, from 0 to 1. Compared once it amounts to 10
-            samples (1,000 samples into the epoch for 0.01), and at the end of the epoch.
-        max_in_a_row: largest number of samples that may be skipped one after the other.
+            samples (1,000 samples into the epoch for 0.01), and at the end of the epoch. The rest of a shard that
+            cannot be read on counts as its samples: as many as are known, else an estimate, at least one.
+        max_in_a_row: largest number of errors that may be skipped one after the other.
 
     Raises:
         ValueError: a limit is out of its range.

@@ -84,6 +84,11 @@ class Failure:
         return self.unskippable is None and self.stage in (Stage.FETCH, Stage.TRANSFORM, Stage.COLLATE)
 
     @property
+    def lost(self) -> int | None:
+        """Samples of the rest of a shard that are lost with it, 0 if unknown; None where no shard has ended."""
+        return getattr(self.error, "lost_samples", None)
+
+    @property
     def type_name(self) -> str:
         """The name of the error's type; in another process, where that type does not exist here."""
         remote = self.error.type_name if isinstance(self.error, RemoteError) else None

@@ -171,17 +171,8 @@ class ParquetDataset(PartStream[Any]):
         if table_rows is not None and (table_rows < 1 or format == "rows"):
             raise ValueError(f"table_rows={table_rows} must be at least 1, and goes with format='arrow'")
         if buffer_size < 0 or seed < 0 or prefetch_row_groups < 1 or prefetch_bytes < 1:
-            raise ValueError(
-                "buffer_size and seed must be at least 0, prefetch_row_groups and prefetch_bytes at least 1"
-            )
-        super().__init__(
-            ranks=RankChoice(rank, world_size),
-            shuffle=shuffle,
-            buffer_size=buffer_size,
-            seed=seed,
-            by_sample=split == "rows",
-            remainder=remainder,
-        )
+            raise ValueError("buffer_size, seed must be at least 0, prefetch_row_groups, prefetch_bytes at least 1")
+        super().__init__(RankChoice(rank, world_size), shuffle, buffer_size, seed, split == "rows", remainder)
         self._format, self._table_rows = format, table_rows
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
         self._groups = _open_row_groups(shards, columns, store, as_rows=format == "rows")

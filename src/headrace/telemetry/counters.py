@@ -122,7 +122,7 @@ class LoaderStats:
         epochs: iterations begun.
         batches: batches delivered.
         samples: samples delivered.
-        skipped_samples: samples left out by ``on_error="skip"``.
+        skipped_samples: samples left out by ``on_error="skip"``, with those of the rest of each shard that ended early.
         skipped: the last 100 failures that were skipped, oldest first.
         replaced_batches: batches delivered a second time in place of batches that lost all their samples.
         wait_seconds: seconds that the consumer waited in `next()` or `anext()`. Overlapping waits of several iterators
@@ -245,7 +245,7 @@ class Counters:
 
     def skip(self, host: HostBatch) -> None:
         """Count the skipped samples of a batch."""
-        self.skipped_samples += len(host.plan.indices) - host.size
+        self.skipped_samples += host.skipped
         self.skipped.extend(map(SkipRecord.of, host.failures[-SKIPS:]))
         if host.requests is not None:
             self._add(host.requests)

@@ -3,11 +3,15 @@
 import dataclasses
 import itertools
 import pickle
+from contextlib import nullcontext
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import headrace as hr
 from tests.unit.consumer.test_skipping import Bad, Count, Mine, Numbers, TorchCount, TorchNumbers, lists
+from tests.unit.shards import tars
 
 pytestmark = pytest.mark.filterwarnings("ignore:a sample was skipped", "ignore:batch .* lost all its samples")
 WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
@@ -182,3 +186,51 @@ def test_function_is_not_asked_about_an_error_that_ended_the_stream(stream):
 def test_argument_that_is_no_policy_is_refused():
     with pytest.raises(ValueError, match=r"on_error must be .* got 'ignore'"):
         loading(Numbers(2), "ignore")
+
+
+def flipped(data):
+    return data[: 51 * 1024] + bytes([data[51 * 1024] ^ 1]) + data[51 * 1024 + 1 :]
+
+
+def cut(data):
+    return data[: 51 * 1024 + 100]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("damaged", "options", "lost", "words"),
+    [
+        (flipped, {"counts": [100] * 3}, 50, "from byte 52,224 of 112,640 cannot be read: 50 samples"),
+        (flipped, {}, 57, "from byte 52,224 of 112,640 cannot be read: about 57 samples"),
+        (cut, {"shards_in_parallel": 1}, 50, "from byte 52,324 of 52,324 cannot be read: about 50 samples"),
+        (cut, {}, 1, "from byte 52,324 of 52,324 cannot be read: an unknown number of samples"),
+        (None, {"shards_in_parallel": 1}, 100, "its rest cannot be read: about 100 samples"),
+    ],
+)
+def test_rest_of_a_shard_is_warned_of_and_counts_as_its_samples(tmp_path, damaged, options, lost, words, num_workers):
+    for number in range(3):
+        data = tars.shard(f"{number}-{sample:03}" for sample in range(100))
+        if number != 1 or damaged:
+            (tmp_path / f"{number}.tar").write_bytes(damaged(data) if number == 1 else data)
+    dataset = hr.TarDataset([tmp_path / f"{number}.tar" for number in range(3)], **options)
+    with hr.DataLoader(dataset, batch_size=None, num_workers=num_workers, on_error="skip") as loader:
+        with pytest.warns(RuntimeWarning, match=f"the rest of a shard was skipped, owing to .*{words}"):
+            assert len(list(loader)) == (250 if damaged else 200)
+        assert loader.stats().skipped_samples == lost
+    refused = pytest.raises(hr.errors.TooManySkippedError, match="max_share is 15")
+    with loading(dataset, hr.SkipErrors(max_share=0.15), None) as loader, refused if lost > 1 else nullcontext():
+        list(loader)
+
+
+def test_undecodable_row_group_counts_as_its_rows_and_the_next_is_read(tmp_path):
+    table = pa.table({"x": range(3000)})
+    options = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=1000, **options)
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "a.parquet").write_bytes(data)
+    for dataset, lost in ((hr.ParquetDataset(tmp_path), 1000), (hr.ParquetDataset(tmp_path, format="arrow"), 1)):
+        with hr.DataLoader(dataset, batch_size=None, on_error="skip") as loader:
+            with pytest.warns(RuntimeWarning, match=f"rest of a shard.*row group 1.*cannot be read: {lost:,} samples"):
+                assert len(list(loader)) == 2 * lost
+            assert loader.stats().skipped_samples == lost

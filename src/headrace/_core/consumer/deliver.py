@@ -149,8 +149,9 @@ class FailureHandler:
             if self._lost_in_a_row >= LOST_IN_A_ROW:
                 self._lost_in_a_row = 0
                 raise self._epoch.error(f"each of the last {LOST_IN_A_ROW} batches lost all its samples")
-        if first or (lost and not self._lost):
-            _warn_of_skip(host.failures[0], lost=lost)
+        rests = [failure for failure in host.failures if failure.lost is not None]
+        for failure in rests or host.failures[: first or (lost and not self._lost)]:
+            _warn_of_skip(failure, lost=lost)
         self._lost = self._lost or lost
 
     def _on_end(self, plan: BatchPlan) -> None:
@@ -172,7 +173,8 @@ class FailureHandler:
 
 
 def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
-    skipped = f"batch {failure.batch} lost all its samples, the first" if lost else "a sample was skipped, owing"
+    one = "a sample" if failure.lost is None else "the rest of a shard"
+    skipped = f"batch {failure.batch} lost all its samples, the first" if lost else f"{one} was skipped, owing"
     message = f"{skipped} to {failure.type_name}: {shorten(failure.message)} ({failure.where}). "
     if lost:
         message += (

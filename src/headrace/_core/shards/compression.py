@@ -51,7 +51,8 @@ class Codec:
         self._shard = shard
         self._stream: Any = None
         self._complete_streams = 0
-        self._offset = 0
+        self.taken = 0  # bytes of the object so far
+        self._offset = 0  # bytes unpacked so far
         if self._format == "zstd":
             zstd = _require_zstd()
             self._open: Callable[[], Any] = zstd.ZstdDecompressor
@@ -64,14 +65,16 @@ class Codec:
         view = memoryview(data).cast("B")
         if not self.compressed:
             packed = next((name for first, name in _BEGINNINGS.items() if bytes(view[:10]).startswith(first)), None)
-            if packed is not None and not self._offset:
+            if packed is not None and not self.taken:
                 what = f"{packed} by its first bytes, but not by its name; only {', '.join(SUFFIXES)} are unpacked"
                 raise ShardError(what, shard=self._shard, offset=0)
-            self._offset += len(view)
+            self.taken += len(view)
             yield data
             return
         for start in range(0, len(view), _INPUT_BYTES):
-            yield from self._unpack(bytes(view[start : start + _INPUT_BYTES]))
+            piece = bytes(view[start : start + _INPUT_BYTES])
+            self.taken += len(piece)
+            yield from self._unpack(piece)
 
     def finish(self) -> None:
         """Signal the end of the input; raises `TruncatedShardError` if it is incomplete."""

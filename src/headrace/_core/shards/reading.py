@@ -16,7 +16,7 @@ from headrace._core.shards.discovery import Shard
 from headrace._core.shards.division import Part, PartPosition, opened_parts, position_in
 from headrace._core.store.head import Head, InitialRead
 from headrace._core.streams.resumable import ResumableIterator, State, close_all, expect
-from headrace.errors import StateError
+from headrace.errors import HeadraceError, StateError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -61,6 +61,7 @@ class BlockReader(ABC):
         block = self._task.result()
         self._current, self._following = self._following, block.after
         self._count = len(block.samples)
+        self.decoded = self._current.given + self._count  # samples up to the end of the block
         self.samples, self.error, self.ended = block.samples, block.error, block.after is None
         self._task = None if self.ended else asyncio.get_running_loop().create_task(self._next_block())
 
@@ -76,6 +77,10 @@ class BlockReader(ABC):
             await end_all([self._task])
             self._task = None
 
+    def reached(self, error: HeadraceError) -> tuple[int, int]:
+        """The byte at which an error has ended the part, and the size of its object; 0 where either is unknown."""
+        return 0, 0
+
     @abstractmethod
     async def _next_block(self) -> Block:
         """Produce the next block; an exception becomes its `error`."""
@@ -88,6 +93,9 @@ class PartReader(ResumableIterator[Any], Generic[R]):
     is replaced by the next. The position is that of each open part, in the order of their turns, and the number of
     those that were opened. `count` is the number of all parts of the stream.
     """
+
+    counts: Sequence[int] | None = None  # of the samples in each part, if known
+    _usual = 0  # samples of the last part that was read to its end
 
     def __init__(self, parts: Sequence[Part], count: int, shard_of: Callable[[int], Shard], parallel: int = 1) -> None:
         self._parts = parts
@@ -120,12 +128,27 @@ class PartReader(ResumableIterator[Any], Generic[R]):
                 if successor is not None:
                     readers.appendleft(successor)
                 if reader.error is not None:
-                    raise reader.error
+                    raise self._ending(reader, reader.error)
+                self._usual = reader.decoded
             else:
                 await self._fill(reader)
                 if self._parallel == 1:
                     self._only = reader.samples
         raise StopAsyncIteration
+
+    def _ending(self, reader: R, error: Exception) -> Exception:
+        """The error that ends a part, with the number of samples that are lost.
+
+        That is known, or in proportion to the bytes, or else as if the part were like the last one.
+        """
+        if isinstance(error, HeadraceError) and not isinstance(error, StateError):
+            (at, size), whole = reader.reached(error), None if self.counts is None else self.counts[reader.part]
+            estimate = reader.decoded * size // at if 0 < at < size else self._usual
+            lost = error.lost_samples = max(0, (estimate if whole is None else whole) - reader.decoded)
+            number = f"{lost:,}" if whole is not None else f"about {lost:,}" if lost else "an unknown number of"
+            where = f" from byte {at:,} of {size:,}" if size else ""
+            error.args = (f"{error}; its rest{where} cannot be read: {number} samples",)
+        return error
 
     def _start(self) -> bool:
         while len(self._open) < self._parallel and (reader := self._open_next()) is not None:
@@ -310,6 +333,7 @@ class ShardReader(BlockReader):
             decoder.restore(position.decoder)
             offset = expect(position.decoder, "offset", int)
         start = 0 if self._codec.compressed else offset
+        self._codec.taken = start
         self._skip, self._drop, self._stop = offset - start, position.drop, position.stop
         self._decoded = position  # the position after the last block that was produced
         self._pieces: Iterator[Buffer] = iter(())
@@ -319,8 +343,12 @@ class ShardReader(BlockReader):
 
     def differs_from(self, count: int) -> bool:
         """Whether the samples up to the end of the current block show that the shard has not `count` of them."""
-        decoded = self._current.given + self._count
-        return decoded > count or (decoded < count and self.ended and self.error is None and self._stop is None)
+        ended = self.ended and self.error is None and self._stop is None
+        return self.decoded > count or (self.decoded < count and ended)
+
+    def reached(self, error: HeadraceError) -> tuple[int, int]:
+        offset = None if self._codec.compressed else getattr(error, "offset", None)
+        return self._codec.taken if offset is None else offset, 0 if self.head is None else self.head.size
 
     async def aclose(self) -> None:
         await close_all(self.chunks, super())

@@ -8,13 +8,13 @@ import random
 import warnings
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
-from typing import ClassVar, Literal, TypedDict, TypeVar, Unpack, cast
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack
 
 from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
 from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.division import Division, Part, Readers, deal_parts, names_digest, reader_of
-from headrace._core.shards.reading import Decoder, InterleavedShards, ReadAhead, ShardReader
+from headrace._core.shards.reading import Decoder, InterleavedShards, PartReader, ReadAhead, ShardReader
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.operators import EqualLength, ShuffleBuffer, Split
@@ -53,7 +53,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     """The value of ``split=`` with which each reader reads all parts, in errors."""
 
     def __init__(
-        self, *, ranks: RankChoice, shuffle: bool, buffer_size: int, seed: int, by_sample: bool, remainder: Remainder
+        self, ranks: RankChoice, shuffle: bool, buffer_size: int, seed: int, by_sample: bool, remainder: Remainder
     ) -> None:
         check_remainder(remainder)
         self._ranks = ranks
@@ -134,7 +134,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """The names of the parts, in the order given by the user, without secrets."""
 
     @abstractmethod
-    def _read(self, parts: Sequence[Part]) -> ResumableIterator[object]:
+    def _read(self, parts: Sequence[Part]) -> PartReader[Any]:
         """Start reading the samples of some parts."""
 
     def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
@@ -246,7 +246,8 @@ class PartIterator(ResumableIterator[T_co]):
             length = stream._length(self._rank, shard, order)
 
         def start() -> ResumableIterator[T_co]:
-            samples = cast("ResumableIterator[T_co]", stream._read(parts))
+            samples = stream._read(parts)
+            samples.counts = stream._sample_counts()
             if whole is not None:
                 samples.load_state_dict(whole)
             return samples
@@ -304,14 +305,8 @@ class ShardedStream(PartStream[T_co]):
         self._declared = options.get("samples_per_rank")
         if self._declared is not None:
             _at_least(1, "samples_per_rank", self._declared)
-        super().__init__(
-            ranks=ranks,
-            shuffle=options.get("shuffle", False),
-            buffer_size=buffer_size,
-            seed=seed,
-            by_sample=split == "samples",
-            remainder=options.get("remainder", "drop"),
-        )
+        shuffle, remainder = options.get("shuffle", False), options.get("remainder", "drop")
+        super().__init__(ranks, shuffle, buffer_size, seed, split == "samples", remainder)
         if split not in ("shards", "samples"):
             raise ValueError(f"split={split!r} must be 'shards' or 'samples'")
         self._shards = find_shards(shards, suffixes=self.suffixes, store=options.get("store"))
@@ -367,8 +362,7 @@ class ShardedStream(PartStream[T_co]):
         return None if self._counts is None else names_digest(map(str, self._counts))
 
     def _read(self, parts: Sequence[Part]) -> InterleavedShards:
-        check = None if self._counts is None else self._check_count
-        return InterleavedShards(self._shards, parts, self._decoder, self._ahead, check)
+        return InterleavedShards(self._shards, parts, self._decoder, self._ahead, self._check_count)
 
     def _check_count(self, reader: ShardReader) -> None:
         """Warn, once, of a shard with another number of samples than in `counts`."""

@@ -154,9 +154,8 @@ async def load_indices(shards: Sequence[Shard], *, uniform: bool, save: bool) ->
                 if not refused:
                     refused = True
                     with contextlib.suppress(Warning):  # if a filter makes it an error: the index itself is complete
-                        warnings.warn(
-                            f"cannot store indices beside their shards: {error}", RuntimeWarning, stacklevel=2
-                        )
+                        what = f"cannot store indices beside their shards: {error}"
+                        warnings.warn(what, RuntimeWarning, stacklevel=2)
         return index
 
     return await map_all(one, shards)

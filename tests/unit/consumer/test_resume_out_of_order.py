@@ -58,6 +58,30 @@ def by_batch_sampler(held, batch_size, in_order):
     return hr.DataLoader(Held(held), batch_sampler=BatchSampler(range(N), 2, False), in_order=in_order)
 
 
+class Pairs(Sampler):
+    at = 0
+
+    def __iter__(self):
+        for self.at in range(self.at + 1, N // 2 + 1):
+            yield [2 * self.at - 2, 2 * self.at - 1]
+
+
+class Stateful(Pairs):
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def by_pairs(held, batch_size, in_order):
+    return hr.DataLoader(Held(held), batch_sampler=Pairs(), in_order=in_order)
+
+
+def by_pairs_with_a_state(held, batch_size, in_order):
+    return hr.DataLoader(Held(held), batch_sampler=Stateful(), in_order=in_order)
+
+
 def of_a_stream(held, batch_size, in_order):
     """The numbers in `held` wait in a worker, in a FIFO that is never written to."""
 
@@ -77,7 +101,8 @@ def of_a_stream(held, batch_size, in_order):
     return hr.DataLoader(stream, batch_size, transform=wait, num_workers=3, prefetch_factor=2, in_order=in_order)
 
 
-KINDS = [in_sequence, by_permutation, by_elastic_sampler, by_sampler, by_batch_sampler, of_a_stream]
+KINDS = [in_sequence, by_permutation, by_elastic_sampler, by_sampler, by_batch_sampler]
+KINDS += [by_pairs, by_pairs_with_a_state, of_a_stream]
 
 ORDERS = {by_permutation: hr.permutation(N, seed=0, epoch=0)[:].tolist(), by_sampler: range(N - 1, -1, -1)}
 
@@ -175,3 +200,43 @@ def test_batch_around_others_that_were_given_out_before_can_be_saved_after(kind)
     loader.load_state_dict(state)
     given += take(loader, N)[0]
     assert sorted(given) == list(range(N))
+
+
+class FailsAtSix:
+    def __init__(self):
+        self.numbers = iter(range(16))
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        for number in self.numbers:
+            if number == 6:
+                raise ValueError(number)
+            return number
+        raise StopAsyncIteration
+
+
+@pytest.mark.filterwarnings("ignore:.* has no state_dict")
+def test_samples_of_a_batch_that_failed_are_not_read_again(tmp_path):
+    def loader(wait):
+        class Stream:
+            def __aiter__(self):
+                return FailsAtSix()
+
+        return hr.DataLoader(Stream(), 4, transform=wait, num_workers=2, in_order=False, drop_last=True)
+
+    def wait(number):
+        if number == 0:
+            with open(tmp_path / "fifo") as waiting:
+                waiting.read()
+        return number
+
+    os.mkfifo(tmp_path / "fifo")
+    with loader(wait) as interrupted:
+        with pytest.raises(ValueError, match="6"):
+            next(iter(interrupted))
+        state = interrupted.state_dict()
+    with loader(int) as restored:
+        restored.load_state_dict(state)
+        assert sorted(batch.tolist() for batch in restored) == [[0, 1, 2, 3], [7, 8, 9, 10], [11, 12, 13, 14]]

@@ -44,7 +44,7 @@ class FailureHandler:
 
     Attributes:
         skips: whether the policy can skip samples; only then each batch has to be passed to `delivers`.
-        counts: of the epoch: samples delivered, skipped, and skipped in a row; batches not replaced; replacements.
+        counts: of the epoch, as in its state: `LoaderState.skipped`.
     """
 
     def __init__(
@@ -59,12 +59,15 @@ class FailureHandler:
         self._stream = arguments.kind.is_iterable
         self._as_torch = not arguments.kind.is_async  # whether errors from workers are put in torch's words
         # Of batches that lost all their samples: those without a replacement, and the replacements that came back.
-        delivered, skipped, in_a_row, self._missing, self._repeated = self.counts = spec.begun.skipped
+        delivered, skipped, in_a_row, self._missing, self._repeated, *last = self.counts = spec.begun.skipped
         self._epoch = EpochFailures(delivered, skipped, in_a_row)
         self._owed = self._missing if self.skips else 0  # replacements to be planned
         self._candidates: deque[Sequence[object] | None] = deque(maxlen=1 if self._stream else CANDIDATES)
         if self.skips:
-            self._candidates.extend([None] if self._stream and delivered else spec.order.batches_before())
+            before = spec.order.batches_before() or map(tuple, last)
+            self._candidates.extend([None] if self._stream and delivered else before)
+        self._keeps = spec.order.stateful is not None  # which goes on after the last batch, and does not draw it again
+        self._last: tuple[Sequence[object], ...] = tuple(map(tuple, last))
         self._lost = False  # whether a batch has lost all its samples since it began
         self._deaths_in_a_row = self._lost_in_a_row = 0  # batches
 
@@ -97,11 +100,13 @@ class FailureHandler:
             self._missing -= host.plan.repeat
             if host.size:  # a batch sampler may ask for a batch of no samples
                 self._candidates.append(None if self._stream else host.plan.indices)
+                self._last = (host.plan.indices,) if self._keeps else ()
             return True
         finally:
             if self.skips:
                 epoch = self._epoch
-                self.counts = epoch.delivered, epoch.skipped, epoch.in_a_row, self._missing, self._repeated
+                counts = epoch.delivered, epoch.skipped, epoch.in_a_row, self._missing, self._repeated
+                self.counts = *counts, *self._last
 
     def check_epoch(self, *, whole: bool) -> None:
         """Check the counts at the end of the epoch.

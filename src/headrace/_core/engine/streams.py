@@ -159,7 +159,7 @@ class StreamBatch:
         """
         progress, samples, positions = self._progress, self._samples, self._plan.positions
         places = range(self._first, progress.position) if self._places is None else self._places
-        if drop_last and self._missing:
+        if drop_last and self._missing and not self._broken:  # its samples are lost with a broken one
             failed = [slot for slot in zip(places, samples, strict=True) if isinstance(slot[1], Failure)]
             places, samples = [place for place, _ in failed], [failure for _, failure in failed]
         if isinstance(places, range):

@@ -207,6 +207,7 @@ class EpochOrder:
         if self.resumed is not None and self.resumed.over and not self.is_stream:
             # For the order of later epochs, or for what replaces lost batches.
             if self._own_state is not None and self.resumed.sampler is not None:
+                self.stateful = self._own_state
                 _load(self._own_state, self.resumed.sampler)
             elif self.is_walked and (self._generator is not None or self.resumed.skipped[3]):
                 next(self._resumed_draws(self.resumed), None)
@@ -287,8 +288,9 @@ class EpochOrder:
     def _resumed_draws(self, resumed: LoaderState) -> Iterator[object]:
         if self.sampler is None:
             if resumed.sampler is not None:
-                return self._continued(self._batch_sampler, resumed.sampler)
-            batches = self._walked(iter(self._batch_sampler), resumed, resumed.batches - resumed.skipped[4])
+                batches = self._continued(self._batch_sampler, resumed.sampler)
+            else:
+                batches = self._walked(iter(self._batch_sampler), resumed, resumed.batches - resumed.skipped[4])
             return self._not_delivered(batches, resumed) if resumed.delivered else batches
         over = resumed.samples - self.first_sample
         holes = (range(batch[1] - over, batch[1] - over + batch[2]) for batch in resumed.delivered)

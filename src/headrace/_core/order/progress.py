@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,10 +34,18 @@ class _Point(NamedTuple):
     streams: Mapping[int | None, StreamState]  # after them, of each worker or lane, or the loader's (None)
     last_worker: int  # that of the last batch
     delivered: tuple[_Drawn, ...]  # batches given out after the gap
-    skipped: tuple[int, ...]  # counts of `on_error`
+    skipped: tuple[Any, ...]  # counts of `on_error`
 
     def loaded_streams(self) -> dict[int | None, Mapping[str, object]]:
         return {reader: load_state(state) for reader, state in self.streams.items()}
+
+
+def _as_json(batches: Sequence[Sequence[Any]]) -> Sequence[Sequence[object]]:
+    """The indices of batches; none if some are not numbers or strings, which JSON would change."""
+    try:
+        return [[each if type(each) is str else operator.index(each) for each in batch] for batch in batches]
+    except TypeError:
+        return []
 
 
 class EpochProgress(Iterator[BatchPlan]):
@@ -73,7 +82,7 @@ class EpochProgress(Iterator[BatchPlan]):
         self.taken = begun.batches - 1
         self.over = False  # whether the epoch has ended, which is a call of `next()` too
         self._random_key = random_key(spec.base_seed, begun.epoch)
-        self._repeats = begun.skipped[-1]
+        self._repeats = begun.skipped[4]
         self._drawn: dict[int, _Drawn] = {}  # plans that were not given out
         self._beyond: dict[int, _Drawn] = {}  # those given out after a gap
         first = self._samples = spec.order.first_sample
@@ -173,7 +182,7 @@ class EpochProgress(Iterator[BatchPlan]):
         self._most = self._number
         self._sampler_at_end = self._order.sampler_after_draw()
 
-    def on_batch(self, host: HostBatch, skipped: tuple[int, ...], *, given: bool) -> None:
+    def on_batch(self, host: HostBatch, skipped: tuple[Any, ...], *, given: bool) -> None:
         """Record a batch, which `next()` returns or raises its error, if it is `given`; otherwise it is skipped."""
         self._before_first = None
         plan, _, _, _, _, _, _, worker, state, _, _ = host
@@ -189,7 +198,7 @@ class EpochProgress(Iterator[BatchPlan]):
         if given:
             self._points.append(self._last)
 
-    def _after(self, host: HostBatch, drawn: _Drawn, skipped: tuple[int, ...]) -> tuple[Any, ...]:
+    def _after(self, host: HostBatch, drawn: _Drawn, skipped: tuple[Any, ...]) -> tuple[Any, ...]:
         """The position after a batch of any kind."""
         batches, last_drawn, streams, last_worker, _, _ = self._last
         number, state = host.plan.number, host.stream_state
@@ -264,7 +273,7 @@ class EpochProgress(Iterator[BatchPlan]):
         return self._begun._replace(
             cursor=cursor,
             samples=samples,
-            batches=self._number_in_epoch(point.batches),
+            batches=self._number_in_epoch(point.batches - 1) + 1,  # those after it may be in `delivered`
             over=over,
             rank=self._rank.rank if of_rank else None,
             ranks=self._rank.world_size,
@@ -277,7 +286,7 @@ class EpochProgress(Iterator[BatchPlan]):
             merged=self._begun.merged if len(streams) < (self._begun.lanes or 1) else (),
             next_worker=(point.last_worker + 1) % self._readers,
             delivered=(*earlier, *since),
-            skipped=point.skipped,
+            skipped=(*point.skipped[:5], *_as_json(point.skipped[5:])),
         )
 
     def _delivered_before(self, point: _Point) -> list[tuple[int, ...]]:

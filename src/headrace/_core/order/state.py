@@ -94,8 +94,8 @@ class LoaderState(NamedTuple):
     # the first and last position.
     delivered: tuple[tuple[int, ...], ...] = ()
     # Counts of `on_error`: delivered and skipped samples, those in a row, lost batches to be replaced, and replacements
-    # among `batches`.
-    skipped: tuple[int, ...] = (0, 0, 0, 0, 0)
+    # among `batches`. With a user's sampler that has a state also the indices of a batch to be repeated.
+    skipped: tuple[Any, ...] = (0, 0, 0, 0, 0)
 
     @property
     def is_between_epochs(self) -> bool:

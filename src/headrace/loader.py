@@ -193,14 +193,24 @@ class DataLoader(TorchDataLoader[T_co]):
         self._control.start_early(self)
 
     @property
-    def _iterator(self) -> None:
-        """None: set by trainers that are done with a torch loader, to end its workers."""
+    def _iterator(self) -> Any:
+        """A subclass's own; trainers that are done with a torch loader set it to None, to end its workers."""
+        return self.__dict__.get("_iterator")
 
     @_iterator.setter
-    def _iterator(self, value: None) -> None:
+    def _iterator(self, value: Any) -> None:
+        self.__dict__["_iterator"] = value
         if value is None:
             self._control.close_epochs()
             self._control.close_engine()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_control":
+            raise TypeError(
+                f"the constructor of {type(self).__name__} does not call that of headrace.DataLoader, its base: import "
+                f"its module before torch.utils.data.DataLoader is replaced by headrace's, so that torch's is its base"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __setattr__(self, attr: str, val: Any) -> None:
         if attr == "collate_fn" and "_control" in self.__dict__:

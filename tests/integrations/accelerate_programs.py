@@ -4,7 +4,9 @@ import gc
 import itertools
 import json
 import os
+import pickle
 import signal
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -381,6 +383,24 @@ def warned():
     assert "headrace.integrations.accelerate.prepare(accelerator, loader)" in str(warning.message)
 
 
+def pickled():
+    """An accelerator with a prepared loader, which saves and restores as before."""
+    accelerator = accelerator_with()
+    prepare(accelerator, hr.DataLoader(list(range(8)), batch_size=2))
+    again = pickle.loads(pickle.dumps(accelerator))
+    (loader,) = again._dataloaders
+    assert prepare(again, loader) is loader
+    assert [len(hooks) for hooks in (again._save_model_state_pre_hook, again._load_model_state_pre_hook)] == [1, 1]
+    batches = iter(loader)
+    next(batches)
+    with tempfile.TemporaryDirectory() as folder:
+        again.save_state(folder)
+        rest = batches_of(batches)
+        again.load_state(folder)
+    assert batches_of(loader) == rest == [[2, 3], [4, 5], [6, 7]]
+    assert loader.gradient_state is not None
+
+
 class OwnSplit(hr.AsyncIterableDataset):
     splits_by_rank = True
 
@@ -430,7 +450,7 @@ def rebuilt(pattern):
 
 def on_one_rank(folder, pattern):
     """Several programs, since starting a process takes longer than they do."""
-    for program in (warned, closing, failing, divisions):
+    for program in (warned, closing, failing, divisions, pickled):
         program()
     skipping(folder, pattern)
 

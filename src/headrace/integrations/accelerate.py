@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -30,7 +29,6 @@ __all__ = ["PreparedLoader", "prepare", "skip_first_batches"]
 T_co = TypeVar("T_co", covariant=True)
 
 _END = object()
-_attached: weakref.WeakSet[accelerate.Accelerator] = weakref.WeakSet()
 
 
 def prepare(
@@ -77,11 +75,9 @@ def prepare(
         )
     prepared = _divided(accelerator, loader, device_placement)
     accelerator.prepare_data_loader(prepared)  # which keeps it in its list
-    if accelerator not in _attached:
-        _attached.add(accelerator)
-        own = weakref.proxy(accelerator)  # which would otherwise have references to itself
-        accelerator.register_save_state_pre_hook(functools.partial(_save, own))
-        accelerator.register_load_state_pre_hook(functools.partial(_load, own))
+    if vars(accelerator).get("skip_first_batches") is not skip_first_batches:
+        accelerator.register_save_state_pre_hook(functools.partial(_save, accelerator))
+        accelerator.register_load_state_pre_hook(functools.partial(_load, accelerator))
         cast(Any, accelerator).skip_first_batches = skip_first_batches
     return prepared
 
@@ -239,10 +235,7 @@ class PreparedLoader(DataLoader[T_co]):
         if self._control.spec.kind.is_iterable:
             self._skipped = batches
         elif batches:
-            ranks, size = self._rank.world_size, self.total_batch_size
-            if size is not None:
-                size = 1 if self.batch_sampler is None else size // ranks
-            self._control.skip(self, batches, batch_size=size, ranks=ranks)
+            self._control.skip(self, batches, self._rank.world_size)
 
     def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
         collate = collate_fn.collate if isinstance(collate_fn, PortableCollate) else collate_fn
@@ -309,6 +302,7 @@ def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *,
         size //= ranks
     total = None if size is None else size * ranks
     attributes.update(_rank=rank, _rng_types=rng_types, total_batch_size=total, _takes_parts=takes_parts)
+    attributes.update(gradient_state=GradientState())  # accelerate's loaders have it
     collate: Any = loader.collate_fn
     if takes_parts:
         numbers = range(rank.rank * size, (rank.rank + 1) * size)

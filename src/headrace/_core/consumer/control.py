@@ -68,6 +68,7 @@ from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import users_stacklevel
 from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
+from headrace._core.torchcompat.private import batches_skipped_by_hook
 from headrace.errors import StateError
 from headrace.options import Unset, engine_options
 from headrace.telemetry.counters import Counters
@@ -185,13 +186,11 @@ class LoaderControl:
             propagate_epoch(part, epoch)
         self._placements.set_epoch(self.spec.source, epoch, only_wanted=False)
 
-    def skip(self, loader: TorchLoader, batches: int, *, batch_size: int | None, ranks: int) -> None:
-        """Let the next `iter()`, of a map-style dataset, begin after as many batches on each rank, not fetching those.
-
-        `batch_size` is None where a batch sampler decides.
-        """
-        samples = batches * (batch_size or 0)
-        cursor = samples * ranks if self._order(loader).shared else samples
+    def skip(self, loader: TorchLoader, batches: int, ranks: int) -> None:
+        """Let the next `iter()`, of a map-style dataset, begin after as many batches on each rank."""
+        order = self._order(loader)
+        samples = 0 if order.sampler is None else batches * (order.batch_size or 1)  # a batch sampler draws batches
+        cursor = samples * ranks if order.shared else samples
         fresh = self._next_state(loader)
         self.resumed = (fresh._replace(batches=batches, samples=samples, cursor=cursor, ranks=ranks),)
 
@@ -249,14 +248,11 @@ class LoaderControl:
 
     def start_early(self, loader: TorchLoader) -> None:
         """Start the process that forks the engine and its workers, if there will be any."""
-        if (
-            not self.spec.kind.is_async
-            or isinstance(self.spec.placement, RayPlacement)
-            or loader.multiprocessing_context
-        ):
+        placement = self.spec.placement
+        if not self.spec.kind.is_async or isinstance(placement, RayPlacement) or loader.multiprocessing_context:
             return
-        with_workers = self.spec.placement == "auto" or self.spec.options["executor"] == "process"
-        if self.spec.placement == "process" or (loader.num_workers > 0 and with_workers):
+        with_workers = placement == "auto" or self.spec.options["executor"] == "process"
+        if placement == "process" or (loader.num_workers > 0 and with_workers):
             start_early()
 
     @contextlib.contextmanager
@@ -294,6 +290,14 @@ class LoaderControl:
 
     def _next_spec(self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool) -> EpochSpec:
         seed, stream = self.spec.options["seed"], self.spec.kind.is_iterable
+        skipped = 0 if self.resumed else batches_skipped_by_hook(loader)
+        if skipped:
+            if stream or (seed is not None and not self._epoch_set):
+                raise StateError(
+                    f"a library lets torch's iterators begin after {skipped} batches, which the loader of a stream "
+                    f"cannot, and one with seed= only after set_epoch(epoch). Save loader.state_dict() instead"
+                )
+            self.skip(loader, skipped, rank.world_size)
         if self.spec.options["data_parallel"] is not None:
             check_data_parallel(loader, rank, seed=seed, stream=stream)
         remainder = remainder_of(self.spec.source)
@@ -302,7 +306,7 @@ class LoaderControl:
         check_stream(self.spec, rank, loader.num_workers, self._checked)
         # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in the state.
         between = resumed is None or resumed.is_between_epochs
-        keeps = between and not late_epoch and (resumed is None or not self._epoch_set)
+        keeps = skipped > 0 or (between and not late_epoch and (resumed is None or not self._epoch_set))
         saved = None if resumed is None or between else resumed.sampler_epoch
         propagate_epoch(loader._index_sampler, epoch if saved is None else saved, only_wanted=keeps)
         renumbered = False  # a stream continues with other readers than before: its samples are numbered anew
@@ -329,26 +333,13 @@ class LoaderControl:
             spec = replace(spec, begun=begun._replace(streams=self.progress.kept_streams))
         return spec
 
-    def _open(
-        self,
-        iterator: type[E],
-        loader: TorchLoader,
-        spec: EpochSpec,
-        agreement: StepGroup | None,
-    ) -> E:
+    def _open(self, iterator: type[E], loader: TorchLoader, spec: EpochSpec, agreement: StepGroup | None) -> E:
         kind, rank = self.spec.kind, spec.rank
         self.counters.begin()
         session = self._open_session(loader, spec)
-        _log.debug(
-            "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead",
-            spec.begun.epoch,
-            spec.begun.batches,
-            rank.rank,
-            rank.world_size,
-            self.counters.placement,
-            loader.num_workers,
-            self.look_ahead(loader)[0],
-        )
+        text = "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead"
+        begun = spec.begun.epoch, spec.begun.batches, rank.rank, rank.world_size
+        _log.debug(text, *begun, self.counters.placement, loader.num_workers, self.look_ahead(loader)[0])
         progress = EpochProgress(
             spec,
             batched=loader._auto_collation,
@@ -399,11 +390,11 @@ class LoaderControl:
         transforms = self.spec.maps if options["transform"] is None else (*self.spec.maps, options["transform"])
         collate_fn = loader.collate_fn.collate if isinstance(loader.collate_fn, PortableCollate) else loader.collate_fn
         assembler = Assembler(transforms, collate_fn, loader._auto_collation, self.spec.policy.tolerance)
+        in_thread = self.spec.placement in ("auto", "thread") and not loader.num_workers
+        deferred = in_thread and assembler.runs_user_code
         if options["seed"] is not None and not self.spec.kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
             base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
-        in_thread = self.spec.placement in ("auto", "thread") and not loader.num_workers
-        deferred = in_thread and assembler.runs_user_code
         config = EngineConfig(
             dataset=self.spec.source,
             kind=self.spec.kind,

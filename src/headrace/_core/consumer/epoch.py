@@ -79,6 +79,9 @@ class Epoch:
         agreement: StepGroup | None,
     ) -> None:
         self._loader = loader
+        # As in torch's iterators, for libraries that read them; with `seed=` no seed is drawn.
+        self._dataset, self._index_sampler = loader.dataset, loader._index_sampler
+        self._num_workers, self._base_seed = loader.num_workers, spec.begun.base_seed
         self._session = session
         self._failures = FailureHandler(arguments, spec, progress.repeat, counters)
         self._ahead = Prefetcher(
@@ -123,6 +126,15 @@ class Epoch:
     def state_dict(self, lag: int = 0) -> State:
         """The state of this iteration, for the `load_state_dict` of a loader; see `DataLoader.state_dict`."""
         return self._state(lag).to_dict()
+
+    @property
+    def _num_yielded(self) -> int:
+        """The number of batches of the epoch that were given out, also before it was restored; as in torch's."""
+        state = self._progress.state(int(self._progress.over))
+        return state.batches + len(state.delivered)
+
+    def __getstate__(self) -> NoReturn:
+        raise NotImplementedError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
 
     # `next()`. It is called where the caches hold the trainer's data: each object that it looks at costs.
 

@@ -240,7 +240,7 @@ class EpochOrder:
             return []
         if self.sampler is None:
             return [tuple(batch) for batch in self._walked_last]
-        size = self._batch_size or 1
+        size = self.batch_size or 1
         ranks = self.sampler.num_replicas if self.shared else 1
         done = -(-resumed.cursor // ranks) if self.shared else resumed.samples
         first = max(0, done // size - CANDIDATES) * size
@@ -253,12 +253,13 @@ class EpochOrder:
         return [tuple(indices[start : start + size]) for start in range(0, len(indices), size)]
 
     @property
-    def _batch_size(self) -> int | None:
+    def batch_size(self) -> int | None:
+        """The number of samples in a batch; None without batching."""
         return self._batch_sampler.batch_size if self._batch_sampler is not None else None
 
     def is_partial(self, indices: Sequence[object]) -> bool:
         """Whether a batch was cut short by the sampler's end."""
-        return self.sampler is not None and len(indices) < (self._batch_size or 1)
+        return self.sampler is not None and len(indices) < (self.batch_size or 1)
 
     # A sampler without a generator of its own draws from torch's default one, once it is asked for its first index.
 
@@ -298,7 +299,7 @@ class EpochOrder:
 
     def _batched(self, indices: Iterator[object], holes: Sequence[range] = ()) -> Iterator[object]:
         """The loader's draws of these indices, without those whose numbers are in `holes`."""
-        size = self._batch_size
+        size = self.batch_size
         drop_last = self._batch_sampler is not None and self._batch_sampler.drop_last
         if holes:
             return scattered(indices, self.first_sample, holes, batch_size=size, drop_last=drop_last)
@@ -355,7 +356,7 @@ class EpochOrder:
             self.generator = decoded(resumed.generator)
             torch.default_generator.set_state(self.generator)
         checked = 1 if self.sampler is None or resumed.last_indices is None else resumed.last_indices[0]
-        repeatable = (CANDIDATES + 1) * (1 if self.sampler is None else self._batch_size or 1)
+        repeatable = (CANDIDATES + 1) * (1 if self.sampler is None else self.batch_size or 1)
         last: deque[object] = deque(maxlen=max(checked, repeatable))
         drawn = 0
         try:

@@ -16,9 +16,8 @@ class PipeSeeds:
     """
 
     def __init__(self) -> None:
-        self._group: torch.distributed.ProcessGroup | None = (
-            None  # of all ranks, on the CPU; made once, with the first seed
-        )
+        # Of all ranks, on the CPU; made once, with the first seed.
+        self._group: torch.distributed.ProcessGroup | None = None
 
     def draw(self, generator: torch.Generator | None) -> int:
         """The next seed; with several ranks that of rank 0, which is a collective call."""

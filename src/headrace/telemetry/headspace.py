@@ -62,8 +62,9 @@ def headspace(loader: Iterable[Any], step: Callable[[Any], object], batches: int
     four steps warm up, and do not count. A loader with fewer batches begins further epochs.
 
     A headrace loader is copied, with an engine of its own: epoch, position, counts and report of yours stay as they
-    are, and so do torch's random generators on the host. Any other loader is iterated. `step` trains: model and
-    optimizer are changed by it. What it changes in the tensors of a kept batch stays changed.
+    are, and so does torch's default generator on the host; a `generator=` of yours goes on. Any other loader is
+    iterated. `step` trains: model and optimizer are changed by it. What it changes in the tensors of a kept batch stays
+    changed.
 
     Args:
         loader: the loader; a torch loader too.
@@ -89,9 +90,6 @@ def headspace(loader: Iterable[Any], step: Callable[[Any], object], batches: int
     if batches < 1:
         raise ValueError(f"batches must be at least 1, but got {batches}")
     own = isinstance(loader, torch.utils.data.DataLoader) and callable(getattr(loader, "report", None))
-    holders = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    generators = {id(found): found for each in holders if (found := getattr(each, "generator", None)) is not None}
-    states = [generator.get_state() for generator in generators.values()]
     reader: Any = copy.copy(loader) if own else loader
     clock, kept, waited = time.perf_counter, [], 0.0
     try:
@@ -118,8 +116,6 @@ def headspace(loader: Iterable[Any], step: Callable[[Any], object], batches: int
             _synchronize()
             return Headspace(batches, real / batches, (clock() - began) / batches, waited / batches, report)
     finally:
-        for generator, state in zip(generators.values(), states, strict=True):
-            generator.set_state(state)
         if own:
             reader.close()
 

@@ -6,8 +6,8 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import Any, Generic, Protocol, TextIO, TypeVar
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any, Generic, TextIO, TypeVar
 
 from tqdm.auto import tqdm
 
@@ -17,24 +17,16 @@ from headrace.telemetry.counters import counters_of
 from headrace.telemetry.formatting import rate, share
 from headrace.telemetry.report import make_report
 
-__all__ = ["Batches", "progress"]
+__all__ = ["progress"]
 
 T_co = TypeVar("T_co", covariant=True)
 REPORTED = 256  # batches of which rate, waiting share and limit are computed, in 5 ms
 REPORT_SHARE = 500  # times what that takes, until they are computed again
 
 
-class Batches(Protocol[T_co]):
-    """A loader, for `for` and for `async for`."""
-
-    def __iter__(self) -> Iterator[T_co]: ...
-    def __aiter__(self) -> AsyncIterator[T_co]: ...
-    def __len__(self) -> int: ...
-
-
 def progress(
-    loader: Batches[T_co], *, name: str = "", interval: float | None = None, file: TextIO | None = None
-) -> Batches[T_co]:
+    loader: Iterable[T_co], *, name: str = "", interval: float | None = None, file: TextIO | None = None
+) -> _Progress[T_co]:
     """Show a tqdm progress bar while a loader is iterated, with the rate, the waiting share and the limit.
 
     It is drawn by the iteration itself, after a batch. On ranks other than 0 nothing is shown.
@@ -66,7 +58,7 @@ def progress(
 
 
 class _Progress(Generic[T_co]):
-    def __init__(self, loader: Batches[T_co], *options: Any) -> None:
+    def __init__(self, loader: Any, *options: Any) -> None:
         self._loader, self._options = loader, options
 
     def __len__(self) -> int:

@@ -37,10 +37,13 @@ class Quorum:
 
 
 class EngineGroup(Link):
-    """The link to several engines.
+    """The link to several engines: a stream's plans are dealt by lanes, which take turns, others by batches.
 
     Args:
+        config: the loader's.
         connect: opens the link to an engine, by its number; replaces an engine that has died.
+        engines: their number.
+        first: the number of the first batch.
         quorum: of engines that have to run before plans are dealt; None where they start at once.
         later: engines to which links are opened when another has begun: the first batch needs a core.
     """
@@ -49,17 +52,24 @@ class EngineGroup(Link):
 
     def __init__(
         self,
+        config: EngineConfig,
         connect: Callable[[int], Link],
         engines: int,
-        dealer: Dealer,
         *,
+        first: int,
         quorum: Quorum | None = None,
         later: Sequence[int] = (),
     ) -> None:
         self.messages: deque[Answer] = deque()
         self._connect = connect
         self._engines = engines
-        self._dealer = dealer
+        self._dealer = Dealer(
+            engines,
+            first=first,
+            in_order=config.in_order,
+            stream=config.kind.is_iterable,
+            chunked=not config.kind.is_iterable and capabilities(config.dataset).ranges,
+        )
         self._quorum = quorum
         self._least = 1 if quorum is None else max(1, quorum.least)  # engines without which no plan is dealt
         self._deadline: float | None = None  # for that many
@@ -244,25 +254,3 @@ class EngineGroup(Link):
         except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
             return f"it could not be started again ({error})"
         return "it is started again" if self._quorum is None else "another is asked for"
-
-
-def link_to(
-    config: EngineConfig,
-    connect: Callable[[int], Link],
-    engines: int,
-    *,
-    first: int,
-    quorum: Quorum | None = None,
-    later: Sequence[int] = (),
-) -> Link:
-    """The link of a loader to its engines: a stream's plans are dealt by lanes, which take turns, others by batches."""
-    if engines == 1 and quorum is None:
-        return connect(0)
-    dealer = Dealer(
-        engines,
-        first=first,
-        in_order=config.in_order,
-        stream=config.kind.is_iterable,
-        chunked=not config.kind.is_iterable and capabilities(config.dataset).ranges,
-    )
-    return EngineGroup(connect, engines, dealer, quorum=quorum, later=later)

@@ -18,7 +18,7 @@ from collections import deque
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.eventloop.waiting import wait_readable
-from headrace._core.links.group import link_to
+from headrace._core.links.group import EngineGroup
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
 from headrace._core.links.session import Session
 from headrace._core.links.sidecar import OPEN, SidecarTask, StartSession
@@ -55,7 +55,7 @@ class ProcessPlacement(Placement):
     def alive(self) -> bool:
         return self._pid == os.getpid() and not all(engine.process.ended() for engine in self._engines.values())
 
-    def connect(self, config: EngineConfig, work: SharedPickle, start: SessionStart, engine: int = 0) -> ProcessLink:
+    def connect(self, config: EngineConfig, work: SharedPickle, start: SessionStart, engine: int) -> ProcessLink:
         """A link to one engine's part of a session; an engine is started first, and again if it has died."""
         if self._count > 1 and (dead := self._engines.get(engine)) is not None and dead.process.ended():
             del self._engines[engine]
@@ -69,8 +69,10 @@ class ProcessPlacement(Placement):
     def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
         assert work is not None
         connect = functools.partial(self.connect, config, work, start)
+        if self._count == 1:
+            return Session(connect(0))
         later = [engine for engine in range(1, self._count) if engine not in self._engines]
-        return Session(link_to(config, connect, self._count, first=start.batch, later=later))
+        return Session(EngineGroup(config, connect, self._count, first=start.batch, later=later))
 
     def _end(self) -> None:
         for engine in self._engines.values():

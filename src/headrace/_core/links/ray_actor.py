@@ -63,7 +63,7 @@ class EngineActor:
             if self._placement is not None:
                 self._placement.close()
             self._placement = ProcessPlacement(config, self._work)
-        return self._placement.connect(config, self._work, start)
+        return self._placement.connect(config, self._work, start, 0)
 
     def _served(self, number: int) -> _Served | None:
         """A session, also before it is open; None after its end."""

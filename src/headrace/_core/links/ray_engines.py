@@ -18,7 +18,7 @@ import ray.util.client
 
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.links.group import Quorum, link_to
+from headrace._core.links.group import EngineGroup, Quorum
 from headrace._core.links.placement import Placement
 from headrace._core.links.process import dump_request
 from headrace._core.links.ray_actor import EngineActor
@@ -95,7 +95,7 @@ class RayEngines(Placement):
         asked = self._placement
         shortage = f"`ray status` shows what is free for {asked!r}"
         quorum = Quorum(min(asked.least, self._engines), asked.start_timeout, shortage)
-        return Session(link_to(config, connect, self._engines, first=start.batch, quorum=quorum))
+        return Session(EngineGroup(config, connect, self._engines, first=start.batch, quorum=quorum))
 
     def _end(self) -> None:
         actors, self._actors = self._actors, []

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from headrace._core.transport.pickling import Message, load_message
-from headrace._core.transport.slabs import aligned
 
 IN_BAND = 64 * 1024  # bytes of buffers up to which an object is one byte string; below 100 KB it comes with Ray's reply
 
@@ -32,13 +31,7 @@ def unpack(packed: Packed) -> Any:
     this side; the store's object can be released behind it.
     """
     pickled, found = pickle.loads(packed) if isinstance(packed, bytes) else packed
-    memory = np.empty(sum(aligned(len(buffer)) for buffer in found), dtype=np.uint8)
-    buffers, end = [], 0
-    for buffer in found:
-        memory[end : end + len(buffer)] = np.frombuffer(buffer, dtype=np.uint8) if len(buffer) else 0
-        buffers.append(memory.data[end : end + len(buffer)])
-        end += aligned(len(buffer))
-    return load_message(pickled, buffers)
+    return load_message(pickled, [memoryview(bytearray(buffer)) for buffer in found])
 
 
 def unpack_views(packed: Packed) -> Any:

@@ -17,6 +17,7 @@ from headrace._version import __version__
 __all__ = ["CgroupLimits", "Finding", "available_memory", "examine"]
 
 USUAL_DESCRIPTORS = 1024
+GIB = 1 << 30  # bytes
 LEAST_PROCESSES = 64  # that may still be started: the zygote, the loader's process, workers, and their threads
 REQUIRED = ("torch", "numpy", "anyio", "obstore", "aiofiles", "cloudpickle")
 
@@ -80,15 +81,6 @@ def _numbers(file: Path, missing: float = math.inf) -> list[float]:
     return [math.inf if word == "max" else float(word) for word in _text(file).split()] or [missing]
 
 
-def _size_text(count: float) -> str:
-    """A number of bytes as text."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:,.1f} GiB"
-
-
 def _check_descriptors() -> Iterator[Finding]:
     """File descriptors: one for each request in flight."""
     from headrace._core.look_ahead import MOST_CONCURRENCY, most_concurrency  # which imports torch
@@ -112,10 +104,10 @@ def _check_memory() -> Iterator[Finding]:
     left = min(limits.memory_left, available_memory())
     if math.isinf(left):
         return
-    of = f" of the container's {_size_text(limits.memory)}" if math.isfinite(limits.memory) else ""
-    text, remedy = f"{_size_text(left)} available{of}", None
+    of = f" of the container's {limits.memory / GIB:.1f} GiB" if math.isfinite(limits.memory) else ""
+    text, remedy = f"{left / GIB:.1f} GiB available{of}", None
     if left < 2 * BUDGET:
-        text += f"; batches that are fetched ahead may take {_size_text(BUDGET)}: the kernel may kill the job"
+        text += f"; batches that are fetched ahead may take {BUDGET / GIB:.1f} GiB: the kernel may kill the job"
         remedy = f"memory_budget={max(1 << 24, int(left) // 4) >> 20} << 20, or more memory for the container"
     yield Finding("memory", text, remedy)
 

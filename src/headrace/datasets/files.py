@@ -82,10 +82,10 @@ class FileDataset(AsyncDataset[FileSample]):
             )
         # Absolute, so that it stays the same place when the process changes its directory, or is another one.
         self._root = str(Path(root).absolute())
-        self._keys, seen = _find(self._root, pattern, suffix)
+        self._keys = _find(self._root, pattern, suffix)
         if not self._keys:
-            also = "" if suffix is None else f" and ends in suffix={suffix!r} ({seen} match the pattern alone)"
-            raise EmptyListingError(f"no file matches pattern={pattern!r}{also}", url=Path(self._root).as_uri())
+            searched = f"pattern={pattern!r}, suffix={suffix!r}"
+            raise EmptyListingError(f"no file matches {searched}", url=Path(self._root).as_uri())
         self._labels = align_labels(labels, self._keys)
 
     @property
@@ -146,14 +146,13 @@ def _read(path: str) -> bytes | None:
         os.close(descriptor)
 
 
-def _find(root: str, pattern: str, suffix: str | tuple[str, ...] | None) -> tuple[tuple[str, ...], int]:
-    """The keys that match both, sorted, and how many regular files match the pattern alone."""
+def _find(root: str, pattern: str, suffix: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The keys that match both, sorted."""
     parts = Path(pattern).parts
     match = glob_expression("/".join(parts), hidden=True)
     levels = None if any("**" in part for part in parts) else len(parts)
-    files = [key for key in _regular_files(root, "", levels, frozenset()) if match.fullmatch(key)]
-    keys = files if suffix is None else [key for key in files if key.endswith(suffix)]
-    return tuple(sorted(keys)), len(files)
+    keys = [key for key in _regular_files(root, "", levels, frozenset()) if match.fullmatch(key)]
+    return tuple(sorted(key for key in keys if suffix is None or key.endswith(suffix)))
 
 
 def _regular_files(folder: str, prefix: str, levels: int | None, above: frozenset[tuple[int, int]]) -> Iterator[str]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from headrace._core.batches import FetchLoad
 from headrace._version import __version__
-from headrace.errors import MissingExtraError
 from headrace.telemetry.counters import BatchRecord, Counters, LoaderStats, counters_of
 from headrace.telemetry.figures import WAITS, waits_of
 
@@ -30,7 +30,7 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[BatchRecord], float]], ...] = (
 BOUNDS = (0.0001, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
-class Export:
+class Export(contextlib.AbstractContextManager["Export"]):
     """A loader's metrics, exported until `close`, the end of a ``with`` block, or the end of the loader."""
 
     def __init__(
@@ -94,9 +94,6 @@ class Export:
             counters.unsubscribe(self._on_batch)
         if self._exports.get(self.name) is self:
             del self._exports[self.name]
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -164,7 +161,7 @@ def prometheus(loader: object, *, name: str = "default", registry: CollectorRegi
         The export, whose `close()` removes the loader from the registry.
 
     Raises:
-        MissingExtraError: `prometheus_client` is not installed.
+        ImportError: `headrace[prometheus]` is not installed.
         TypeError: `loader` is no `DataLoader`.
         ValueError: the loader is exported to this registry already, or another one by this name; or the registry has
             metrics of these names from elsewhere.
@@ -179,11 +176,8 @@ def prometheus(loader: object, *, name: str = "default", registry: CollectorRegi
         >>> registry.get_sample_value("headrace_samples_total", {"loader": "train"})
         8
     """
-    try:
-        import prometheus_client
-    except ImportError:
-        what = "headrace.telemetry.prometheus"
-        raise MissingExtraError(what=what, package="prometheus_client", extra="prometheus") from None
+    import prometheus_client
+
     counters = counters_of(loader, "headrace.telemetry.prometheus")
     registry = prometheus_client.REGISTRY if registry is None else registry
     if registry not in _collectors:
@@ -243,7 +237,7 @@ def opentelemetry(loader: object, *, name: str = "default", meter_provider: Mete
         The export, whose `close()` ends it.
 
     Raises:
-        MissingExtraError: OpenTelemetry's API is not installed.
+        ImportError: `headrace[opentelemetry]` is not installed.
         TypeError: `loader` is no `DataLoader`.
         ValueError: the loader is exported to this provider already, or another one by this name.
 
@@ -253,11 +247,8 @@ def opentelemetry(loader: object, *, name: str = "default", meter_provider: Mete
         >>> with hr.telemetry.opentelemetry(loader, name="train"):
         ...     for batch in loader: pass
     """
-    try:
-        from opentelemetry import metrics
-    except ImportError:
-        what = "headrace.telemetry.opentelemetry"
-        raise MissingExtraError(what=what, package="opentelemetry-api", extra="opentelemetry") from None
+    from opentelemetry import metrics
+
     counters = counters_of(loader, "headrace.telemetry.opentelemetry")
     globally = meter_provider is None or meter_provider is metrics.get_meter_provider()
     target: Any = metrics if globally else meter_provider  # the global provider may be a proxy until it is set

@@ -111,7 +111,7 @@ def test_limits_of_control_groups_are_problems_and_each_remedy_mends_its_line(tm
 
     small = found()
     assert small["memory"].text == (
-        "512 MiB available of the container's 1.0 GiB; batches that are fetched ahead may take 1.0 GiB: the kernel may "
+        "0.5 GiB available of the container's 1.0 GiB; batches that are fetched ahead may take 1.0 GiB: the kernel may "
         "kill the job"
     )
     assert small["memory"].remedy == "memory_budget=128 << 20, or more memory for the container"

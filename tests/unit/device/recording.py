@@ -26,14 +26,23 @@ def use(monkeypatch, streams):
 
 
 class Stream:
-    def __init__(self, name):
+    def __init__(self, name, log):
         self.name = name
+        self.log = log
         self.work = deque()
         self.dead = False
 
     def fail_if_dead(self):
         if self.dead:
             raise RuntimeError("the device has failed")
+
+    def record_event(self):
+        self.log.append(("event", self.name))
+        return Event(self)
+
+    def wait_event(self, event):
+        self.log.append(("wait", self.name))
+        self.work.append(lambda: None if event.passed else False)
 
     def run(self, steps=None):
         """Do the work that was enqueued, or so many steps of it; stops at an event that has not passed."""
@@ -71,10 +80,10 @@ class RecordingStreams:
     def __init__(self, *, registers=True, locked=None):
         self.registers = registers
         self.locked = locked  # bytes that may be page-locked; None for no limit
-        self.consumer = self._current = Stream("consumer")
+        self.log = []
+        self.consumer = self._current = Stream("consumer", self.log)
         self.sides = []
         self.resting = []
-        self.log = []
         self.copied = []  # the size of each copy, in bytes
         self.registered = {}
         self.pinned_count = 0
@@ -90,7 +99,7 @@ class RecordingStreams:
     def side(self):
         if self.resting:
             return self.resting.pop()
-        self.sides.append(Stream("side"))
+        self.sides.append(Stream("side", self.log))
         return self.sides[-1]
 
     def rest(self, stream):
@@ -118,14 +127,6 @@ class RecordingStreams:
         source = next((held for held in self.held if held() is host), lambda: host)
         stream.work.append(lambda: (there.copy_(source()), None)[1])  # which fails if pinned memory was dropped before
         return there
-
-    def event(self, stream):
-        self.log.append(("event", stream.name))
-        return Event(stream)
-
-    def wait(self, stream, event):
-        self.log.append(("wait", stream.name))
-        stream.work.append(lambda: None if event.passed else False)
 
     def used_on(self, placed, stream):
         self.log.append(("used on", stream.name))

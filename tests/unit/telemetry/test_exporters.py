@@ -5,7 +5,6 @@ import gc
 import os
 import re
 import signal
-import sys
 
 import prometheus_client
 import pytest
@@ -203,10 +202,3 @@ def test_loader_or_name_twice_and_names_of_the_users_are_errors(registry):
         prometheus_client.Counter("headrace_batches", "The user's own.", registry=users)
         with pytest.raises(ValueError, match="Duplicated timeseries"):
             hr.telemetry.prometheus(loader, registry=users)
-
-
-@pytest.mark.parametrize(("package", "name"), [("prometheus_client", "prometheus"), ("opentelemetry",) * 2])
-def test_missing_package_is_named(package, name, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(hr.errors.MissingExtraError, match=rf"headrace\[{name}\]"):
-        getattr(hr.telemetry, name)(hr.DataLoader([1]))

@@ -71,7 +71,7 @@ class Copier:
                     moved[key] = thing.to(self._streams.device, non_blocking=True)
                 placed.append(moved[key])
         finally:  # copies enqueued before an error read the batch too
-            event = self._streams.event(self._side)
+            event = self._side.record_event()
             self._read.append((event, kept))
         data = _replaced(batch, lambda leaf: moved[id(leaf)] if id(leaf) in moved else _pinned(leaf))
         return DeviceBatch(data, event, placed, bool(found["late"]))
@@ -88,7 +88,7 @@ class Copier:
     def claim(self, batch: DeviceBatch) -> object:
         """The batch's data for the consumer's current stream, which waits for the copies; the caller does not."""
         stream = self._streams.current()
-        self._streams.wait(stream, batch.event)
+        stream.wait_event(batch.event)
         for placed in batch.placed:
             self._streams.used_on(placed, stream)
         if not batch.late:
@@ -96,7 +96,7 @@ class Copier:
         # On the stream that uses it: an object whose memory cannot be shown to the allocator is safe there only.
         with self._streams.on(stream):
             data = _replaced(batch.data, self._move_late)
-        self._read.append((self._streams.event(stream), batch.data))
+        self._read.append((stream.record_event(), batch.data))
         return data
 
     def check(self) -> None:

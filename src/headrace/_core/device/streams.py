@@ -56,14 +56,6 @@ class Streams:
         with self.on(stream):
             return host.to(self.device, non_blocking=True)
 
-    def event(self, stream: torch.Stream) -> torch.Event:
-        """An event after the work that `stream` has so far."""
-        return stream.record_event()
-
-    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
-        """Let `stream` wait for `event`; the caller does not."""
-        stream.wait_event(event)
-
     def used_on(self, placed: Any, stream: torch.Stream) -> None:
         """Notify the allocator that `stream` uses memory of another stream."""
         placed.record_stream(stream)

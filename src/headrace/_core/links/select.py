@@ -16,7 +16,7 @@ from headrace._core.streams.kinds import DatasetKind, propagate_epoch
 from headrace._core.streams.resumable import warn_of_rereading
 from headrace._core.text import users_stacklevel
 from headrace._core.transport.shared_pickle import SharedPickle
-from headrace.errors import DeadlockError, MissingExtraError, NotPicklableError
+from headrace.errors import DeadlockError, NotPicklableError
 
 
 def check_engines(
@@ -154,10 +154,8 @@ class PlacementSelector:
     def _place(self, config: EngineConfig, work: SharedPickle | None) -> Placement:
         engines = min(self._asked, config.lanes) if config.kind.is_iterable else self._asked
         if isinstance(self._placement, RayPlacement):
-            try:
-                from headrace._core.links.ray_engines import RayEngines
-            except ModuleNotFoundError:
-                raise MissingExtraError(what="placement=RayPlacement(...)", package="ray", extra="ray") from None
+            from headrace._core.links.ray_engines import RayEngines
+
             self.where = f"ray: {self._placement!r}"
             return RayEngines(config, self._placement, engines)
         if not config.kind.is_async:

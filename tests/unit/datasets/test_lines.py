@@ -56,18 +56,10 @@ def test_line_endings(tmp_path, content, format, lines):
     assert list(hr.LinesDataset(tmp_path / "a.txt", format=format)) == lines
 
 
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        ("1\n2\n".encode("utf-16"), "UTF-16.*by its byte order mark; convert it"),
-        (gzip.compress(b"1\n"), "gzip by its first bytes, but not by its name"),
-        (tars.zstd(b"1\n"), "zstd by its first bytes, but not by its name"),
-    ],
-)
-def test_file_whose_first_bytes_are_not_of_its_name_is_one_error_with_the_reason(tmp_path, content, why):
-    (tmp_path / "a.jsonl").write_bytes(content)
+def test_utf_16_is_one_error_with_that_reason(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes("1\n2\n".encode("utf-16"))
     samples = iter(hr.LinesDataset(tmp_path))
-    with pytest.raises(ShardError, match=why):
+    with pytest.raises(ShardError, match=r"UTF-16.*by its byte order mark; convert it"):
         next(samples)
     assert list(samples) == []
 

@@ -137,18 +137,6 @@ def test_named_file_may_have_any_ending_and_is_named_once(tmp_path):
         hr.TarDataset([tmp_path / "samples.archive", tmp_path / "{samples,samples}.archive"])
 
 
-def test_missing_shard_raises_and_other_shards_are_read(folder):
-    (folder / "0002.tar").unlink()
-    with hr.DataLoader(
-        hr.TarDataset(folder / "{0000..0005}.tar"), batch_size=1, on_error="skip", collate_fn=keys
-    ) as loader:
-        delivered = sorted(itertools.chain.from_iterable(loader))
-        skipped = loader.stats().skipped
-    assert delivered == [key for key in ALL if not key.startswith("02")]
-    assert "0002.tar" in str(skipped[0])
-    assert len(skipped) == 1
-
-
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -447,16 +435,11 @@ def test_sample_that_lacks_a_field_is_one_error_and_those_after_it_are_read(fold
             assert loader.stats().skipped_samples == 1
 
 
-def gnu_tar(folder, *options):
-    (folder / "in").mkdir()
-    (folder / "in" / "a.txt").write_bytes(b"x")
-    command = ["tar", "-C", folder / "in", *options, "-cf", "-", "."]
-    return subprocess.run(command, capture_output=True, check=True).stdout
-
-
-@pytest.mark.parametrize("options", [("--label=/disk 1",), ("--incremental",), ("--format=v7",)])
+@pytest.mark.parametrize("options", ["--label=/disk 1", "--incremental", "--format=v7"])
 def test_stream_and_index_skip_members_that_are_no_files(tmp_path, options):
-    (tmp_path / "a.tar").write_bytes(gnu_tar(tmp_path, *options))
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_bytes(b"x")
+    subprocess.run(["tar", "-C", tmp_path / "in", options, "-cf", tmp_path / "a.tar", "."], check=True)
     index = hr.TarDataset.index(tmp_path / "a.tar")
     for samples in (list(hr.TarDataset(tmp_path / "a.tar")), [index[i] for i in range(len(index))]):
         assert [(sample["__key__"], sample["txt"]) for sample in samples] == [("a", b"x")]

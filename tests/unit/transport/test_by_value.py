@@ -25,6 +25,8 @@ class Photos(hr.AsyncDataset):
             return pickle.load(cache)[index]
 
 class Photo:
+    __slots__ = ("number",)
+
     def __init__(self, number):
         self.number = number
 

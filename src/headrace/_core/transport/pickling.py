@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import enum
 import functools
 import io
 import math
@@ -281,9 +282,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if obj.__module__ not in _settled:
                 _settle(obj.__module__)
             reduced = super().reducer_override(obj)
+            if type(reduced) is not tuple or len(reduced) < 6:  # by reference
+                return reduced
+            make, arguments, state, *_, complete = reduced
+            if isinstance(obj, type) and not issubclass(obj, enum.Enum):  # what cloudpickle leaves out
+                slots = {"__slots__": slots} if (slots := vars(obj).get("__slots__")) else {}
+                arguments[3].update(slots, __qualname__=obj.__qualname__)
             module = sys.modules.get(obj.__module__) if obj.__module__ in _sent else None
             if isinstance(obj, self.defines) and getattr(module, obj.__qualname__, None) is obj:
-                make, arguments, state, *_, complete = reduced
                 return make, arguments, (complete, state), None, None, _define
             return reduced
         return NotImplemented
@@ -296,7 +302,7 @@ class _ClassPickler(Pickler):
 
     def reducer_override(self, obj: object) -> object:
         package = type(obj).__module__.partition(".")[0]
-        if isinstance(obj, type | types.FunctionType) or package in sys.stdlib_module_names:
+        if isinstance(obj, type | types.FunctionType | enum.Enum) or package in sys.stdlib_module_names:
             return super().reducer_override(obj)
         raise pickle.PicklingError
 

@@ -5,7 +5,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from headrace import AsyncDataset, AsyncIterableDataset, DataLoader, StateError
 
@@ -146,6 +153,44 @@ def test_order_and_random_numbers_of_an_epoch_after_a_restored_state_are_saved(o
         third.load_state_dict(state)
         rest = list(third)
     assert rest == list(batches)
+
+
+class Noise(Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return noisy(index)
+
+
+class NoiseStream(IterableDataset):
+    def __iter__(self):
+        return map(noisy, range(N))
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Noise(), 2, num_workers=1, collate_fn=list),
+        lambda: DataLoader(NoiseStream(), 2, num_workers=1, collate_fn=list),
+        lambda: DataLoader(Numbers(), 2, transform=noisy, collate_fn=list),
+    ],
+    ids=["torch", "torch, a stream", "async"],
+)
+def test_random_numbers_of_an_epoch_are_in_the_state_before_it_for_which_no_generator_advances(make, epochs):
+    first = make()
+    for _ in range(epochs):
+        list(first)
+    before = torch.get_rng_state()
+    state = saved(first)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(1)  # by the program
+    whole = list(first)
+    torch.manual_seed(0)  # the program that continues has other generators
+    restored = make()
+    restored.load_state_dict(state)
+    assert list(restored) == whole
 
 
 @pytest.mark.parametrize(("make", "is_iterator_made"), [(Log, True), (lambda: Log().map(int), False)])

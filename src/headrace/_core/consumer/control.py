@@ -192,7 +192,7 @@ class LoaderControl:
         samples = 0 if order.sampler is None else batches * (order.batch_size or 1)  # a batch sampler draws batches
         cursor = samples * ranks if order.shared else samples
         fresh = self._next_state(loader)
-        self.resumed = (fresh._replace(batches=batches, samples=samples, cursor=cursor, ranks=ranks),)
+        self.resumed = (fresh._replace(batches=batches, samples=samples, cursor=cursor, ranks=ranks, base_seed=None),)
 
     def skip_rest(self) -> None:
         """Let the next `iter()` begin the epoch after the one that was to be continued."""
@@ -230,8 +230,8 @@ class LoaderControl:
         """The state before the next epoch."""
         order = self._order(loader)
         sampler, generator = order.sampler_between_epochs(), encoded(order.generator)
-        kept = self._seeds.kept
-        return self._fresh(loader, order, self._next_epoch, generator=generator, sampler=sampler, kept_seed=kept)
+        drawn = {"base_seed": self._seeds.ahead(loader), "kept_seed": self._seeds.kept}
+        return self._fresh(loader, order, self._next_epoch, generator=generator, sampler=sampler, **drawn)
 
     def _fresh(self, loader: TorchLoader, order: EpochOrder, epoch: int, **drawn: Any) -> LoaderState:
         return LoaderState(epoch, self._fingerprint(loader, order), sampler_epoch=order.sampler_epoch, **drawn)

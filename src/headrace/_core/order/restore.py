@@ -134,6 +134,7 @@ class EpochSeeds:
 
     Attributes:
         kept: the seed that persistent workers began with; None before, and without such workers.
+        next: that of the next epoch, if a state before it has it.
     """
 
     def __init__(self, spec: LoaderSpec) -> None:
@@ -142,6 +143,14 @@ class EpochSeeds:
         self._is_async = spec.kind.is_async
         self._pipe_seeds = PipeSeeds()
         self.kept: int | None = None
+        self.next: int | None = None
+
+    def ahead(self, loader: TorchLoader) -> int | None:
+        """The seed that the next epoch's batches have, for a state before it; no generator advances. None if known."""
+        if self._seed is None and self.kept is None and self.next is None:
+            generator = (loader.generator or torch.default_generator).clone_state()
+            self.next = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+        return self.next
 
     def draw(
         self, loader: TorchLoader, epoch: int, order: EpochOrder, resumed: LoaderState | None
@@ -166,6 +175,7 @@ class EpochSeeds:
         if resumed is not None and resumed.kept_seed is not None:
             self.kept = resumed.kept_seed
         if resumed is None or order.resumed is None:
+            self.next = self.next if resumed is None else resumed.base_seed
             draws = order.draws()
             if not loader.num_workers or self._is_async or self.kept:
                 return draws, self._base_seed(loader)
@@ -200,6 +210,7 @@ class EpochSeeds:
         # but only once for workers that persist.
         if self.kept is None:
             drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+            drawn, self.next = drawn if self.next is None else self.next, None
             if not (loader.persistent_workers and not self._is_async):
                 return drawn
             self.kept = drawn

@@ -74,7 +74,7 @@ class LoaderState(NamedTuple):
     over: bool = False  # whether the sampler has nothing more
     rank: int | None = None  # the rank that the state is of; None if it is the same on all
     ranks: int = 1  # the number of ranks
-    base_seed: int | None = None  # of the batches' seeds, if it was drawn; None with `seed=`, and before an epoch
+    base_seed: int | None = None  # of the batches' seeds, if it was drawn; None with `seed=`
     order_seed: int | None = None  # that torch's RandomSampler drew; None of any other order
     pipe_seed: int | None = None  # of a DataPipe; None of any other dataset
     kept_seed: int | None = None  # that persistent workers began with, of a state before an epoch; None without
@@ -100,7 +100,7 @@ class LoaderState(NamedTuple):
     @property
     def is_between_epochs(self) -> bool:
         """Whether it is one before an epoch, for which nothing has been drawn."""
-        kept = {"rank", "ranks", "kept_seed", "sampler_epoch", "generator", "sampler", "streams"}
+        kept = {"rank", "ranks", "base_seed", "kept_seed", "sampler_epoch", "generator", "sampler", "streams"}
         fields = self._asdict() | {name: self._field_defaults[name] for name in kept}
         return fields == LoaderState(self.epoch, self.fingerprint)._asdict()
 

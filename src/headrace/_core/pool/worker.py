@@ -75,19 +75,17 @@ class ProcessEnvironment(NamedTuple):
     arguments: list[str]
     directory: str
     environment: dict[str, str]
-    script: str | None  # the file of the main module, which `multiprocessing` runs in processes that it spawns
-    classes: dict[str, bytes]
+    script: dict[str, object]  # of the main module its file, which `multiprocessing` runs in processes that it spawns
+    classes: dict[str, bytes]  # of the main module
 
     @classmethod
     def here(cls) -> ProcessEnvironment:
-        script = getattr(sys.modules["__main__"], "__file__", None)
+        script = {name: value for name, value in vars(sys.modules["__main__"]).items() if name == "__file__"}
         return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ), script, main_classes())
 
     def adopt(self) -> None:
         main = sys.modules["__main__"] = sys.modules["__mp_main__"] = SentModule("__main__")
-        main.classes = self.classes
-        if self.script is not None:
-            main.__file__ = self.script
+        vars(main).update(self.script, classes=self.classes)
         sys.path[:] = self.path
         sys.argv[:] = self.arguments
         os.chdir(self.directory)

@@ -207,17 +207,19 @@ def _define(obj: Any, made: tuple[Callable[[Any, object], object], object]) -> N
 def main_classes() -> dict[str, bytes]:
     """The classes of the main module, each pickled, for code in workers that reads pickles of their objects."""
     main = sys.modules["__main__"]
-    mine = [each for each in list(vars(main).values()) if isinstance(each, type) and each.__module__ == main.__name__]
-    return main.classes if isinstance(main, SentModule) else _pickled(*mine)
+    if isinstance(main, SentModule):
+        return main.classes
+    mine = [
+        each for each in list(vars(main).values()) if issubclass(type(each), type) and callable(type(each).__hash__)
+    ]
+    return {cls.__qualname__: pickled for cls in mine if cls.__module__ == main.__name__ and (pickled := _pickled(cls))}
 
 
-@functools.lru_cache(1)
-def _pickled(*classes: type) -> dict[str, bytes]:
-    pickled = {}
-    for cls in classes:
-        with contextlib.suppress(Exception):  # it mentions data; or user code: a metaclass, __reduce__
-            pickled[cls.__qualname__] = dump_parts(cls, lambda buffer: True, [], pickler=_ClassPickler)
-    return pickled
+@functools.lru_cache(256)
+def _pickled(cls: type) -> bytes | None:
+    with contextlib.suppress(Exception):  # it mentions data; or user code: a metaclass, __reduce__
+        return dump_parts(cls, lambda buffer: True, [], pickler=_ClassPickler)
+    return None
 
 
 _settled: set[object] = {"__main__"}  # the names of modules of which it is settled whether they go by value

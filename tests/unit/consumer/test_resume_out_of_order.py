@@ -62,7 +62,8 @@ class Pairs(Sampler):
     at = 0
 
     def __iter__(self):
-        for self.at in range(self.at + 1, N // 2 + 1):
+        while self.at < N // 2:
+            self.at += 1
             yield [2 * self.at - 2, 2 * self.at - 1]
 
 

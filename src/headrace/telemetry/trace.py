@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gzip
-import io
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -107,14 +106,13 @@ class _Trace:
         self._tracks: dict[tuple[int, object, int], tuple[int, int]] = {}  # id, end of the last slice
         self._last: dict[tuple[str, int], tuple[int, int, int]] = {}  # step: iteration, batch, end; by loader, thread
         self._fetched: dict[str, int] = {}  # bytes, by loader
-        self._raw = open(path, "ab")  # noqa: SIM115  # by `close`
+        self._lock = open(path, "ab")  # noqa: SIM115  # by `close`
         try:
-            fcntl.flock(self._raw, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._raw.truncate(0)
-            packed: Any = self._raw
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.suffix == ".gz":  # a level more is a third slower, and saves a tenth
-                packed = gzip.GzipFile(fileobj=self._raw, mode="wb", compresslevel=1)
-            self._file: TextIO = io.TextIOWrapper(packed, encoding="utf-8")
+                self._file: Any = gzip.open(path, "wt", compresslevel=1, encoding="utf-8")  # noqa: SIM115
+            else:
+                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
             rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "1")
             about = json.dumps({"program": "headrace", "version": __version__})
             consumer = self._process(self._pid, f"consumer, rank {rank}" if rank and ranks != "1" else "consumer", 0)
@@ -123,7 +121,7 @@ class _Trace:
             self._thread = threading.Thread(target=self._run, name="headrace-trace", daemon=True)
             self._thread.start()
         except BaseException as error:  # Ctrl-C too: nothing else would close it
-            self._raw.close()
+            self._lock.close()
             if isinstance(error, BlockingIOError):
                 raise ValueError(
                     f"another trace is writing {path}: give each its own file; on several ranks put {{rank}} in the "
@@ -158,13 +156,11 @@ class _Trace:
             if self._error is None:
                 labels = _meta("process_labels", self._pid, 0, {"labels": "headrace"})
                 self._file.write(labels.removesuffix(",\n") + "\n]}\n")
-            self._file.flush()
-            fcntl.flock(self._raw, fcntl.LOCK_UN)  # closing alone would leave it to a fork that has the descriptor
             self._file.close()
         except OSError as error:
             self._error = self._error or error
-        with contextlib.suppress(OSError):
-            self._raw.close()
+        fcntl.flock(self._lock, fcntl.LOCK_UN)  # closing alone would leave it to a fork that has the descriptor
+        self._lock.close()
         return self._error
 
     def _events(self, loader: Counters, record: BatchRecord, thread: int) -> str:

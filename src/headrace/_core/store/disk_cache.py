@@ -174,7 +174,12 @@ class DiskCache:
 
     async def read_many(self, names: Sequence[bytes]) -> list[memoryview | None]:
         """The bytes of those entries that are cached, None for the others and for empty names."""
-        entries = await self._lookup(names)
+        if self._pid != os.getpid():  # after a fork
+            self._reset()
+        entries = [self._find(name) for name in names]
+        if None in entries and time.monotonic() >= self._next_refresh:
+            await run_blocking(self._refresh)
+            entries = [self._find(name) for name in names]
         there = [entry for entry in entries if entry is not None]
         groups = [there[first : first + GROUP] for first in range(0, len(there), GROUP)]
         reads = [run_blocking(list, map(_read_entry, group)) for group in groups]
@@ -192,15 +197,6 @@ class DiskCache:
             entry.states[entry.slot] = _DEAD
         counts.cache_hits -= 1
         counts.cache_damaged += 1
-
-    async def _lookup(self, names: Sequence[bytes]) -> list[_Entry | None]:
-        if self._pid != os.getpid():  # after a fork
-            self._reset()
-        entries = [self._find(name) for name in names]
-        if None in entries and time.monotonic() >= self._next_refresh:
-            await run_blocking(self._refresh)
-            entries = [self._find(name) for name in names]
-        return entries
 
     async def write(self, names: Sequence[bytes], views: Sequence[memoryview]) -> None:
         """Append entries, unless the disk was found full or read-only in this epoch."""

@@ -167,12 +167,13 @@ class Store:
         """The URL of an object, without secrets."""
         return f"{self.url.rstrip('/')}/{key}"
 
-    def local_path(self, key: str) -> str | None:
-        """The path of a file, or of a directory, of a store in the local file system; None in another."""
+    @property
+    def local_root(self) -> str | None:
+        """The path of a directory of this machine; None for another store."""
         if self.traits.backend is not LocalStore:
             return None
         root = unquote(urlsplit(self._url).path) if self._backend is None else getattr(self._backend, "prefix", None)
-        return os.path.join(root or "/", key)
+        return str(root or "/")
 
     def key_of(self, place: str | os.PathLike[str]) -> str:
         """The key of an object of this store, from its key, or from its URL or absolute path under this store's.

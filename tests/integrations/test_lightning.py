@@ -1,6 +1,5 @@
 """Lightning's Trainer in one process: what is kept of a loader, exact resume, evaluation, and what is left behind."""
 
-import copy
 import functools
 import gc
 import multiprocessing
@@ -156,22 +155,16 @@ class TwoBatches(jobs.Model):
         return super().training_step([next(dataloader_iter)[0], next(dataloader_iter)[0]], None)
 
 
-TWICE_ROUND = {"long": jobs.map_style(4, shuffle=True, seed=5), "short": jobs.map_style(8, shuffle=True, seed=6)}
+STEPS_OF_TWO = {
+    "unknown length": lambda pattern: jobs.of_lines(pattern, shuffle=True),
+    "several": lambda _: jobs.CombinedLoader([jobs.map_style(size) for size in (4, 8)], "max_size_cycle"),
+}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda _: jobs.map_style(4, shuffle=True, seed=5),
-        lambda pattern: jobs.of_lines(pattern, shuffle=True),
-        lambda _: jobs.CombinedLoader({name: copy.copy(each) for name, each in TWICE_ROUND.items()}, "max_size_cycle"),
-    ],
-    ids=["seeded", "unknown length", "several"],
-)
+@pytest.mark.parametrize("make", STEPS_OF_TWO.values(), ids=STEPS_OF_TWO)
 def test_job_whose_steps_take_several_batches_goes_on_after_those_of_whole_steps(make, tmp_path, pattern):
-    validation = hr.DataLoader(Numbers(16), 8)
     saves = jobs.each_step(tmp_path), {"dirpath": tmp_path, "filename": "{epoch}", "save_on_train_epoch_end": True}
-    train = functools.partial(jobs.train, epochs=2, validation=validation)
+    train = functools.partial(jobs.train, epochs=2, validation=hr.DataLoader(Numbers(16), 8))
     whole = train(make(pattern), model=TwoBatches(), saves=saves)
     saving = [callbacks.OnExceptionCheckpoint(tmp_path, "failed")]
     failing = TwoBatches(functools.partial(jobs.raises_at, 7))  # when it has taken its batches
@@ -192,9 +185,7 @@ def test_checkpoint_without_a_state_of_the_loader_is_a_warning(tmp_path):
 @pytest.mark.proves(TRAINER, "headrace fetches", "nothing left behind")
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"placement": "process"}], ids=str)
 def test_nothing_is_left_after_fit(options):
-    with hr.DataLoader(
-        Numbers(jobs.SAMPLES), 8, num_workers=1
-    ) as other:  # starts the process that workers are forked from
+    with hr.DataLoader(Numbers(8), num_workers=1) as other:  # starts the process that workers are forked from
         list(other)
     gc.collect()
     before = set(threading.enumerate())

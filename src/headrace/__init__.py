@@ -18,6 +18,7 @@ from headrace._version import __version__ as __version__
 if TYPE_CHECKING:
     from torch.utils.data import get_worker_info as get_worker_info
 
+    from headrace import decode as decode
     from headrace import errors as errors
     from headrace import telemetry as telemetry
     from headrace import types as types
@@ -96,7 +97,7 @@ _NAMES = {
     "torch.utils.data": ("get_worker_info",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
-_PACKAGES = ("datasets", "errors", "integrations", "samplers", "telemetry", "testing", "types")
+_PACKAGES = ("datasets", "decode", "errors", "integrations", "samplers", "telemetry", "testing", "types")
 
 __all__ = sorted(["__version__", *_MODULES])
 

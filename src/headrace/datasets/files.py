@@ -12,7 +12,7 @@ import aiofiles
 
 from headrace._core.eventloop.blocking import run_blocking
 from headrace._core.shards.discovery import glob_expression
-from headrace._core.store.listing import Labels, align_labels
+from headrace._core.store.listing import Labels, align_labels, folders_of
 from headrace._core.store.redaction import redact_url
 from headrace._core.streams.map_style import AsyncDataset
 from headrace._core.text import sample_repr
@@ -51,8 +51,8 @@ class FileDataset(AsyncDataset[FileSample]):
         root: the directory.
         pattern: which files, as for `pathlib.Path.glob`, relative to `root`; all of them, at any depth, if not given.
         suffix: only files whose names end so, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
-        labels: what the label of a key is: a function of the key, a mapping from it, or a sequence in the order of
-            `keys`.
+        labels: the label of each key: ``"folder"`` for the number, in `classes`, of the folder that it begins with; or
+            a function of the key, a mapping from it, or a sequence in the order of `keys`.
 
     Raises:
         FileNotFoundError: `root` does not exist, or (`EmptyListingError`) has no file that matches.
@@ -92,6 +92,15 @@ class FileDataset(AsyncDataset[FileSample]):
     def keys(self) -> tuple[str, ...]:
         """The key of each sample, in the order of their indices."""
         return self._keys
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The folders that keys begin with, sorted: the names of the labels of ``labels="folder"``.
+
+        Raises:
+            ValueError: a key is in no folder.
+        """
+        return folders_of(self._keys)
 
     def __len__(self) -> int:
         return len(self._keys)

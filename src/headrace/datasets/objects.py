@@ -15,6 +15,7 @@ from headrace._core.store.listing import (
     ListingFile,
     StringArray,
     align_labels,
+    folders_of,
     list_objects,
     read_table,
 )
@@ -76,8 +77,9 @@ class ObjectDataset(Cacheable[ObjectSample]):
         keys: the objects, relative to the store's URL, in this order; nothing is listed then. Needed for most HTTP
             servers.
         suffix: list only keys that end so, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
-        labels: what the label of a key is: a function of the key, a mapping from it, or a sequence in the order of
-            `keys` (of the sorted listing, if there are none).
+        labels: the label of each key: ``"folder"`` for the number, in `classes`, of the folder that it begins with; or
+            a function of the key, a mapping from it, or a sequence in the order of `keys` (of the sorted listing, if
+            there are none).
         checksums: what each object's bytes must be, as ``algorithm:hexadecimal`` (sha256, sha1, md5, crc32); given as
             `labels` are. None for an object that has none.
         listing_file: the path of a Parquet file that keeps the listing: where it is there, it is read and nothing is
@@ -187,6 +189,15 @@ class ObjectDataset(Cacheable[ObjectSample]):
     def keys(self) -> Sequence[str]:
         """The key of each sample, in the order of their indices."""
         return self._keys
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The folders that keys begin with, sorted: the names of the labels of ``labels="folder"``.
+
+        Raises:
+            ValueError: a key is in no folder.
+        """
+        return folders_of(self._keys)
 
     def __len__(self) -> int:
         return len(self._keys)

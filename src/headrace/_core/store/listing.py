@@ -203,11 +203,14 @@ def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
     can be pickled whatever function it was given.
 
     Raises:
-        ValueError: a mapping lacks a key, or a sequence is of another length than `keys`.
-        TypeError: `labels` is none of the three.
+        ValueError: a mapping lacks a key, a key is in no folder, or a sequence is of another length than `keys`.
+        TypeError: `labels` is none of these.
     """
     if labels is None:
         return None
+    if isinstance(labels, str) and labels == "folder":
+        numbers = {name: number for number, name in enumerate(folders_of(keys))}
+        return compact(numbers[key.partition("/")[0]] for key in keys)
     if callable(labels):
         return compact(_called(labels, keys))
     if isinstance(labels, Mapping):
@@ -222,7 +225,9 @@ def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
         labels = compact(labels)
     is_sequence = hasattr(labels, "__getitem__") and hasattr(labels, "__len__")
     if isinstance(labels, str | bytes) or hasattr(labels, "iloc") or not is_sequence:
-        raise TypeError(f"labels= must be a function of a key, a mapping or a sequence, not {type(labels).__name__}")
+        raise TypeError(
+            f'labels= must be "folder", a function of a key, a mapping or a sequence, not {short_repr(labels)}'
+        )
     if len(labels) != len(keys):
         raise ValueError(
             f"labels= has {len(labels)} labels for {len(keys)} keys; they are matched in the order of `keys`"
@@ -237,6 +242,17 @@ def _called(labels: Callable[[str], Any], keys: Sequence[str]) -> Iterator[Any]:
         except Exception as error:  # user code
             add_note(error, f"headrace: labels= was called with key {key!r}")
             raise
+
+
+def folders_of(keys: Iterable[str]) -> tuple[str, ...]:
+    """The first parts of the keys, sorted; raises `ValueError` if a key has one part only."""
+    folders = set()
+    for key in keys:
+        folder, slash, _ = key.partition("/")
+        if not slash:
+            raise ValueError(f'classes and labels="folder" need each key in the folder of its class: {key!r} is in none')
+        folders.add(folder)
+    return tuple(sorted(folders))
 
 
 def compact(labels: Iterable[Any]) -> Sequence[object]:

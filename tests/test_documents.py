@@ -3,7 +3,10 @@
 import asyncio
 import contextlib
 import importlib
+import io
+import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -14,10 +17,12 @@ import tomllib
 from pathlib import Path
 
 import asyncpg
+import boto3
 import pytest
 import redis
 from aiohttp import web
-from PIL import Image
+from moto.server import ThreadedMotoServer
+from PIL import Image, ImageDraw
 
 from headrace._core.eventloop.loop_thread import LoopThread
 from tests.documents import DOCUMENTS, ROOT, headings_of, links_of, python_blocks, text_of
@@ -25,7 +30,7 @@ from tests.forks import Forks
 
 PROJECT = tomllib.loads(text_of("pyproject.toml"))
 README = text_of("README.md")
-FIRST, BUCKET = python_blocks("README.md")
+TRAINING, SAVING = python_blocks("README.md")
 PHOTOS, READINGS, IMAGES, CLICKS, PAGES = python_blocks("docs/connections.md")
 METRICS = next(block for block in python_blocks("docs/seeing.md") if "telemetry.prometheus" in block)
 PROGRESS = next(block for block in python_blocks("docs/seeing.md") if "hr.progress" in block)
@@ -81,16 +86,52 @@ def served(path, handler):
         loop.close(1.0)
 
 
-def test_first_program_of_the_readme_runs_unchanged(run):
-    assert " ".join(run(FIRST)) == " ".join(["torch.Size([256, 3, 32, 32]) torch.Size([256])"] * 16)
+@pytest.fixture
+def bucket(monkeypatch):
+    """A bucket of JPEGs in a folder for each class, behind an S3 server that the environment names."""
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL", "AWS_ALLOW_HTTP")
+    variables = dict(zip(names, ("key", "secret", "us-east-1", url, "true"), strict=True))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1")
+    client.create_bucket(Bucket="bucket")
+    chance = random.Random(0)
+    for number in range(600):
+        label = ("disc", "square", "triangle")[number % 3]
+        size, ink = chance.randint(80, 200), f"hsl({chance.randrange(360)}, 80%, 40%)"
+        picture = Image.new("RGB", (size, size), f"hsl({chance.randrange(360)}, 30%, 80%)")
+        circle = (size / 2, size / 2, size * chance.uniform(0.25, 0.45))
+        if label == "disc":
+            ImageDraw.Draw(picture).circle(circle[:2], circle[2], fill=ink)
+        else:
+            ImageDraw.Draw(picture).regular_polygon(circle, 4 if label == "square" else 3, fill=ink)
+        data = io.BytesIO()
+        picture.save(data, "JPEG")
+        client.put_object(Bucket="bucket", Key=f"train/{label}/{number:04d}.jpg", Body=data.getvalue())
+    yield variables
+    server.stop()
 
 
-def test_bucket_program_of_the_readme_has_five_lines_and_reads_every_object(run, tmp_path):
-    for number in range(130):
-        (tmp_path / f"{number}.jpg").write_bytes(bytes(number))
-    sizes = run(located(BUCKET, "s3://bucket/train", tmp_path.as_uri()))
-    assert sorted(int(number) for number in re.findall(r"\d+", "".join(sizes))) == list(range(130))
-    assert BUCKET.count("\n") == 5
+def test_program_of_the_readme_learns_from_the_images_of_a_bucket(run, bucket):
+    assert len(TRAINING.splitlines()) <= 26
+    environment = f"import os\nos.environ.update({bucket})\n"  # of the process that runs it, whose fork server is older
+    accuracies = [int(share) for share in re.findall(r"accuracy (\d+)%", " ".join(run(environment + TRAINING)))]
+    assert len(accuracies) == 3
+    assert accuracies[-1] > 60 > accuracies[0] - 20
+
+
+def test_checkpoint_lines_of_the_readme_continue_with_the_next_batch(run, tmp_path):
+    setup = f"import os, torch, headrace as hr\nos.chdir({str(tmp_path)!r})\nmodel = torch.nn.Linear(1, 1)\n"
+    make = "loader = hr.DataLoader(torch.arange(8), batch_size=2, shuffle=True, seed=0)\n"
+    saved, restored = SAVING.split("# … and in the next job:\n")
+    begin, rest = "batches = iter(loader); next(batches)\n", "print([batch.tolist() for batch in batches])\n"
+    printed = "".join(run(setup + make + begin + saved + rest + make + restored + "batches = loader\n" + rest))
+    uninterrupted, resumed = json.loads(printed.replace("]][[", "]],[[").join("[]"))
+    assert resumed == uninterrupted
+    assert len(resumed) == 3
 
 
 def test_object_program_of_the_datasets_page_runs(run, tmp_path):

@@ -19,7 +19,7 @@ FLOORS = (
     {"_core.failure"},
     {"_core.batches"},
     {"_core.error_policy", "_core.ray_placement", "_core.retry_policy"},
-    {"options"},
+    {"options", "decode"},
     {"_core.look_ahead"},
     {"collate", "telemetry", "_core.seeding", "_core.eventloop"},
     {"_core.store", "_core.messages"},

@@ -57,14 +57,15 @@ def image(
         import PIL.Image  # noqa: F401
     except ImportError:
         raise MissingExtraError(what="headrace.decode.image", package="pillow", extra="image") from None
-    height, width = (size, size) if isinstance(size, int) else size or (1, 1)
-    if height < 1 or width < 1:
+    if isinstance(size, int):
+        size = (size, size)
+    if size is not None and min(size) < 1:
         raise ValueError(f"size must be positive, but got {size}")
     if mode not in _MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, but got {mode!r}")
     if dtype != torch.uint8 and not dtype.is_floating_point:
         raise ValueError(f"dtype must be torch.uint8 or a floating dtype, but got {dtype}")
-    return functools.partial(_decode_sample, size=size and (width, height), mode=_MODES[mode], dtype=dtype)
+    return functools.partial(_decode_sample, size=size and (size[1], size[0]), mode=_MODES[mode], dtype=dtype)
 
 
 def fields(**decoders: Callable[[Any], object]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:

@@ -36,13 +36,14 @@ def pixels(picture):
 @pytest.mark.parametrize("stored", ["RGB", "L", "P", "CMYK", "RGBA", "1"])
 def test_image_has_the_pixels_that_pillow_decodes(mode, pillow, kind, stored):
     picture = noise(50, 37).convert(stored)
-    if kind != "PNG" and stored in ("P", "1", "RGBA") or kind != "JPEG" and stored == "CMYK":
+    if (kind != "PNG" and stored in ("P", "1", "RGBA")) or (kind != "JPEG" and stored == "CMYK"):
         picture = picture.convert("RGB")
     data = encoded(picture, kind)
     with Image.open(io.BytesIO(data)) as opened:
         right = pixels(opened.convert(pillow))
     found = hr.decode.image(mode=mode)(memoryview(data))
-    assert found.is_contiguous() and found.dtype == torch.uint8
+    assert found.is_contiguous()
+    assert found.dtype == torch.uint8
     assert torch.equal(found, right)
 
 
@@ -50,7 +51,8 @@ def test_size_covers_and_crops_about_the_middle_without_distortion():
     picture = Image.new("RGB", (300, 100), "black")
     picture.paste("white", (100, 0, 200, 100))
     found = hr.decode.image(size=40)(encoded(picture, "PNG"))
-    assert found.shape == (3, 40, 40) and found[:, :, 2:-2].min() == 255
+    assert found.shape == (3, 40, 40)
+    assert found[:, :, 2:-2].min() == 255
     assert hr.decode.image(size=(16, 48))(encoded(picture, "PNG")).shape == (3, 16, 48)
 
 
@@ -83,12 +85,14 @@ def test_image_is_turned_upright_by_its_exif_tag(kind):
     exif[ORIENTATION] = 6
     found = hr.decode.image()(encoded(picture, kind, exif=exif))
     assert found.shape == (3, 64, 32)
-    assert found[:, :28].min() > 250 and found[:, 36:].max() < 5
+    assert found[:, :28].min() > 250
+    assert found[:, 36:].max() < 5
 
 
 def test_floating_dtype_has_values_from_0_to_1():
     found = hr.decode.image(dtype=torch.float16)(encoded(Image.new("L", (2, 2), 51), "PNG"))
-    assert found.dtype == torch.float16 and torch.allclose(found, torch.full((3, 2, 2), 0.2, dtype=torch.float16))
+    assert found.dtype == torch.float16
+    assert torch.allclose(found, torch.full((3, 2, 2), 0.2, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("cut", [100, 2000])

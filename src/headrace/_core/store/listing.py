@@ -225,9 +225,8 @@ def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
         labels = compact(labels)
     is_sequence = hasattr(labels, "__getitem__") and hasattr(labels, "__len__")
     if isinstance(labels, str | bytes) or hasattr(labels, "iloc") or not is_sequence:
-        raise TypeError(
-            f'labels= must be "folder", a function of a key, a mapping or a sequence, not {short_repr(labels)}'
-        )
+        given = type(labels).__name__
+        raise TypeError(f'labels= must be "folder", a function of a key, a mapping or a sequence, not {given}')
     if len(labels) != len(keys):
         raise ValueError(
             f"labels= has {len(labels)} labels for {len(keys)} keys; they are matched in the order of `keys`"
@@ -250,7 +249,9 @@ def folders_of(keys: Iterable[str]) -> tuple[str, ...]:
     for key in keys:
         folder, slash, _ = key.partition("/")
         if not slash:
-            raise ValueError(f'classes and labels="folder" need each key in the folder of its class: {key!r} is in none')
+            raise ValueError(
+                f'classes and labels="folder" need each key in the folder of its class: {key!r} is in none'
+            )
         folders.add(folder)
     return tuple(sorted(folders))
 

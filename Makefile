@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .DEFAULT_GOAL := help
 PARTS  := $(addprefix test-,faults unit-engine unit-data unit-others others contract)
 .PHONY: help demo test $(PARTS) test-integrations test-all coverage environment-integrations azurite parity-table
-.PHONY: lint newest bench bench-quick clean
+.PHONY: docs lint newest bench bench-quick clean
 
 # Without bytecode each of some hundred interpreters that tests start would compile headrace again, in half a second.
 unexport PYTHONDONTWRITEBYTECODE
@@ -77,6 +77,9 @@ azurite: ## the emulator of Azure that some tests need, by npm; without it they 
 
 parity-table: $(VENV)/.dev ## docs/parity.md, from the tests that prove it
 	@$(BIN)/python -m tests.parity.table
+
+docs: $(VENV)/.dev ## the site, into out/site; a warning is an error
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs out/site
 
 lint: $(VENV)/.dev ## ruff, mypy, and the check of words
 	$(BIN)/ruff check .

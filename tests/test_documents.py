@@ -24,6 +24,7 @@ from aiohttp import web
 from moto.server import ThreadedMotoServer
 from PIL import Image, ImageDraw
 
+import headrace
 from headrace._core.eventloop.loop_thread import LoopThread
 from tests.documents import DOCUMENTS, ROOT, headings_of, links_of, python_blocks, text_of
 from tests.forks import Forks
@@ -124,7 +125,7 @@ def test_program_of_the_readme_learns_from_the_images_of_a_bucket(run, bucket):
 
 
 def test_checkpoint_lines_of_the_readme_continue_with_the_next_batch(run, tmp_path):
-    setup = f"import os, torch, headrace as hr\nos.chdir({str(tmp_path)!r})\nmodel = torch.nn.Linear(1, 1)\n"
+    setup = f"import os, torch, headrace as hr\nos.chdir({str(tmp_path)!r})\n"
     make = "loader = hr.DataLoader(torch.arange(8), batch_size=2, shuffle=True, seed=0)\n"
     saved, restored = SAVING.split("# … and in the next job:\n")
     begin, rest = "batches = iter(loader); next(batches)\n", "print([batch.tolist() for batch in batches])\n"
@@ -134,11 +135,31 @@ def test_checkpoint_lines_of_the_readme_continue_with_the_next_batch(run, tmp_pa
     assert len(resumed) == 3
 
 
+def test_program_for_tools_that_write_code_runs(run):
+    (program,) = python_blocks("AGENTS.md")
+    assert run(program) == ["15"]
+
+
+def test_every_page_is_on_the_site_and_in_the_list_for_language_models():
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")} - {"docs/index.md"}
+    assert pages | {"README.md", "AGENTS.md", "docs/design/README.md"} == set(links_of(text_of("llms.txt")))
+    listed = re.findall(r"^[A-Za-z/-]+$", text_of("docs/index.md"), re.M)
+    assert {f"docs/{page}.md" for page in listed if "reference/" not in page} == pages | {"docs/design/README.md"}
+
+
+def test_reference_has_every_public_name():
+    reference = "".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
+    named = set(re.findall(r"^\.\. auto\w+:: headrace\.([\w.]+)$", reference, re.M))
+    errors = {"HeadraceError", "StateError", "StoreError"}  # of headrace.errors
+    assert set(headrace.__all__) - errors - {"__version__"} <= named
+    assert {"decode", "errors", "telemetry.opentelemetry", "telemetry.prometheus", "testing", "types"} <= named
+
+
 def test_object_program_of_the_datasets_page_runs(run, tmp_path):
     for number in range(130):
         Image.new("RGB", (12, 10)).save(tmp_path / f"{number % 10}-{number}.jpg")
     printed = " ".join(run(located(OBJECTS, "s3://bucket/train", tmp_path.as_uri())))
-    assert re.findall(r"torch\.Size\(\[(\d+), 224, 224, 3\]\)", printed) == ["64", "64", "2"]
+    assert re.findall(r"torch\.Size\(\[(\d+), 3, 224, 224\]\)", printed) == ["64", "64", "2"]
 
 
 def test_websocket_program_runs(run):

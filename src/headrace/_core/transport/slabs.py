@@ -246,6 +246,7 @@ class Mapper:
         self._returned: deque[int] = deque()
         self._in_use: set[int] = set()
         self._closed = False
+        weakref.finalize(self, descriptors.close)  # at exit, for the batches that a program still holds
         if _reserve is None:
             _reserve = Reserve(1)
 

@@ -246,7 +246,6 @@ class Mapper:
         self._returned: deque[int] = deque()
         self._in_use: set[int] = set()
         self._closed = False
-        weakref.finalize(self, descriptors.close)  # at exit, for the batches that a program still holds
         if _reserve is None:
             _reserve = Reserve(1)
 
@@ -281,6 +280,8 @@ class Mapper:
         self._closed = True
         if not self._in_use:
             self._descriptors.close()
+        else:  # a view that a program holds until it exits does not report
+            weakref.finalize(self, self._descriptors.close)
 
     def returned(self) -> list[int]:
         """The numbers of the slabs that have become free since the last call, for the allocator."""

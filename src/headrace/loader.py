@@ -165,6 +165,11 @@ class DataLoader(TorchDataLoader[T_co]):
             sampler = SeededRankSampler(sampler, seed=seed)
         if collate is None and batch_size is not None and kind.is_async:
             collate = default_collate
+        if shuffle and kind is DatasetKind.ASYNC_ITERABLE:
+            text = f"DataLoader with IterableDataset: expected unspecified shuffle option, but got shuffle={shuffle}"
+            refused = ValueError(text)
+            refused.add_note("headrace: shuffle the stream, by its .shuffle(buffer_size); shards by their shuffle=True")
+            raise refused
         super().__init__(
             shown,
             batch_size,

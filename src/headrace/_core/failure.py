@@ -7,6 +7,7 @@ import enum
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headrace._core.text import LIST_ITEMS, add_note, has_note, short_repr, shorten_list
 from headrace._core.torchcompat.private import KeyErrorMessage
@@ -61,9 +62,9 @@ class Failure:
     unskippable: str | None = None
 
     @classmethod
-    def caught(cls, error: BaseException, *, stage: Stage, batch: int, index: object = None) -> Failure:
+    def caught(cls, error: BaseException, *, stage: Stage, batch: int, **where: Any) -> Failure:
         """Record `error` where it was caught."""
-        return cls(error=as_exception(error), stage=stage, batch=batch, index=index)
+        return cls(error=as_exception(error), stage=stage, batch=batch, **where)
 
     def located(self, indices: Sequence[object], sample_key: Callable[[object], str | None]) -> Failure:
         """This record with the sample's key; where the whole batch failed, with the batch's indices and keys.
@@ -73,8 +74,8 @@ class Failure:
             sample_key: gives the dataset's name for an index, or None.
         """
         if self.index is not None:
-            return replace(self, key=sample_key(self.index))
-        return replace(self, samples=describe_samples(indices, sample_key) if len(indices) else None)
+            return replace(self, key=self.key or sample_key(self.index))
+        return replace(self, samples=self.samples or (describe_samples(indices, sample_key) if indices else None))
 
     @property
     def is_skippable(self) -> bool:
@@ -174,6 +175,13 @@ def describe_samples(indices: Sequence[object], sample_key: Callable[[object], s
     words = f"indices {shorten_list(indices, len(indices))}"
     keys = [key for index in indices[:LIST_ITEMS] if (key := sample_key(index)) is not None]
     return f"{words}, keys {shorten_list(keys, len(indices))}" if keys else words
+
+
+def key_in(sample: object) -> str | None:
+    """The key and the shard that a sample of a tar stream has; None of another."""
+    if isinstance(sample, dict) and "__key__" in sample:
+        return f"{sample['__key__']} in {sample.get('__url__')}"
+    return None
 
 
 def as_exception(error: BaseException) -> Exception:

@@ -35,7 +35,7 @@ class ObjectSample(NamedTuple):
         key: relative to the dataset's URL.
         data: a read-only view of the bytes as the store's client received them, without a copy. Most decoders take
             it as it is (`io.BytesIO`, `numpy.frombuffer`, `PIL`); write ``bytes(sample.data)`` where `bytes` are
-            needed.
+            needed, ``bytearray(sample.data)`` where it has to be writable, as for `torch.frombuffer`.
         label: from `labels=`, or None.
     """
 

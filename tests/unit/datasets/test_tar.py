@@ -458,3 +458,39 @@ def test_stream_and_index_refuse_with_the_same_reason(tmp_path, archive, why):
     for read in (lambda: list(hr.TarDataset(tmp_path)), lambda: hr.TarDataset.index(tmp_path)):
         with pytest.raises(ShardError, match=why):
             read()
+
+
+def fail_on_the_second(sample):
+    if sample["__key__"] == "00-001":
+        raise ValueError("no sample")
+    return sample
+
+
+def fail(samples):
+    raise ValueError("no batch")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_names_the_sample_and_its_shard(folder, num_workers):
+    tar = hr.TarDataset(folder / "0000.tar")
+    key = f"'00-001 in {folder.as_uri()}/0000.tar'"
+    for dataset, options, expected in (
+        (tar.map(fail_on_the_second), {}, f"index 1, key {key}"),
+        (tar.map(fail_on_the_second).shuffle(1), {}, f"before batching, key {key}"),
+        (tar, {"collate_fn": fail}, f"indices [0, 1], keys ['00-000 in {folder.as_uri()}/0000.tar', {key}]"),
+    ):
+        with hr.DataLoader(dataset, 2, num_workers=num_workers, **options) as loader:
+            with pytest.raises(ValueError) as raised:
+                list(loader)
+            assert expected in "\n".join(raised.value.__notes__)
+
+
+def test_options_of_the_store_are_refused_with_the_remedy(folder):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'options'. .*Store\(url, options="):
+        hr.TarDataset(folder / "0000.tar", options={"anonymous": True})
+
+
+def test_shuffling_a_stream_by_the_loader_is_refused_with_the_remedy(folder):
+    with pytest.raises(ValueError, match="but got shuffle=True") as refused:
+        hr.DataLoader(hr.TarDataset(folder / "0000.tar"), shuffle=True)
+    assert "shuffle the stream, by its .shuffle(buffer_size)" in refused.value.__notes__[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, Rows, StageTimes
 from headrace._core.error_policy import Tolerance
-from headrace._core.failure import Failure, Stage
+from headrace._core.failure import Failure, Stage, describe_samples, key_in
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import TransformGenerators
 from headrace._core.torchcompat.portable_collate import collating
@@ -91,7 +91,10 @@ class Assembler:
                 else:
                     data = self.collate(samples) if raw.whole else collated(self.collate, samples)
         except self.catch as error:
-            failures.append(Failure.caught(error, stage=Stage.COLLATE, batch=plan.number))
+            keys = [] if raw.whole else list(map(key_in, raw.samples or ()))
+            of_each = iter(keys)
+            described = describe_samples(plan.indices, lambda _: next(of_each)) if any(keys) else None
+            failures.append(Failure.caught(error, stage=Stage.COLLATE, batch=plan.number, samples=described))
             return HostBatch.nothing(plan, tuple(failures), end=raw.end)
         return HostBatch(plan, data, size, tuple(failures), raw.end, times=times_since(began))
 
@@ -136,14 +139,15 @@ class Assembler:
             return samples, failures
         transformed: list[Any] = []
         positions = plan.positions or (None,) * len(samples)
-        for index, position, sample in zip(plan.indices, positions, samples, strict=True):
-            current.position, current.calls = position, 0
+        for index, position, read in zip(plan.indices, positions, samples, strict=True):
+            current.position, current.calls, sample = position, 0, read
             try:
                 for transform in self.transforms:
                     sample = transform(sample)
                 transformed.append(sample)
             except self.catch as error:
-                failures.append(Failure.caught(error, stage=Stage.TRANSFORM, batch=plan.number, index=index))
+                where = {"index": index, "key": key_in(read)}
+                failures.append(Failure.caught(error, stage=Stage.TRANSFORM, batch=plan.number, **where))
                 if not self.tolerance.skips:
                     break
         return transformed, failures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import time
 from collections import deque
@@ -42,10 +43,9 @@ class _Point(NamedTuple):
 
 def _as_json(batches: Sequence[Sequence[Any]]) -> Sequence[Sequence[object]]:
     """The indices of batches; none if some are not numbers or strings, which JSON would change."""
-    try:
+    with contextlib.suppress(TypeError):
         return [[each if type(each) is str else operator.index(each) for each in batch] for batch in batches]
-    except TypeError:
-        return []
+    return []
 
 
 class EpochProgress(Iterator[BatchPlan]):

@@ -291,7 +291,7 @@ class ShardedStream(PartStream[T_co]):
     _warned_of_counts = False
 
     def __init__(self, shards: Shards | Sequence[Shard], **options: Unpack[StreamOptions]) -> None:
-        own = inspect.signature(type(self)).parameters
+        own = inspect.signature(type(self)).parameters.keys() - {"options"}
         check_keywords(f"{type(self).__name__}.__init__", options, [*StreamOptions.__annotations__, *own])
         ranks = RankChoice(options.get("rank"), options.get("world_size"))
         buffer_size = _at_least(0, "buffer_size", options.get("buffer_size", 0))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from headrace._core.eventloop.per_loop import end_all
-from headrace._core.failure import as_exception
+from headrace._core.failure import as_exception, key_in
 from headrace._core.streams.resumable import NOTHING, Mark, ReplayOperation, State, close_all
 from headrace._core.text import add_note
 
@@ -50,7 +50,7 @@ def apply_steps(
     steps: Sequence[Step], sample: Any, catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException
 ) -> Any:
     """The sample after all steps; `NOTHING` if it is not kept, `Raised` if a function raised one of `catch`."""
-    step = steps[0]
+    step, read = steps[0], sample
     try:
         for step in steps:
             result = step.function(sample)
@@ -61,7 +61,8 @@ def apply_steps(
     except catch as error:  # user code
         raised = as_exception(error)
         name = getattr(step.function, "__qualname__", type(step.function).__name__)
-        add_note(raised, f"headrace: in {'filter' if step.is_filter else 'map'}({name}), before batching")
+        key = f", key {key_in(read)!r}" if key_in(read) else ""
+        add_note(raised, f"headrace: in {'filter' if step.is_filter else 'map'}({name}), before batching{key}")
         return Raised(raised)
     return sample
 

@@ -72,7 +72,7 @@ def test_a_policy_that_makes_no_sense_is_refused_and_an_int_is_a_number_of_attem
     ("status", "value", "seconds"),
     [(429, " 120 ", 120.0), (503, "Thu, 01 Jan 1970 00:00:01 GMT", 0.0), (503, "soon", None), (302, "120", None)],
 )  # fmt: skip
-def test_retry_after_is_asked_for_in_both_its_forms(status, value, seconds):
+async def test_retry_after_is_asked_for_in_both_its_forms(status, value, seconds):
     asked = []
 
     def answer(request):
@@ -80,6 +80,6 @@ def test_retry_after_is_asked_for_in_both_its_forms(status, value, seconds):
         request.send(status, b"", {"Retry-After": value, "Location": "/elsewhere"})
 
     with answering(answer) as url:
-        assert ask_retry_after(OSError(f"Error performing GET {url}/k%20x?a=b in 2ms - refused")) == seconds
+        assert await ask_retry_after(OSError(f"Error performing GET {url}/k%20x?a=b in 2ms - refused")) == seconds
     assert asked == [("HEAD", "/k%20x?a=b")]
-    assert ask_retry_after(OSError("something else")) is None
+    assert await ask_retry_after(OSError("something else")) is None

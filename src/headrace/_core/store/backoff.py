@@ -9,8 +9,6 @@ AWS SDKs' standard mode). Here retries wait while the budget is empty; they do n
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import http.client
 import random
 import re
 import threading
@@ -126,7 +124,7 @@ class RetryGate:
         if cause is Cause.THROTTLED and now - self._last_head >= HEAD_INTERVAL and now >= self.not_before:
             self._last_head = now
             stats.requests += 1
-            if seconds := await asyncio.to_thread(ask_retry_after, failure.error):
+            if seconds := await ask_retry_after(failure.error):
                 self.not_before = max(self.not_before, time.monotonic() + seconds)
         wait = 0.0 if renew else _dice.random() * tries.policy.max_backoff_after(tries.attempts)
         if not tries.within(wait):
@@ -142,23 +140,32 @@ class RetryGate:
         return True
 
 
-def ask_retry_after(error: BaseException | None) -> float | None:
-    """The seconds of `Retry-After` (RFC 9110, section 10.2.3) of a store that throttles; None if it gives none. Blocks.
+async def ask_retry_after(error: BaseException | None) -> float | None:
+    """The seconds of `Retry-After` (RFC 9110, section 10.2.3) of a store that throttles; None if it gives none.
 
     obstore gives no headers of a refusal, so this sends one HEAD of the same URL, which is in the error, without
     credentials and without following redirects.
     """
-    if (found := _REFUSED.search(str(error))) is None:
+    found = _REFUSED.search(str(error))
+    if found is None:
         return None
-    url = urlsplit(found[1])
-    connect = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    parts = urlsplit(found[1])
     try:
-        with contextlib.closing(connect(url.netloc.rpartition("@")[2], timeout=HEAD_TIMEOUT)) as connection:
-            connection.request("HEAD", url._replace(scheme="", netloc="").geturl() or "/")
-            answer = connection.getresponse()
-        value = answer.getheader("Retry-After", "").strip()
-        if answer.status not in (429, 503):
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        target = f"{parts.path or '/'}{'?' + parts.query if parts.query else ''}"
+        request = f"HEAD {target} HTTP/1.1\r\nHost: {parts.netloc.rpartition('@')[2]}\r\nConnection: close\r\n\r\n"
+        async with asyncio.timeout(HEAD_TIMEOUT):
+            reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=parts.scheme == "https" or None)
+            try:
+                writer.write(request.encode("ascii"))
+                answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            finally:
+                writer.transport.abort()
+        status, value = answer.split(" ")[1], re.search(r"^retry-after:[ \t]*(.*?)\s*$", answer, re.I | re.M)
+        if status not in ("429", "503") or value is None:
             return None
-        return float(value) if value.isdecimal() else max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (OSError, ValueError, http.client.HTTPException):
+        if value[1].isdecimal():
+            return float(value[1])
+        return max(0.0, parsedate_to_datetime(value[1]).timestamp() - time.time())
+    except (OSError, TimeoutError, ValueError, EOFError, LookupError, asyncio.LimitOverrunError):
         return None  # the request itself is retried, and reports what is wrong

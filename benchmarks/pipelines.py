@@ -321,7 +321,7 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
         )
 
     def workers() -> Pipeline:
-        dataset, transform = (lambda: Numbers(640, lambda index: 0.001)), sleeping(0.01)
+        dataset, transform = (lambda: Numbers(640, lambda index: 0.001)), sleeping(0.005)
         return Pipeline("workers", make(dataset, 8, transform=transform, num_workers=1), 0.03)
 
     def no_workers() -> Pipeline:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import headrace as hr
 from headrace.collate import default_collate, pad_sequences
 
 Point = namedtuple("Point", ["x", "y"])
@@ -111,3 +112,19 @@ def test_lengths_are_accepted_by_pack_padded_sequence():
     padded, lengths = pad_sequences([[1.0, 2.0], [3.0]])
     packed = torch.nn.utils.rnn.pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=False)
     assert sorted(packed.data.tolist()) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("samples", "remedy"),
+    [
+        ([torch.zeros(1), torch.zeros(2)], "collate_fn=headrace.pad_sequences"),
+        ([[0], [0, 0]], "collate_fn=headrace.pad_sequences"),
+        ([object, object], "transform="),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_error_of_torchs_collate_has_a_remedy(samples, remedy, num_workers):
+    loader = hr.DataLoader(samples, 2, num_workers=num_workers)
+    with loader, pytest.raises((RuntimeError, TypeError)) as caught:
+        list(loader)
+    assert [note for note in caught.value.__notes__ if remedy in note]

@@ -129,7 +129,8 @@ class Failure:
         note = f"headrace: {self.where}"
         if has_note(self.error, note):
             return self.error
-        notes = [note]
+        notes = [f"headrace: {remedy}" for words, remedy in _REMEDIES.items() if words in self.message]
+        notes = [note, *notes] if self.stage is Stage.COLLATE else [note]
         if self.traceback is not None and as_torch and self.worker is not None:
             name = self.type_name.rpartition(".")[2]
             words = f"Caught {name} in DataLoader worker process {self.worker}.\nOriginal {self.traceback}"
@@ -144,6 +145,13 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{type(self.error).__name__}: {self.message} ({self.where})"
+
+
+# By words of torch's errors of a collate function.
+_REMEDIES = {
+    "equal size": "collate_fn=headrace.pad_sequences pads sequences; crop or resize others in transform=",
+    "batch must contain": "make tensors of it in transform=; collate_fn=list keeps it as it is",
+}
 
 
 def _set_message(error: BaseException, words: str) -> bool:

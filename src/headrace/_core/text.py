@@ -80,9 +80,19 @@ _short = reprlib.Repr()
 _short.maxother = 200  # characters
 
 
+def printable(text: str) -> str:
+    r"""The text with control characters escaped, which a terminal would obey.
+
+    Example:
+        >>> printable("a\x1b[2J")
+        'a\\x1b[2J'
+    """
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 def dataset_repr(dataset: Any) -> str:
     """The repr of a dataset, shortened: of a list of a million keys only the first few."""
-    return _short.repr(dataset)
+    return printable(_short.repr(dataset))
 
 
 def function_name(function: Any) -> str:

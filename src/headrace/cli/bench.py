@@ -18,11 +18,11 @@ from typing import Any
 
 from torch.utils.data import RandomSampler
 
+from headrace._core.cgroup import CgroupLimits, available_memory
 from headrace._core.look_ahead import most_concurrency
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import Store
 from headrace._core.streams.blocking import background_loop
-from headrace.cli.doctor import CgroupLimits, available_memory
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import EmptyListingError, HeadraceError, MissingExtraError
 from headrace.loader import DataLoader

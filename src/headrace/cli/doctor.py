@@ -9,12 +9,13 @@ import os
 import platform
 import resource
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from headrace._core.cgroup import CgroupLimits, available_memory
 from headrace._version import __version__
 
-__all__ = ["CgroupLimits", "Finding", "available_memory", "examine"]
+__all__ = ["Finding", "examine"]
 
 USUAL_DESCRIPTORS = 1024
 GIB = 1 << 30  # bytes
@@ -34,51 +35,6 @@ class Finding:
     def ok(self) -> bool:
         """Whether all is well."""
         return self.remedy is None
-
-
-@dataclass(frozen=True, slots=True)
-class CgroupLimits:
-    """The tightest limits of a process's control group, version 2, and of its parents; infinite where there is none."""
-
-    cores: float = math.inf  # CPU seconds a second
-    memory: float = math.inf  # bytes
-    memory_left: float = math.inf  # bytes of the group that has fewest left
-    pids: float = math.inf  # processes and threads
-    pids_left: float = math.inf  # those that the group with fewest may still start
-
-    @classmethod
-    def here(cls, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> CgroupLimits:
-        """The limits of this process; none where the system has no control groups of version 2."""
-        groups = [line.split(":", 2)[2] for line in _text(membership).splitlines() if line.startswith("0:")]
-        folder = root / "".join(groups).lstrip("/")  # inside a container its path may be one of the host
-        limits = cls()
-        for each in (folder, *folder.parents):
-            if each != root and root not in each.parents:
-                return limits
-            cores = _numbers(each / "cpu.max")
-            memory, pids = _numbers(each / "memory.max"), _numbers(each / "pids.max")
-            memory_left = memory[0] - _numbers(each / "memory.current", 0.0)[0]
-            pids_left = pids[0] - _numbers(each / "pids.current", 0.0)[0]
-            found = cores[0] / cores[-1] if len(cores) > 1 else math.inf, memory[0], memory_left, pids[0], pids_left
-            limits = cls(*map(min, astuple(limits), found))
-        return limits
-
-
-def available_memory() -> float:
-    """Bytes of memory that the machine has available."""
-    lines = _text(Path("/proc/meminfo")).splitlines()
-    return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")), math.inf)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
-
-
-def _numbers(file: Path, missing: float = math.inf) -> list[float]:
-    return [math.inf if word == "max" else float(word) for word in _text(file).split()] or [missing]
 
 
 def _check_descriptors() -> Iterator[Finding]:
@@ -165,6 +121,14 @@ def _check_event_loop() -> Iterator[Finding]:
     yield Finding("event loop", text, remedy)
 
 
+def _check_credentials() -> Iterator[Finding]:
+    """AWS profiles, which are read only if one is named."""
+    named = {"AWS_PROFILE", "AWS_ACCESS_KEY_ID"} & os.environ.keys()
+    if (Path.home() / ".aws").is_dir() and not named:
+        text = "~/.aws is read only if a profile is named: export AWS_PROFILE=default, and pip install 'headrace[aws]'"
+        yield Finding("AWS credentials", text)
+
+
 def _check_device() -> Iterator[Finding]:
     """The accelerator, and whether host memory can be page-locked for copies to it."""
     import torch
@@ -197,6 +161,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _check_cores,
     _check_processes,
     _check_event_loop,
+    _check_credentials,
     _check_device,
     _check_versions,
 )

@@ -145,6 +145,7 @@ class ParquetDataset(PartStream[Any]):
 
     parts_name = "row groups"
     split_by_sample = "rows"
+    _remedies = ("prefetch_row_groups",)
 
     def __init__(
         self,

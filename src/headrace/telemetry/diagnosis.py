@@ -27,13 +27,22 @@ THROTTLED = 0.01  # of the requests, above which the store is the limit
 BUSY_LOOP = 0.85  # seconds per second in which the engine's thread computes, or could, above which it is the limit
 BLOCKED_LOOP = 0.1  # of the time
 CROWDED = 0.5  # see `Figures.crowding`
-QUEUEING = 3.0  # times the fastest of the first fetches: the median, where more in flight only wait longer
+QUEUEING = 2.0  # times a quick one of the first fetches: a quick one of all, where more in flight only wait longer
 MOSTLY = 0.5  # of a request that is the transfer of its body
 MANY_CORES = 3  # above which several engines have one each, beside the training loop and the workers
 ALONE = 1.5  # fetches at the same time, below which they are made one after the other
+CLOSE = 0.7  # of the longest waiting, above which that for another stage is named too
 THREADS = 40  # calls that `anyio.to_thread.run_sync` runs at once
 IDLE_WORKERS = 0.7  # of the workers, below which more of them would not help
-LEAST_CPU = 0.05  # CPU seconds for each second of work that are assumed at least
+
+# The steps that `next()` waits for, by what the loop waits for in them.
+STAGES = {
+    "fetching": ("queue", "fetch"),
+    "transforms and collation": ("worker queue", "work"),
+    "the sampler": ("plan",),
+    "sending batches": ("loop", "hand-over"),
+    "delivery": ("delivery",),
+}
 
 
 class Setup(NamedTuple):
@@ -54,6 +63,7 @@ class Setup(NamedTuple):
     fixed_look_ahead: bool = False  # whether `prefetch_factor` was given, so that it does not follow `concurrency`
     engines: int = 1
     by_engines: bool = True  # whether several engines can divide the dataset
+    remedies: frozenset[str] = frozenset()  # that not every dataset has: "cache", "hedge", options to read more at once
 
 
 class Diagnosis(NamedTuple):
@@ -116,7 +126,7 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
         )
     model, total = _Model(figures, setup), figures.start_up + figures.seconds
     wait = figures.waited / figures.batches
-    if figures.start_up > max(figures.waited, LONG_START * total):
+    if figures.start_up > max(figures.waited, LONG_START * total) and figures.wait_share < LONG_START:
         if figures.start_blocked > figures.start_up / 2:
             return _blocked_loop(figures, model)
         return Diagnosis(
@@ -130,25 +140,35 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
     if figures.wait_share < FEW_WAITS or wait < FAST_NEXT:
         evidence = f"next() takes {seconds(wait)}, and the loop itself {seconds(figures.compute)} for each batch"
         return Diagnosis("consumer", evidence, predicted=figures.wait_share)
-    step = max(figures.waits, key=figures.waits.__getitem__)
-    if step in ("queue", "fetch"):
+    waits = {stage: sum(figures.waits[step] for step in steps) for stage, steps in STAGES.items()}
+    longest, second, *_ = sorted(waits, key=waits.__getitem__, reverse=True)
+    found = _of_stage(longest, figures, setup, model)
+    if waits[second] > CLOSE * waits[longest]:
+        of_both = f"{share(waits[longest] / figures.waited)} and {share(waits[second] / figures.waited)}"
+        found = found._replace(evidence=f"{found.evidence}; close to it is {second} ({of_both} of the waiting)")
+    return found
+
+
+def _of_stage(stage: str, figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
+    """The diagnosis where the loop waits longest for a stage, one of `STAGES`."""
+    if stage == "fetching":
         return _fetching(figures, setup, model)
-    if step in ("worker queue", "work"):
+    if stage == "transforms and collation":
         return _working(figures, setup, model)
-    part = share(figures.waits[step] / figures.waited)
-    if step == "loop":
+    part = share(sum(figures.waits[step] for step in STAGES[stage]) / figures.waited)
+    if stage == "sending batches" and figures.waits["loop"] > figures.waits["hand-over"]:
         if figures.blocked > PROVEN_BLOCK:
             return _blocked_loop(figures, model)
         if (found := _busy_loop(figures, setup, model)) is not None:
             return found
-    if step == "plan":
+    if stage == "the sampler":
         return Diagnosis(
             "look-ahead",
             f"{part} of the waiting is for the sampler, which runs in next()",
             "make the sampler faster, or draw its indices before the epoch",
             model.without("plan"),
         )
-    if step == "delivery":
+    if stage == "delivery":
         return Diagnosis(
             "copy",
             f"{part} of the waiting is inside next(), after the batch has arrived: unpickling, pinning, or copying it",
@@ -183,25 +203,27 @@ def _fetching(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
                 "throttling",
                 f"the store refused {share(refused_share)} of the requests (429 or 503), at "
                 f"{rate(figures.samples / figures.seconds)} samples/s",
-                f"make 1/{digits(factor)} of the requests: shards in place of objects, .cache(folder), or several "
-                f"prefixes of the bucket",
+                f"make 1/{digits(factor)} of the requests: shards in place of objects, "
+                + _cache_or(setup, "several prefixes of the bucket"),
                 model.after(factor),
                 factor=factor,
             )
     if (found := _busy_loop(figures, setup, model)) is not None:
         return found
     if setup.stream:
-        if figures.slow_waits > 0.5:
+        if figures.slow_waits > 0.5 and figures.slow_span < 0.5:
             return _order(figures, setup, model)
         return Diagnosis(
             "latency",
             f"the stream gives {rate(figures.samples / figures.seconds)} samples/s, with the event loop "
-            f"{share(figures.engine_cpu)} busy: it waits for its source",
-            f"read {digits(factor)} times as much at once: shards_in_parallel= or requests_per_shard= of the dataset",
+            f"{share(figures.engine_cpu)} busy: it waits for its source, or for functions of its map and filter",
+            f"read {digits(factor)} times as much at once: {_read_more(setup)}",
             model.after(factor),
             factor=factor,
         )
     in_flight = f"{figures.in_flight:.0f} of {figures.concurrency} fetches"
+    if (found := _saturated(figures, setup, model)) is not None:
+        return found
     if figures.full > 0.5:
         return _full(figures, setup, model)
     if figures.held > 0.5:
@@ -228,10 +250,21 @@ def _fetching(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
     )
 
 
+def _cache_or(setup: Setup, other: str) -> str:
+    cacheable = setup.remedies & {"cache", "cached"} == {"cache"}
+    return f".cache(folder) for later epochs, or {other}" if cacheable else other
+
+
+def _read_more(setup: Setup) -> str:
+    """What reads more of a stream at once."""
+    options = sorted(setup.remedies - {"cache", "cached", "hedge"}, reverse=True)
+    return " or ".join(f"{each}= of the dataset" for each in options) or "several sources in __aiter__"
+
+
 def _busy_loop(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | None:
     """The event loop's thread has no time left; None if it has."""
     busy, queued = figures.engine_cpu, figures.engine_queued
-    if figures.blocked > BLOCKED_LOOP:
+    if figures.blocked > BLOCKED_LOOP or _is_serial(figures):
         return _blocked_loop(figures, model)
     evidence = f"the event loop's thread computes {share(busy)} of the time"
     if busy + queued > BUSY_LOOP:
@@ -256,24 +289,29 @@ def _busy_loop(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | Non
     return None
 
 
+def _is_serial(figures: Figures) -> bool:
+    """Whether fetches fill the time one after the other, without computing, while batches wait for the loop.
+
+    The watchdog counts what it has proven: not calls that block for some milliseconds each, nor, while other processes
+    have the cores, any.
+    """
+    alone = 0.5 < figures.overlapping < ALONE < figures.in_flight / 2
+    return alone and figures.waits["loop"] > figures.waits["fetch"] and figures.engine_cpu < BUSY_LOOP / 2
+
+
 def _blocked_loop(figures: Figures, model: _Model) -> Diagnosis:
     place = f" in {figures.blocked_in}" if figures.blocked_in else ""
     total = figures.start_up + figures.seconds
-    blocked = (figures.start_blocked + figures.blocked * figures.seconds) / total
     in_threads = min(THREADS, figures.concurrency or THREADS)
-    # The watchdog counts what it has proven, which is less than all if many calls block for some milliseconds each. If
-    # fetches do not overlap, though several may, the loop is blocked all the time in which it does not compute.
-    overlapping = sum(figures.fetch_seconds[:1]) * figures.samples / max(1e-9, figures.seconds)
-    share_blocked = figures.blocked
-    if figures.full <= 0.5 or overlapping < ALONE < figures.concurrency:
-        share_blocked = max(share_blocked, 1 - figures.engine_cpu)
+    share_blocked = max(figures.blocked, 1 - figures.engine_cpu - figures.engine_queued if _is_serial(figures) else 0.0)
+    blocked = (figures.start_blocked + share_blocked * figures.seconds) / total
     period, blocking = figures.period, figures.period * share_blocked
     if figures.start_up > figures.waited:  # all that was planned ahead is fetched before the first batch is delivered
         period, blocking = (each / (figures.batches + 1) for each in (total, max(figures.start_up, blocked * total)))
     after = max(period - blocking, blocking / in_threads)
     return Diagnosis(
         "blocked-loop",
-        f"for {share(blocked)} of the time at least, a blocking call{place} stops all fetches",
+        f"for about {share(blocked)} of the time, a blocking call{place} stops all fetches",
         f"call it with anyio.to_thread.run_sync, which runs {in_threads} at once, use an async client, or do CPU work "
         f"in transform=",
         model.at_period(after, floor=0.0),
@@ -284,7 +322,7 @@ def _blocked_loop(figures: Figures, model: _Model) -> Diagnosis:
 def _order(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
     """One slow sample, or shard, holds up the batches after it."""
     evidence = f"{share(figures.slow_waits)} of the waiting is for batches "
-    hedge = 'hedge="auto" if a second request is faster'
+    hedge = 'hedge="auto" if a second request is faster' if "hedge" in setup.remedies else "make slow fetches faster"
     if setup.stream:
         factor = model.needed()
         evidence += "that take more than three times the usual time: a shard that is slow holds up the others"
@@ -294,7 +332,7 @@ def _order(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
         return Diagnosis(
             "order",
             evidence,
-            f"{digits(factor)} times the shards_in_parallel= of the dataset, or {hedge}",
+            f"read {digits(factor)} times as many at once: {_read_more(setup)}",
             (figures.waited - gained) / (figures.seconds - gained),
             factor=factor,
         )
@@ -306,30 +344,37 @@ def _order(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
     return Diagnosis("order", evidence, f"in_order=False, or {hedge}", predicted, {"in_order": False})
 
 
-def _full(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
-    """The reason, where as many fetches are in flight as may be."""
-    median = sum(figures.fetch_seconds[:1])
+def _saturated(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | None:
+    """The store, or the link to it, gives no more: fetches wait for each other; None if that is not known."""
     request, first_byte = sum(figures.request_seconds[:1]), sum(figures.first_byte_seconds[:1])
+    transfer = first_byte and request - first_byte > MOSTLY * request
     factor = model.needed()
-    fewer = f"1/{digits(factor)} of the bytes for each sample: .cache(folder) for later epochs, or smaller samples"
-    shown = None
-    if figures.crowding is not None:
-        if figures.crowding > CROWDED:
-            shown = "the more are in flight, the longer each takes"
-    elif figures.fastest_fetch and median > QUEUEING * figures.fastest_fetch:
-        shown = f"the first ones took {seconds(figures.fastest_fetch)}"
-    elif first_byte and request - first_byte > MOSTLY * request:
+    parts, remedy = ("bytes", "smaller samples") if transfer else ("requests", "several samples in one request")
+    advice = f"1/{digits(factor)} of the {parts} for each sample: {_cache_or(setup, remedy)}"
+    if setup.concurrency != "auto":
+        advice += '; concurrency="auto" finds how many fetches get the most'
+    if (figures.crowding or 0.0) > CROWDED:
+        shown = "the more are in flight, the longer each takes"
+    elif figures.quick_fetch_seconds > QUEUEING * figures.first_fetch_seconds > 0.0:
+        shown = f"the first ones, which had to wait for few others, took {seconds(figures.first_fetch_seconds)}"
+    elif transfer and figures.full > 0.5 and figures.crowding is None:
         shown = f"{seconds(request - first_byte)} of a request of {seconds(request)} are the transfer of its body"
-        fewer += '; or concurrency="auto", which finds out whether more requests get more'
-    if shown is not None:
-        return Diagnosis(
-            "bandwidth",
-            f"{figures.concurrency} fetches in flight take {seconds(median)} each, "
-            f"at {figures.nbytes / figures.seconds / 1e6:.3g} MB/s, and {shown}",
-            fewer,
-            model.after(factor),
-            factor=factor,
-        )
+    else:
+        return None
+    return Diagnosis(
+        "bandwidth" if transfer else "source",
+        f"{figures.in_flight:.0f} fetches in flight take {seconds(sum(figures.fetch_seconds[:1]))} each, at "
+        f"{rate(figures.samples / figures.seconds)} samples/s and {figures.nbytes / figures.seconds / 1e6:.3g} MB/s, "
+        f"and {shown}",
+        advice,
+        model.after(factor),
+        factor=factor,
+    )
+
+
+def _full(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
+    """As many fetches are in flight as may be, and none waits for another as far as is known."""
+    median, factor = sum(figures.fetch_seconds[:1]), model.needed()
     evidence = (
         f"{figures.concurrency} in flight ÷ {seconds(median)} = "
         f"{rate(figures.concurrency / median) if median else '?'} samples/s, "
@@ -370,9 +415,7 @@ def _more_in_flight(
 
 def _working(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
     """The reason, where the loop waits for batches that are fetched and not assembled."""
-    workers, each = setup.num_workers, seconds(figures.work_seconds)
-    # More than cores, if a worker waits for something else than a core.
-    most = max(setup.cores, int(setup.cores / max(LEAST_CPU, figures.work_cpu or 1.0)))
+    workers, each, most = setup.num_workers, seconds(figures.work_seconds), setup.cores
     if figures.in_call or not workers:
         others = max(0.0, model.in_call - figures.work_seconds)
         wanted = math.ceil(HEADROOM * figures.work_seconds / max(1e-9, figures.compute + others))
@@ -386,7 +429,10 @@ def _working(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
             float(workers),
         )
     evidence = f"{figures.workers_busy:.1f} of {workers} workers are busy"
-    if figures.workers_busy < IDLE_WORKERS * workers:
+    idle = figures.workers_busy < IDLE_WORKERS * workers
+    if idle and setup.stream and setup.is_async:
+        evidence += ", beside functions of the stream's map and filter"
+    elif idle and workers > 1:
         factor = min(workers / max(0.1, figures.workers_busy), model.needed())
         slow = figures.slow_waits > 0.5 or setup.look_ahead > 2 * workers
         if slow and setup.in_order:
@@ -399,7 +445,7 @@ def _working(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
     evidence += f", {each} for a batch, and fetched batches wait for them"
     wanted = math.ceil(workers * model.needed(floor=0.0))
     if wanted > most:
-        evidence += f"; this machine grants {setup.cores} cores, of which a worker uses {share(figures.work_cpu)}"
+        evidence += f"; this machine grants {setup.cores} cores, of which the workers use {figures.workers_cpu:.1f}"
     if wanted > most and most <= workers:
         factor, change = wanted / workers, {}
         advice = (

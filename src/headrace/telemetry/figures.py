@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -139,11 +140,14 @@ class Figures:
     wait_share: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
     slow_waits: float = 0.0  # share of the waiting for fetch that was for batches which took three times the median
+    slow_span: float = 0.0  # share of all batches among which four fifths of that waiting lie
     in_call_seconds: float = 0.0
     batch_seconds: float = 0.0  # mean seconds from planning a batch to its end in the engine
     compute: float = 0.0
     fetch_seconds: tuple[float, ...] = ()
-    fastest_fetch: float = 0.0  # the shortest of the first twenty
+    first_fetch_seconds: float = 0.0  # the second shortest of the first twenty, which few others kept waiting
+    quick_fetch_seconds: float = 0.0  # the 20th percentile of all
+    overlapping: float = 0.0  # fetches that run at the same time, by Little's law
     first_byte_seconds: tuple[float, ...] = ()
     request_seconds: tuple[float, ...] = ()
     crowding: float | None = None
@@ -166,11 +170,6 @@ class Figures:
     worker_deaths: int = 0
     skipped: int = 0
     stages: tuple[StageShare, ...] = ()
-
-    @property
-    def work_cpu(self) -> float:
-        """CPU seconds for each second of transforms and collation."""
-        return self.workers_cpu / self.workers_busy if self.workers_busy else 0.0
 
     @property
     def period(self) -> float:
@@ -205,7 +204,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         by_batch.append((parts["queue"] + parts["fetch"], _length(_fetching(record))))
     waited = sum(record.returned - record.called for record in rest)
     typical = _percentile([taken for _, taken in by_batch if taken], 0.5)
-    slow = sum(wait for wait, taken in by_batch if taken > SLOW * typical)
+    slow = list(itertools.accumulate(wait if taken > SLOW * typical else 0.0 for wait, taken in by_batch))
     timed = [record.times.fetch_seconds for record in records if record.times.fetch_seconds]
     loads = [record.times.load for record in rest]
     ends = sorted((record.times for record in rest), key=lambda times: times.assembled)  # may come in another order
@@ -222,12 +221,15 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         waited=waited,
         wait_share=waited / seconds,
         waits=waits,
-        slow_waits=slow / max(1e-9, waits["queue"] + waits["fetch"]),
+        slow_waits=slow[-1] / max(1e-9, waits["queue"] + waits["fetch"]),
+        slow_span=_share(0.1 * slow[-1] < each < 0.9 * slow[-1] for each in slow),
         in_call_seconds=(delivering + worked * in_call) / len(rest),
         batch_seconds=sum(_length((record.planned, record.times.assembled)) for record in rest) / len(rest),
         compute=max(0.0, seconds - waited) / len(rest),
         fetch_seconds=_percentiles(timed),
-        fastest_fetch=min(timed[:PAIRS], default=0.0),
+        first_fetch_seconds=_percentile(timed[:PAIRS], 0.05),
+        quick_fetch_seconds=_percentile(timed, 0.2),
+        overlapping=statistics.fmean(timed or [0.0]) * sum(record.size for record in rest) / seconds,
         first_byte_seconds=_percentiles(record.times.first_byte for record in rest),
         request_seconds=_percentiles(record.times.request_seconds for record in rest),
         crowding=_crowding(rest),

@@ -12,6 +12,7 @@ from typing import Any, Generic, TextIO, TypeVar
 from tqdm.auto import tqdm
 
 from headrace._core.ranks.rankinfo import own_rank
+from headrace._core.text import printable
 from headrace.errors import UnknownRankError
 from headrace.telemetry.counters import counters_of
 from headrace.telemetry.formatting import rate, share
@@ -93,7 +94,7 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
         terminal = "ipykernel" in sys.modules or (file or sys.stderr).isatty()
         self._bar = _Bar(
             total=total,
-            desc=f"{name} epoch {self._control.next_epoch - 1}".lstrip(),
+            desc=f"{printable(name)} epoch {self._control.next_epoch - 1}".lstrip(),
             unit="batch",
             file=file,
             mininterval=interval or (0.5 if terminal else 30.0),

@@ -15,17 +15,18 @@ from headrace.telemetry.formatting import rate, seconds, share
 __all__ = ["Report", "make_report"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report(Figures):
     """How a loader spent the time of its last iteration, and what limits it. Its figures are those of `Figures`.
 
     Attributes:
         limit: what limits it: ``"consumer"`` if the loop hardly waits. One of ``"latency"``, ``"throttling"``,
-            ``"bandwidth"``, ``"event-loop"``, ``"blocked-loop"``, ``"workers"``, ``"order"``, ``"transport"``,
-            ``"copy"``, ``"start-up"``, ``"memory-budget"``, ``"look-ahead"``.
+            ``"bandwidth"``, ``"source"``, ``"event-loop"``, ``"blocked-loop"``, ``"workers"``, ``"order"``,
+            ``"transport"``, ``"copy"``, ``"start-up"``, ``"memory-budget"``, ``"look-ahead"``.
         evidence: the numbers that show it.
         advice: the change to make; empty if none is needed.
-        predicted: the share of the time, from 0 to 1, that the loop would wait after it; None if that is not known.
+        predicted: the share of the time, from 0 to 1, that the loop would wait after it, on the assumption that the
+            text names; None if that is not known.
         change: that change as arguments of the loader, ``{"concurrency": 96}``; empty if it is made elsewhere.
         factor: by how much the change makes the limiting stage faster; None if that is not known.
     """
@@ -40,6 +41,10 @@ class Report(Figures):
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
         return dataclasses.asdict(self)
+
+    def __repr__(self) -> str:
+        change = ", ".join(f"{name}={value!r}" for name, value in self.change.items())
+        return f"<Report: waits {share(self.wait_share)}, limit={self.limit!r}{change and f', try {change}'}; print it>"
 
     def __str__(self) -> str:
         lines = [self.headline, "", *_table(self.stages)]
@@ -57,11 +62,12 @@ class Report(Figures):
             waits = f"{share(total)} of the time, that of the first batch included, your loop waits for data."
         if self.limit == "consumer":
             return f"{waits} The loader is not the limit: {self.evidence}."
-        said = f"{waits} {_LIMITS[self.limit]}: {self.evidence}."
+        limit, assumed = _LIMITS[self.limit]
+        said = f"{waits} {limit}: {self.evidence}."
         if self.advice:
             said += f" Change: {self.advice}."
         if self.predicted is not None and self.advice:
-            said += f" Predicted wait after it: {share(self.predicted)}."
+            said += f" Predicted wait after it, {assumed}: {share(self.predicted)}."
         return said
 
     def _facts(self) -> list[tuple[str, str]]:
@@ -97,19 +103,22 @@ class Report(Figures):
 
 
 _HEAD = ("stage", "works", "waits", "blocked", "time of a batch")
+_IN_FLIGHT = "if more fetches at once take no longer each"
+# What limits, and what the prediction assumes.
 _LIMITS = {
-    "latency": "Fetching is the limit",
-    "throttling": "The store's rate limit is the limit",
-    "bandwidth": "Bandwidth is the limit",
-    "event-loop": "The event loop is the limit",
-    "blocked-loop": "A blocking call on the event loop is the limit",
-    "workers": "Transforms and collation are the limit",
-    "order": "The order of batches is the limit",
-    "transport": "Sending batches is the limit",
-    "copy": "Delivery inside next() is the limit",
-    "start-up": "The start is the limit",
-    "memory-budget": "The memory budget is the limit",
-    "look-ahead": "The look-ahead is the limit",
+    "latency": ("Fetching is the limit", _IN_FLIGHT),
+    "throttling": ("The store's rate limit is the limit", "if the store answers as many requests as now"),
+    "bandwidth": ("Bandwidth is the limit", "if the link carries as many bytes as now"),
+    "source": ("The store, or another source, is the limit", "if it gives as much as now"),
+    "event-loop": ("The event loop is the limit", "if nothing else becomes slower"),
+    "blocked-loop": ("A blocking call on the event loop is the limit", "if those calls can run side by side"),
+    "workers": ("Transforms and collation are the limit", "if each worker has a core of its own"),
+    "order": ("The order of batches is the limit", "if the others take as long as now"),
+    "transport": ("Sending batches is the limit", "if that takes no time"),
+    "copy": ("Delivery inside next() is the limit", "if that takes no time"),
+    "start-up": ("The start is the limit", "if the next epochs are like this one"),
+    "memory-budget": ("The memory budget is the limit", _IN_FLIGHT),
+    "look-ahead": ("The look-ahead is the limit", "if no other step takes longer"),
 }
 
 

@@ -107,3 +107,10 @@ def test_other_ranks_show_nothing(file, monkeypatch):
             assert file.getvalue() == ""
             assert len(list(hr.progress(loader, file=file))) == 16
     assert file.getvalue()
+
+
+def test_control_characters_of_a_name_do_not_reach_the_terminal(file):
+    with hr.DataLoader(Numbers(), 4) as loader:
+        list(hr.progress(loader, name="\x1b]0;title\x07\nséa", file=file))
+    assert not {"\x1b", "\x07"} & set(file.getvalue())
+    assert last_line(file).startswith(r"\x1b]0;title\x07\nséa epoch 0")

@@ -191,6 +191,43 @@ def test_limit_of_a_loader_whose_loop_does_nothing(limit, dataset, options):
         report = loader.report()
     assert report.limit == limit
     assert report.requests.throttled == (64 if limit == "throttling" else 0)
+    assert ("Predicted wait" in str(report)) == ("Predicted wait after it, if " in str(report))
+    assert len(repr(report)) < 100
+    assert limit in repr(report)
+
+
+class Limited(Numbers):
+    gate = asyncio.Lock()
+
+    async def aget(self, index):
+        async with self.gate:  # a source that serves one at a time
+            await asyncio.sleep(0.01)  # latency
+        return index
+
+
+def test_source_that_serves_no_more_at_once_is_not_asked_for_more():
+    with hr.DataLoader(Limited(), 2, concurrency=32) as loader:
+        list(loader)
+        report = loader.report()
+    assert report.limit == "source"
+    assert "concurrency" not in report.change
+    assert ".cache" not in report.advice  # which this dataset does not have
+
+
+def test_remedies_are_those_of_the_dataset(tmp_path):
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(pyarrow.table({"x": [1]}), tmp_path / "0.parquet")
+    (tmp_path / "0.jsonl").write_text("1\n")
+    objects, lines = hr.ObjectDataset(hr.Store(tmp_path)), hr.LinesDataset(tmp_path / "0.jsonl")
+    remedies = {
+        Numbers(): {"hedge"},
+        objects.map(str): {"hedge", "cache"},
+        lines.map(str): {"shards_in_parallel", "requests_per_shard"},
+        hr.ParquetDataset(tmp_path / "0.parquet").filter(bool): {"prefetch_row_groups"},
+    }
+    for dataset, expected in remedies.items():
+        with hr.DataLoader(dataset) as loader:
+            assert loader._control.setup(loader).remedies == expected
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "transform": float}])

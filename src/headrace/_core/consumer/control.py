@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import logging
-import os
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data import DistributedSampler
 
+from headrace._core.cgroup import usable_cores
 from headrace._core.consumer.agreement import StepGroup, begin_agreement, close_all
 from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
@@ -61,6 +61,7 @@ from headrace._core.streams.kinds import (
     given_rank,
     propagate_epoch,
     translates_epochs,
+    walk_datasets,
 )
 from headrace._core.streams.operators import remainder_of
 from headrace._core.streams.resumable import counted_epoch, is_stateful
@@ -482,9 +483,11 @@ class LoaderControl:
 
         options, placement = self.spec.options, self.spec.placement
         least, most = self.look_ahead(loader)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        can = capabilities(self.spec.source)
+        hedged = can.ranges or (can.aget and not (can.agets and loader._auto_collation))
+        cores = usable_cores()
         if isinstance(placement, RayPlacement):
-            cores = max(1, int(self.spec.engines * placement.cpus_per_engine))
+            cores = self.spec.engines * placement.cpus_per_engine
         return Setup(
             concurrency=options["concurrency"],
             num_workers=loader.num_workers,
@@ -496,11 +499,14 @@ class LoaderControl:
             placement=self.counters.placement.partition(":")[0],
             stream=self.spec.kind.is_iterable,
             is_async=self.spec.kind.is_async,
-            cores=cores,
+            cores=max(1, int(cores)),
             most_concurrency=self.spec.engines * most_concurrency(),
             engines=self.spec.engines,
             by_engines=not self.spec.kind.is_iterable or self._lanes.possible,
             fixed_look_ahead=not isinstance(loader.prefetch_factor, Unset | None),
+            remedies=frozenset(("hedge",) * hedged).union(
+                *(getattr(type(part), "_remedies", ()) for part in walk_datasets(self.spec.source))
+            ),
         )
 
     def close_epochs(self) -> None:

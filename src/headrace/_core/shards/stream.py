@@ -284,6 +284,7 @@ class ShardedStream(PartStream[T_co]):
 
     parts_name = "shards"
     split_by_sample = "samples"
+    _remedies = ("shards_in_parallel", "requests_per_shard")
 
     suffixes: ClassVar[tuple[str, ...]]
     """Endings of the names of shards in a directory."""

@@ -1,0 +1,59 @@
+"""What the machine and its control groups grant this process: cores, memory, processes."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class CgroupLimits:
+    """The tightest limits of a process's control group, version 2, and of its parents; infinite where there is none."""
+
+    cores: float = math.inf  # CPU seconds a second
+    memory: float = math.inf  # bytes
+    memory_left: float = math.inf  # bytes of the group that has fewest left
+    pids: float = math.inf  # processes and threads
+    pids_left: float = math.inf  # those that the group with fewest may still start
+
+    @classmethod
+    def here(cls, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> CgroupLimits:
+        """The limits of this process; none where the system has no control groups of version 2."""
+        groups = [line.split(":", 2)[2] for line in _text(membership).splitlines() if line.startswith("0:")]
+        folder = root / "".join(groups).lstrip("/")  # inside a container its path may be one of the host
+        limits = cls()
+        for each in (folder, *folder.parents):
+            if each != root and root not in each.parents:
+                return limits
+            cores = _numbers(each / "cpu.max")
+            memory, pids = _numbers(each / "memory.max"), _numbers(each / "pids.max")
+            memory_left = memory[0] - _numbers(each / "memory.current", 0.0)[0]
+            pids_left = pids[0] - _numbers(each / "pids.current", 0.0)[0]
+            found = cores[0] / cores[-1] if len(cores) > 1 else math.inf, memory[0], memory_left, pids[0], pids_left
+            limits = cls(*map(min, astuple(limits), found))
+        return limits
+
+
+def available_memory() -> float:
+    """Bytes of memory that the machine has available."""
+    lines = _text(Path("/proc/meminfo")).splitlines()
+    return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")), math.inf)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _numbers(file: Path, missing: float = math.inf) -> list[float]:
+    return [math.inf if word == "max" else float(word) for word in _text(file).split()] or [missing]
+
+
+def usable_cores() -> float:
+    """CPU seconds a second that this process may use, by its affinity and its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, CgroupLimits.here().cores)

@@ -77,4 +77,3 @@ async def _connect(port: int) -> None:
 
 async def _use_obstore() -> None:
     await obstore.put_async(obstore.store.MemoryStore(), "a", b"")
-    await asyncio.to_thread(int)  # the thread of the background loop that asks for `Retry-After`

@@ -47,8 +47,11 @@ class ObjectSample(NamedTuple):
         return sample_repr(self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+        data: Any = self.data
+        if not isinstance(data, memoryview):  # of a batch: a list of them
+            return ObjectSample, (*self,)
         # A memoryview cannot be pickled; from protocol 5 on its bytes go out of band, without a copy.
-        data = out_of_band(self.data) if operator.index(protocol) >= 5 else bytes(self.data)
+        data = out_of_band(data) if operator.index(protocol) >= 5 else bytes(data)
         return _restore_sample, (self.key, data, self.label)
 
 

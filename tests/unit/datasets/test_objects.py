@@ -28,6 +28,7 @@ from headrace.errors import (
     StoreError,
     StoreUnreachableError,
 )
+from headrace.loader import DataLoader
 from object_server import ObjectServer
 
 KEYS = ("a.jpg", "b.jpg", "c.png", "d.txt", "empty.bin")
@@ -294,3 +295,12 @@ def test_a_slash_at_the_end_of_an_http_url_changes_nothing():
     with ObjectServer({"train/a.bin": b"abc"}) as server:
         for url in (f"{server.http_url}/train", f"{server.http_url}/train/"):
             assert bytes(ObjectDataset(url, keys=["a.bin"])[0].data) == b"abc"
+
+
+@pytest.mark.parametrize("placement", ["thread", "process"])
+def test_batch_of_undecoded_objects_has_a_list_of_their_bytes(tmp_path, placement):
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(name.encode())
+    with DataLoader(ObjectDataset(tmp_path), batch_size=2, placement=placement) as loader:
+        (batch,) = loader
+    assert (batch.key, [*map(bytes, batch.data)], batch.label) == (("a", "b"), [b"a", b"b"], None)

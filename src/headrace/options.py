@@ -238,8 +238,8 @@ class LoaderOptions(TypedDict, total=False):
         Option(
             None,
             _integer("an int between 0 and 2**63 - 1, or None", 0, 2**63 - 1, also=(None,)),
-            """makes the order and each batch's randomness reproducible, for any `num_workers`; None derives both from
-            torch's generator. Generators that a transform holds are seeded too (docs/tuning.md, "Randomness").""",
+            """makes the order (but of streams) and each batch's randomness reproducible, for any `num_workers`; None
+            derives both from torch's generator. A transform's generators are seeded (docs/tuning.md, "Randomness").""",
         ),
     ]
     device: Annotated[

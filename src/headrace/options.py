@@ -238,8 +238,10 @@ class LoaderOptions(TypedDict, total=False):
         Option(
             None,
             _integer("an int between 0 and 2**63 - 1, or None", 0, 2**63 - 1, also=(None,)),
-            """makes the order (but of streams) and each batch's randomness reproducible, for any `num_workers`; None
-            derives both from torch's generator. A transform's generators are seeded (docs/tuning.md, "Randomness").""",
+            """makes the order and each batch's randomness reproducible, for any `num_workers`; None derives both from
+            torch's generator, but the orders of streams from 0. A stream's own `seed` comes first. Generators that a
+            transform holds are seeded too (docs/tuning.md, "Randomness").""",
+            for_engine=True,
         ),
     ]
     device: Annotated[

@@ -47,7 +47,7 @@ def concat(datasets: Sequence[object]) -> Any:
     return ConcatenatedStreams(datasets) if are_streams else IndexedParts(datasets)
 
 
-def mix(datasets: Sequence[object], weights: Sequence[float], *, seed: int = 0, stop: Stop = "first") -> Any:
+def mix(datasets: Sequence[object], weights: Sequence[float], *, seed: int | None = None, stop: Stop = "first") -> Any:
     """A stream that draws each sample from one of several streams, by weight.
 
     The choice of streams depends only on `seed` and the epoch, so all ranks make the same one; if each stream gives
@@ -56,7 +56,7 @@ def mix(datasets: Sequence[object], weights: Sequence[float], *, seed: int = 0, 
     Args:
         datasets: streams, at least one.
         weights: how often each is drawn from; they need not add up to 1.
-        seed: seed of the order, combined with the epoch.
+        seed: seed of the order, combined with the epoch; None for that of the loader, else 0.
         stop: ``"first"``: the mix ends when a stream that is drawn has ended. ``"all"``: a stream that has ended starts
             again, in another order if headrace shuffles it, until each has ended once. One that ends without a sample
             is not drawn from any more.

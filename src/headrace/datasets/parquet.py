@@ -115,7 +115,8 @@ class ParquetDataset(PartStream[Any]):
             decode nested strings of more than 2 GiB. Each table has memory of its own.
         shuffle: whether to shuffle the row groups at each epoch, equally on all ranks.
         buffer_size: samples of the shuffle buffer; 0 for none.
-        seed: seed of both orders, together with the epoch.
+        seed: seed of both orders, together with the epoch; None for that of the loader, which is then to be the same on
+            all ranks, else 0.
         rank: the share of the stream to read; as for `TarDataset`.
         world_size: number of ranks.
         split: ``"groups"``: each rank reads some row groups. ``"rows"``: each rank reads all and yields every n-th
@@ -156,7 +157,7 @@ class ParquetDataset(PartStream[Any]):
         table_rows: int | None = None,
         shuffle: bool = False,
         buffer_size: int = 0,
-        seed: int = 0,
+        seed: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         split: Literal["groups", "rows"] = "groups",
@@ -171,7 +172,7 @@ class ParquetDataset(PartStream[Any]):
             raise ValueError(f"split={split!r} must be 'groups' or 'rows'")
         if table_rows is not None and (table_rows < 1 or format == "rows"):
             raise ValueError(f"table_rows={table_rows} must be at least 1, and goes with format='arrow'")
-        if buffer_size < 0 or seed < 0 or prefetch_row_groups < 1 or prefetch_bytes < 1:
+        if buffer_size < 0 or (seed or 0) < 0 or prefetch_row_groups < 1 or prefetch_bytes < 1:
             raise ValueError("buffer_size, seed must be at least 0, prefetch_row_groups, prefetch_bytes at least 1")
         super().__init__(RankChoice(rank, world_size), shuffle, buffer_size, seed, split == "rows", remainder)
         self._format, self._table_rows = format, table_rows

@@ -53,7 +53,8 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         member_limit: bytes; a larger member is an error, since members are held in memory whole.
         shuffle: whether to shuffle the shards at each epoch, equally on all ranks.
         buffer_size: samples of the shuffle buffer; 0 for none.
-        seed: seed of both orders, together with the epoch.
+        seed: seed of both orders, together with the epoch; None for that of the loader, which is then to be the same on
+            all ranks, else 0.
         rank: the share of the stream to read; by default that of `headrace.get_rank_info` when reading starts.
         world_size: number of ranks.
         split: ``"shards"``: each rank reads some shards. ``"samples"``: each rank reads all and yields every n-th

@@ -53,7 +53,7 @@ from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.order.state import Fingerprint, LoaderState, encoded
 from headrace._core.pool.launch import start_early
 from headrace._core.ranks.data_parallel import group_of, rank_among
-from headrace._core.ranks.rankinfo import RankInfo, provided_rank
+from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import (
     DatasetKind,
@@ -64,7 +64,7 @@ from headrace._core.streams.kinds import (
     walk_datasets,
 )
 from headrace._core.streams.operators import remainder_of
-from headrace._core.streams.resumable import counted_epoch, is_stateful
+from headrace._core.streams.resumable import counted_epoch, is_stateful, session_seed
 from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import users_stacklevel
 from headrace._core.torchcompat.datapipes import divide_pipe
@@ -462,11 +462,9 @@ class LoaderControl:
             yield
             return
         under_way = [number for epoch, number in list(self._open_epochs.items()) if not epoch.closed]
-        token = counted_epoch.set(under_way[-1] if under_way else self.next_epoch)
-        try:
+        epoch, seed = under_way[-1] if under_way else self.next_epoch, self.spec.options["seed"]
+        with bound(counted_epoch, epoch), bound(session_seed, seed):
             yield
-        finally:
-            counted_epoch.reset(token)
 
     @property
     def reads_lanes(self) -> bool:

@@ -32,7 +32,7 @@ from headrace._core.seeding import batch_seed
 from headrace._core.store.request_stats import BodyReader, RequestStats, session_stats
 from headrace._core.streams.blocking import EnteredDatasets
 from headrace._core.streams.kinds import DatasetKind, capabilities, sample_key
-from headrace._core.streams.resumable import session_epoch
+from headrace._core.streams.resumable import session_epoch, session_seed
 from headrace._core.streams.steps import compute
 from headrace._core.transport.pickling import PickledPayload
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -99,6 +99,7 @@ class Engine:
     async def _prepare(self, start: SessionStart, pipe_seed: int | None) -> None:
         # In the context of the session's task, which its fetchers' contexts are copied from.
         session_epoch.set(start.epoch)
+        session_seed.set(self.config.options["seed"])
         provide_rank(self.config.rank)
         if self._opening is None:
             self._opening = asyncio.ensure_future(self.executor.open())

@@ -53,7 +53,13 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     """The value of ``split=`` with which each reader reads all parts, in errors."""
 
     def __init__(
-        self, ranks: RankChoice, shuffle: bool, buffer_size: int, seed: int, by_sample: bool, remainder: Remainder
+        self,
+        ranks: RankChoice,
+        shuffle: bool,
+        buffer_size: int,
+        seed: int | None,
+        by_sample: bool,
+        remainder: Remainder,
     ) -> None:
         check_remainder(remainder)
         self._ranks = ranks
@@ -107,7 +113,6 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         return {
             "parts": self._parts_digest,
             "shuffle": self._shuffle,
-            "seed": self._seed,
             "buffer_size": self._buffer_size,
             "remainder": self._remainder,
             "split": "samples" if self._by_sample else "shards",
@@ -190,10 +195,13 @@ class PartIterator(ResumableIterator[T_co]):
     def __anext__(self) -> Awaitable[T_co]:
         return self._samples.__anext__()
 
+    def _options(self) -> dict[str, object]:
+        return {**self._stream._options(), "seed": self._order.seed}
+
     def state_dict(self) -> State:
         if self._fixed is None:
             self._fixed = {
-                "of": self._stream._options(),
+                "of": self._options(),
                 "reader": [self._shard.index, *self._readers],
                 "epoch": self._order.epoch,
                 "repetition": self._order.repetition,
@@ -203,12 +211,14 @@ class PartIterator(ResumableIterator[T_co]):
 
     def load_state_dict(self, state: State) -> None:
         stream, name = self._stream, type(self._stream).__name__
-        saved, present = expect(state, "of", dict), stream._options()
+        saved, present = expect(state, "of", dict), self._options()
         different = [option for option in {**present, **saved} if saved.get(option) != present.get(option)]
         if different:
             listed = "; ".join(f"{one} was {saved.get(one)!r}, and is {present.get(one)!r}" for one in different)
             raise StateError(f"the state does not fit this {name}: {listed}")
-        self._order = Order(stream._seed, expect(state, "epoch", int), expect(state, "repetition", int))
+        self._order = self._order._replace(
+            epoch=expect(state, "epoch", int), repetition=expect(state, "repetition", int)
+        )
         parts = stream._part_count()
         self._divisions = [Division.from_state(one, parts) for one in expect(state, "divisions", list)]
         self._fixed = None
@@ -266,7 +276,7 @@ class StreamOptions(TypedDict, total=False):
 
     shuffle: bool
     buffer_size: int
-    seed: int
+    seed: int | None
     rank: int | None
     world_size: int | None
     split: Literal["shards", "samples"]
@@ -296,7 +306,9 @@ class ShardedStream(PartStream[T_co]):
         check_keywords(f"{type(self).__name__}.__init__", options, [*StreamOptions.__annotations__, *own])
         ranks = RankChoice(options.get("rank"), options.get("world_size"))
         buffer_size = _at_least(0, "buffer_size", options.get("buffer_size", 0))
-        seed = _at_least(0, "seed", options.get("seed", 0))
+        seed = options.get("seed")
+        if seed is not None:
+            _at_least(0, "seed", seed)
         split = options.get("split", "shards")
         self._ahead = ReadAhead(
             _at_least(1, "shards_in_parallel", options.get("shards_in_parallel", SHARDS_IN_PARALLEL)),

@@ -93,7 +93,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             raise ValueError(f"count={count} must not be negative")
         return OperatedStream(self, f"{{}}.take({count})", Take, count=count)
 
-    def shuffle(self, buffer_size: int, seed: int = 0) -> AsyncIterableDataset[T_co]:
+    def shuffle(self, buffer_size: int, seed: int | None = None) -> AsyncIterableDataset[T_co]:
         """This stream in another order at each epoch: each window of `buffer_size` samples is permuted.
 
         For each sample given, one of the next window is read, so memory holds one buffer. A sample moves by less than
@@ -101,7 +101,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
 
         Args:
             buffer_size: size of the buffer, in samples.
-            seed: seed of the order, combined with the epoch.
+            seed: seed of the order, combined with the epoch; None for that of the loader, else 0.
 
         Raises:
             ValueError: `buffer_size` is not positive.

@@ -61,6 +61,9 @@ def _has_state_without_arguments(kind: type) -> bool:
 session_epoch: ContextVar[int | None] = ContextVar("headrace_epoch", default=None)
 """The epoch of the loader that the running code reads for."""
 
+session_seed: ContextVar[int | None] = ContextVar("headrace_seed", default=None)
+"""The `seed=` of that loader, which orders of streams without a seed of their own follow."""
+
 counted_epoch: ContextVar[int | None] = ContextVar("headrace_counted_epoch", default=None)
 """The epoch whose length a loader asks for; None: that of `set_epoch`, which may be the one before."""
 
@@ -69,7 +72,7 @@ current_repetition: ContextVar[int] = ContextVar("headrace_repetition", default=
 
 
 class Order(NamedTuple):
-    """The order of a stream in one pass, by the user's seed; `number` distinguishes several orders of one stream."""
+    """The order of a stream in one pass, by its seed; `number` distinguishes several of one stream."""
 
     seed: int
     epoch: int
@@ -97,7 +100,8 @@ class FollowsEpoch:
         for part in children(self):
             propagate_epoch(part, epoch)
 
-    def _order_for(self, seed: int) -> Order:
+    def _order_for(self, seed: int | None) -> Order:
+        seed = (session_seed.get() or 0) if seed is None else seed
         epochs = (counted_epoch.get(), self._epoch, session_epoch.get())
         epoch = next((epoch for epoch in epochs if epoch is not None), 0)
         return Order(seed, epoch, current_repetition.get())

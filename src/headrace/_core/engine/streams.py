@@ -258,8 +258,10 @@ class LaneReader:
 
     async def _read(self) -> None:
         current_lane.set(self._lane)  # in this task's context, which the tasks that it starts copy
+        task: Any = asyncio.current_task()
         try:
-            while not self._stage.context.stopping:  # user code may have caught the cancellation
+            # User code may have caught the cancellation. `stopping` is set before it, and it would interrupt `_close`.
+            while not task.cancelling():
                 while not self._plans:
                     self._admitted.clear()
                     await self._admitted.wait()

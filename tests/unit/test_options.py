@@ -84,6 +84,7 @@ def test_unknown_keyword_is_refused_with_the_nearest_one(tmp_path):
         "DataLoader": [lambda: hr.DataLoader([1], concurency=3), lambda: hr.DataLoader([1], 1, num_worker=3)],
         "TarDataset": [lambda: hr.TarDataset(tmp_path, shufle=True), lambda: hr.TarDataset(tmp_path, field=["a"])],
         "LinesDataset": [lambda: hr.LinesDataset(tmp_path, shufle=True)],
+        "ObjectDataset": [lambda: hr.ObjectDataset(tmp_path, sufix=".jpg")],
         "stream": [lambda: index.stream(bufer_size=9)],
     }
     public = {name: getattr(hr, name) for name in hr.__all__}

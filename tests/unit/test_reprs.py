@@ -46,7 +46,7 @@ async def words():
         (Stream().split(rank=0, world_size=1), "Stream().split(remainder='drop')"),
         (hr.concat([Numbers(), Numbers()]), "concat([Numbers(), Numbers()])"),
         (hr.concat([Stream(), Stream()]), "concat([Stream(), Stream()])"),
-        (hr.mix([Stream(), Stream()], [2, 1]), "mix([Stream(), Stream()], [2, 1], seed=0, stop='first')"),
+        (hr.mix([Stream(), Stream()], [2, 1]), "mix([Stream(), Stream()], [2, 1], seed=None, stop='first')"),
         (hr.from_async_iterable(words), "from_async_iterable(words)"),
         (hr.batch_by_tokens(Stream(), 64), "batch_by_tokens(Stream(), 64)"),
     ],

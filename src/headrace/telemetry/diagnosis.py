@@ -350,7 +350,7 @@ def _saturated(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | Non
     transfer = first_byte and request - first_byte > MOSTLY * request
     factor = model.needed()
     parts, remedy = ("bytes", "smaller samples") if transfer else ("requests", "several samples in one request")
-    advice = f"1/{digits(factor)} of the {parts} for each sample: {_cache_or(setup, remedy)}"
+    advice = f"{digits(factor)} times fewer {parts}: {_cache_or(setup, remedy)}"
     if setup.concurrency != "auto":
         advice += '; concurrency="auto" finds how many fetches get the most'
     if (figures.crowding or 0.0) > CROWDED:

@@ -1,8 +1,19 @@
-"""A dataset with a latency."""
+"""Datasets whose samples are their indices, without a latency and with one."""
 
 import asyncio
 
 from headrace import AsyncDataset
+
+
+class Numbers(AsyncDataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    async def aget(self, index):
+        return index
 
 
 class SlowDataset(AsyncDataset):

@@ -262,13 +262,13 @@ class Failing(Numbers):
 
 def test_errors_of_samples_are_raised_at_their_batch(case: Any) -> None:
     def program() -> None:
-        with hr.DataLoader(Failing(), 4, engines=2) as loader:
+        with hr.DataLoader(Failing(32), 4, engines=2) as loader:
             delivered, errors = drain(loader)
         assert [str(error) for error in errors] == ["no object 3", "no object 13", "no object 23"]
         assert all("index" in text_of(error) for error in errors)
         assert delivered == once_each(range(4, 12), range(16, 20), range(24, 32))
 
-        with hr.DataLoader(Failing(), 4, engines=2, on_error="skip") as loader:
+        with hr.DataLoader(Failing(32), 4, engines=2, on_error="skip") as loader:
             with pytest.warns(RuntimeWarning, match="no object 3"):
                 delivered, errors = drain(loader)
             assert loader.stats().skipped_samples == 3
@@ -280,7 +280,7 @@ def test_errors_of_samples_are_raised_at_their_batch(case: Any) -> None:
 
 class NoEpoch(Numbers):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(32)
         self.made_in = os.getpid()
 
     def set_epoch(self, epoch: int) -> None:
@@ -307,7 +307,7 @@ class Hangs(Numbers):
 
 def test_timeout_names_the_engine(case: Any) -> None:
     def program() -> None:
-        with hr.DataLoader(Hangs(), 4, engines=2, timeout=2) as loader:
+        with hr.DataLoader(Hangs(32), 4, engines=2, timeout=2) as loader:
             iterator = iter(loader)
             assert [next(iterator).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
             with pytest.raises(
@@ -358,9 +358,9 @@ def test_stream_is_read_by_one_engine(case: Any) -> None:
 @pytest.mark.parametrize(
     ("dataset", "arguments", "match"),
     [
-        (Numbers(), {"engines": 2, "placement": "thread"}, "engines=2 and placement='thread' exclude each other"),
-        (Numbers(), {"engines": 3, "num_workers": 2}, "num_workers must be 0 or at least 3, but got 2"),
-        (Numbers(), {"engines": 0}, "engines must be an int of at least 1, but got 0"),
+        (Numbers(32), {"engines": 2, "placement": "thread"}, "engines=2 and placement='thread' exclude each other"),
+        (Numbers(32), {"engines": 3, "num_workers": 2}, "num_workers must be 0 or at least 3, but got 2"),
+        (Numbers(32), {"engines": 0}, "engines must be an int of at least 1, but got 0"),
         ([0, 1], {"engines": 2}, "engines=2 needs an async dataset: a torch dataset is read by num_workers"),
     ],
 )

@@ -260,7 +260,7 @@ def test_delivered_tensors_and_arrays_are_writable(case: Any) -> None:
         warnings.simplefilter("error")
         for collate_fn in (None, both):
             with hr.DataLoader(
-                Numbers(), 4, num_workers=2, transform=row, collate_fn=collate_fn, placement="process"
+                Numbers(32), 4, num_workers=2, transform=row, collate_fn=collate_fn, placement="process"
             ) as loader:
                 for number, batch in enumerate(loader):
                     for part in [batch] if collate_fn is None else batch:

@@ -62,7 +62,7 @@ def test_batch_whose_worker_dies_is_retried_once_and_then_reported(case: Any, pl
 
         def epoch(on_error):
             with hr.DataLoader(
-                Numbers(), 4, num_workers=2, transform=transform, placement=placement, on_error=on_error
+                Numbers(32), 4, num_workers=2, transform=transform, placement=placement, on_error=on_error
             ) as loader:
                 return *drain(loader), loader.stats().skipped
 
@@ -91,7 +91,7 @@ def test_batch_whose_worker_dies_is_retried_once_and_then_reported(case: Any, pl
 @PLACEMENTS
 def test_idle_workers_are_replaced_after_sigkill(case: Any, placement: str) -> None:
     def program() -> None:
-        with hr.DataLoader(Numbers(), 4, num_workers=2, transform=abs, placement=placement) as loader:
+        with hr.DataLoader(Numbers(32), 4, num_workers=2, transform=abs, placement=placement) as loader:
             for _ in range(3):
                 delivered, errors = drain(loader)
                 assert not errors, errors
@@ -155,7 +155,7 @@ def test_batch_is_retried_after_its_worker_dies_while_writing_it(case: Any, tmp_
         }
         for write, arguments in writes.items():
             marker = os.path.join(folder, write)
-            with hr.DataLoader(Numbers(), 4, num_workers=2, placement="process", **arguments) as loader:
+            with hr.DataLoader(Numbers(32), 4, num_workers=2, placement="process", **arguments) as loader:
                 delivered = collections.Counter()
                 for batch in loader:
                     tensor = batch if isinstance(batch, torch.Tensor) else batch[0]
@@ -233,7 +233,7 @@ def test_unpicklable_result_is_reported_and_costs_only_its_batch(case: Any) -> N
             return torch.tensor(samples) if all(isinstance(sample, int) for sample in samples) else samples
 
         with hr.DataLoader(
-            Locks(), 4, num_workers=2, transform=transform, collate_fn=collate, placement="process"
+            Locks(32), 4, num_workers=2, transform=transform, collate_fn=collate, placement="process"
         ) as loader:
             delivered, errors = drain(loader)
         assert delivered == once_each(range(12, 32)), delivered
@@ -290,7 +290,7 @@ def test_exception_keeps_every_part_that_can_be_pickled(case: Any) -> None:
             async def aget(self, index):
                 return fail(index)
 
-        for dataset, transform in (Numbers(), fail), (Fails(), abs):
+        for dataset, transform in (Numbers(32), fail), (Fails(32), abs):
             with hr.DataLoader(dataset, 4, num_workers=2, transform=transform, placement="process") as loader:
                 delivered, errors = drain(loader)
             assert delivered == once_each(range(20, 32)), delivered
@@ -331,13 +331,13 @@ def test_close_ends_workers_in_an_endless_loop_and_stopped_ones(case: Any, tmp_p
 
         loaders = []
         for placement, worker_ignores in (("thread", True), ("process", False)):
-            loader = hr.DataLoader(Numbers(), 4, num_workers=1, transform=transform, placement=placement)
+            loader = hr.DataLoader(Numbers(32), 4, num_workers=1, transform=transform, placement=placement)
             assert next(iter(loader)).tolist() == [0, 1, 2, 3]
             wait_until(lambda: len(os.listdir(folder)) == len(loaders) + 1)  # called in this turn
             loaders.append(loader)
 
         before = workers()
-        loader = hr.DataLoader(Numbers(), 4, num_workers=2, transform=abs, placement="process")
+        loader = hr.DataLoader(Numbers(32), 4, num_workers=2, transform=abs, placement="process")
         assert drain(loader) == (once_each(range(32)), [])
         wait_until(lambda: len(workers()) == len(before) + 3)
         stopped = [pid for pid in workers() if pid not in (*before, sidecar(loader))]
@@ -371,7 +371,7 @@ def test_worker_out_of_memory_raises_memory_error_and_continues(case: Any) -> No
             return index
 
         with hr.DataLoader(
-            Numbers(), 4, num_workers=2, transform=transform, worker_init_fn=limit, placement="process"
+            Numbers(32), 4, num_workers=2, transform=transform, worker_init_fn=limit, placement="process"
         ) as loader:
             delivered, (python, torch_) = drain(loader)
         assert type(python) is MemoryError, python
@@ -403,7 +403,7 @@ def test_process_that_outlives_its_worker_delays_nothing(case: Any, tmp_path: Pa
         os.mkfifo(fifo)
         with open(os.open(fifo, os.O_RDWR)) as pids:
             with hr.DataLoader(
-                Numbers(), 4, num_workers=2, transform=transform, worker_init_fn=initialise, placement="process"
+                Numbers(32), 4, num_workers=2, transform=transform, worker_init_fn=initialise, placement="process"
             ) as loader:
                 assert drain(loader) == (once_each(range(32)), [])
             grandchild = int(pids.readline())
@@ -427,7 +427,7 @@ def test_workers_that_always_die_while_starting_are_one_error_after_bounded_rest
             os._exit(3)
 
         with hr.DataLoader(
-            Numbers(), 4, num_workers=2, transform=abs, worker_init_fn=initialise, placement=placement
+            Numbers(32), 4, num_workers=2, transform=abs, worker_init_fn=initialise, placement=placement
         ) as loader:
             delivered, errors = drain(loader)
             started = len(os.listdir(folder))

@@ -24,6 +24,7 @@ import uvloop
 import headrace as hr
 from headrace._core.eventloop import waiting
 from headrace._core.pool import launch
+from tests.datasets import Numbers
 
 
 def make_signal_pair() -> None:
@@ -162,19 +163,6 @@ def watch(within: float = 0.0) -> Iterator[None]:
         time.sleep(0.01)  # between two looks at other processes, which signal nothing when they have ended
     assert not (left := new_shared_memory(names_before)), f"left in /dev/shm: {left}"
     assert after == before, f"left behind:\n  before {before}\n  after  {after}"
-
-
-class Numbers(hr.AsyncDataset):
-    """Samples that are their index, without latency."""
-
-    def __init__(self, length: int = 32) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    async def aget(self, index: int) -> Any:
-        return index
 
 
 class Slow(Numbers):

@@ -5,14 +5,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import headrace as hr
-
-
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return 4
-
-    async def aget(self, index):
-        return index
+from tests.datasets import Numbers
 
 
 def boxes(index):
@@ -42,7 +35,7 @@ def meta():
     ids=["empty tensors", "lengths and draws", "lengths from a worker"],
 )
 def test_batches_are_in_host_memory(options, meta):
-    with hr.DataLoader(Numbers(), **{"batch_size": 2, "seed": 1} | options) as loader:
+    with hr.DataLoader(Numbers(4), **{"batch_size": 2, "seed": 1} | options) as loader:
         batches = [batch if isinstance(batch, tuple) else (batch,) for batch in loader]
         assert {tensor.device.type for batch in batches for tensor in batch} == {"cpu"}
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import headrace as hr
+from tests.datasets import Numbers
 
 
 @dataclass
@@ -24,14 +25,6 @@ class Collator:
 
     def __call__(self, samples):
         return torch.tensor(samples) + self.add
-
-
-class Numbers(hr.AsyncDataset[int]):
-    def __len__(self):
-        return 4
-
-    async def aget(self, index):
-        return index
 
 
 class Videos(Dataset[torch.Tensor]):
@@ -78,7 +71,7 @@ def values(loader):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("dataset", [range(4), Numbers()], ids=["torch", "async"])
+@pytest.mark.parametrize("dataset", [range(4), Numbers(4)], ids=["torch", "async"])
 def test_collate_function_without_a_hash(dataset, num_workers):
     assert values(hr.DataLoader(dataset, 2, num_workers=num_workers, collate_fn=Collator())) == [[1, 2], [3, 4]]
 
@@ -183,7 +176,7 @@ def test_stream_of_an_iterator_that_is_dropped_is_closed_without_the_garbage_col
 
 
 def test_iterator_that_a_subclass_keeps_is_closed_by_none():
-    loader = hr.DataLoader(Numbers(), batch_size=2, placement="thread")
+    loader = hr.DataLoader(Numbers(4), batch_size=2, placement="thread")
     loader._iterator = iterator = iter(loader)
     assert next(loader._iterator).tolist() == [0, 1]
     loader._iterator = None
@@ -257,7 +250,7 @@ def test_loader_begins_where_a_library_lets_torchs_iterators_begin(arguments, nu
 @pytest.mark.usefixtures("library")
 def test_loader_that_cannot_begin_there_is_an_error():
     stream, seeded = hr.from_async_iterable(Numbers.aget), {"shuffle": True, "seed": 1}
-    for loader in (hr.DataLoader(stream, batch_size=2), hr.DataLoader(Numbers(), **seeded)):
+    for loader in (hr.DataLoader(stream, batch_size=2), hr.DataLoader(Numbers(4), **seeded)):
         loader.skip_to = 1
         with pytest.raises(hr.StateError, match="begin after 1 batches"):
             iter(loader)

@@ -12,17 +12,7 @@ import pytest
 import torch
 
 import headrace as hr
-
-
-class Numbers(hr.AsyncDataset):
-    def __init__(self, length=10):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    async def aget(self, index):
-        return index
+from tests.datasets import Numbers
 
 
 def lists(batches):
@@ -39,7 +29,7 @@ def test_what_is_no_dataset_is_refused_and_what_is_missing_is_said(thing):
 @pytest.mark.parametrize("option", ["transform", "concurrency", "memory_budget", "seed", "on_error", "retry"])
 def test_what_headrace_adds_is_keyword_only(option):
     with pytest.raises(TypeError):
-        hr.DataLoader(Numbers(), 1, None, None, None, 0, None, False, False, 0, None, None, None, option)
+        hr.DataLoader(Numbers(10), 1, None, None, None, 0, None, False, False, 0, None, None, None, option)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -56,7 +46,7 @@ def test_collate_fn_set_later_counts_from_the_next_iteration_and_leaves_a_runnin
 
 
 def test_with_block_closes_and_the_loader_can_be_used_again():
-    loader = hr.DataLoader(Numbers(), batch_size=5)
+    loader = hr.DataLoader(Numbers(10), batch_size=5)
     with loader:
         running = iter(loader)
         next(running)
@@ -69,7 +59,7 @@ def test_with_block_closes_and_the_loader_can_be_used_again():
 
 def test_async_with_block_closes_on_every_loop(consumer_loop):
     async def scenario():
-        async with hr.DataLoader(Numbers(), batch_size=5) as loader:
+        async with hr.DataLoader(Numbers(10), batch_size=5) as loader:
             running = aiter(loader)
             await anext(running)
         with pytest.raises(hr.errors.LoaderClosedError):
@@ -85,7 +75,7 @@ def test_closing_wakes_a_consumer_in_another_thread():
             await asyncio.Event().wait()
 
     asked, outcome = threading.Event(), []
-    loader = hr.DataLoader(Silent())
+    loader = hr.DataLoader(Silent(10))
 
     def consume():
         try:
@@ -105,7 +95,7 @@ def test_closing_wakes_a_consumer_in_another_thread():
 
 
 def test_copy_of_a_running_loader_has_an_engine_of_its_own():
-    with hr.DataLoader(Numbers(), batch_size=5) as loader:
+    with hr.DataLoader(Numbers(10), batch_size=5) as loader:
         running = iter(loader)
         next(running)
         with copy.copy(loader) as twin:
@@ -126,7 +116,7 @@ def test_set_epoch_reaches_sampler_batch_sampler_and_dataset():
     class ToldSampler(torch.utils.data.SequentialSampler):
         set_epoch = Recording.set_epoch
 
-    dataset = Recording()
+    dataset = Recording(10)
     sampler = ToldSampler(dataset)
     hr.DataLoader(dataset, sampler=sampler).set_epoch(5)
     assert (dataset.epoch, sampler.epoch) == (5, 5)
@@ -155,7 +145,7 @@ def test_function_that_cannot_be_pickled_is_named_with_a_remedy(argument):
         return lock
 
     with pytest.raises(hr.errors.NotPicklableError, match=f"{argument}.*guarded.*num_workers=0") as caught:
-        iter(hr.DataLoader(Numbers(), num_workers=1, **{argument: guarded}))
+        iter(hr.DataLoader(Numbers(10), num_workers=1, **{argument: guarded}))
     assert isinstance(caught.value, TypeError)
 
 

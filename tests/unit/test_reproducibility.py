@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 import headrace as hr
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
+from tests.datasets import Numbers
 from tests.unit.counting import LENGTH, Count
 
 TABLE = Path(__file__).parents[2] / "docs" / "tuning.md"
@@ -34,14 +35,6 @@ def each(samples, draw):
     return [(sample, draw(sample)[1]) for sample in samples]
 
 
-class Map(hr.AsyncDataset):
-    def __len__(self):
-        return LENGTH
-
-    async def aget(self, index):
-        return index
-
-
 class Drawing(Dataset):
     def __init__(self, draw):
         self.draw = draw
@@ -59,7 +52,7 @@ class Stream(hr.AsyncIterableDataset):
 
 
 def map_style(rank, world):
-    return {"dataset": Map(), "sampler": DistributedSampler(Map(), world, rank)}
+    return {"dataset": Numbers(LENGTH), "sampler": DistributedSampler(Numbers(LENGTH), world, rank)}
 
 
 def torchs(rank, world):

@@ -12,19 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 import headrace as hr
+from tests.datasets import Numbers
 
 SIZES = st.integers(1, 300), st.integers(1, 40), st.integers(1, 9)
-
-
-class Numbers(hr.AsyncDataset):
-    def __init__(self, length):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    async def aget(self, index):
-        return index
 
 
 def block_samplers(length, world_size, seed=3, block_size=4, blocks_at_once=12):

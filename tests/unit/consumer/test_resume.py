@@ -12,28 +12,10 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, SubsetRandomSampler
 
-from headrace import AsyncDataset, BlockShuffleSampler, DataLoader, ElasticSampler, StateError
+from headrace import BlockShuffleSampler, DataLoader, ElasticSampler, StateError
+from tests.datasets import Numbers
 
 N = 13
-
-
-class Numbers(AsyncDataset):
-    def __init__(self, length=N):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    async def aget(self, index):
-        return index
-
-
-class TorchNumbers(torch.utils.data.Dataset):
-    def __len__(self):
-        return N
-
-    def __getitem__(self, index):
-        return index
 
 
 class Evens:
@@ -75,22 +57,24 @@ def add_noise(sample):
 
 
 CASES = {
-    "sequential": lambda **k: DataLoader(Numbers(), 3, **k),
-    "shuffled by torch": lambda **k: DataLoader(Numbers(), 3, shuffle=True, **k),
+    "sequential": lambda **k: DataLoader(Numbers(N), 3, **k),
+    "shuffled by torch": lambda **k: DataLoader(Numbers(N), 3, shuffle=True, **k),
     "shuffled by a generator": lambda **k: DataLoader(
-        Numbers(), 3, shuffle=True, generator=torch.Generator().manual_seed(5), **k
+        Numbers(N), 3, shuffle=True, generator=torch.Generator().manual_seed(5), **k
     ),
-    "shuffled by seed": lambda **k: DataLoader(Numbers(), 3, shuffle=True, seed=0, **k),
-    "torch dataset": lambda **k: DataLoader(TorchNumbers(), 3, shuffle=True, **k),
-    "subset": lambda **k: DataLoader(Numbers(), 3, sampler=SubsetRandomSampler(range(N)), **k),
-    "single samples": lambda **k: DataLoader(Numbers(), None, shuffle=True, seed=1, **k),
-    "a sampler of the user's": lambda **k: DataLoader(Numbers(), 3, sampler=Evens(), **k),
-    "a sampler with a state": lambda **k: DataLoader(Numbers(), 3, sampler=Stateful(), **k),
-    "elastic": lambda **k: DataLoader(Numbers(), 3, sampler=ElasticSampler(N, seed=1), **k),
-    "blocks": lambda **k: DataLoader(Numbers(), 3, sampler=BlockShuffleSampler(N, block_size=2, blocks_at_once=3), **k),
-    "batches": lambda **k: DataLoader(Numbers(), batch_sampler=[[1, 2], [3], [0, 7, 8], [4]], **k),
+    "shuffled by seed": lambda **k: DataLoader(Numbers(N), 3, shuffle=True, seed=0, **k),
+    "torch dataset": lambda **k: DataLoader(range(N), 3, shuffle=True, **k),
+    "subset": lambda **k: DataLoader(Numbers(N), 3, sampler=SubsetRandomSampler(range(N)), **k),
+    "single samples": lambda **k: DataLoader(Numbers(N), None, shuffle=True, seed=1, **k),
+    "a sampler of the user's": lambda **k: DataLoader(Numbers(N), 3, sampler=Evens(), **k),
+    "a sampler with a state": lambda **k: DataLoader(Numbers(N), 3, sampler=Stateful(), **k),
+    "elastic": lambda **k: DataLoader(Numbers(N), 3, sampler=ElasticSampler(N, seed=1), **k),
+    "blocks": lambda **k: DataLoader(
+        Numbers(N), 3, sampler=BlockShuffleSampler(N, block_size=2, blocks_at_once=3), **k
+    ),
+    "batches": lambda **k: DataLoader(Numbers(N), batch_sampler=[[1, 2], [3], [0, 7, 8], [4]], **k),
     "a batch sampler of torch": lambda **k: DataLoader(
-        Numbers(), batch_sampler=BatchSampler(SubsetRandomSampler(range(N)), 4, False), **k
+        Numbers(N), batch_sampler=BatchSampler(SubsetRandomSampler(range(N)), 4, False), **k
     ),
 }
 
@@ -154,10 +138,10 @@ def test_epochs_after_the_restored_one_are_those_of_an_uninterrupted_run(name):
         assert epochs(restored, 2) == [whole[1][delivered:], whole[2]]
 
 
-@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers, 2), (TorchNumbers, 0), (TorchNumbers, 2)])
+@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(N), 2), (range(N), 0), (range(N), 2)])
 def test_workers_and_batch_size_may_be_others(dataset, num_workers):
     def make(batch_size, workers):
-        return DataLoader(dataset(), batch_size, shuffle=True, seed=3, num_workers=workers)
+        return DataLoader(dataset, batch_size, shuffle=True, seed=3, num_workers=workers)
 
     order = flat(epochs(make(1, 0), 1)[0])
     given, state = saved_after(make(3, num_workers), 2)
@@ -241,9 +225,9 @@ async def test_async_iterators_have_a_state_too():
 
 DIFFERENT = {
     "length": (lambda: DataLoader(Numbers(12), 3, shuffle=True, seed=0), r"len\(dataset\) was 13, and is 12"),
-    "seed": (lambda: DataLoader(Numbers(), 3, shuffle=True, seed=1), "seed was 0, and is 1"),
-    "order": (lambda: DataLoader(Numbers(), 3, seed=0), "sampler was .*, and is SequentialSampler"),
-    "kind": (lambda: DataLoader(TorchNumbers(), 3, shuffle=True, seed=0), "dataset was async map, and is map"),
+    "seed": (lambda: DataLoader(Numbers(N), 3, shuffle=True, seed=1), "seed was 0, and is 1"),
+    "order": (lambda: DataLoader(Numbers(N), 3, seed=0), "sampler was .*, and is SequentialSampler"),
+    "kind": (lambda: DataLoader(range(N), 3, shuffle=True, seed=0), "dataset was async map, and is map"),
 }
 
 
@@ -291,8 +275,8 @@ def test_sampler_with_another_order_than_before_is_refused():
         ({"batch_size": 3, "sampler": Unseeded()}, {"batch_size": 3, "sampler": Unseeded()}, "Unseeded gives another"),
         ({"batch_sampler": short[0]}, {"batch_sampler": short[1]}, "ended after 1 draws, but 2 were given out"),
     ):
-        _, state = saved_after(DataLoader(Numbers(), **saved), 2)
-        restored = DataLoader(Numbers(), **now)
+        _, state = saved_after(DataLoader(Numbers(N), **saved), 2)
+        restored = DataLoader(Numbers(N), **now)
         restored.load_state_dict(state)
         with pytest.raises(StateError, match=message):
             next(iter(restored))

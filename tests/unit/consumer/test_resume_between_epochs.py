@@ -14,17 +14,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from headrace import AsyncDataset, AsyncIterableDataset, DataLoader, StateError
+from headrace import AsyncIterableDataset, DataLoader, StateError
+from tests.datasets import Numbers
 
 N = 8
-
-
-class Numbers(AsyncDataset[int]):
-    def __len__(self):
-        return N
-
-    async def aget(self, index):
-        return index
 
 
 class Permutations:
@@ -95,7 +88,7 @@ ORDERS = {
 
 @pytest.mark.parametrize(
     ("dataset", "num_workers", "batch_size"),
-    [(lambda: list(range(N)), 0, 3), (lambda: list(range(N)), 1, 2), (Numbers, 0, 2)],
+    [(lambda: list(range(N)), 0, 3), (lambda: list(range(N)), 1, 2), (lambda: Numbers(N), 0, 2)],
     ids=["torch", "torch, a worker", "async"],
 )
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
@@ -137,7 +130,7 @@ UNSEEDED = {
 @pytest.mark.parametrize("order", UNSEEDED.values(), ids=UNSEEDED)
 def test_order_and_random_numbers_of_an_epoch_after_a_restored_state_are_saved(order, epochs):
     def loader():
-        return DataLoader(Numbers(), 2, transform=noisy, collate_fn=list, **order())
+        return DataLoader(Numbers(N), 2, transform=noisy, collate_fn=list, **order())
 
     first = loader()
     for _ in range(epochs):
@@ -174,7 +167,7 @@ class NoiseStream(IterableDataset):
     [
         lambda: DataLoader(Noise(), 2, num_workers=1, collate_fn=list),
         lambda: DataLoader(NoiseStream(), 2, num_workers=1, collate_fn=list),
-        lambda: DataLoader(Numbers(), 2, transform=noisy, collate_fn=list),
+        lambda: DataLoader(Numbers(N), 2, transform=noisy, collate_fn=list),
     ],
     ids=["torch", "torch, a stream", "async"],
 )

@@ -7,14 +7,7 @@ import pytest
 import headrace as hr
 from headrace._core.engine.executors import ThreadExecutor
 from headrace._core.ranks.rankinfo import RankInfo
-
-
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return 24
-
-    async def aget(self, index):
-        return index
+from tests.datasets import Numbers
 
 
 def assembling():
@@ -29,7 +22,7 @@ def test_as_many_threads_as_workers_work_at_once():
         return sample
 
     options = {"executor": "thread", "placement": "thread"}
-    with hr.DataLoader(Numbers(), batch_size=4, num_workers=2, transform=meet, **options) as loader:
+    with hr.DataLoader(Numbers(24), batch_size=4, num_workers=2, transform=meet, **options) as loader:
         assert sum(len(batch) for batch in loader) == 24
         assert len(assembling()) == 2
     assert assembling() == []

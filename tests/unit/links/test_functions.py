@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import headrace as hr
+from tests.datasets import Numbers
 
 PLACEMENTS = [
     {"num_workers": 2, "placement": "process"},
@@ -31,14 +32,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:the loader runs:RuntimeWarning"),
 ]
-
-
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return 4
-
-    async def aget(self, index):
-        return index
 
 
 class Add:
@@ -85,11 +78,11 @@ class Stream(hr.AsyncIterableDataset):
 
 # Where a function may be: the arguments of the loader.
 PLACES = {
-    "transform": lambda add: {"dataset": Numbers(), "transform": add},
-    "map within a concatenation": lambda add: {"dataset": hr.concat([Numbers().map(add)])},
+    "transform": lambda add: {"dataset": Numbers(4), "transform": add},
+    "map within a concatenation": lambda add: {"dataset": hr.concat([Numbers(4).map(add)])},
     "before batching": lambda add: {"dataset": Stream().map(add).filter(bool)},
     "closure of collate_fn": lambda add: {
-        "dataset": Numbers(),
+        "dataset": Numbers(4),
         "collate_fn": lambda all: torch.tensor([*map(add, all)]),
     },
 }
@@ -120,7 +113,7 @@ def test_change_of_what_a_function_refers_to_is_applied_at_next_epoch(monkeypatc
 
     cloudpickle.register_pickle_by_value(cell)
     try:
-        with hr.DataLoader(Numbers(), transform=transform, worker_init_fn=init, **IN_PROCESS) as loader:
+        with hr.DataLoader(Numbers(4), transform=transform, worker_init_fn=init, **IN_PROCESS) as loader:
             assert once(loader) == AS_IT_WAS
             cell.strength = 20  # a global of the main module
             assert once(loader) == CHANGED
@@ -135,7 +128,7 @@ def test_change_of_what_a_function_refers_to_is_applied_at_next_epoch(monkeypatc
 @in_processes
 def test_workers_are_kept_and_load_functions_only_when_they_change(options):
     counted = Counted(10)
-    with hr.DataLoader(Numbers(), transform=lambda sample: (counted(sample), os.getpid())[1], **options) as loader:
+    with hr.DataLoader(Numbers(4), transform=lambda sample: (counted(sample), os.getpid())[1], **options) as loader:
         pids = {pid for _ in range(3) for pid in once(loader)}
         assert counted.loads.value == 2
         counted.strength = 20
@@ -151,7 +144,7 @@ def test_open_epochs_keep_the_functions_they_began_with(options):
 
     add = Add(100)
     options = {"prefetch_factor": 2, **options} if options["num_workers"] else options
-    with hr.DataLoader(Many(), transform=add, **options) as loader:
+    with hr.DataLoader(Many(4), transform=add, **options) as loader:
         first = iter(loader)
         got = [next(first).tolist()]
         add.strength = 200
@@ -178,7 +171,7 @@ def test_replaced_worker_has_the_functions_of_its_epoch(options, tmp_path):
             return super().__call__(sample)
 
     dies = Dies(10)
-    loader = hr.DataLoader(Numbers(), transform=dies, **options)
+    loader = hr.DataLoader(Numbers(4), transform=dies, **options)
     assert two_epochs(loader, lambda: setattr(dies, "strength", 20)) == (AS_IT_WAS, CHANGED)
     assert killed.exists()
 
@@ -191,7 +184,7 @@ def test_functions_that_cannot_be_sent_or_loaded_fail_their_epoch_only():
             self.__dict__.update(state)
 
     fails = Fails(10)
-    with hr.DataLoader(Numbers(), transform=fails, **IN_PROCESS) as loader:
+    with hr.DataLoader(Numbers(4), transform=fails, **IN_PROCESS) as loader:
         assert once(loader) == AS_IT_WAS
         fails.lock = threading.Lock()
         with pytest.raises(hr.errors.NotPicklableError, match="transform"):
@@ -221,7 +214,7 @@ def test_multiprocessing_primitives_are_shared_with_workers(context):
 
     event.set()
     options = {"multiprocessing_context": "fork"} if context == "fork" else {"placement": "process"}
-    with hr.DataLoader(Numbers(), transform=use, num_workers=2, **options) as loader:
+    with hr.DataLoader(Numbers(4), transform=use, num_workers=2, **options) as loader:
         for epochs in (1, 2):
             assert once(loader) == [0, 1, 2, 3]
             assert sorted(queue.get(timeout=30) for _ in range(4)) == [0, 1, 2, 3]
@@ -234,6 +227,7 @@ def test_multiprocessing_primitives_are_shared_with_workers(context):
 def test_tensor_in_shared_memory_is_shared_both_ways(strategy):
     class Shares(Numbers):
         def __init__(self):
+            super().__init__(4)
             self.offset = torch.full((1,), 10).share_memory_()
 
         async def aget(self, index):
@@ -263,7 +257,7 @@ def test_tensor_in_shared_memory_is_shared_both_ways(strategy):
 
 def test_lock_of_the_fork_context_is_an_error_that_names_the_remedy():
     lock = multiprocessing.get_context("fork").Lock()
-    loader = hr.DataLoader(Numbers(), transform=lambda s: lock and s, **IN_PROCESS)
+    loader = hr.DataLoader(Numbers(4), transform=lambda s: lock and s, **IN_PROCESS)
     with loader, pytest.raises(hr.errors.NotPicklableError, match=r"get_context\('spawn'\)"):
         iter(loader)
 
@@ -271,6 +265,7 @@ def test_lock_of_the_fork_context_is_an_error_that_names_the_remedy():
 def test_samples_and_batches_in_shared_tensors_are_copied():
     class Shared(Numbers):
         def __init__(self):
+            super().__init__(4)
             self.tensor = torch.zeros(1).share_memory_()
 
         async def aget(self, index):
@@ -297,7 +292,7 @@ def test_large_closure_is_in_memory_once_for_all_workers():
         return anonymous_memory(os.getpid())
 
     def largest(transform):
-        with hr.DataLoader(Numbers(), transform=transform, **IN_PROCESS) as loader:
+        with hr.DataLoader(Numbers(4), transform=transform, **IN_PROCESS) as loader:
             return max(once(loader))
 
     assert largest(measure) < largest(lambda sample: anonymous_memory(os.getpid())) + 64_000_000  # half an array

@@ -8,14 +8,7 @@ import threading
 import pytest
 
 import headrace as hr
-
-
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return 64
-
-    async def aget(self, index):
-        return index
+from tests.datasets import Numbers
 
 
 class Stream(hr.AsyncIterableDataset):
@@ -40,7 +33,7 @@ def last_line(file):
 def test_bar_has_the_position_the_rate_the_waiting_share_and_the_limit(file):
     with pytest.raises(TypeError, match=r"needs a headrace\.DataLoader"):
         hr.progress([1, 2])
-    with hr.DataLoader(Numbers(), 4) as loader:
+    with hr.DataLoader(Numbers(64), 4) as loader:
         with pytest.raises(ValueError, match="interval"):
             hr.progress(loader, interval=0)
         line = hr.progress(loader, name="train", file=file)
@@ -66,12 +59,12 @@ def test_async_iteration_of_a_stream_without_length_has_the_bar_too(file):
 
 
 def test_resumed_iteration_goes_on_with_the_number_and_the_bar_ends_when_it_is_dropped(file):
-    with hr.DataLoader(Numbers(), 4) as loader:
+    with hr.DataLoader(Numbers(64), 4) as loader:
         batches = iter(loader)
         for _ in range(10):
             next(batches)
         state = loader.state_dict()
-    with hr.DataLoader(Numbers(), 4) as loader:
+    with hr.DataLoader(Numbers(64), 4) as loader:
         loader.load_state_dict(state)
         for _ in hr.progress(loader, file=file):
             break
@@ -86,14 +79,14 @@ def test_iteration_goes_on_after_an_error_of_a_batch(file):
                 raise ValueError("no such image")
             return index
 
-    with hr.DataLoader(Failing(), 4) as loader:
+    with hr.DataLoader(Failing(64), 4) as loader:
         batches = iter(hr.progress(loader, file=file))
         next(batches)
         with pytest.raises(ValueError, match="no such image"):
             next(batches)
         assert len(list(batches)) == 14
         assert " 16/16 " in last_line(file)
-        batches = iter(hr.progress(hr.DataLoader(Numbers(), 4), file=file, interval=1e-9))
+        batches = iter(hr.progress(hr.DataLoader(Numbers(64), 4), file=file, interval=1e-9))
         next(batches)
         file.close()  # which does not end the iteration
         assert len(list(batches)) == 15
@@ -101,7 +94,7 @@ def test_iteration_goes_on_after_an_error_of_a_batch(file):
 
 def test_other_ranks_show_nothing(file, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with hr.DataLoader(Numbers(), 4) as loader:
+    with hr.DataLoader(Numbers(64), 4) as loader:
         for rank in ("1", "0"):
             monkeypatch.setenv("RANK", rank)
             assert file.getvalue() == ""
@@ -110,7 +103,7 @@ def test_other_ranks_show_nothing(file, monkeypatch):
 
 
 def test_control_characters_of_a_name_do_not_reach_the_terminal(file):
-    with hr.DataLoader(Numbers(), 4) as loader:
+    with hr.DataLoader(Numbers(64), 4) as loader:
         list(hr.progress(loader, name="\x1b]0;title\x07\nséa", file=file))
     assert not {"\x1b", "\x07"} & set(file.getvalue())
     assert last_line(file).startswith(r"\x1b]0;title\x07\nséa epoch 0")

@@ -11,14 +11,7 @@ import torch
 
 import headrace as hr
 from headrace.telemetry.counters import KEPT
-
-
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return 64
-
-    async def aget(self, index):
-        return index
+from tests.datasets import Numbers
 
 
 class Stream(hr.AsyncIterableDataset):
@@ -34,8 +27,8 @@ def double(sample):
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [
-        (Numbers(), {}),
-        (Numbers(), {"placement": "process"}),
+        (Numbers(64), {}),
+        (Numbers(64), {"placement": "process"}),
         (Stream(), {"transform": double, "num_workers": 1}),
         (list(range(64)), {}),
         (list(range(64)), {"num_workers": 1}),
@@ -69,7 +62,7 @@ class FirstFails(Numbers):
 
 @pytest.mark.filterwarnings("ignore:a sample was skipped")
 def test_samples_skipped_in_the_first_batch_are_counted():
-    with hr.DataLoader(FirstFails(), 4, on_error="skip") as loader:
+    with hr.DataLoader(FirstFails(64), 4, on_error="skip") as loader:
         for _ in range(2):  # of one iteration, not of all
             for count, _ in enumerate(loader, 1):
                 assert loader.report().skipped == (1 if count <= 10 else 2)
@@ -91,7 +84,7 @@ def test_start_up_of_an_iteration_of_more_batches_than_are_kept():
 
 def test_subscribers_get_each_batch_until_they_leave():
     seen = []
-    with hr.DataLoader(Numbers(), 4) as loader:
+    with hr.DataLoader(Numbers(64), 4) as loader:
         loader._control.counters.subscribe(seen.append)
         list(loader)
         loader._control.counters.unsubscribe(seen.append)
@@ -109,6 +102,7 @@ class Unsuspended(Numbers):
     """Fetches that never suspend; that of sample 8 blocks until `taken` is set."""
 
     def __init__(self):
+        super().__init__(64)
         self.taken = threading.Event()
         self.in_time = False
 
@@ -179,9 +173,9 @@ def slow_transform(sample):
 @pytest.mark.parametrize(
     ("limit", "dataset", "options"),
     [
-        ("latency", Waiting(), {"concurrency": 1}),
-        ("throttling", Throttled(), {"concurrency": 1}),
-        ("look-ahead", Numbers(), {"sampler": SlowSampler(), "concurrency": 2}),
+        ("latency", Waiting(64), {"concurrency": 1}),
+        ("throttling", Throttled(64), {"concurrency": 1}),
+        ("look-ahead", Numbers(64), {"sampler": SlowSampler(), "concurrency": 2}),
         ("workers", list(range(64)), {"collate_fn": slow_transform}),
     ],
 )
@@ -206,7 +200,7 @@ class Limited(Numbers):
 
 
 def test_source_that_serves_no_more_at_once_is_not_asked_for_more():
-    with hr.DataLoader(Limited(), 2, concurrency=32) as loader:
+    with hr.DataLoader(Limited(64), 2, concurrency=32) as loader:
         list(loader)
         report = loader.report()
     assert report.limit == "source"
@@ -220,7 +214,7 @@ def test_remedies_are_those_of_the_dataset(tmp_path):
     (tmp_path / "0.jsonl").write_text("1\n")
     objects, lines = hr.ObjectDataset(hr.Store(tmp_path)), hr.LinesDataset(tmp_path / "0.jsonl")
     remedies = {
-        Numbers(): {"hedge"},
+        Numbers(64): {"hedge"},
         objects.map(str): {"hedge", "cache"},
         lines.map(str): {"shards_in_parallel", "requests_per_shard"},
         hr.ParquetDataset(tmp_path / "0.parquet").filter(bool): {"prefetch_row_groups"},
@@ -232,7 +226,7 @@ def test_remedies_are_those_of_the_dataset(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "transform": float}])
 def test_good_run_logs_one_record_for_an_epoch_at_debug_and_none_above(options, caplog):
-    with caplog.at_level(logging.DEBUG), hr.DataLoader(Numbers(), 4, **options) as loader:
+    with caplog.at_level(logging.DEBUG), hr.DataLoader(Numbers(64), 4, **options) as loader:
         for _ in range(2):
             assert len(list(loader)) == 16
         loader.report()

@@ -7,6 +7,7 @@ import types
 import pytest
 
 import headrace as hr
+from tests.datasets import Numbers
 
 SCRIPT = """
 import concurrent.futures
@@ -99,14 +100,6 @@ def transform(index):
 """
 
 
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return 2
-
-    async def aget(self, index):
-        return index
-
-
 @pytest.mark.parametrize(
     ("make", "name"),
     [(made_by_the_program, "config_of_the_program"), (loaded_from_a_file, "plugin_1"), (loaded_from_a_file, "this")],
@@ -117,7 +110,7 @@ def test_functions_and_classes_of_a_module_that_cannot_be_imported_reach_workers
     exec(SOURCE, module.__dict__)
     for options in ({}, {"placement": "thread"}):
         with hr.DataLoader(
-            Numbers(), batch_size=2, num_workers=1, transform=module.transform, collate_fn=list, **options
+            Numbers(2), batch_size=2, num_workers=1, transform=module.transform, collate_fn=list, **options
         ) as loader:
             (batch,) = loader
         assert batch == [0, 10]
@@ -133,7 +126,7 @@ def test_traceback_of_a_function_that_travelled_by_value_has_its_file_and_line(m
     monkeypatch.setattr(fail, "__module__", "__main__")
     line = fail.__code__.co_firstlineno + 1
     with (
-        hr.DataLoader(Numbers(), num_workers=1, transform=fail) as loader,
+        hr.DataLoader(Numbers(2), num_workers=1, transform=fail) as loader,
         pytest.raises(LookupError) as caught,
     ):
         next(iter(loader))

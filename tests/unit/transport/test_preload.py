@@ -9,6 +9,7 @@ import textwrap
 import pytest
 
 import headrace as hr
+from tests.datasets import Numbers
 from tests.forks import Forks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are forked")
@@ -23,14 +24,6 @@ def double(x):
     return 2 * x
 """
 OF_TESTS = os.getpid()
-
-
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return 8
-
-    async def aget(self, index):
-        return index
 
 
 @pytest.fixture
@@ -62,7 +55,7 @@ def pids_of(module):
 
 
 def double_in_workers(fn, **options):
-    with hr.DataLoader(Numbers(), batch_size=4, num_workers=2, transform=fn, **options) as loader:
+    with hr.DataLoader(Numbers(8), batch_size=4, num_workers=2, transform=fn, **options) as loader:
         return [batch.tolist() for batch in loader]
 
 
@@ -130,7 +123,7 @@ def test_module_that_ends_the_template_or_leaves_it_with_threads_is_imported_by_
 
 
 def test_workers_start_after_their_template_was_killed(module):
-    with hr.DataLoader(Numbers(), batch_size=4, num_workers=2, transform=module.double, placement="thread") as loader:
+    with hr.DataLoader(Numbers(8), batch_size=4, num_workers=2, transform=module.double, placement="thread") as loader:
         assert [batch.tolist() for batch in loader] == DOUBLED
         (template,) = pids_of(module)
         os.kill(template, signal.SIGKILL)

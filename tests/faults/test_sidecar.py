@@ -279,15 +279,15 @@ def test_unpicklable_dataset_stays_in_a_thread_with_a_warning(case: Any) -> None
                 self.length, self.lock = 32, threading.Lock()
 
         reason = "thread: dataset Locks cannot be pickled"
-        with hr.DataLoader(Locks(32), 4, num_workers=2, transform=negate) as loader:
+        with hr.DataLoader(Locks(), 4, num_workers=2, transform=negate) as loader:
             with pytest.warns(RuntimeWarning, match="dataset Locks cannot be pickled.*lock") as caught:
                 assert drain(loader) == (once_each(range(0, -32, -1)), [])
             assert loader.stats().placement.startswith(reason), loader.stats()
         assert caught[0].filename == watching.__file__  # where `iter` was called: in `drain`
 
         for part, arguments in {
-            "dataset Locks": {"dataset": Locks(32)},
-            "transform": {"dataset": Numbers(32), "transform": Locks(32).__getitem__},
+            "dataset Locks": {"dataset": Locks()},
+            "transform": {"dataset": Numbers(32), "transform": Locks().__getitem__},
         }.items():
             with pytest.raises(hr.errors.NotPicklableError, match=f"(?s){part}.*lock"):
                 iter(hr.DataLoader(batch_size=4, num_workers=2, placement="process", **arguments))

@@ -20,6 +20,17 @@ def server(servers_with_training_objects, request):
 
 
 @pytest.fixture
+def as_rank(monkeypatch):
+    """`as_rank(rank, world_size)` sets the environment as a launcher does."""
+
+    def become(rank, world_size):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+    return become
+
+
+@pytest.fixture
 def silent():
     """A listening socket that never responds, and its endpoint."""
     with socket.create_server(("127.0.0.1", 0)) as listening:

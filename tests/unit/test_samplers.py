@@ -126,12 +126,11 @@ def test_an_epoch_of_a_billion_samples_begins_and_continues_at_once():
     assert next(sampler.indices_from(900_000_005)) == order[900_000_008]
 
 
-def test_the_rank_is_that_of_the_environment_at_iter(monkeypatch):
+def test_the_rank_is_that_of_the_environment_at_iter(as_rank):
     sampler = hr.ElasticSampler(range(10), shuffle=False)
     assert isinstance(sampler, DistributedSampler)
     assert (sampler.rank, sampler.num_replicas, sampler.epoch_size) == (0, 1, 10)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    as_rank(1, 2)
     assert list(sampler) == [1, 3, 5, 7, 9]
     assert (sampler.rank, sampler.num_replicas, len(sampler)) == (1, 2, 5)
 

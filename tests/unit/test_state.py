@@ -82,15 +82,6 @@ STREAMS = {
 }
 
 
-@pytest.fixture
-def as_rank(monkeypatch):
-    def become(rank, world_size):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(world_size))
-
-    return become
-
-
 def read(loader, batches=None):
     return [int(sample) for batch in itertools.islice(iter(loader), batches) for sample in batch]
 

@@ -12,22 +12,9 @@ import trio
 
 import headrace as hr
 from tests.unit.consumer import test_skipping
+from tests.unit.consumer.test_skipping import Mine, Numbers
 
 STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
-
-
-class Numbers(hr.AsyncDataset):
-    def __init__(self, length=10):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    async def aget(self, index):
-        return index
-
-    def sample_key(self, index):
-        return f"key-{index}"
 
 
 class Count(hr.AsyncIterableDataset):
@@ -37,17 +24,6 @@ class Count(hr.AsyncIterableDataset):
     async def __aiter__(self):
         for i in range(self.stop):
             yield i
-
-
-class TorchNumbers(torch.utils.data.Dataset):
-    def __init__(self, length=10):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return index
 
 
 class TorchCount(torch.utils.data.IterableDataset):
@@ -84,7 +60,7 @@ def note_of(error):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("dataset", [Numbers(), Count(), TorchNumbers(), TorchCount()], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize("dataset", [Numbers(10), Count(), range(10), TorchCount()], ids=lambda d: type(d).__name__)
 def test_for_gives_every_batch_once_and_again_in_the_next_epoch(dataset, num_workers):
     expected = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     if isinstance(dataset, TorchCount) and num_workers:
@@ -96,7 +72,7 @@ def test_for_gives_every_batch_once_and_again_in_the_next_epoch(dataset, num_wor
         assert loader.stats().samples == 2 * sum(map(len, expected))
 
 
-@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(), 0), (Count(), 2), (TorchNumbers(), 2)])
+@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(10), 0), (Count(), 2), (range(10), 2)])
 def test_async_for_delivers_the_same_batches_on_every_event_loop(dataset, num_workers, consumer_loop, engine_loop):
     async def scenario():
         async with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers) as loader:
@@ -162,7 +138,7 @@ def test_in_order_decides_the_order_of_delivery(in_order, engine_loop):
         assert lists(loader) == [[i] for i in ([0, 1, 2, 3] if in_order else [3, 1, 0, 2])]
 
 
-@pytest.mark.parametrize("dataset", [Numbers(40), Count(40), TorchNumbers(40)], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize("dataset", [Numbers(40), Count(40), range(40)], ids=lambda d: type(d).__name__)
 def test_every_batch_is_delivered_out_of_order(dataset):
     with hr.DataLoader(dataset, batch_size=3, num_workers=2, in_order=False) as loader:
         assert sorted(i for batch in loader for i in batch.tolist()) == list(range(40))
@@ -246,15 +222,6 @@ class Fails:
         return sample
 
 
-class FailingNumbers(Numbers):
-    def __init__(self, length, fails):
-        super().__init__(length)
-        self.fails = fails
-
-    async def aget(self, index):
-        return self.fails(index)
-
-
 class Collate:
     def __init__(self, fails):
         self.fails = fails
@@ -266,7 +233,7 @@ class Collate:
 def failing(stage, fails, **options):
     """A loader over eight samples, in batches of two, in which `stage` fails for one of them."""
     if stage == "fetch":
-        return hr.DataLoader(FailingNumbers(8, fails), batch_size=2, **options)
+        return hr.DataLoader(Numbers(8, fails), batch_size=2, **options)
     if stage == "transform":
         return hr.DataLoader(Numbers(8), batch_size=2, transform=fails, **options)
     return hr.DataLoader(Numbers(8), batch_size=2, collate_fn=Collate(fails), **options)
@@ -274,10 +241,6 @@ def failing(stage, fails, **options):
 
 STAGES = pytest.mark.parametrize("stage", ["fetch", "transform", "collate"])
 WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
-
-
-class Mine(ValueError):
-    """A user's own exception."""
 
 
 @STAGES
@@ -424,18 +387,18 @@ def test_error_of_the_sampler_is_raised_after_the_batches_before_it():
         def __iter__(self):
             raise Mine("no")
 
-    with hr.DataLoader(Numbers(), sampler=Sampler(), batch_size=2) as loader:
+    with hr.DataLoader(Numbers(10), sampler=Sampler(), batch_size=2) as loader:
         first, second, error = drain(iter(loader))
         assert lists([first, second]) == [[0, 1], [2, 3]]
         assert isinstance(error, Mine)
         assert "stage sampling, batch 2" in note_of(error)
-    with hr.DataLoader(Numbers(), batch_sampler=CannotStart()) as loader, pytest.raises(Mine) as caught:
+    with hr.DataLoader(Numbers(10), batch_sampler=CannotStart()) as loader, pytest.raises(Mine) as caught:
         list(loader)
     assert "stage sampling" in note_of(caught.value)
 
 
 def test_sample_key_that_fails_hides_no_error():
-    class Keyless(FailingNumbers):
+    class Keyless(Numbers):
         def sample_key(self, index):
             raise SystemExit
 
@@ -528,7 +491,7 @@ def test_closing_while_another_task_waits_ends_its_wait(run):
     asked = threading.Event()
 
     async def scenario():
-        loader = hr.DataLoader(Silent())
+        loader = hr.DataLoader(Silent(1))
 
         async def consume():
             with pytest.raises(hr.errors.LoaderClosedError):

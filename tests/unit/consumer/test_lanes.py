@@ -49,15 +49,6 @@ def read(stream, **options):
         return [batch.tolist() for batch in loader]
 
 
-@pytest.fixture
-def as_rank(monkeypatch):
-    def become(rank, world_size):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(world_size))
-
-    return become
-
-
 STREAMS = {
     "lines": lines,
     "shuffled": lambda: lines(shuffle=True, buffer_size=4, seed=2),

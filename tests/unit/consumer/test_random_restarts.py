@@ -56,7 +56,7 @@ def is_of_its_ranks(states, global_cursor):
 @pytest.mark.filterwarnings("ignore:.* has no state_dict", "ignore:each of .* ranks reads all", "ignore:.*engines")
 @pytest.mark.parametrize("number", range(RUNS))
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.workers is None])
-def test_each_sample_is_given_once(name, number, shards, monkeypatch):
+def test_each_sample_is_given_once(name, number, shards, as_rank):
     kind, draw = KINDS[name], random.Random(f"{name} {number}")
     late = set(draw.sample(range(N), N // 4))
 
@@ -87,8 +87,7 @@ def test_each_sample_is_given_once(name, number, shards, monkeypatch):
         steps = N + 1 if start == STARTS - 1 else draw.randrange(5)
         parts = []
         for rank, state in enumerate(states or [None] * ranks):
-            monkeypatch.setenv("RANK", str(rank))
-            monkeypatch.setenv("WORLD_SIZE", str(ranks))
+            as_rank(rank, ranks)
             parts.append(Part(name, shards, state, steps, transform=transform, **options))
         given.update(sample for part in parts for sample in part.given)
         story.append((ranks, options, [part.given for part in parts], states))

@@ -283,11 +283,10 @@ def test_sampler_with_another_order_than_before_is_refused():
 
 
 @pytest.mark.parametrize("name", ["shuffled by torch", "subset"])
-def test_order_that_one_rank_drew_is_refused_on_another(name, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
+def test_order_that_one_rank_drew_is_refused_on_another(name, as_rank):
+    as_rank(0, 2)
     _, state = saved_after(CASES[name](), 1)
-    monkeypatch.setenv("RANK", "1")
+    as_rank(1, 2)
     restored = CASES[name]()
     restored.load_state_dict(state)
     with pytest.raises(StateError, match="saved by rank 0 of 2, and this is rank 1 of 2"):

@@ -153,7 +153,7 @@ def test_each_sample_is_given_once_by_a_loader_interrupted_five_times_before_its
     assert sorted(given) == list(range(N))
 
 
-def test_rank_that_continues_for_two_is_interrupted_before_its_first_batch_in_order(tmp_path, monkeypatch):
+def test_rank_that_continues_for_two_is_interrupted_before_its_first_batch_in_order(tmp_path, as_rank):
     """Its state has the stream's position from before, whose samples were counted by the two."""
     os.mkfifo(fifo := tmp_path / "fifo")
     (tmp_path / "numbers.txt").write_text("".join(f"{number}\n" for number in range(N)))
@@ -170,12 +170,10 @@ def test_rank_that_continues_for_two_is_interrupted_before_its_first_batch_in_or
 
     given, held = [], set()
     for rank in range(2):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", "2")
+        as_rank(rank, 2)
         more, state = take(loader(batch_size=2), 2)
         given += more
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    as_rank(0, 1)
     assert sorted(given) == list(range(8))
     held = {8}
     continued = loader(batch_size=1, num_workers=3, prefetch_factor=2, in_order=False)

@@ -152,15 +152,14 @@ def test_another_number_of_workers_for_a_torch_stream_or_a_dataset_with_a_state_
 
 
 @pytest.mark.filterwarnings("ignore:each of .* ranks reads all")
-def test_state_of_another_rank_is_refused(monkeypatch):
+def test_state_of_another_rank_is_refused(as_rank):
     def state_of(rank, world_size):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        as_rank(rank, world_size)
         return saved_after(DataLoader(Remembering(), 2), 2)[1]
 
     first, second = state_of(0, 2), state_of(1, 2)
     for state, message in ((first, "rank 0 of 2, and this is rank 1 of 3.*merge_states"), (second, "rank 1 of 2")):
-        monkeypatch.setenv("WORLD_SIZE", "3")
+        as_rank(1, 3)
         restored = DataLoader(Remembering(), 2)
         restored.load_state_dict(state)
         with pytest.raises(StateError, match=message):

@@ -15,8 +15,6 @@ import torch
 
 import headrace as hr
 
-WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
-KINDS = pytest.mark.parametrize("kind", ["async", "torch"])
 PLACES = pytest.mark.parametrize(("kind", "num_workers"), [*itertools.product(["async", "torch"], [0, 2])])
 PREFIX = "a sample was skipped"
 
@@ -41,57 +39,45 @@ class Bad:
 good = Bad()
 
 
-class Numbers(hr.AsyncDataset):
+class Checked:
+    """Numbers below `length`, if `check` does not raise."""
+
     def __init__(self, length, check=good):
         self.length = length
         self.check = check
 
+
+class CheckedMap(Checked):
     def __len__(self):
         return self.length
 
+    def sample_key(self, index):
+        return f"key-{index}"
+
+
+class Numbers(CheckedMap, hr.AsyncDataset):
     async def aget(self, index):
         return self.check(index)
 
-    def sample_key(self, index):
-        return f"key-{index}"
 
-
-class TorchNumbers(torch.utils.data.Dataset):
-    def __init__(self, length, check=good):
-        self.length = length
-        self.check = check
-
-    def __len__(self):
-        return self.length
-
+class TorchNumbers(CheckedMap, torch.utils.data.Dataset):
     def __getitem__(self, index):
         return self.check(index)
 
-    def sample_key(self, index):
-        return f"key-{index}"
 
-
-class Count(hr.AsyncIterableDataset):
+class Count(Checked, hr.AsyncIterableDataset):
     """A stream that continues after a failed sample."""
 
-    def __init__(self, stop, check=good):
-        self.stop = stop
-        self.check = check
-
     def __aiter__(self):
-        return StreamIterator(self.stop, self.check)
+        return StreamIterator(self.length, self.check)
 
 
-class TorchCount(torch.utils.data.IterableDataset):
+class TorchCount(Checked, torch.utils.data.IterableDataset):
     """As `Count`, in one of the workers, so that others' streams are empty."""
-
-    def __init__(self, stop, check=good):
-        self.stop = stop
-        self.check = check
 
     def __iter__(self):
         info = hr.get_worker_info()
-        return StreamIterator(self.stop if info is None or info.id == 0 else 0, self.check)
+        return StreamIterator(self.length if info is None or info.id == 0 else 0, self.check)
 
 
 class StreamIterator:

@@ -294,14 +294,13 @@ class Pairs(hr.AsyncIterableDataset):
     ],
     ids=["itself", "shuffle", "own", "concat", "batches", "split"],
 )
-def test_stream_of_shards_inside_a_split_is_divided_once(monkeypatch, tmp_path, around):
+def test_stream_of_shards_inside_a_split_is_divided_once(as_rank, tmp_path, around):
     for shard in range(4):
         tmp_path.joinpath(f"{shard}.txt").write_text(f"{shard}\n{shard + 4}\n")
     whole = around(hr.LinesDataset(tmp_path, shuffle=True, remainder="keep"))
     everything = list(whole)
     ranks = []
     for rank in range(2):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", "2")
+        as_rank(rank, 2)
         ranks.append(list(whole.split()))
     assert [sample for turn in zip(*ranks, strict=True) for sample in turn] == everything

@@ -84,10 +84,9 @@ SIZES = (5, 13, 1, 30, 7, 8)
 
 
 @pytest.fixture
-def rank_of_two(tmp_path, monkeypatch):
+def rank_of_two(tmp_path, as_rank):
     """The folder of six files of unequal lengths, of which this rank reads three others in each epoch."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    as_rank(0, 2)
     for number, size in enumerate(SIZES):
         (tmp_path / f"{number}.txt").write_text("x\n" * size)
     return tmp_path

@@ -19,9 +19,8 @@ class Declared(Numbers):
     splits_by_rank = True
 
 
-def test_loader_warns_once_of_a_stream_that_is_not_split(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_loader_warns_once_of_a_stream_that_is_not_split(as_rank):
+    as_rank(1, 2)
     with hr.DataLoader(Numbers().shuffle(2)) as loader:
         with pytest.warns(UserWarning, match=r"2 ranks.*\.split\(\).*get_rank_info.*splits_by_rank") as caught:
             list(loader)
@@ -33,11 +32,10 @@ def test_loader_warns_once_of_a_stream_that_is_not_split(monkeypatch):
 
 @pytest.mark.parametrize(
     ("make", "world_size"),
-    [(Numbers, "1"), (lambda: Numbers().split().map(abs), "2"), (Declared, "2"), (lambda: Numbers(Declared()), "2")],
+    [(Numbers, 1), (lambda: Numbers().split().map(abs), 2), (Declared, 2), (lambda: Numbers(Declared()), 2)],
 )
-def test_loader_does_not_warn_of_one_rank_or_a_split(monkeypatch, make, world_size):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", world_size)
+def test_loader_does_not_warn_of_one_rank_or_a_split(as_rank, make, world_size):
+    as_rank(0, world_size)
     with hr.DataLoader(make()) as loader, warnings.catch_warnings():
         warnings.simplefilter("error")
         list(loader)

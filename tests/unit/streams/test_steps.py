@@ -157,14 +157,13 @@ def test_random_predicates_are_the_same_for_every_number_of_workers(options):
 
 
 @pytest.mark.parametrize(("seed", "options"), [(None, {}), (5, {"placement": "process"}), (5, {"num_workers": 2})])
-def test_random_predicates_under_a_split_keep_the_same_samples_on_all_ranks(monkeypatch, options, seed):
+def test_random_predicates_under_a_split_keep_the_same_samples_on_all_ranks(as_rank, options, seed):
     kept = Count(64).map(lambda i: (i, random.random())).filter(lambda sample: sample[1] < 0.6)
     stream = kept.split().map(lambda sample: (*sample, random.random())).filter(lambda sample: True)
-    monkeypatch.setenv("WORLD_SIZE", "2")
     epochs = []
     for rank in range(2):
         torch.manual_seed(rank)
-        monkeypatch.setenv("RANK", str(rank))
+        as_rank(rank, 2)
         with hr.DataLoader(stream, batch_size=None, seed=seed, collate_fn=tuple, **options) as loader:
             epochs.append([list(loader), list(loader)])
     for first, second in zip(*epochs, strict=True):

@@ -92,11 +92,10 @@ def test_iteration_goes_on_after_an_error_of_a_batch(file):
         assert len(list(batches)) == 15
 
 
-def test_other_ranks_show_nothing(file, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_other_ranks_show_nothing(file, as_rank):
     with hr.DataLoader(Numbers(64), 4) as loader:
-        for rank in ("1", "0"):
-            monkeypatch.setenv("RANK", rank)
+        for rank in (1, 0):
+            as_rank(rank, 2)
             assert file.getvalue() == ""
             assert len(list(hr.progress(loader, file=file))) == 16
     assert file.getvalue()

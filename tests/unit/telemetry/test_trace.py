@@ -199,9 +199,8 @@ def test_second_trace_of_a_file_is_an_error_and_the_first_goes_on(tmp_path):
         assert events_of(path)  # complete
 
 
-def test_rank_is_put_into_the_name(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+def test_rank_is_put_into_the_name(tmp_path, as_rank):
+    as_rank(3, 4)
     with hr.trace(tmp_path / "rank-{rank}.json") as path:
         pass
     assert path.name == "rank-3.json"

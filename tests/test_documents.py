@@ -2,11 +2,10 @@
 
 import asyncio
 import contextlib
+import csv
 import importlib
-import io
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -22,7 +21,7 @@ import pytest
 import redis
 from aiohttp import web
 from moto.server import ThreadedMotoServer
-from PIL import Image, ImageDraw
+from PIL import Image
 
 import headrace
 from headrace._core.eventloop.loop_thread import LoopThread
@@ -88,7 +87,7 @@ def served(path, handler):
 
 
 @pytest.fixture
-def bucket(monkeypatch):
+def bucket(monkeypatch, tmp_path):
     """A bucket of JPEGs in a folder for each class, behind an S3 server that the environment names."""
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
@@ -99,19 +98,11 @@ def bucket(monkeypatch):
         monkeypatch.setenv(name, value)
     client = boto3.client("s3", endpoint_url=url, region_name="us-east-1")
     client.create_bucket(Bucket="bucket")
-    chance = random.Random(0)
-    for number in range(600):
-        label = ("disc", "square", "triangle")[number % 3]
-        size, ink = chance.randint(80, 200), f"hsl({chance.randrange(360)}, 80%, 40%)"
-        picture = Image.new("RGB", (size, size), f"hsl({chance.randrange(360)}, 30%, 80%)")
-        circle = (size / 2, size / 2, size * chance.uniform(0.25, 0.45))
-        if label == "disc":
-            ImageDraw.Draw(picture).circle(circle[:2], circle[2], fill=ink)
-        else:
-            ImageDraw.Draw(picture).regular_polygon(circle, 4 if label == "square" else 3, fill=ink)
-        data = io.BytesIO()
-        picture.save(data, "JPEG")
-        client.put_object(Bucket="bucket", Key=f"train/{label}/{number:04d}.jpg", Body=data.getvalue())
+    importlib.import_module("05_image_folder").draw_shapes(tmp_path, 1200)
+    with open(tmp_path / "labels.csv", newline="") as labels:
+        for row in csv.DictReader(labels):
+            if row["file"].endswith(".jpg"):
+                client.upload_file(tmp_path / row["file"], "bucket", f"train/{row['label']}/{row['file']}")
     yield variables
     server.stop()
 

@@ -21,17 +21,7 @@ import pytest
 import torch
 
 import headrace as hr
-from tests.faults.watching import (
-    Numbers,
-    Slow,
-    drain,
-    engines_of,
-    first_call,
-    kill,
-    once_each,
-    run_on,
-    text_of,
-)
+from tests.faults.watching import Numbers, Slow, drain, engines_of, first_call, kill, once_each, run_on, text_of
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 

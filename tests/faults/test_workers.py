@@ -16,17 +16,7 @@ import pytest
 import torch
 
 import headrace as hr
-from tests.faults.watching import (
-    Numbers,
-    drain,
-    first_call,
-    kill,
-    once_each,
-    sidecar,
-    text_of,
-    wait_until,
-    workers,
-)
+from tests.faults.watching import Numbers, drain, first_call, kill, once_each, sidecar, text_of, wait_until, workers
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 

@@ -13,17 +13,7 @@ import pytest
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "parity.md"
-ROWS = (
-    "dataset kinds",
-    "batching",
-    "order",
-    "workers",
-    "collation",
-    "pinned memory",
-    "errors",
-    "constructor",
-    "ends",
-)
+ROWS = ("dataset kinds", "batching", "order", "workers", "collation", "pinned memory", "errors", "constructor", "ends")
 PROVEN = "a test"
 HEAD = """\
 # Parity with torch's DataLoader

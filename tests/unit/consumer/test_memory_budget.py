@@ -111,12 +111,7 @@ def test_lost_batches_are_replaced_within_any_budget(options):
 def test_async_for_and_a_device_get_each_batch_within_any_budget(options):
     async def numbers():
         loader = hr.DataLoader(
-            Small(),
-            2,
-            transform=lambda index: torch.full((SIZE,), index),
-            device="cpu",
-            memory_budget=1,
-            **options,
+            Small(), 2, transform=lambda index: torch.full((SIZE,), index), device="cpu", memory_budget=1, **options
         )
         async with loader:
             return [int(number) async for batch in loader for number in batch[:, 0]]

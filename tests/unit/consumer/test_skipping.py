@@ -379,12 +379,7 @@ class TorchDies(torch.utils.data.IterableDataset):
             yield i
 
 
-DYING = {
-    "plain": Dies(),
-    "shuffle": Dies().shuffle(4),
-    "concat": hr.concat([Dies(), Dies()]),
-    "torch": TorchDies(),
-}
+DYING = {"plain": Dies(), "shuffle": Dies().shuffle(4), "concat": hr.concat([Dies(), Dies()]), "torch": TorchDies()}
 
 
 @pytest.mark.parametrize(("name", "num_workers"), [*((name, 0) for name in DYING), ("plain", 1), ("torch", 1)])

@@ -600,23 +600,6 @@ def test_state_dict_with_arguments_is_no_state():
         assert [batch.tolist() for batch in restored] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-class StatefulDataset(Plain):
-    """Its iterators continue after the last sample that the dataset gave."""
-
-    position = 0
-
-    async def __aiter__(self):
-        while self.position < self.stop:
-            self.position += 1
-            yield self.position - 1
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
-
-
 @pytest.mark.parametrize("position", range(1, 6))
 def test_stream_without_state_is_read_again_from_its_start_with_a_warning(position):
     async def run():
@@ -646,19 +629,19 @@ def test_state_at_the_start_needs_no_warning(recwarn):
 
 def test_state_is_a_copy():
     async def run():
-        dataset = StatefulDataset(5)
+        dataset = OwnState(5)
         dataset.state_dict = lambda: dataset.__dict__
         iterator = start_stream(dataset)
         await anext(iterator)
         state = iterator.state_dict()
         await anext(iterator)
-        assert state["dataset"]["position"] == 1
+        assert state["dataset"]["start"] == 1
 
     asyncio.run(run())
 
 
 async def test_state_of_a_dataset_that_has_none_now_is_refused():
-    state = start_stream(StatefulDataset(5)).state_dict()
+    state = start_stream(OwnState(5)).state_dict()
     with pytest.raises(hr.StateError, match="one of Plain, which has no load_state_dict"):
         start_stream(Plain(5)).load_state_dict(state)
 

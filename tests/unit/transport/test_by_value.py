@@ -125,9 +125,6 @@ def test_traceback_of_a_function_that_travelled_by_value_has_its_file_and_line(m
     """cloudpickle leaves out the file from 3.1.3 on."""
     monkeypatch.setattr(fail, "__module__", "__main__")
     line = fail.__code__.co_firstlineno + 1
-    with (
-        hr.DataLoader(Numbers(2), num_workers=1, transform=fail) as loader,
-        pytest.raises(LookupError) as caught,
-    ):
+    with hr.DataLoader(Numbers(2), num_workers=1, transform=fail) as loader, pytest.raises(LookupError) as caught:
         next(iter(loader))
     assert f'File "{__file__}", line {line}, in fail\n    raise LookupError' in caught.value.__notes__[0]

@@ -58,14 +58,6 @@ class Box:
     value: int
 
 
-class Boxes(Dataset[Box]):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return Box(index)
-
-
 def values(loader):
     return [batch.tolist() for batch in loader]
 
@@ -89,7 +81,7 @@ def test_type_registered_with_torchs_collate_after_the_import(num_workers, monke
 
     monkeypatch.setitem(default_collate_fn_map, Box, collate_boxes)
     for make in (TorchDataLoader, hr.DataLoader):
-        assert values(make(Boxes(), 2, num_workers=num_workers)) == [[0, 1], [2, 3]]
+        assert values(make(list(map(Box, range(4))), 2, num_workers=num_workers)) == [[0, 1], [2, 3]]
     assert hr.default_collate([Box(1), Box(2)]).tolist() == [1, 2]
 
 

@@ -211,17 +211,11 @@ def test_states_of_ranks_without_a_batch_since_a_restore(run, make):
             assert sorted([*before, *itertools.chain(*given, *rest)]) == list(range(N))
 
 
-def given_ranks(make):
-    """For each rank and number of ranks a stream that was given them, in a process that is rank 0 of 1."""
-    return lambda rank, ranks: make(rank=rank, world_size=ranks)
-
-
+# Streams that were given the rank and the number of ranks, in a process that is rank 0 of 1.
 GIVEN = {
-    "split, filtered": given_ranks(
-        lambda **given: from_async_iterable(in_turn).split(**given, remainder="keep").filter(lambda n: n >= 0)
-    ),
-    "shards": given_ranks(lambda **given: tars(**given)),
-    "samples of shards, shuffled": given_ranks(lambda **given: tars(**given, split="samples", buffer_size=3)),
+    "split, filtered": lambda **of: from_async_iterable(in_turn).split(**of, remainder="keep").filter(lambda n: n >= 0),
+    "shards": lambda **of: tars(**of),
+    "samples of shards, shuffled": lambda **of: tars(**of, split="samples", buffer_size=3),
 }
 
 
@@ -230,11 +224,11 @@ GIVEN = {
 def test_state_is_of_the_rank_that_a_stream_was_given(name):
     make, given, states = GIVEN[name], [], []
     for rank in range(2):
-        loader = DataLoader(make(rank, 2), 2)
+        loader = DataLoader(make(rank=rank, world_size=2), 2)
         given += read(loader, 3)
         states.append(json.loads(json.dumps(loader.state_dict())))
     for rank, ranks in ((1, 2), (0, 4), (0, 1)):
-        loader = DataLoader(make(rank, ranks), 2)
+        loader = DataLoader(make(rank=rank, world_size=ranks), 2)
         loader.load_state_dict(states[0])
         with pytest.raises(StateError, match=f"saved by rank 0 of 2, and this is rank {rank} of {ranks}"):
             iter(loader)
@@ -242,7 +236,7 @@ def test_state_is_of_the_rank_that_a_stream_was_given(name):
     for ranks in (1, 4):
         rest = []
         for rank in range(ranks):
-            loader = DataLoader(make(rank, ranks), 2)
+            loader = DataLoader(make(rank=rank, world_size=ranks), 2)
             loader.load_state_dict(merged)
             rest += read(loader)
         assert set(given + rest) == set(range(N))

@@ -28,14 +28,6 @@ class Held(hr.AsyncDataset):
         return index
 
 
-class Backwards(Sampler):
-    def __len__(self):
-        return N
-
-    def __iter__(self):
-        return iter(range(N - 1, -1, -1))
-
-
 def in_sequence(held, batch_size, in_order):
     return hr.DataLoader(Held(held), batch_size, in_order=in_order)
 
@@ -51,7 +43,9 @@ def by_elastic_sampler(held, batch_size, in_order):
 
 
 def by_sampler(held, batch_size, in_order):
-    return hr.DataLoader(Held({N - 1 - each for each in held}), batch_size, sampler=Backwards(), in_order=in_order)
+    return hr.DataLoader(
+        Held({N - 1 - each for each in held}), batch_size, sampler=ORDERS[by_sampler], in_order=in_order
+    )
 
 
 def by_batch_sampler(held, batch_size, in_order):
@@ -83,13 +77,15 @@ def by_pairs_with_a_state(held, batch_size, in_order):
     return hr.DataLoader(Held(held), batch_sampler=Stateful(), in_order=in_order)
 
 
-def of_a_stream(held, batch_size, in_order):
-    """The numbers in `held` wait in a worker, in a FIFO that is never written to."""
+@pytest.fixture(autouse=True)
+def _fifo(tmp_path, monkeypatch):
+    """A FIFO that is never written to, in which workers wait."""
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.setenv("FIFO", str(tmp_path / "fifo"))
 
-    async def numbers():
-        for number in range(N):
-            yield number
 
+def all_but(held):
+    """A transform that the numbers in `held` never leave."""
     fifo = os.environ["FIFO"]
 
     def wait(number):
@@ -98,8 +94,16 @@ def of_a_stream(held, batch_size, in_order):
                 waiting.read()
         return number
 
-    stream = hr.from_async_iterable(numbers)
-    return hr.DataLoader(stream, batch_size, transform=wait, num_workers=3, prefetch_factor=2, in_order=in_order)
+    return wait
+
+
+def of_a_stream(held, batch_size, in_order):
+    async def numbers():
+        for number in range(N):
+            yield number
+
+    options = {"transform": all_but(held), "num_workers": 3, "prefetch_factor": 2, "in_order": in_order}
+    return hr.DataLoader(hr.from_async_iterable(numbers), batch_size, **options)
 
 
 KINDS = [in_sequence, by_permutation, by_elastic_sampler, by_sampler, by_batch_sampler]
@@ -118,11 +122,7 @@ def take(loader, batches):
 @pytest.mark.parametrize(
     ("kind", "batch_size", "in_order"), [*((kind, 3, False) for kind in KINDS), (in_sequence, 2, True)]
 )
-def test_each_sample_is_given_once_by_a_loader_interrupted_three_times(
-    kind, batch_size, in_order, tmp_path, monkeypatch
-):
-    os.mkfifo(tmp_path / "fifo")
-    monkeypatch.setenv("FIFO", str(tmp_path / "fifo"))
+def test_each_sample_is_given_once_by_a_loader_interrupted_three_times(kind, batch_size, in_order):
     given, state = take(kind({2, 10}, 2, in_order=False), 4)
     assert ORDERS.get(kind, range(N))[2] not in given
     for held, batches in (({10}, 1), ({10, 20}, 2)):  # the first ends between batches that were given out before
@@ -138,11 +138,7 @@ def test_each_sample_is_given_once_by_a_loader_interrupted_three_times(
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_sample_is_given_once_by_a_loader_interrupted_five_times_before_its_first_batch(
-    kind, tmp_path, monkeypatch
-):
-    os.mkfifo(tmp_path / "fifo")
-    monkeypatch.setenv("FIFO", str(tmp_path / "fifo"))
+def test_each_sample_is_given_once_by_a_loader_interrupted_five_times_before_its_first_batch(kind):
     given, state = [], None
     for held, batches in [*[({0}, 2)] * 5, (set(), N)]:
         loader = kind(held, 2, in_order=False)
@@ -155,32 +151,23 @@ def test_each_sample_is_given_once_by_a_loader_interrupted_five_times_before_its
 
 def test_rank_that_continues_for_two_is_interrupted_before_its_first_batch_in_order(tmp_path, as_rank):
     """Its state has the stream's position from before, whose samples were counted by the two."""
-    os.mkfifo(fifo := tmp_path / "fifo")
     (tmp_path / "numbers.txt").write_text("".join(f"{number}\n" for number in range(N)))
 
-    def wait(number):
-        if number in held:
-            with open(fifo) as waiting:
-                waiting.read()
-        return number
-
-    def loader(**options):
+    def loader(held=(), **options):
         numbers = hr.LinesDataset(tmp_path / "numbers.txt", split="samples").map(int)
-        return hr.DataLoader(numbers, transform=wait, **options)
+        return hr.DataLoader(numbers, transform=all_but(held), **options)
 
-    given, held = [], set()
+    given = []
     for rank in range(2):
         as_rank(rank, 2)
         more, state = take(loader(batch_size=2), 2)
         given += more
     as_rank(0, 1)
     assert sorted(given) == list(range(8))
-    held = {8}
-    continued = loader(batch_size=1, num_workers=3, prefetch_factor=2, in_order=False)
+    continued = loader({8}, batch_size=1, num_workers=3, prefetch_factor=2, in_order=False)
     continued.load_state_dict(state)
     more, state = take(continued, 3)
     assert 8 not in more
-    held = set()
     restored = loader(batch_size=3, in_order=False)
     restored.load_state_dict(state)
     rest, _ = take(restored, N)
@@ -217,25 +204,18 @@ class FailsAtSix:
 
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")
-def test_samples_of_a_batch_that_failed_are_not_read_again(tmp_path):
-    def loader(wait):
+def test_samples_of_a_batch_that_failed_are_not_read_again():
+    def loader(held):
         class Stream:
             def __aiter__(self):
                 return FailsAtSix()
 
-        return hr.DataLoader(Stream(), 4, transform=wait, num_workers=2, in_order=False, drop_last=True)
+        return hr.DataLoader(Stream(), 4, transform=all_but(held), num_workers=2, in_order=False, drop_last=True)
 
-    def wait(number):
-        if number == 0:
-            with open(tmp_path / "fifo") as waiting:
-                waiting.read()
-        return number
-
-    os.mkfifo(tmp_path / "fifo")
-    with loader(wait) as interrupted:
+    with loader({0}) as interrupted:
         with pytest.raises(ValueError, match="6"):
             next(iter(interrupted))
         state = interrupted.state_dict()
-    with loader(int) as restored:
+    with loader(set()) as restored:
         restored.load_state_dict(state)
         assert sorted(batch.tolist() for batch in restored) == [[0, 1, 2, 3], [7, 8, 9, 10], [11, 12, 13, 14]]

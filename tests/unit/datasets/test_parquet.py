@@ -249,11 +249,9 @@ def test_ranks_divide_rows_by_split_and_remainder(server, format, split, remaind
     if remainder != "keep":
         assert len(set(lengths)) == 1
     counts = Counter(i for part in parts for i in part)
-    if remainder == "drop":
-        assert max(counts.values()) == 1
-    else:
+    if remainder != "drop":
         assert counts.keys() == set(range(300))
-    if remainder == "keep":
+    if remainder in ("drop", "keep"):
         assert max(counts.values()) == 1
 
 

@@ -204,22 +204,17 @@ EVERY = Counter(f"{number}-{sample}" for number, size in enumerate(COUNTS) for s
 @pytest.mark.parametrize(("world_size", "shuffle"), [(2, True), (5, False)])
 @pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
 def test_ranks_divide_shards_into_equal_lengths(unequal_shards, world_size, policy, shuffle):
-    ranks = parts(unequal_shards, world_size, counts=COUNTS, remainder=policy, shuffle=shuffle)
+    options = {"counts": COUNTS, "remainder": policy, "shuffle": shuffle}
+    ranks = parts(unequal_shards, world_size, **options)
     got = sum(map(Counter, ranks), Counter())
-    lengths = set(map(len, ranks))
     if policy == "keep":
         assert got == EVERY
-    elif policy == "drop":
-        assert len(lengths) == 1
-        assert got <= EVERY
     else:
-        assert len(lengths) == 1
-        assert set(got) == set(EVERY)
+        assert len(set(map(len, ranks))) == 1
+        assert got <= EVERY if policy == "drop" else set(got) == set(EVERY)
     assert all(Counter(a).keys().isdisjoint(b) for a, b in itertools.combinations(ranks, 2))
-    expected = hr.TarDataset(
-        unequal_shards / "*.tar", rank=0, world_size=world_size, counts=COUNTS, remainder=policy, shuffle=shuffle
-    )
-    assert len(expected) == len(ranks[0])
+    first = hr.TarDataset(unequal_shards / "*.tar", rank=0, world_size=world_size, **options)
+    assert len(first) == len(ranks[0])
 
 
 @pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
@@ -289,12 +284,8 @@ def test_memory_is_bounded_by_read_ahead(tmp_path):
     blob = bytes(100_000)
     objects = {f"{i}.tar": tars.shard(map(str, range(80)), bin=lambda key: blob) for i in range(4)}
     with ObjectServer(objects) as server:
-        dataset = hr.TarDataset(
-            [f"{server.http_url}/{i}.tar" for i in range(4)],
-            shards_in_parallel=2,
-            requests_per_shard=2,
-            chunk_bytes=200_000,
-        )
+        options = {"shards_in_parallel": 2, "requests_per_shard": 2, "chunk_bytes": 200_000}
+        dataset = hr.TarDataset(f"{server.http_url}/{{0..3}}.tar", **options)
 
         async def first():
             stream = aiter(dataset)
@@ -372,20 +363,14 @@ def test_read_only_store_warns_once(tmp_path):
 def test_indexed_sample_reads_only_the_bytes_of_its_fields(tmp_path):
     big = {"jpg": lambda key: bytes(100_000), "cls": str.encode, "empty": lambda key: b""}
     with ObjectServer({"a.tar": tars.shard("ab", **big)}) as server:
-        dataset = hr.TarDataset.index(
-            server.url + "/a.tar", fields=["cls"], store=hr.Store(server.url, options=server.store_options)
-        )
+        store = hr.Store(server.url, options=server.store_options)
+        dataset = hr.TarDataset.index("a.tar", fields=["cls"], store=store)
         number, start, stop = dataset.range(1)
         assert (number, stop - start) == (0, 1)
         assert dataset[1]["cls"] == b"b"
-        empty = hr.TarDataset.index(
-            server.url + "/a.tar", fields=["empty"], store=hr.Store(server.url, options=server.store_options)
-        )
-        assert empty[0]["empty"] == b""
+        assert hr.TarDataset.index("a.tar", fields=["empty"], store=store)[0]["empty"] == b""
         with pytest.raises(ShardError, match="no sample has field 'png'"):
-            hr.TarDataset.index(
-                server.url + "/a.tar", fields=["png"], store=hr.Store(server.url, options=server.store_options)
-            )
+            hr.TarDataset.index("a.tar", fields=["png"], store=store)
 
 
 def test_samples_with_different_fields_can_be_indexed(tmp_path):

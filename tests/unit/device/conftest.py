@@ -1,7 +1,9 @@
-"""torch computes with one thread here."""
+"""A device in host memory for loaders; torch computes with one thread here."""
 
 import pytest
 import torch
+
+from tests.unit.device.recording import RecordingStreams, use
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +14,10 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    streams = RecordingStreams()
+    use(monkeypatch, streams)
+    return streams

@@ -9,16 +9,8 @@ import torch
 
 import headrace as hr
 from tests.gpu.rows import KEPT, Rows, check_every_byte, check_layouts, layouts
-from tests.unit.device.recording import RecordingStreams, use
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def streams(monkeypatch):
-    streams = RecordingStreams()
-    use(monkeypatch, streams)
-    return streams
 
 
 def run(streams):

@@ -29,13 +29,6 @@ class Rows(hr.AsyncDataset):
         return torch.full((ELEMENTS,), index)
 
 
-@pytest.fixture
-def streams(monkeypatch):
-    streams = RecordingStreams()
-    use(monkeypatch, streams)
-    return streams
-
-
 def values(streams, batch):
     """What the consumer's stream would read, once it has come so far."""
     streams.sides[-1].run()

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 import headrace as hr
 from headrace._core.order.samplers import SeededRandomSampler
 from headrace._core.torchcompat import portable_collate as portable
+from tests.datasets import Numbers
 
 
 def tenfold(sample):
@@ -23,18 +24,6 @@ class DuckMap:
         return 10
 
     async def aget(self, index):
-        return index
-
-
-class Numbers(DuckMap, hr.AsyncDataset):
-    pass
-
-
-class TorchNumbers(torch.utils.data.Dataset):
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, index):
         return index
 
 
@@ -85,7 +74,7 @@ def numbers(loader):
     return [number for batch in loader for number in torch.as_tensor(batch).reshape(-1).tolist()]
 
 
-@pytest.mark.parametrize("dataset", [Numbers(), DuckMap(), TorchNumbers(), Stream(), DuckStream(), SizedDuckStream()],
+@pytest.mark.parametrize("dataset", [Numbers(10), DuckMap(), range(10), Stream(), DuckStream(), SizedDuckStream()],
                          ids=lambda dataset: type(dataset).__name__)  # fmt: skip
 @pytest.mark.parametrize(("batch_size", "num_workers"), [(4, 0), (None, 0), (4, 2)])
 def test_rebuilt_loader_applies_the_transform_and_warns_once(dataset, batch_size, num_workers):
@@ -105,16 +94,16 @@ def test_rebuilt_loader_applies_the_transform_and_warns_once(dataset, batch_size
 
 def test_rebuilt_loader_of_an_async_dataset_warns_without_a_transform_too():
     with pytest.warns(RuntimeWarning, match="headrace's engine does not run"):
-        assert numbers(rebuilt(hr.DataLoader(Numbers(), batch_size=4))) == list(range(10))
+        assert numbers(rebuilt(hr.DataLoader(Numbers(10), batch_size=4))) == list(range(10))
 
 
 def test_torch_dataset_without_transform_is_rebuilt_without_a_warning():
-    loader = hr.DataLoader(TorchNumbers(), batch_size=4, collate_fn=list)
+    loader = hr.DataLoader(range(10), batch_size=4, collate_fn=list)
     assert loader.collate_fn is list
     assert numbers(rebuilt(loader)) == list(range(10))
 
 
-@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(), 1), (TorchNumbers(), 1), (DuckMap(), 0)])
+@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(10), 1), (range(10), 1), (DuckMap(), 0)])
 def test_transform_is_applied_once_by_a_headrace_loader_made_of_anothers_attributes(dataset, num_workers):
     first = hr.DataLoader(dataset, batch_size=4, transform=tenfold)
     options = {"batch_size": 4, "num_workers": num_workers}
@@ -126,8 +115,8 @@ def test_transform_is_applied_once_by_a_headrace_loader_made_of_anothers_attribu
 
 
 def test_own_transform_replaces_that_of_a_collate_fn_from_another_loader():
-    first = hr.DataLoader(Numbers(), batch_size=5, transform=tenfold)
-    with hr.DataLoader(Numbers(), batch_size=5, transform=lambda n: n + 1, collate_fn=first.collate_fn) as second:
+    first = hr.DataLoader(Numbers(10), batch_size=5, transform=tenfold)
+    with hr.DataLoader(Numbers(10), batch_size=5, transform=lambda n: n + 1, collate_fn=first.collate_fn) as second:
         assert numbers(second) == list(range(1, 11))
 
 
@@ -141,7 +130,7 @@ class Negated:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_collate_fn_wrapped_and_set_again_applies_the_transform_once(num_workers):
-    with hr.DataLoader(Numbers(), batch_size=5, num_workers=num_workers, transform=tenfold) as loader:
+    with hr.DataLoader(Numbers(10), batch_size=5, num_workers=num_workers, transform=tenfold) as loader:
         loader.collate_fn = Negated(loader.collate_fn)
         assert numbers(loader) == list(range(0, -100, -10))
         with pytest.warns(RuntimeWarning, match="rebuilt"):
@@ -150,12 +139,12 @@ def test_collate_fn_wrapped_and_set_again_applies_the_transform_once(num_workers
 
 def test_attributes_of_the_collate_fn_are_read_through():
     collate = Negated(sum)
-    shown = hr.DataLoader(Numbers(), collate_fn=collate, transform=tenfold).collate_fn
+    shown = hr.DataLoader(Numbers(10), collate_fn=collate, transform=tenfold).collate_fn
     assert pickle.loads(pickle.dumps(shown)).transform is tenfold
-    hr.DataLoader(Numbers()).collate_fn = shown
+    hr.DataLoader(Numbers(10)).collate_fn = shown
     padded = Negated(sum)
     padded.pad_token = 7
-    assert hr.DataLoader(Numbers(), collate_fn=padded).collate_fn.pad_token == 7
+    assert hr.DataLoader(Numbers(10), collate_fn=padded).collate_fn.pad_token == 7
 
 
 # Streams
@@ -204,10 +193,10 @@ def test_stream_of_shards_divides_itself_among_torch_workers(tmp_path):
 
 
 def test_order_of_seed_is_the_same_in_a_rebuilt_loader_in_every_epoch():
-    with hr.DataLoader(TorchNumbers(), batch_size=4, shuffle=True, seed=5) as loader:
+    with hr.DataLoader(range(10), batch_size=4, shuffle=True, seed=5) as loader:
         expected = [numbers(loader) for _ in range(3)]
     assert len({tuple(order) for order in expected}) == 3
-    other = hr.DataLoader(TorchNumbers(), batch_size=4, shuffle=True, seed=5)
+    other = hr.DataLoader(range(10), batch_size=4, shuffle=True, seed=5)
     assert isinstance(other.sampler, SeededRandomSampler)
     plain = rebuilt(other)
     assert [numbers(plain) for _ in range(3)] == expected
@@ -216,7 +205,7 @@ def test_order_of_seed_is_the_same_in_a_rebuilt_loader_in_every_epoch():
 
 
 def test_setting_an_option_of_a_loader_warns_that_it_has_no_effect():
-    with hr.DataLoader(Numbers(), batch_size=10) as loader:
+    with hr.DataLoader(Numbers(10), batch_size=10) as loader:
         with pytest.warns(RuntimeWarning, match="transform= is read once"):
             loader.transform = tenfold
         assert numbers(loader) == list(range(10))

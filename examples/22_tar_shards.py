@@ -24,8 +24,11 @@ def write_shard(path, first, count):
                 tar.addfile(info, io.BytesIO(data))
 
 
-def decode(sample):
-    return torch.frombuffer(bytearray(sample["bin"]), dtype=torch.uint8), int(sample["cls"])
+def pixels(data):
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+decode = hr.decode.fields(bin=pixels, cls=int)  # of JPEGs: jpg=hr.decode.image(size=224)
 
 
 with tempfile.TemporaryDirectory() as name:
@@ -41,5 +44,5 @@ with tempfile.TemporaryDirectory() as name:
         stream = indexed.stream(shuffle=True, buffer_size=20, seed=7, rank=rank, world_size=2, remainder="repeat")
         with hr.DataLoader(stream, batch_size=16, num_workers=1, transform=decode) as loader:
             for epoch in range(2):
-                batches = [labels for _, labels in loader]
+                batches = [batch["cls"] for batch in loader]
                 print(f"rank {rank}, epoch {epoch}: {len(batches)} batches, first labels {batches[0][:6].tolist()}")

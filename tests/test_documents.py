@@ -116,9 +116,9 @@ def test_program_of_the_readme_learns_from_the_images_of_a_bucket(run, bucket):
 
 
 def test_checkpoint_lines_of_the_readme_continue_with_the_next_batch(run, tmp_path):
-    setup = f"import os, torch, headrace as hr\nos.chdir({str(tmp_path)!r})\n"
+    setup = f"import os, torch, headrace as hr\nos.chdir({str(tmp_path)!r})\nmodel = torch.nn.Linear(1, 1)\n"
     make = "loader = hr.DataLoader(torch.arange(8), batch_size=2, shuffle=True, seed=0)\n"
-    saved, restored = SAVING.split("# … and in the next job:\n")
+    saved, restored = SAVING.split("# … and in the next job, before its first batch:\n")
     begin, rest = "batches = iter(loader); next(batches)\n", "print([batch.tolist() for batch in batches])\n"
     printed = "".join(run(setup + make + begin + saved + rest + make + restored + "batches = loader\n" + rest))
     uninterrupted, resumed = json.loads(printed.replace("]][[", "]],[[").join("[]"))

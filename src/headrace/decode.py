@@ -73,7 +73,7 @@ def fields(**decoders: Callable[[Any], object]) -> Callable[[Mapping[str, Any]],
 
     Args:
         decoders: for each field that is kept, a function of its bytes, such as `image`, `int`, `float` or `json.loads`;
-            `str` decodes UTF-8.
+            `str` decodes UTF-8. ``__key__=str`` keeps the name of the sample.
 
     Returns:
         A function for `transform=`, from a sample to a dict of the decoded fields. It raises `KeyError` if the sample
@@ -93,7 +93,8 @@ def _decode_fields(sample: Mapping[str, Any], decoders: Mapping[str, Callable[[A
         if name not in sample:
             raise KeyError(f"sample {sample.get('__key__')!r} has no field {name!r}, but {', '.join(sample)}")
         try:
-            decoded[name] = bytes(sample[name]).decode() if decoder is str else decoder(sample[name])
+            value = sample[name]  # `__key__` is a str already
+            decoded[name] = bytes(value).decode() if decoder is str and not isinstance(value, str) else decoder(value)
         except Exception as error:
             error.add_note(f"decoding field {name!r} of sample {sample.get('__key__')!r}")
             raise

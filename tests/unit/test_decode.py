@@ -144,10 +144,15 @@ def test_folder_of_labelled_images_needs_no_code(tmp_path, dataset):
 
 def test_fields_are_decoded_by_their_functions():
     sample = {"__key__": "a", "png": encoded(Image.new("L", (4, 6)), "PNG"), "cls": b"7", "txt": "é".encode(), "x": b""}
-    decode = hr.decode.fields(png=hr.decode.image(), cls=int, txt=str, json=json.loads)
+    decode = hr.decode.fields(__key__=str, png=hr.decode.image(), cls=int, txt=str, json=json.loads)
     found = decode(sample | {"json": b'{"a": [1]}'})
     assert found["png"].shape == (3, 6, 4)
-    assert {name: value for name, value in found.items() if name != "png"} == {"cls": 7, "txt": "é", "json": {"a": [1]}}
+    assert {name: value for name, value in found.items() if name != "png"} == {
+        "__key__": "a",
+        "cls": 7,
+        "txt": "é",
+        "json": {"a": [1]},
+    }
 
 
 def test_error_of_a_field_names_the_field_and_the_sample():

@@ -87,7 +87,7 @@ class Failure:
     @property
     def lost(self) -> int | None:
         """Samples of the rest of a shard that are lost with it, 0 if unknown; None where no shard has ended."""
-        return getattr(self.error, "lost_samples", None)
+        return self.error.lost_samples if isinstance(self.error, HeadraceError) else None
 
     @property
     def type_name(self) -> str:

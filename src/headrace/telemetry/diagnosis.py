@@ -19,6 +19,7 @@ __all__ = ["Diagnosis", "Setup", "diagnose"]
 FEW_WAITS = 0.05
 FAST_NEXT = 50e-6
 BATCHES_AT_LEAST = 10  # for a diagnosis
+WAITING = 0.1  # CPU seconds of a worker for each second of its work, below which it waits for something else
 LONG_START = 0.5  # of the time
 PROVEN_BLOCK = 0.01  # of the time, above which blocking calls are the reason if the event loop is late
 HEADROOM = 1.2  # of a change beyond what is needed
@@ -120,7 +121,7 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
     """The diagnosis of an iteration."""
     if figures.batches < BATCHES_AT_LEAST:
         return Diagnosis(
-            "start-up",
+            "few-batches",
             f"only {figures.batches} batches were delivered after the first, which took {seconds(figures.start_up)}",
             "read more batches before asking for a report",
         )
@@ -452,6 +453,8 @@ def _working(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
             f"less work for each sample, 1/{factor:.2g} of it: decode smaller images, transform on the accelerator, or "
             f"store decoded samples"
         )
+        if figures.workers_cpu < WAITING * figures.workers_busy:
+            advice = "await in aget what transforms wait for: a worker waits for one thing at a time"
     else:
         factor, change = min(wanted, most) / workers, {"num_workers": min(wanted, most)}
         advice = f"num_workers={min(wanted, most)}" + (", and less work for each sample" if wanted > most else "")

@@ -22,7 +22,8 @@ class Report(Figures):
     Attributes:
         limit: what limits it: ``"consumer"`` if the loop hardly waits. One of ``"latency"``, ``"throttling"``,
             ``"bandwidth"``, ``"source"``, ``"event-loop"``, ``"blocked-loop"``, ``"workers"``, ``"order"``,
-            ``"transport"``, ``"copy"``, ``"start-up"``, ``"memory-budget"``, ``"look-ahead"``.
+            ``"transport"``, ``"copy"``, ``"start-up"``, ``"memory-budget"``, ``"look-ahead"``; ``"few-batches"`` if
+            it is not known.
         evidence: the numbers that show it.
         advice: the change to make; empty if none is needed.
         predicted: the share of the time, from 0 to 1, that the loop would wait after it, on the assumption that the
@@ -116,6 +117,7 @@ _LIMITS = {
     "order": ("The order of batches is the limit", "if the others take as long as now"),
     "transport": ("Sending batches is the limit", "if that takes no time"),
     "copy": ("Delivery inside next() is the limit", "if that takes no time"),
+    "few-batches": ("Too few batches to say what limits it", ""),
     "start-up": ("The start is the limit", "if the next epochs are like this one"),
     "memory-budget": ("The memory budget is the limit", _IN_FLIGHT),
     "look-ahead": ("The look-ahead is the limit", "if no other step takes longer"),

@@ -258,7 +258,7 @@ def test_shares_of_a_stage_add_up_to_one():
 
 def test_few_batches_or_none_have_no_diagnosis():
     found = report(count=5, fetch=0.02)
-    assert found.limit == "start-up"
+    assert found.limit == "few-batches"
     assert "only 4 batches" in found.evidence
     found = make_report([], SETUP)
     assert found.batches == 0

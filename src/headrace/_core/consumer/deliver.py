@@ -187,8 +187,8 @@ def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
             "loader.stats().replaced_batches counts these. "
         )
     message += (
-        "Samples that are skipped later in this epoch are counted in loader.stats().skipped_samples, and the last "
-        "errors are in loader.stats().skipped."
+        "Later ones of this epoch are counted in loader.stats().skipped_samples, with those of other epochs, and the "
+        "last errors are in loader.stats().skipped."
     )
     warnings.warn(message, RuntimeWarning, stacklevel=users_stacklevel())
 

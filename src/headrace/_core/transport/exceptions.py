@@ -7,6 +7,7 @@ class is not called: its builtin base class makes the object, and its attributes
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 from collections.abc import Callable
@@ -66,7 +67,11 @@ def _reduced_by_a_builtin(cls: type[BaseException]) -> bool:
 
 def _slots(error: BaseException) -> dict[str, object]:
     names: list[str] = copyreg._slotnames(type(error))  # type: ignore[attr-defined]  # as copy and pickle do
-    return {name: getattr(error, name) for name in names if hasattr(error, name)}
+    slots = {}
+    for name in names:
+        with contextlib.suppress(Exception):  # it is not set, which a `__getattr__` of the class may say in its own way
+            slots[name] = getattr(error, name)
+    return slots
 
 
 def _restore(

@@ -134,6 +134,7 @@ class Epoch:
         return state.batches + len(state.delivered)
 
     def __getstate__(self) -> NoReturn:
+        # The error of torch's iterators, which libraries catch.
         raise NotImplementedError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
 
     # `next()`. It is called where the caches hold the trainer's data: each object that it looks at costs.

@@ -29,8 +29,6 @@ SUFFIXES = tuple(suffix for suffix in _FORMATS if suffix not in TAR_SUFFIXES)
 """Suffixes of compressed files."""
 
 _UNSUPPORTED = (".bz2", ".xz", ".lz4", ".snappy", ".br", ".tbz", ".tbz2", ".txz")
-
-
 _BEGINNINGS = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\0": "xz", b"BZh91AY&SY": "bzip2"}
 
 
@@ -64,10 +62,8 @@ class Codec:
         """Unpack the next bytes, in pieces of at most `MAX_OUTPUT`. The iterator must be exhausted."""
         view = memoryview(data).cast("B")
         if not self.compressed:
-            packed = next((name for first, name in _BEGINNINGS.items() if bytes(view[:10]).startswith(first)), None)
-            if packed is not None and not self.taken:
-                what = f"{packed} by its first bytes, but not by its name; only {', '.join(SUFFIXES)} are unpacked"
-                raise ShardError(what, shard=self._shard, offset=0)
+            if not self.taken:
+                self._check_beginning(bytes(view[:10]))
             self.taken += len(view)
             yield data
             return
@@ -75,6 +71,12 @@ class Codec:
             piece = bytes(view[start : start + _INPUT_BYTES])
             self.taken += len(piece)
             yield from self._unpack(piece)
+
+    def _check_beginning(self, first: bytes) -> None:
+        for magic, name in _BEGINNINGS.items():
+            if first.startswith(magic):
+                what = f"{name} by its first bytes, but not by its name; only {', '.join(SUFFIXES)} are unpacked"
+                raise ShardError(what, shard=self._shard, offset=0)
 
     def finish(self) -> None:
         """Signal the end of the input; raises `TruncatedShardError` if it is incomplete."""

@@ -86,33 +86,39 @@ def served(path, handler):
         loop.close(1.0)
 
 
-@pytest.fixture
-def bucket(monkeypatch, tmp_path):
-    """A bucket of JPEGs in a folder for each class, behind an S3 server that the environment names."""
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory):
+    """A bucket of JPEGs in a folder for each class, behind an S3 server: the lines that lead a program to it."""
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     url = "http://{}:{}".format(*server.get_host_and_port())
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL", "AWS_ALLOW_HTTP")
-    variables = dict(zip(names, ("key", "secret", "us-east-1", url, "true"), strict=True))
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1")
+    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+    client = boto3.client("s3", endpoint_url=url, **keys)
     client.create_bucket(Bucket="bucket")
-    importlib.import_module("05_image_folder").draw_shapes(tmp_path, 1200)
-    with open(tmp_path / "labels.csv", newline="") as labels:
+    folder = tmp_path_factory.mktemp("bucket")
+    importlib.import_module("05_image_folder").draw_shapes(folder, 1200)
+    with open(folder / "labels.csv", newline="") as labels:
         for row in csv.DictReader(labels):
             if row["file"].endswith(".jpg"):
-                client.upload_file(tmp_path / row["file"], "bucket", f"train/{row['label']}/{row['file']}")
-    yield variables
+                client.upload_file(folder / row["file"], "bucket", f"train/{row['label']}/{row['file']}")
+    yield f"import os\nos.environ.update({dict(zip(names, (*keys.values(), url, 'true'), strict=True))})\n"
     server.stop()
 
 
 def test_program_of_the_readme_learns_from_the_images_of_a_bucket(run, bucket):
     assert len(TRAINING.splitlines()) <= 26
-    environment = f"import os\nos.environ.update({bucket})\n"  # of the process that runs it, whose fork server is older
-    accuracies = [int(share) for share in re.findall(r"accuracy (\d+)%", " ".join(run(environment + TRAINING)))]
+    accuracies = [int(share) for share in re.findall(r"accuracy (\d+)%", " ".join(run(bucket + TRAINING)))]
     assert len(accuracies) == 3
     assert accuracies[-1] > 60 > accuracies[0] - 20
+
+
+def test_programs_of_the_quickstart_run_on_a_directory_and_on_a_bucket(run, bucket):
+    files, photos, resumed = python_blocks("docs/quickstart.md")
+    assert len(files.splitlines()) <= 15
+    left, *_, total = run(files + resumed)[-6:]
+    assert int(left) == int(total) - 1
+    assert run(bucket + photos)[-3:] == ["('disc',", "'square',", "'triangle')"]
 
 
 def test_checkpoint_lines_of_the_readme_continue_with_the_next_batch(run, tmp_path):

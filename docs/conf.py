@@ -21,6 +21,7 @@ default_role = "code"  # docstrings have names in single backticks, as Markdown 
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 napoleon_use_ivar = True
+napoleon_custom_sections = [(name, "params_style") for name in ("Fetching", "Placement", "Results", "Device", "Ranks")]
 
 
 def with_links_of_the_site(text, folder):

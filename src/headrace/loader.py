@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import anyio
@@ -33,7 +34,6 @@ from headrace.options import (
     Samples,
     Unset,
     checked_options,
-    documented,
     shown_in_signature,
 )
 from headrace.telemetry.counters import LoaderStats
@@ -52,16 +52,12 @@ __all__ = ["DataLoader"]
 T_co = TypeVar("T_co", covariant=True)
 
 
-@documented
 class DataLoader(TorchDataLoader[T_co]):
     """Loads batches from async datasets and from torch's own, for `for` and for `async for`.
 
-    A drop-in superset of `torch.utils.data.DataLoader`: its arguments come first, in its order, with its meaning, its
-    defaults and its errors. What headrace adds is keyword-only. I/O parallelism (`concurrency`) and CPU parallelism
-    (`num_workers`) are separate numbers.
-
-    An async dataset is fetched from on an event loop of the loader's own, never on the caller's. A torch dataset is
-    read where torch would read it: in the caller's thread, or inside the numbered workers.
+    A drop-in superset of `torch.utils.data.DataLoader`: its arguments come first, with its meaning and its errors.
+    Async datasets are read on an event loop of the loader's own; torch's are read where torch would read them.
+    docs/reference/options.md says more of each argument.
 
     Args:
         dataset: an async dataset (`aget` and `__len__`, or `__aiter__`), or one of torch's.
@@ -70,22 +66,36 @@ class DataLoader(TorchDataLoader[T_co]):
         sampler: yields the indices one by one.
         batch_sampler: yields the indices of a batch at a time.
         num_workers: CPU processes for `transform` and `collate_fn`; 0 for the caller's own thread, inside `next()`.
-        collate_fn: makes a batch of a list of samples; by default `headrace.collate.default_collate`.
-        pin_memory: whether batches are copied to pinned memory, by the thread that takes them; needs an accelerator.
-            With `device` there is nothing to pin.
+        collate_fn: makes a batch of a list of samples; by default `headrace.default_collate`.
+        pin_memory: whether batches are copied to pinned memory, by the thread that takes them.
         drop_last: whether a last batch that is not full is left out.
         timeout: seconds to wait for a batch; 0 for ever.
         worker_init_fn: called in each worker process with its number.
-        multiprocessing_context: a start method or context for the workers; by default functions are shipped to
-            workers forked from a clean helper process, and torch's datasets follow torch's start method. ``"fork"``
-            forks the workers of an async dataset from this process, and fetches in a thread of it.
+        multiprocessing_context: a start method or context for the workers.
         generator: the random generator that `shuffle` draws from.
         prefetch_factor: batches to plan ahead, for each worker; by default enough for `concurrency` fetches.
-        persistent_workers: whether workers with a torch dataset outlive the epoch; those of an async dataset hold
-            only functions, and always do.
+        persistent_workers: whether workers with a torch dataset outlive the epoch; others always do.
         pin_memory_device: accepted for compatibility; must not name another device than `device`.
         in_order: whether batches come in the sampler's order, or as they are completed.
-        {options}
+    Fetching:
+        concurrency: samples being fetched at once, across batches; ``"auto"`` finds what the source serves best.
+        memory_budget: bytes that may be fetched, or being fetched, and not yet taken; None for no bound.
+        retry: how datasets of headrace try failed requests again: a `RetryPolicy`, or the most attempts.
+        hedge: ``"auto"``: fetches that hold up the next batch are begun a second time; at most 5 % more.
+    Placement:
+        placement: where fetching runs: ``"thread"``, ``"process"``, ``"auto"``, or a `RayPlacement`.
+        engines: number of processes that fetch, for more objects/s than one interpreter serves.
+        executor: kind of the workers of an async dataset: ``"process"`` or ``"thread"``.
+    Results:
+        transform: CPU work for each sample, done in the workers.
+        on_error: ``"raise"``, ``"skip"``, a `SkipErrors` with limits, or a function of a `headrace.types.Failure`.
+        seed: makes the order and each batch's randomness reproducible; None derives both from torch's generator.
+    Device:
+        device: where batches are to be; ``"auto"``: the accelerator where there is one.
+        device_prefetch: for how many batches, beside the one in use, copies may be under way.
+    Ranks:
+        data_parallel: the ranks that get different batches: a process group, ``mesh["dp"]``, or a function of none.
+        coordinated: whether the epoch ends at the same step on all ranks, with the first that has no more.
 
     Raises:
         ValueError: an argument is out of its range, or does not go with another; the messages are torch's.
@@ -94,13 +104,10 @@ class DataLoader(TorchDataLoader[T_co]):
 
     Example:
         >>> import headrace as hr
-        >>> class Squares(hr.AsyncDataset):
-        ...     def __len__(self): return 4
-        ...     async def aget(self, index): return index * index
-        >>> with hr.DataLoader(Squares(), batch_size=2) as loader:
+        >>> with hr.DataLoader([1, 2, 3], batch_size=2) as loader:
         ...     for batch in loader: print(batch)
-        tensor([0, 1])
-        tensor([4, 9])
+        tensor([1, 2])
+        tensor([3])
     """
 
     dataset: Any
@@ -209,13 +216,12 @@ class DataLoader(TorchDataLoader[T_co]):
             self._control.close_epochs()
             self._control.close_engine()
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_control":
-            raise TypeError(
-                f"the constructor of {type(self).__name__} does not call that of headrace.DataLoader, its base: import "
-                f"its module before torch.utils.data.DataLoader is replaced by headrace's, so that torch's is its base"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+    @cached_property
+    def _control(self) -> LoaderControl:
+        raise TypeError(
+            f"the constructor of {type(self).__name__} does not call that of headrace.DataLoader, its base: import its "
+            f"module before torch.utils.data.DataLoader is replaced by headrace's, so that torch's is its base"
+        )
 
     def __setattr__(self, attr: str, val: Any) -> None:
         if attr == "collate_fn" and "_control" in self.__dict__:
@@ -259,11 +265,8 @@ class DataLoader(TorchDataLoader[T_co]):
         return self._get_iterator()
 
     def __len__(self) -> int:
-        """The number of batches of the iteration under way; without one, of that which the next `iter()` begins.
-
-        A stream that is shuffled by shards may have another length in each epoch. One inside a dataset that has a
-        `set_epoch` of its own has the length of the epoch begun last.
-        """
+        """The number of batches of the iteration under way; without one, of that which the next `iter()` begins."""
+        # One inside a dataset that has a `set_epoch` of its own has the length of the epoch begun last.
         with self._control.counted():
             if not self._control.reads_lanes and self._control.spec.options["data_parallel"] is None:
                 return super().__len__()
@@ -280,11 +283,7 @@ class DataLoader(TorchDataLoader[T_co]):
             return self._control.begin(BatchIterator, self, rank, late_epoch=late)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        """Begin the next epoch: an iterator for `async for`, on any event loop.
-
-        Raises:
-            TypeError: the subclass replaces torch's `_get_iterator`, which has no counterpart here.
-        """
+        """Begin the next epoch: an iterator for `async for`, on any event loop."""
         if type(self)._get_iterator is not DataLoader._get_iterator:
             kind = type(self).__name__
             raise TypeError(f"{kind} has a _get_iterator() of its own, which `async for` would leave out: use `for`")
@@ -292,13 +291,9 @@ class DataLoader(TorchDataLoader[T_co]):
             return self._control.begin(AsyncBatchIterator, self, rank)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, also for the sampler, the batch sampler and the dataset.
+        """Set the number of the next epoch, from 0, also for the samplers and the dataset.
 
-        Args:
-            epoch: the epoch's number, from 0. Without this call each iteration is the next epoch.
-
-        Raises:
-            ValueError: `epoch` is negative.
+        Without this call each iteration is the next epoch.
         """
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, but got {epoch}")
@@ -307,41 +302,27 @@ class DataLoader(TorchDataLoader[T_co]):
     def state_dict(self, lag: int = 0) -> dict[str, Any]:
         """The position after the last batch that `next()` returned, in the iteration begun last.
 
-        Batches that were planned, fetched or copied ahead are not part of it: they are fetched again. Before the first
-        iteration, and after the end of an epoch, it is the beginning of the next epoch. It starts nothing, does not
-        communicate, and always has the same keys. Its values are those of JSON, except where a dataset or sampler of
-        yours returns others from its own `state_dict`.
+        Batches that were fetched ahead are not part of it. Before the first iteration, and after the end of an epoch,
+        it is the beginning of the next epoch. It starts nothing and does not communicate. docs/resuming.md says more.
 
         Args:
             lag: number of calls of `next()` before, up to 8, for a caller that has read ahead.
-
-        Returns:
-            The state, for `load_state_dict`. Of a map-style dataset less than 1 KB, whatever its length; 5 KB if a
-            torch generator draws the order.
 
         Raises:
             ValueError: the state of so many calls before is not known.
 
         Example:
             >>> import headrace as hr
-            >>> loader = hr.DataLoader(list(range(8)), batch_size=2, shuffle=True, seed=0)
-            >>> batches = iter(loader)
-            >>> first = next(batches), next(batches)
-            >>> state = loader.state_dict()
-            >>> rest = list(batches)
-            >>> restored = hr.DataLoader(list(range(8)), batch_size=2, shuffle=True, seed=0)
-            >>> restored.load_state_dict(state)
-            >>> [a.tolist() for a in restored] == [a.tolist() for a in rest]
-            True
+            >>> batches = iter(loader := hr.DataLoader([1, 2, 3, 4], batch_size=2))
+            >>> first, state = next(batches), loader.state_dict()
+            >>> loader.load_state_dict(state)
+            >>> list(loader)
+            [tensor([3, 4])]
         """
         return states_to_dict(self._control.states(self, lag))
 
     def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True) -> None:
         """Continue after a saved position: the next iteration gives the rest of that epoch.
-
-        Ranks, `batch_size`, `num_workers`, `placement` and `in_order` may be others than when the state was saved, if
-        the order is the same on all ranks: with `seed=`, an `ElasticSampler`, or a stream that is split by samples.
-        `set_epoch` has no effect until that iteration has begun. `len(loader)` stays that of the whole epoch.
 
         Args:
             state_dict: from `state_dict`.
@@ -349,8 +330,7 @@ class DataLoader(TorchDataLoader[T_co]):
                 the differences, and the saved epoch begins anew.
 
         Raises:
-            StateError: the state is damaged, or does not fit this loader; each difference is named. That of the number
-                of ranks, or of what the sampler and the dataset find, is raised by `iter()` or the first `next()`.
+            StateError: the state is damaged, or does not fit this loader; `iter()` and `next()` may raise it too.
         """
         self._control.restore(self, states_from_dict(state_dict), strict=strict)
 
@@ -361,20 +341,7 @@ class DataLoader(TorchDataLoader[T_co]):
     def report(self) -> Report:
         """How the time of the last iteration was spent, what limits the loader, and the change that helps.
 
-        It covers the batches delivered so far, at most the last 4,096, and may be called during an iteration.
-
-        Returns:
-            The report. ``print(report)`` shows it, a notebook shows it as tables, and `Report.to_dict` has its values.
-
-        Example:
-            >>> import headrace as hr
-            >>> class Squares(hr.AsyncDataset):
-            ...     def __len__(self): return 64
-            ...     async def aget(self, index): return index * index
-            >>> with hr.DataLoader(Squares(), batch_size=2) as loader:
-            ...     for batch in loader: pass
-            ...     loader.report().batches
-            31
+        It covers the last 4,096 batches at most, and may be called during an iteration; see docs/my-gpu-waits.md.
         """
         from headrace.telemetry.report import make_report
 
@@ -383,8 +350,7 @@ class DataLoader(TorchDataLoader[T_co]):
     def close(self) -> None:
         """End every iteration, the workers and the engine; blocks until they have ended.
 
-        Iterators that are still open raise `LoaderClosedError` at their next batch. The loader itself can be iterated
-        again, and then starts anew. Leaving a `with` block calls this, and so does dropping the loader.
+        Leaving a `with` block calls this, and so does dropping the loader, which can be iterated again.
         """
         self._control.close_epochs()
         self._control.close_engine()

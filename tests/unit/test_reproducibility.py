@@ -1,4 +1,4 @@
-"""The table of docs/tuning.md, "Randomness": which changes leave a sample's random numbers as they are."""
+"""The table of docs/reference/options.md, "Randomness": which changes leave a sample's random numbers as they are."""
 
 import functools
 import random

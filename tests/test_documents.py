@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import csv
+import gzip
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ from PIL import Image
 
 import headrace
 from headrace._core.eventloop.loop_thread import LoopThread
+from headrace.telemetry.report import _LIMITS as LIMITS
 from tests.documents import DOCUMENTS, ROOT, headings_of, links_of, python_blocks, text_of
 from tests.forks import Forks
 
@@ -32,9 +34,8 @@ PROJECT = tomllib.loads(text_of("pyproject.toml"))
 README = text_of("README.md")
 TRAINING, SAVING = python_blocks("README.md")
 PHOTOS, READINGS, IMAGES, CLICKS, PAGES = python_blocks("docs/connections.md")
-METRICS = next(block for block in python_blocks("docs/seeing.md") if "telemetry.prometheus" in block)
-PROGRESS = next(block for block in python_blocks("docs/seeing.md") if "hr.progress" in block)
-HEADSPACE = next(block for block in python_blocks("docs/seeing.md") if "hr.headspace(" in block)
+WAITS = "docs/my-gpu-waits.md"
+REPORT, HEADSPACE, PROGRESS, METRICS, TRACE = python_blocks(WAITS)
 SAVED, KILLED, *RESUMING = python_blocks("docs/resuming.md")
 (OBJECTS,) = re.findall(r"^<!-- run -->\n```python\n(.*?)^```$", text_of("docs/datasets.md"), re.M | re.S)
 
@@ -279,7 +280,7 @@ server.server_close()
 thread.join()
 """
     printed = " ".join(run(located(METRICS, "start_http_server(9400)", "start_http_server(0)") + after))
-    for line in re.findall(r"^(headrace_(?:batches|samples|next_seconds_count).*)$", text_of("docs/seeing.md"), re.M):
+    for line in re.findall(r"^(headrace_(?:batches|samples|next_seconds_count).*)$", text_of(WAITS), re.M):
         assert line in printed
 
 
@@ -290,7 +291,20 @@ def test_progress_program_shows_its_line(forks):
     last = done.stderr.replace("\r", "\n").splitlines()[-1]
     shape = r"train epoch 0: 100%.* 100/100 .*, [\d,]+ samples/s, waiting \d+ %, limit: [a-z-]+"
     assert re.match(shape, last)
-    assert re.search(f"^{shape}", text_of("docs/seeing.md"), re.M)
+    assert re.search(f"^{shape}", text_of(WAITS), re.M)
+
+
+def test_report_program_names_a_limit_of_the_page(run):
+    printed = " ".join(run(REPORT))
+    assert "Fetching is the limit: 16 in flight" in printed
+    assert printed.index("Predicted wait after it") < printed.index("stage works waits blocked time of a batch")
+    named = re.findall(r'"([a-z-]+)"', " ".join(re.findall(r"^\| (\S*`\"[^|]*)\|", text_of(WAITS), re.M)))
+    assert {*LIMITS, "consumer"} == set(named)
+
+
+def test_trace_program_writes_its_file(run, tmp_path):
+    assert run(located(TRACE, "epoch.json.gz", f"{tmp_path}/epoch.json.gz")) == []
+    assert b"single fetch" in gzip.decompress((tmp_path / "epoch.json.gz").read_bytes())
 
 
 def test_headspace_program_compares_steps_with_the_loader_and_without(run):

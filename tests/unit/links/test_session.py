@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.eventloop.waiting import wait_readable
 from headrace._core.links.session import Session
 from headrace._core.links.thread import Mailbox
 from headrace._core.messages import SessionEnd
@@ -28,23 +29,28 @@ def session(link):
     session.close()
 
 
-def test_waiting_gives_up_after_the_timeout_and_can_go_on(link, session, consumer_loop):
-    assert not session.wait(0.001)
-    assert consumer_loop(lambda: session.wait_async(0.001)) is False
+def wait(session, timeout):
+    for source, seconds in session.waits(timeout):
+        wait_readable(source, timeout=seconds)
+    return not session.must_wait()
+
+
+def test_waiting_gives_up_after_the_timeout_and_can_go_on(link, session):
+    assert not wait(session, 0.001)
     link.put(host(0))
-    assert session.wait(None)
+    assert wait(session, None)
     assert session.take().data == 0
 
 
 def test_a_byte_of_an_earlier_wait_does_not_end_a_later_one(link, session):
-    session.wait(0.001)
+    wait(session, 0.001)
     link.put(host(0))  # writes a byte that is not read
     session.take()
-    assert not session.wait(0.001)
+    assert not wait(session, 0.001)
 
 
 def test_an_end_wakes_and_follows_the_batches_before_it(link, session):
-    waiting = threading.Thread(target=session.wait, args=(None,))
+    waiting = threading.Thread(target=wait, args=(session, None))
     waiting.start()
     first = ValueError("first")
     for message in (host(0), SessionEnd(first), SessionEnd(ValueError("second"))):
@@ -54,7 +60,7 @@ def test_an_end_wakes_and_follows_the_batches_before_it(link, session):
     assert session.take() is None
     assert session.ended
     assert session.error is first
-    assert session.wait(None)
+    assert wait(session, None)
 
 
 WAITS_WHILE_IT_IS_CLOSED = """
@@ -62,11 +68,15 @@ import anyio, uvloop
 from headrace._core.links.session import Session
 from headrace._core.links.thread import Mailbox
 
+async def wait(session):
+    for source, _ in session.waits(None):
+        await anyio.wait_readable(source)
+
 async def scenario():
     session = Session(Mailbox())
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(session.wait_async, None)
+            tasks.start_soon(wait, session)
             await anyio.wait_all_tasks_blocked()
             session.close()
 

@@ -9,14 +9,14 @@ import os
 import socket
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
-import anyio
 import torch
 import torch.distributed
 
-from headrace._core.eventloop.waiting import CloseGuard, wait_readable
+from headrace._core.eventloop.waiting import CloseGuard, Readable
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.text import shorten
 from headrace._core.torchcompat.private import default_store
@@ -166,22 +166,14 @@ class StepGroup:
         self.made += steps
         return self.granted
 
-    def wait(self) -> None:
-        """Block until there is an answer, or another thread has closed the group."""
+    def waits(self) -> Iterator[tuple[Readable, None]]:
+        """As `Session.waits`, until there is an answer, or another thread has closed the group."""
         with self._guard as entered:
-            if entered and self._must_wait():
-                wait_readable(self._receiver, timeout=None)
-
-    async def wait_async(self) -> None:
-        """As `wait`, on the caller's event loop."""
-        with self._guard as entered:
-            if entered and self._must_wait():
-                await anyio.wait_readable(self._receiver)
-
-    def _must_wait(self) -> bool:
-        with contextlib.suppress(BlockingIOError):  # bytes of earlier collectives
-            self._receiver.recv(4096)
-        return self._work is not None and not self._work.get_future().done()
+            if entered:
+                with contextlib.suppress(BlockingIOError):  # bytes of earlier collectives
+                    self._receiver.recv(4096)
+                if self._work is not None and not self._work.get_future().done():
+                    yield self._receiver, None
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full of bytes, which wake the consumer as well; or closed

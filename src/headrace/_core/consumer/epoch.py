@@ -5,7 +5,6 @@ Everything runs on the consumer's thread. `for` and `async for` differ only in h
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -13,12 +12,14 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
+import anyio
 import anyio.lowlevel
 
 from headrace._core.consumer.agreement import StepGroup
 from headrace._core.consumer.deliver import FailureHandler, Finish, opened
 from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.device.stage import DeviceStage
+from headrace._core.eventloop.waiting import Readable, wait_readable
 from headrace._core.failure import Stage
 from headrace._core.links.session import Session
 from headrace._core.look_ahead import LookAheadSize
@@ -340,44 +341,24 @@ class Epoch:
 
     # The wait for a batch, or for the other ranks.
 
-    def _wait(self) -> None:
-        """Block until `_poll` has a result.
+    def _waits(self) -> Iterator[tuple[Readable, float | None]]:
+        """The waits until `_poll` has a result, as of `Session.waits`.
 
         Raises:
             LoaderTimeoutError: no batch came in time.
             DeadlockError: this is the thread that makes the batch.
             ForkedError: this is a fork of the process that iterates, which has the engine.
         """
-        with self._waiting() as agreement:
-            if agreement is not None:
-                agreement.wait()
-            elif not self._session.wait(self._timeout):
-                self._session.send(StatusRequest(self._ahead.oldest.number))
-                self._session.wait(ANSWER_TIMEOUT)
-                self._time_out()
-
-    async def _wait_async(self) -> None:
-        """As `_wait`, on the caller's event loop."""
-        with self._waiting() as agreement:
-            if agreement is not None:
-                await agreement.wait_async()
-            elif not await self._session.wait_async(self._timeout):
-                self._session.send(StatusRequest(self._ahead.oldest.number))
-                await self._session.wait_async(ANSWER_TIMEOUT)
-                self._time_out()
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[StepGroup | None]:
-        """Count a wait; for the other ranks, if it yields their agreement."""
+        session = self._session
         try:
             if self._agreement is not None and self._agreement.pending:
                 with self._counters.waiting():
-                    yield self._agreement
+                    yield from self._agreement.waits()
                 return
             check_not_forked(self._pid)  # a wait here would also take the bytes that wake the other process
-            if self._session.is_current:
+            if session.is_current:
                 raise DeadlockError(what="next() of a loader")
-            self._session.take_status()  # an answer that arrived after its time-out
+            session.take_status()  # an answer that arrived after its time-out
             self._ahead.on_stall(time.perf_counter())
             if self._bounded_engines:
                 last = next(reversed(self._ahead.under_way.values()), None)
@@ -385,7 +366,11 @@ class Epoch:
                 if self._bounded_engines > 1 or last is None or last.taken != self._progress.taken:
                     self._report_consumed()
             with self._counters.waiting():
-                yield None
+                yield from session.waits(self._timeout)
+                if session.must_wait():
+                    session.send(StatusRequest(self._ahead.oldest.number))
+                    yield from session.waits(ANSWER_TIMEOUT)
+                    self._time_out()
         except BaseException:  # a time-out, a cancellation or Ctrl-C: the next call is another one
             self._called = 0.0
             raise
@@ -426,7 +411,8 @@ class BatchIterator(Epoch, Iterator[T_co]):
         try:
             with self._turn:  # threads that share an iterator take turns
                 while (batch := self._poll()) is WAIT:
-                    self._wait()
+                    for source, seconds in self._waits():
+                        wait_readable(source, timeout=seconds)
                 return batch  # type: ignore[no-any-return]
         finally:
             if record is not None:
@@ -445,7 +431,9 @@ class AsyncBatchIterator(Epoch, AsyncIterator[T_co]):
         record = _begin_record(self) if profiler._is_profiler_enabled else None
         try:
             while (batch := self._poll()) is WAIT:
-                await self._wait_async()
+                for source, seconds in self._waits():
+                    with anyio.move_on_after(seconds):
+                        await anyio.wait_readable(source)
         except StopIteration:
             raise StopAsyncIteration from None
         finally:

@@ -8,10 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-import anyio
-
 from headrace._core.batches import HostBatch
-from headrace._core.eventloop.waiting import CloseGuard, Readable, wait_readable
+from headrace._core.eventloop.waiting import CloseGuard, Readable
 from headrace._core.links.inline import WorkOnConsumersThread
 from headrace._core.messages import Call, Link, Request, SessionEnd, Status, check_not_forked
 from headrace._core.streams.resumable import State
@@ -100,20 +98,24 @@ class Session:
             return 0
         return sum(not host.empty for host in self._ready)
 
-    def wait(self, timeout: float | None) -> bool:
-        """Wait for a message, or the end; False if none came in so many seconds."""
-        with self._guard as entered:
-            for source, seconds in self._waits(timeout) if entered else ():
-                wait_readable(source, timeout=seconds)
-            return not self._must_wait()
+    def waits(self, timeout: float | None) -> Iterator[tuple[Readable, float | None]]:
+        """The waits for a message, or the end, in so many seconds: each for a descriptor, and how long at most.
 
-    async def wait_async(self, timeout: float | None) -> bool:
-        """As `wait`, on the caller's event loop."""
+        The caller waits, and goes on with this iterator.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
         with self._guard as entered:
-            for source, seconds in self._waits(timeout) if entered else ():
-                with anyio.move_on_after(seconds):
-                    await anyio.wait_readable(source)
-            return not self._must_wait()
+            while entered and self.must_wait() and (deadline is None or time.monotonic() < deadline):
+                assert self._link.source is not None
+                ends = [end for end in (deadline, self._link.look_by) if end is not None]
+                yield self._link.source, max(0.0, min(ends) - time.monotonic()) if ends else None
+                self._receive()
+
+    def must_wait(self) -> bool:
+        """Whether there is neither a message nor the end."""
+        if self._ready or self._calls or self.ended or self._status is not None:
+            return False
+        return self._link.must_wait()
 
     def close(self) -> None:
         """End the session without waiting, from any thread; idempotent."""
@@ -127,20 +129,6 @@ class Session:
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()
-
-    def _must_wait(self) -> bool:
-        if self._ready or self._calls or self.ended or self._status is not None:
-            return False
-        return self._link.must_wait()
-
-    def _waits(self, timeout: float | None) -> Iterator[tuple[Readable, float | None]]:
-        """The waits until there is a message: for the link's descriptor, and for how many seconds at most."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self._must_wait() and (deadline is None or time.monotonic() < deadline):
-            assert self._link.source is not None
-            ends = [end for end in (deadline, self._link.look_by) if end is not None]
-            yield self._link.source, max(0.0, min(ends) - time.monotonic()) if ends else None
-            self._receive()
 
     def _receive(self) -> None:
         """Take in the messages that have arrived."""

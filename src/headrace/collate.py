@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate as torch_default_collate
-from torch.utils.data import default_convert
+from torch.utils.data import default_convert as default_convert
 
 from headrace._core.batches import Rows
 from headrace._core.torchcompat.private import (
@@ -23,19 +23,6 @@ from headrace._core.torchcompat.private import (
     default_collate_fn_map,
     np_str_obj_array_pattern,
 )
-
-__all__ = [
-    "Destination",
-    "collated",
-    "collating_into",
-    "default_collate",
-    "default_convert",
-    "destined",
-    "draws_nothing",
-    "is_default",
-    "pad_sequences",
-    "stacks_tensors",
-]
 
 
 def default_collate(batch: Sequence[object]) -> Any:

@@ -45,40 +45,6 @@ from typing import ClassVar
 
 from headrace._core.text import shorten_list
 
-__all__ = [
-    "CacheFolderError",
-    "ChecksumError",
-    "ControlFlowError",
-    "CoordinationError",
-    "CudaGraphError",
-    "DatasetTypeError",
-    "DeadlockError",
-    "DeviceUnavailableError",
-    "EmptyListingError",
-    "EngineDiedError",
-    "EngineStartError",
-    "ForkedError",
-    "HeadraceError",
-    "LoaderClosedError",
-    "LoaderTimeoutError",
-    "LostBatchError",
-    "MissingExtraError",
-    "NotPicklableError",
-    "ObjectChangedError",
-    "ObjectNotFoundError",
-    "RemoteError",
-    "ShardError",
-    "ShortStreamError",
-    "StateError",
-    "StoreError",
-    "StoreUnreachableError",
-    "TooManySkippedError",
-    "TruncatedShardError",
-    "UnknownRankError",
-    "UnsafeMemberError",
-    "WorkerDiedError",
-]
-
 
 def _restore(cls: type[HeadraceError], args: tuple[object, ...], state: dict[str, object]) -> HeadraceError:
     error = cls.__new__(cls, *args)
@@ -473,5 +439,4 @@ def _counted(attempts: int, elapsed: float | None) -> str:
     return times if elapsed is None else f"{times} in {elapsed:.2f} s"
 
 
-for _name in __all__:
-    globals()[_name].__module__ = __name__  # in tracebacks and pickles
+__all__ = sorted(name for name, each in globals().items() if isinstance(each, type) and issubclass(each, HeadraceError))

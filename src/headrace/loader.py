@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, Sampler
 
 from headrace._core.consumer.control import LoaderControl, trainers
-from headrace._core.consumer.deliver import check_pin_memory_device
 from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator
 from headrace._core.device.streams import resolve
 from headrace._core.error_policy import error_policy
@@ -75,7 +74,7 @@ class DataLoader(TorchDataLoader[T_co]):
         generator: the random generator that `shuffle` draws from.
         prefetch_factor: batches to plan ahead, for each worker; by default enough for `concurrency` fetches.
         persistent_workers: whether workers with a torch dataset outlive the epoch; others always do.
-        pin_memory_device: accepted for compatibility; must not name another device than `device`.
+        pin_memory_device: accepted for compatibility, and deprecated as in torch.
         in_order: whether batches come in the sampler's order, or as they are completed.
     Fetching:
         concurrency: samples being fetched at once, across batches; ``"auto"`` finds what the source serves best.
@@ -147,8 +146,6 @@ class DataLoader(TorchDataLoader[T_co]):
         options.pop("snapshot_every_n_steps", None)  # type: ignore[typeddict-item]  # of torchdata's StatefulDataLoader
         checked = checked_options(options)
         device = resolve(checked["device"])
-        if device is not None and pin_memory_device:
-            check_pin_memory_device(pin_memory_device, device)
         source, maps = unwrap(dataset)
         kind = kind_of(source)
         policy = error_policy(checked["on_error"])

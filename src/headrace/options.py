@@ -32,24 +32,6 @@ from headrace._core.ray_placement import RayPlacement
 from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.text import check_keywords
 
-__all__ = [
-    "MEMORY_BUDGET",
-    "OPTIONS",
-    "ExecutorKind",
-    "FetchedByIndex",
-    "Hedge",
-    "Indexed",
-    "LoaderOptions",
-    "Option",
-    "Placement",
-    "Samples",
-    "Unset",
-    "checked_options",
-    "engine_options",
-    "number_of_engines",
-    "shown_in_signature",
-]
-
 ExecutorKind = Literal["process", "thread"]
 Hedge = Literal["auto"]
 Placement = Literal["auto", "thread", "process"] | RayPlacement

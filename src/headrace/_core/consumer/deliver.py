@@ -252,12 +252,5 @@ def should_pin(pin_memory: bool, device: str) -> bool:
     return False
 
 
-def check_pin_memory_device(named: str, device: torch.device) -> None:
-    """Raise `ValueError` where `pin_memory_device` names another device than the one that batches go to."""
-    pinned = torch.device(named)
-    if pinned.type != device.type or len({pinned.index, device.index} - {None}) > 1:
-        raise ValueError(f"device={str(device)!r} and pin_memory_device={named!r} disagree; leave out the latter")
-
-
 def _warn_at_iter(message: str) -> None:
     warnings.warn(message, stacklevel=users_stacklevel())

@@ -33,7 +33,7 @@ from tests.forks import Forks
 PROJECT = tomllib.loads(text_of("pyproject.toml"))
 README = text_of("README.md")
 TRAINING, SAVING = python_blocks("README.md")
-PHOTOS, READINGS, IMAGES, CLICKS, PAGES = python_blocks("docs/connections.md")
+PHOTOS, READINGS, IMAGES, CLICKS, EVENTS, PAGES = python_blocks("docs/your-own-dataset.md")
 WAITS = "docs/my-gpu-waits.md"
 REPORT, HEADSPACE, PROGRESS, METRICS, TRACE = python_blocks(WAITS)
 SAVED, KILLED, *RESUMING = python_blocks("docs/resuming.md")
@@ -182,6 +182,15 @@ def test_aiohttp_program_runs(run):
     with served("/{index}", photo) as port:
         printed = run(located(PHOTOS, "http://localhost:8080", f"http://127.0.0.1:{port}"))
     assert printed == ["0", str(sum(range(200))), str(sum(range(200)))]
+
+
+def test_program_of_a_stream_with_a_state_continues_after_a_restart(run):
+    async def page(request):
+        return web.json_response([{"id": 7 * int(request.match_info["page"]) + number} for number in range(7)])
+
+    with served("/{page}", page) as port:
+        printed = run(located(EVENTS, "http://localhost:8080", f"http://127.0.0.1:{port}"))
+    assert " ".join(printed) == "17 batches, and 18 in the next epoch"
 
 
 def found(name, *folders):

@@ -42,7 +42,7 @@ class AsyncDataset(Dataset[T_co]):
     batch and returns their samples in order. `sample_key(index)` names a sample (a path, an object's key) for errors.
 
     A dataset that is an async context manager is entered before its first `aget`, on the loop that it is read on, and
-    exited when the loader closes: open and close connections there. See docs/connections.md.
+    exited when the loader closes: open and close connections there. See docs/your-own-dataset.md.
 
     The dataset also works in a stock torch loader: `__getitem__` and `__getitems__` run the async methods on a
     background loop and wait.

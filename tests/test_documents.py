@@ -364,6 +364,16 @@ def test_links_point_to_existing_files_and_headings(document):
     assert broken == []
 
 
+def test_pages_and_headings_that_the_sources_name_exist():
+    missing = []
+    for path in ROOT.glob("src/**/*.py"):
+        for page, anchor in re.findall(r"(?<![/\w])(docs/[\w/.-]*\w)(?:#([\w-]+))?", path.read_text(encoding="utf-8")):
+            found = next(ROOT.glob(f"{page}*"), None)  # a design note may be named by its number
+            if found is None or (anchor and anchor not in headings_of(found.read_text(encoding="utf-8"))):
+                missing.append(f"{path.name}: {page}#{anchor}")
+    assert missing == []
+
+
 def test_document_on_scale_has_the_tables_that_the_program_computes(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     sizing = importlib.import_module("sizing")

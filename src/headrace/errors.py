@@ -1,49 +1,18 @@
 """Every exception that headrace raises.
 
-::
-
-    HeadraceError
-    ├── DatasetTypeError (TypeError)            the dataset has no method to fetch with
-    ├── NotPicklableError (TypeError)           a function or a batch cannot be sent to another process
-    ├── ControlFlowError (RuntimeError)         user code raised StopIteration, SystemExit, CancelledError, …
-    ├── RemoteError (RuntimeError)              the text of a worker's exception that could not be pickled
-    ├── WorkerDiedError (RuntimeError)          a worker process ended while it had work
-    ├── EngineDiedError (RuntimeError)          the event loop that fetches ended while a consumer waited
-    ├── EngineStartError (RuntimeError)         too few engines of a cluster have started in time
-    ├── DeviceUnavailableError (RuntimeError)   `device` names an accelerator that does not exist
-    ├── CudaGraphError (RuntimeError)           a batch was requested while a CUDA graph was being captured
-    ├── LoaderClosedError (RuntimeError)        an iterator was used after `close()`
-    ├── LoaderTimeoutError (RuntimeError)       no batch within `timeout` seconds
-    ├── DeadlockError (RuntimeError)            a blocking call on the thread that has to serve it
-    ├── ForkedError (RuntimeError)              a handle that does not survive `os.fork` was used in a child
-    ├── TooManySkippedError (RuntimeError)      more samples failed than `on_error` allows
-    ├── CoordinationError (RuntimeError)        another rank has failed or did not answer, with `coordinated=True`
-    ├── UnknownRankError (RuntimeError)         there are several ranks, and the rank of this process is unknown
-    ├── LostBatchError (RuntimeError)           fewer batches delivered and reported than planned: a bug in headrace
-    ├── MissingExtraError (ImportError)         an optional package is not installed
-    ├── CacheFolderError (PermissionError)      other users can write to the cache's folder
-    ├── ShortStreamError (ValueError)           a stream gave fewer samples than declared
-    ├── StateError (ValueError)                 a saved state is damaged, or of another loader, dataset or sampler
-    ├── ShardError (ValueError)                 a shard is damaged or malformed
-    │   ├── TruncatedShardError (EOFError)      it ends too early
-    │   └── UnsafeMemberError                   a tar member with an unsafe path or type
-    └── StoreError (OSError)                    a request to an object store failed; its URL has no secrets
-        ├── ObjectNotFoundError (FileNotFoundError)
-        ├── EmptyListingError (FileNotFoundError)
-        ├── StoreUnreachableError (ConnectionError)
-        ├── ObjectChangedError                  the object was overwritten after it was listed
-        └── ChecksumError                       the bytes do not match their checksum or length
-
 Each class also subclasses the builtin a user would catch. Errors of user code are *not* wrapped in any of these: they
-keep their type, and have a note with the stage, batch, index, key and worker (`headrace.types.Failure`).
+keep their type, and have notes with the stage, batch, index, key and worker (`headrace.types.Failure`).
 """
 
 from __future__ import annotations
 
 import signal
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from headrace._core.text import shorten_list
+from headrace._core.text import add_note, shorten_list
+
+HELP = "headrace: causes and what to do: python -m pydoc"
+"""How the note begins that each error has of its entry in docs/reference/errors.md, which is made of the docstrings."""
 
 
 def _restore(cls: type[HeadraceError], args: tuple[object, ...], state: dict[str, object]) -> HeadraceError:
@@ -70,6 +39,8 @@ class HeadraceError(Exception):
     def __init__(self, *args: object, **fields: object) -> None:
         super().__init__(*(args or (self._text.format(**fields),)))
         self.__dict__.update({name: value for name, value in fields.items() if hasattr(type(self), name)})
+        entry = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__ == __name__)
+        add_note(self, f"{HELP} {__name__}.{entry}")
 
     def __reduce__(self) -> tuple[object, ...]:
         # Constructors compose messages from keyword fields; a copy keeps the composed message.
@@ -77,7 +48,11 @@ class HeadraceError(Exception):
 
 
 class DatasetTypeError(HeadraceError, TypeError):
-    """The dataset has none of the methods that a loader fetches with."""
+    """The dataset has none of the methods that a loader fetches with.
+
+    Likely causes: a class in place of its instance (`Data` for `Data()`), a misspelt method, a function or a path.
+    What to do: define one of the methods, or wrap an async generator with `headrace.from_async_iterable`.
+    """
 
     _text = (
         "{dataset.__class__.__name__!r} object is not a dataset: it has neither `aget` (async, by index), "
@@ -87,7 +62,11 @@ class DatasetTypeError(HeadraceError, TypeError):
 
 
 class NotPicklableError(HeadraceError, TypeError):
-    """A function for the workers, or a value that a worker returned, cannot be pickled.
+    """A dataset, a function for the workers, or a value that a worker returned, cannot be pickled.
+
+    Likely causes: it holds a lock, an open file, a client or a database connection; the text has the path to it.
+    What to do: open it where it is used: in `__aenter__`, by `headrace.per_loop`, at a function's first call; or use
+    ``num_workers=0``, or ``placement="thread"``.
 
     Attributes:
         what: the argument or value, e.g. ``"transform=<function decode>"``.
@@ -101,7 +80,11 @@ class NotPicklableError(HeadraceError, TypeError):
 
 
 class DeviceUnavailableError(HeadraceError, RuntimeError):
-    """The device that batches should be copied to does not exist or cannot be used."""
+    """The device that batches should be copied to does not exist or cannot be used.
+
+    Likely causes: a wrong number, CUDA_VISIBLE_DEVICES, a build of torch without CUDA, no memory left on the device.
+    What to do: look at ``torch.cuda.device_count()``; ``device="auto"`` takes what is there.
+    """
 
     _text = (
         "device={device!r} cannot be used: {reason}. Batches stay in host memory with device=None; "
@@ -110,7 +93,11 @@ class DeviceUnavailableError(HeadraceError, RuntimeError):
 
 
 class CudaGraphError(HeadraceError, RuntimeError):
-    """A batch was requested while the current stream was being captured into a CUDA graph."""
+    """A batch was requested while the current stream was being captured into a CUDA graph.
+
+    Likely causes: `next()` within ``torch.cuda.graph(...)``.
+    What to do: fetch the batch before the capture, and copy it into a tensor that the graph reads.
+    """
 
     _text = (
         "next() of a loader with device= was called while a CUDA graph is being captured: the graph would replay "
@@ -122,6 +109,9 @@ class ControlFlowError(HeadraceError, RuntimeError):
     """User code raised an exception that Python treats as control flow and that would have ended the epoch silently.
 
     The original is its `__cause__`.
+
+    Likely causes: `next()` of an iterator at its end (StopIteration), `sys.exit`, a task that was cancelled.
+    What to do: catch it where it is raised, or raise an ordinary exception.
     """
 
     _text = (
@@ -132,6 +122,9 @@ class ControlFlowError(HeadraceError, RuntimeError):
 
 class RemoteError(HeadraceError, RuntimeError):
     """An exception of a worker process that could not be pickled; its type and traceback are text.
+
+    Likely causes: its class, or what it holds, exists only in the worker.
+    What to do: treat it as the exception that it names; to catch that by its type, define its class in a module.
 
     Attributes:
         type_name: the qualified name of the exception's class in the worker.
@@ -144,6 +137,10 @@ class RemoteError(HeadraceError, RuntimeError):
 
 class WorkerDiedError(HeadraceError, RuntimeError):
     """A worker process ended without an answer, on the last attempt.
+
+    Likely causes: no memory left (SIGKILL), a crash of a native library (SIGSEGV), `os._exit`, an import.
+    What to do: run the named indices with ``num_workers=0``; look for the out-of-memory killer in `dmesg`; use fewer
+    workers. ``on_error="skip"`` leaves the batch out.
 
     Attributes:
         worker: the worker's number.
@@ -174,6 +171,8 @@ class WorkerDiedError(HeadraceError, RuntimeError):
         """The error for a worker that `how` says has ended, or cannot be started because of an `obstacle`."""
         if doing is not None:
             remedy = "Call the function that map or filter was given in this process to see the crash"
+        elif batch is None and not attempts:
+            doing, remedy = "while idle", "None of your code was running in it"
         elif batch is None:
             doing = "while starting"
             remedy = "Call worker_init_fn, and import what the transform needs, in this process to see the crash"
@@ -184,8 +183,8 @@ class WorkerDiedError(HeadraceError, RuntimeError):
         if exit_code is not None and exit_code < 0:
             torchs = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-exit_code)}"
         message = (
-            f"worker {worker} (pid {pid}) {how} {doing}, attempt {attempts}. {remedy}; if it was killed, look for the "
-            f"out-of-memory killer in the kernel's log. In torch's words: {torchs}."
+            f"worker {worker} (pid {pid}) {how} {doing}{f', attempt {attempts}' if attempts else ''}. {remedy}; "
+            f"if it was killed, look for the out-of-memory killer in the kernel's log. In torch's words: {torchs}."
         )
         if obstacle is not None:
             ended = "" if pid is None else f" (pid {pid}) {how}, and"
@@ -195,13 +194,21 @@ class WorkerDiedError(HeadraceError, RuntimeError):
 
 
 class EngineDiedError(HeadraceError, RuntimeError):
-    """The event loop that fetches ended while a consumer waited. The `__cause__` is the reason, where known."""
+    """The event loop that fetches ended while a consumer waited. The `__cause__` is the reason, where known.
+
+    Likely causes: the loader's process was killed, mostly for want of memory, or crashed in a native library.
+    What to do: limit `memory_budget`, and look for the out-of-memory killer in `dmesg`; a new `iter()` starts another.
+    """
 
     _text = "the loader's event loop has ended: {why}. Start a new iteration to go on."
 
 
 class EngineStartError(HeadraceError, RuntimeError):
-    """Too few engines of a cluster have started in time."""
+    """Too few engines of a cluster have started in time.
+
+    Likely causes: the cluster has fewer free CPUs or less memory than the engines ask for, or its nodes still start.
+    What to do: see ``ray status``; ask for fewer or smaller engines, or raise `start_timeout` or lower `min_engines`.
+    """
 
     _text = (
         "{running} of {engines} engines run {seconds:g} seconds after they were asked for, and an epoch begins with "
@@ -211,13 +218,20 @@ class EngineStartError(HeadraceError, RuntimeError):
 
 
 class LoaderClosedError(HeadraceError, RuntimeError):
-    """A batch was requested from an iterator that was closed, or whose loader was closed."""
+    """A batch was requested from an iterator that was closed, or whose loader was closed.
+
+    Likely causes: `next()` after the loader's `with` block or its `close()`.
+    What to do: call `iter()` again, or close the loader later.
+    """
 
     _text = "this iterator is closed: its loader was closed while it was in use. Call iter() again."
 
 
 class LoaderTimeoutError(HeadraceError, RuntimeError):
     """No batch was ready within the loader's `timeout`; the next call of `next()` waits for the same batch again.
+
+    Likely causes: a store that hangs, or a transform that takes longer than `timeout`.
+    What to do: print ``loader.report()``, which names what limits; raise `timeout`, or lower that of the store.
 
     Attributes:
         batch: number of the awaited batch; with `in_order=False`, of the first in progress.
@@ -229,7 +243,11 @@ class LoaderTimeoutError(HeadraceError, RuntimeError):
 
 
 class DeadlockError(HeadraceError, RuntimeError):
-    """A blocking call on the thread that has to serve it."""
+    """A blocking call on the thread that has to serve it.
+
+    Likely causes: ``dataset[i]``, or a `for` over a loader or a stream, in `aget` or another coroutine of the loader.
+    What to do: use the async method there: ``await dataset.aget(i)``, `async for`.
+    """
 
     _text = (
         "{what} was called on the event-loop thread that has to do the work; it would wait for itself for ever. "
@@ -238,7 +256,11 @@ class DeadlockError(HeadraceError, RuntimeError):
 
 
 class ForkedError(HeadraceError, RuntimeError):
-    """A loop, store or loader made before `os.fork` was used in the child, where its threads do not exist."""
+    """A loop, store or loader made before `os.fork` was used in the child, where its threads do not exist.
+
+    Likely causes: torch's loader with forked workers over a dataset that was used before; `os.fork` in a library.
+    What to do: pass ``multiprocessing_context="spawn"``, use `headrace.DataLoader`, or make the dataset in the child.
+    """
 
     _text = (
         "{what} was first used in process {made_in} and is now used in {used_in}, a fork of it, where its threads do "
@@ -248,7 +270,11 @@ class ForkedError(HeadraceError, RuntimeError):
 
 
 class UnknownRankError(HeadraceError, RuntimeError):
-    """There are several ranks, and this process's rank is unknown: every rank would read the part of rank 0."""
+    """There are several ranks, and this process's rank is unknown: every rank would read the part of rank 0.
+
+    Likely causes: WORLD_SIZE is set without RANK; the process group is made after the loader is iterated over.
+    What to do: start it by `torchrun` or `srun`, call ``init_process_group()`` before, or pass `data_parallel`.
+    """
 
     _text = "the rank of this process is not known: {why}. {remedy}"
 
@@ -265,6 +291,9 @@ class UnknownRankError(HeadraceError, RuntimeError):
 class CoordinationError(HeadraceError, RuntimeError):
     """The ranks of a loader with `coordinated=True` cannot agree on the number of steps; the epoch is over.
 
+    Likely causes: another rank has failed, was killed, or hangs; or it has left the epoch before its end.
+    What to do: read the error of that rank, which is the cause; restart from the last checkpoint.
+
     Attributes:
         ranks: the data-parallel ranks that failed or did not answer; None if not known.
     """
@@ -273,7 +302,11 @@ class CoordinationError(HeadraceError, RuntimeError):
 
 
 class LostBatchError(HeadraceError, RuntimeError):
-    """The epoch ended while planned batches were neither delivered nor reported."""
+    """The epoch ended while planned batches were neither delivered nor reported.
+
+    Likely causes: a bug in headrace.
+    What to do: report it with a script that shows it; the state from before the epoch is good.
+    """
 
     _text = (
         "{planned} batches were planned but {accounted} were delivered or reported: this is a bug in headrace, please "
@@ -286,6 +319,9 @@ class TooManySkippedError(HeadraceError, RuntimeError):
 
     The last error that was skipped is its `__cause__`.
 
+    Likely causes: a fault of all samples (credentials, a transform), not of some.
+    What to do: read the failures in the text; if so many may fail, raise `max_share` or `max_in_a_row` of `SkipErrors`.
+
     Attributes:
         skipped: samples of the epoch skipped so far.
         delivered: samples of the epoch delivered so far.
@@ -296,31 +332,27 @@ class TooManySkippedError(HeadraceError, RuntimeError):
     delivered: int | None = None
     examples: tuple[str, ...] | None = None
 
-    def __init__(
-        self,
-        reason: str,
-        *,
-        skipped: int | None = None,
-        delivered: int | None = None,
-        examples: tuple[str, ...] | None = None,
-    ) -> None:
-        if examples is not None:
-            reason = (
-                f"{reason}; {skipped:,} samples of this epoch were skipped and {delivered:,} delivered. "
-                f"Last failures: {'; '.join(examples)}. More are in loader.stats().skipped; "
-                f'on_error="raise" raises the first one.'
-            )
-        super().__init__(reason, skipped=skipped, delivered=delivered, examples=examples)
+    _text = (
+        "{reason}; {skipped:,} samples of this epoch were skipped and {delivered:,} delivered. Last failures: "
+        '{failures}. More are in loader.stats().skipped; on_error="raise" raises the first one.'
+    )
 
 
 class MissingExtraError(HeadraceError, ImportError):
-    """An optional package that is needed is not installed."""
+    """An optional package that is needed is not installed.
+
+    What to do: run the command in the text, in the environment of this Python.
+    """
 
     _text = "{what} needs {package}, which is not installed: pip install 'headrace[{extra}]'"
 
 
 class CacheFolderError(HeadraceError, PermissionError):
-    """The folder of a disk cache could contain files that another user has put there."""
+    """The folder of a disk cache could contain files that another user has put there.
+
+    Likely causes: a folder in `/tmp`, or one that is shared by a group or belongs to another user.
+    What to do: name a new folder, or one that only you can write to.
+    """
 
     _text = (
         "{folder} cannot hold a cache: {reason}, so that its files could be anything. Name a folder that does not "
@@ -329,7 +361,11 @@ class CacheFolderError(HeadraceError, PermissionError):
 
 
 class ShortStreamError(HeadraceError, ValueError):
-    """A stream ended before the declared number of samples, so that other ranks wait for more."""
+    """A stream ended before the declared number of samples, so that other ranks wait for more.
+
+    Likely causes: `counts` or `len()` are of other data, a filter leaves fewer, or ``on_error="skip"`` lost some.
+    What to do: correct the number, or use ``coordinated=True``, which ends the epoch on all ranks together.
+    """
 
     _text = (
         "the stream gave {given} samples in this process and {declared} were declared, so that this rank has fewer "
@@ -338,7 +374,11 @@ class ShortStreamError(HeadraceError, ValueError):
 
 
 class StateError(HeadraceError, ValueError):
-    """A saved state is damaged, or was saved by another loader, dataset or sampler; nothing was restored."""
+    """A saved state is damaged, or was saved by another loader, dataset or sampler; nothing was restored.
+
+    Likely causes: `batch_size`, `seed`, the data or the number of shards have changed, or the file is of another job.
+    What to do: make the loader as it was when the state was saved; the text says what differs. Or begin the epoch anew.
+    """
 
 
 # Errors of stores and shards.
@@ -346,6 +386,9 @@ class StateError(HeadraceError, ValueError):
 
 class ShardError(HeadraceError, ValueError):
     """A shard is damaged or malformed. Samples before the damage have been delivered.
+
+    Likely causes: a file that is no shard or has another compression than its name says, or damage in storage.
+    What to do: test the shard (``tar -tf``, ``zstd -t``) and upload it again; ``on_error="skip"`` leaves out its rest.
 
     Attributes:
         shard: the shard's URL, without secrets.
@@ -370,15 +413,27 @@ class ShardError(HeadraceError, ValueError):
 
 
 class TruncatedShardError(ShardError, EOFError):
-    """A shard ends too early: an upload or a download was interrupted."""
+    """A shard ends too early.
+
+    Likely causes: an upload or a download was interrupted, or the shard is still being written.
+    What to do: compare its size with the original's, and upload it again.
+    """
 
 
 class UnsafeMemberError(ShardError):
-    """A tar has a member whose path leads out of it, or that is a link or a device."""
+    """A tar has a member whose path leads out of it, or that is a link or a device.
+
+    Likely causes: an archive of a file system, or one that is meant to do harm.
+    What to do: write the shard again with plain files, and do not unpack this one.
+    """
 
 
 class StoreError(HeadraceError, OSError):
     """A request to an object store failed.
+
+    Likely causes: credentials, endpoint or region; or a store that failed on every attempt. The text has its answer.
+    What to do: try the same URL with the store's own tool, from this machine; `retry` and `timeout` of `headrace.Store`
+    allow for a store that is slow or throttles.
 
     Attributes:
         url: URL of the request, without user names, passwords and query strings.
@@ -396,47 +451,52 @@ class StoreError(HeadraceError, OSError):
     elapsed: float | None = None
     status: int | None = None
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        url: str | None = None,
-        key: str | None = None,
-        index: object = None,
-        attempts: int | None = None,
-        elapsed: float | None = None,
-        status: int | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, url: str | None = None, elapsed: float | None = None, **fields: Any) -> None:
         if url is not None:
-            attempts = attempts or 1
-            tried = "" if attempts == 1 and elapsed is None else f"; {_counted(attempts, elapsed)}"
+            attempts = fields.setdefault("attempts", 1)
+            tried = "" if elapsed is None else f"; {attempts} attempt{'s'[: attempts > 1]} in {elapsed:.2f} s"
             message = f"{message}{tried} ({url})"
-        super().__init__(message, url=url, key=key, index=index, attempts=attempts, elapsed=elapsed, status=status)
+        super().__init__(message, url=url, elapsed=elapsed, **fields)
 
 
 class ObjectNotFoundError(StoreError, FileNotFoundError):
-    """An object that was listed or requested by key does not exist."""
+    """An object that was listed or requested by key, or its bucket, does not exist.
+
+    Likely causes: a misspelt bucket or key, another endpoint or account, or an object deleted since the listing.
+    What to do: list the bucket with the store's own tool; make the dataset again. ``on_error="skip"`` leaves it out.
+    """
 
 
 class EmptyListingError(StoreError, FileNotFoundError):
-    """A listing has no matching object."""
+    """A listing has no matching object.
+
+    Likely causes: a URL that is not a directory, another `suffix` or glob, or a web server that cannot list.
+    What to do: name the directory above; or name the objects with ``keys=[...]``.
+    """
 
 
 class StoreUnreachableError(StoreError, ConnectionError):
-    """No response from the store within the time-out."""
+    """No response from the store within the time-out.
+
+    Likely causes: a wrong endpoint or region, no network or proxy, a firewall, or a store that is overloaded.
+    What to do: request the URL in the text with `curl` on this machine; raise `timeout`, or lower `concurrency`.
+    """
 
 
 class ObjectChangedError(StoreError):
-    """An object was overwritten after it was listed."""
+    """An object was overwritten after it was listed.
+
+    Likely causes: another job writes to the data, or a cache between gives old answers.
+    What to do: make the dataset again. ``Store(url, if_match=False)`` reads whatever version there is.
+    """
 
 
 class ChecksumError(StoreError):
-    """The received bytes did not match the checksum or the length, on every attempt."""
+    """The received bytes did not match the checksum or the length, on every attempt.
 
-
-def _counted(attempts: int, elapsed: float | None) -> str:
-    times = "1 attempt" if attempts == 1 else f"{attempts} attempts"
-    return times if elapsed is None else f"{times} in {elapsed:.2f} s"
+    Likely causes: the object is damaged, its checksum in the table is of another version, or a proxy changes it.
+    What to do: compare the checksum of the object with the table's, and upload it again.
+    """
 
 
 __all__ = sorted(name for name, each in globals().items() if isinstance(each, type) and issubclass(each, HeadraceError))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import os
+import re
 import resource
 import signal
 import socket
@@ -75,7 +76,11 @@ def test_batch_whose_worker_dies_is_retried_once_and_then_reported(case: Any, pl
             for words in (death, f"worker {error.worker} ", text):
                 assert words in str(error), error
 
-    case(program)
+    stderr = case(program)
+    for index, death in DYING.items():  # once for each of the three epochs, and where it is reported it is not logged
+        first = rf"worker \d \(pid \d+\) .*{death} on batch {index // 4}, indices .*, attempt 1\..* has taken its place"
+        assert len(re.findall(first, stderr)) == 3, stderr
+    assert stderr.count("has taken its place") == 9
 
 
 @PLACEMENTS
@@ -91,7 +96,7 @@ def test_idle_workers_are_replaced_after_sigkill(case: Any, placement: str) -> N
                 assert len(idle) == 2, idle
                 kill(*idle)
 
-    case(program)
+    assert "was killed by SIGKILL while idle. None of your code" in case(program)
 
 
 def test_batch_is_retried_after_its_worker_dies_while_writing_it(case: Any, tmp_path: Path) -> None:

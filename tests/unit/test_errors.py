@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+import pydoc
 
 import cloudpickle
 import pytest
 from torch._utils import ExceptionWrapper
 
 from headrace import errors
+from tests.documents import text_of
 
 EXAMPLES = {
     "HeadraceError": lambda: errors.HeadraceError("something"),
@@ -34,7 +36,7 @@ EXAMPLES = {
     "UnknownRankError": lambda: errors.UnknownRankError(why="WORLD_SIZE=2 is set, and RANK is not"),
     "LostBatchError": lambda: errors.LostBatchError(planned=3, accounted=2),
     "TooManySkippedError": lambda: errors.TooManySkippedError(
-        "every sample failed", skipped=8, delivered=0, examples=("ValueError: no (stage fetch, batch 0)",)
+        reason="every sample failed", skipped=8, delivered=0, examples=("ValueError: no",), failures="ValueError: no"
     ),
     "MissingExtraError": lambda: errors.MissingExtraError(what="zstd", package="backports.zstd", extra="zstd"),
     "CacheFolderError": lambda: errors.CacheFolderError(folder="/tmp/cache", reason="it belongs to user 7"),
@@ -74,6 +76,19 @@ BUILTINS = {
 }
 
 
+@pytest.mark.parametrize("name", errors.__all__)
+def test_error_names_its_entry_which_has_causes_and_remedy_in_the_shell_and_on_the_site(name):
+    note = EXAMPLES[name]().__notes__[0]
+    entry = pydoc.plain(pydoc.render_doc(note.rpartition("python -m pydoc ")[2]))  # autodoc's anchor has that name too
+    assert f"class {name}(" in entry
+    assert ("What to do: " in entry) >= (name != "HeadraceError")
+    assert ".. automodule:: headrace.errors\n   :members:" in text_of("docs/reference/errors.md")
+
+
+def test_subclass_by_a_user_names_the_entry_of_its_base():
+    assert type("Mine", (errors.StoreError,), {})("no").__notes__ == [f"{errors.HELP} headrace.errors.StoreError"]
+
+
 def test_examples_are_complete():
     assert EXAMPLES.keys() == set().union(*BUILTINS.values()) == set(errors.__all__)
 
@@ -93,7 +108,7 @@ def test_errors_survive_pickling_and_copies(name, through):
     assert str(travelled) == str(error)
     assert repr(travelled) == repr(error)
     assert travelled.__dict__ == error.__dict__
-    assert travelled.__notes__ == ["a note"]
+    assert travelled.__notes__ == [f"{errors.HELP} headrace.errors.{name}", "a note"]
 
 
 @pytest.mark.parametrize("name", errors.__all__)
@@ -110,7 +125,8 @@ def test_torch_raises_an_error_of_a_worker_as_its_own_class(name):
     assert message in str(caught.value)
     travelled = pickle.loads(pickle.dumps(caught.value))
     assert str(travelled) == str(caught.value)
-    assert all(getattr(caught.value, attribute) is None for attribute in vars(EXAMPLES[name]()))
+    fields = vars(EXAMPLES[name]()).keys() - {"__notes__"}
+    assert all(getattr(caught.value, field) is None for field in fields)
 
 
 @pytest.mark.parametrize("name", errors.__all__)

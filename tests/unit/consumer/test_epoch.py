@@ -52,7 +52,7 @@ def drain(iterator, most=100):
 
 
 def note_of(error):
-    (note,) = (note for note in error.__notes__ if note.startswith("headrace: "))
+    (note,) = (note for note in error.__notes__ if note.startswith("headrace: stage"))
     return note
 
 

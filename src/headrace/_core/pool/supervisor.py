@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import logging
 import signal
 import weakref
 from collections import deque
@@ -33,6 +34,7 @@ ATTEMPTS = 2  # a request whose worker died is tried once more: another process 
 PINNED_AHEAD = 2
 WORK_DEADLINE = 5.0  # seconds in which workers finish their current request when the pool is closed, as torch's have
 STARTS_WITHOUT_ANSWER = 3  # deaths before the first answer after which a worker is given up
+_log = logging.getLogger("headrace")
 
 
 @dataclass(slots=True, eq=False)
@@ -352,6 +354,8 @@ class Pool:
             worker.failed_starts += 1
             self._break(worker.death(None, obstacle=error))
             return
+        if suspect is None or not suspect.answer.done():  # else the error reports it
+            _log.warning("%s Another process has taken its place.", died)
         successor = NumberedWorker(worker.number, process, connection, worker.pinned, worker.failed_starts + 1)
         self._workers[self._numbers.index(worker.number)] = successor
         try:

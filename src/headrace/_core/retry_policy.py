@@ -9,7 +9,7 @@ from headrace._core.text import check_number
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How failed requests to a store are tried again. What is tried again at all: docs/retries.md.
+    """How failed requests to a store are tried again. What is tried again at all: docs/stores.md.
 
     Attributes:
         max_attempts: the most times that one request is sent; 1 for no retries.

@@ -66,7 +66,7 @@ class ObjectDataset(Cacheable[ObjectSample]):
     time. Since a listing tells the sizes, a sample is one GET of a known range, and an object of more than 16 MiB a few
     of them at once. Since it tells the entity tags, an object that is overwritten later is an error and not a mixture.
 
-    What fails is tried again where that may help; docs/retries.md has the table.
+    What fails is tried again where that may help; docs/stores.md has the table.
 
     Empty objects that stand for a folder, as S3's console makes them, are left out: an empty object `a` is taken for
     one if there are others whose keys begin with `a/`.

@@ -111,7 +111,6 @@ def examples():
 @pytest.mark.parametrize("example", list(examples()))
 def test_examples_in_docstrings_run(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("headrace._core.pool.settings._setups", [])  # what an example registers ends with it
     said = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     results = runner.run(example, out=said.append)

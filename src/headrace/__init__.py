@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from headrace import types as types
     from headrace._core.error_policy import SkipErrors as SkipErrors
     from headrace._core.eventloop.per_loop import per_loop as per_loop
-    from headrace._core.pool.settings import worker_setup as worker_setup
     from headrace._core.randomized import randomized as randomized
     from headrace._core.ranks.rankinfo import get_rank_info as get_rank_info
     from headrace._core.ray_placement import RayPlacement as RayPlacement
@@ -67,7 +66,6 @@ if TYPE_CHECKING:
 _NAMES = {
     "headrace._core.error_policy": ("SkipErrors",),
     "headrace._core.eventloop.per_loop": ("per_loop",),
-    "headrace._core.pool.settings": ("worker_setup",),
     "headrace._core.randomized": ("randomized",),
     "headrace._core.ranks.rankinfo": ("get_rank_info",),
     "headrace._core.ray_placement": ("RayPlacement",),

@@ -1,14 +1,12 @@
 """Log records of worker processes reach the handlers of the training process."""
 
 import logging
-import multiprocessing
 import os
 import threading
 
 import pytest
 
 import headrace as hr
-from headrace._core.pool import settings
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are forked")
 log = logging.getLogger("tests.worker")
@@ -38,11 +36,6 @@ def records():
     yield kept
     root.removeHandler(handler)
     root.setLevel(before)
-
-
-@pytest.fixture(autouse=True)
-def _no_setups(monkeypatch):
-    monkeypatch.setattr(settings, "_setups", [])  # what a test registers ends with it
 
 
 def run(transform, **options):
@@ -146,47 +139,6 @@ def test_records_arrive_while_the_consumer_waits_for_a_batch(records):
         logging.getLogger().removeHandler(handler)
         os.close(read)
         os.close(write)
-
-
-def test_worker_setup_runs_first_in_every_process_and_its_error_is_raised(records):
-    @hr.worker_setup
-    def setup():
-        logging.getLogger("tests.setup").info("%s", multiprocessing.current_process().name)
-
-    run(logs)
-    assert said(records, "tests.setup") == ["headrace-loader", "headrace-worker-0", "headrace-worker-1"]
-    first = {}
-    for record in records:
-        first.setdefault(record.process, record.name)
-    assert set(first.values()) == {"tests.setup"}
-
-    @hr.worker_setup
-    def fails():
-        raise LookupError("no such thing")
-
-    with pytest.raises(LookupError, match="no such thing"):
-        run(logs)
-    with pytest.raises(TypeError, match="worker_setup needs a function"):
-        hr.worker_setup("fn")
-
-
-@pytest.mark.parametrize(
-    ("dataset", "context"), [(Numbers(), None), (Numbers(), "spawn"), ([0, 1, 2, 3], "fork")], ids=str
-)
-def test_worker_setup_runs_in_workers_of_every_start_method(dataset, context, tmp_path):
-    ran = tmp_path / "ran"
-
-    @hr.worker_setup
-    def setup():
-        with open(ran, "a") as file:
-            file.write(f"{os.getpid()}\n")
-
-    options = {"num_workers": 2, "multiprocessing_context": context, "placement": "thread"}
-    with hr.DataLoader(dataset, batch_size=2, **options) as loader:
-        assert len(list(loader)) == 2
-    pids = ran.read_text().split()
-    assert len(pids) == len(set(pids)) == 2
-    assert str(os.getpid()) not in pids
 
 
 def test_explicit_fork_context_forks_workers_of_async_datasets_from_this_process():

@@ -26,7 +26,6 @@ from multiprocessing.process import BaseProcess
 import cloudpickle
 
 from headrace._core.descriptors import check_free, shortage
-from headrace._core.pool.settings import setups
 from headrace._core.pool.worker import ProcessEnvironment, WorkerTask, serve
 from headrace._core.pool.zygote import EXIT_STATUS, FORK, FORK_TEMPLATE, FORK_WITH_CONTROL
 from headrace._core.transport.channel import Connection
@@ -88,13 +87,12 @@ def launch_worker(
     if context is None:
         return _forked(FORK, (), modules)
     check_free(8)  # a connection, and multiprocessing's pipes, of which it leaks some if others cannot be opened
-    setup = None if context.get_start_method() == "fork" else cloudpickle.dumps(setups())
     ours, theirs = Connection.pair()
 
     def start(task: WorkerTask | bytes | None) -> BaseProcess:
         process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=serve,
-            args=(theirs, task, worker, workers, setup),
+            args=(theirs, task, worker, workers),
             name=f"headrace-worker-{worker}",
             daemon=True,
         )

@@ -6,8 +6,8 @@ import logging
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -43,64 +43,17 @@ class Settings(NamedTuple):
         return cls(pickled)
 
     def adopt(self) -> None:
-        """Apply the settings to this process, and call the functions given to `worker_setup`."""
+        """Apply the settings to this process."""
         for name, (read, write) in _SETTINGS.items():
             if name in self.pickled:
                 value = cloudpickle.loads(self.pickled[name])
                 if read() != value:
                     write(value)
-        run_setups()
 
     @property
     def modules(self) -> tuple[str, ...]:
         """The modules that are needed to apply the settings."""
-        return modules_named_in(b"".join(self.pickled.get(name, b"") for name in _NEED_MODULES))
-
-
-_setups: list[Callable[[], object]] = []
-F = TypeVar("F", bound=Callable[[], object])
-
-
-def setups() -> tuple[Callable[[], object], ...]:
-    return tuple(_setups)
-
-
-def run_setups(functions: Iterable[Callable[[], object]] | None = None) -> None:
-    """Call the functions given to `worker_setup` here, or `functions`, given in another process."""
-    if functions is not None:
-        _setups[:] = functions
-    for fn in _setups:
-        fn()
-
-
-def worker_setup(fn: F) -> F:
-    """Register a function to be called in every worker process and in the loader's process, before other user code.
-
-    It is for settings that headrace does not carry over itself: see "Settings of the process" in
-    docs/migrating-from-torch.md. `fn` is called without arguments, once in each process that starts from now on, so
-    register it before the first iteration. Its exceptions are raised by `next()`. Workers with a torch dataset call it
-    too.
-
-    Args:
-        fn: a function; it is sent to the processes by value, a lambda will do.
-
-    Returns:
-        `fn`, so that this can be a decorator.
-
-    Raises:
-        TypeError: `fn` cannot be called.
-
-    Example:
-        >>> import headrace as hr
-        >>> @hr.worker_setup
-        ... def precise():
-        ...     import decimal
-        ...     decimal.getcontext().prec = 50
-    """
-    if not callable(fn):
-        raise TypeError(f"worker_setup needs a function, but got {fn!r}")
-    _setups.append(fn)
-    return fn
+        return modules_named_in(self.pickled.get(_FLAGS_OF_PILLOW, b""))
 
 
 def _warning_filters() -> list[tuple[str, bytes]]:
@@ -143,6 +96,7 @@ def _deterministic() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+_FLAGS_OF_PILLOW = "flags of Pillow"
 # Flags of modules that may not be imported, with their defaults.
 _FLAGS: dict[tuple[str, str], object] = {
     ("PIL.Image", "MAX_IMAGE_PIXELS"): 1024**3 // 4 // 3,
@@ -178,7 +132,5 @@ _SETTINGS: dict[str, tuple[Callable[[], object], Callable[[Any], object]]] = {
     ),
     "floating-point errors of NumPy": (np.geterr, lambda value: np.seterr(**value)),
     "print options of NumPy": (np.get_printoptions, lambda value: np.set_printoptions(**value)),
-    "flags of Pillow": (_flags, _set_flags),
-    "functions given to worker_setup": (setups, _setups.extend),
+    _FLAGS_OF_PILLOW: (_flags, _set_flags),
 }
-_NEED_MODULES = ("flags of Pillow", "functions given to worker_setup")

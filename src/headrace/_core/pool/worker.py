@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from headrace._core.pool.settings import Settings, run_setups
+from headrace._core.pool.settings import Settings
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
 from headrace._core.transport.log_records import forward_records, send_records_by
 from headrace._core.transport.pickling import SentModule, format_error, main_classes, picklable_error, prefer_references
@@ -139,15 +139,11 @@ def serve_boot_message(connection: Connection, control: socket.socket | None) ->
         message.task(channel, connection, control, message.prepare)
 
 
-def serve(connection: Connection, task: WorkerTask | bytes, number: int, workers: int, setups: bytes | None) -> None:
+def serve(connection: Connection, task: WorkerTask | bytes, number: int, workers: int) -> None:
     """The main function of a process started by `multiprocessing`, with a task that is inherited or pickled."""
     prefer_references()
     worker = Worker(BlockingChannel(connection), number, workers)
-    worker.begin(
-        lambda: run_setups(None if setups is None else pickle.loads(setups)),
-        INHERITED,
-        lambda: pickle.loads(task) if isinstance(task, bytes) else task,
-    )
+    worker.begin(lambda: None, INHERITED, lambda: pickle.loads(task) if isinstance(task, bytes) else task)
     worker.serve()
 
 
@@ -168,7 +164,7 @@ class Worker:
         self._broken: BaseException | None = None
 
     def begin(self, prepare: Callable[[], None], number: int, make: Callable[[], WorkerTask]) -> None:
-        """Make this process a worker, call user code that is first, and add the first task, as `add` does."""
+        """Make this process a worker, prepare it, and add the first task, as `add` does."""
         _begin_process(f"headrace-worker-{self._position[0]}")
         torch.set_num_threads(1)
         # Existing objects are the parent's, or modules. In a forked process a collection would copy each of their
@@ -177,7 +173,7 @@ class Worker:
         gc.freeze()
         try:
             prepare()
-        except BaseException as error:  # user code: worker_setup; its error answers each request
+        except BaseException as error:  # a setting cannot be applied: the error answers each request
             self._broken = error
         self.add(number, make)
 

@@ -1,4 +1,10 @@
-"""A folder of text files, read asynchronously, tokenized in two worker processes.
+"""
+Files, tokenised in two workers
+===============================
+
+A folder of text files, read asynchronously, tokenized in two worker processes.
+
+::
 
     python examples/01_files.py [FOLDER]
 

@@ -1,6 +1,10 @@
-"""Arrays in an object store: decoded in workers, shuffled reproducibly, read with `for` and with `async for`.
+"""
+Arrays in an object store
+=========================
 
-The store is a local one with 20 ms of latency. For a real one, omit the server:
+NumPy arrays, decoded in workers, shuffled reproducibly, read with `for` and with `async for`.
+
+The store is a local one with 20 ms of latency. For a real one, omit the server::
 
     dataset = hr.ObjectDataset("s3://bucket/train", suffix=".npy", labels=...)
 """

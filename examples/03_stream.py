@@ -1,4 +1,9 @@
-"""A stream from another process: an async iterable over a TCP connection, batched as it arrives."""
+"""
+A stream over TCP
+=================
+
+An async iterable over the TCP connection to another process, batched as it arrives.
+"""
 
 import asyncio
 import contextlib

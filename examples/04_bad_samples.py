@@ -1,4 +1,9 @@
-"""Bad samples: raised with their index and key, or skipped and listed."""
+"""
+Bad samples
+===========
+
+Raised with their index and key, or skipped and listed.
+"""
 
 import warnings
 

@@ -1,4 +1,10 @@
-"""A folder of images and a CSV of their labels, decoded in two workers and normalised as ImageNet's models expect.
+"""
+A folder of images and a CSV
+============================
+
+Image files and a CSV of their labels, decoded in two workers and normalised as ImageNet's models expect.
+
+::
 
     python examples/05_image_folder.py [FOLDER]
 

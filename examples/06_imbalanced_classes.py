@@ -1,4 +1,8 @@
-"""A class that is 4 % of the data, drawn as often as the other by `WeightedRandomSampler`, and its effect on a model.
+"""
+Imbalanced classes
+==================
+
+A class that is 4 % of the data, drawn as often as the other by `WeightedRandomSampler`, and its effect on a model.
 
 A torch program with one line changed: `from headrace import DataLoader`.
 """

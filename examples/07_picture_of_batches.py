@@ -1,4 +1,10 @@
-"""A figure of the contents of batches: a grid of samples, and the number of samples of each class in every batch.
+"""
+A picture of batches
+====================
+
+A figure of the contents of batches: a grid of samples, and the number of samples of each class in every batch.
+
+::
 
     python examples/07_picture_of_batches.py [PICTURE.png]
 
@@ -10,9 +16,9 @@ import pathlib
 import sys
 import tempfile
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from matplotlib.figure import Figure  # without pyplot: drawn by Agg into a file, no screen is needed
 from PIL import Image, ImageDraw
 from torch.utils.data import Dataset, WeightedRandomSampler
 
@@ -81,7 +87,7 @@ def main(target):
     sampler = WeightedRandomSampler(1 / per_class[shapes.labels], num_samples=len(shapes))
     shuffled = DataLoader(shapes, BATCH, shuffle=True, num_workers=2)
     weighted = DataLoader(shapes, BATCH, sampler=sampler, num_workers=2)
-    picture = Figure(figsize=(14, 7), layout="constrained")
+    picture = plt.figure(figsize=(14, 7), layout="constrained")
     left, right = picture.subfigures(1, 2, width_ratios=[1, 1.2], wspace=0.03)
     upper, lower = right.subplots(2, 1)
     counts = [labels.bincount(minlength=len(CLASSES)) for _, labels in shuffled]

@@ -1,4 +1,8 @@
-"""Sentences of unequal length: padded to a batch, packed for a recurrent network, with their lengths and labels.
+"""
+Text of unequal length
+======================
+
+Sentences of unequal length: padded to a batch, packed for a recurrent network, with their lengths and labels.
 
 A torch program with two lines changed: `from headrace import DataLoader`, and the import of the collate function.
 """

@@ -1,4 +1,8 @@
-"""Recordings of unequal length: read from WAV files in two workers, turned into spectrograms, padded to a batch.
+"""
+Audio of unequal length
+=======================
+
+Recordings of unequal length: read from WAV files in two workers, turned into spectrograms, padded to a batch.
 
 A torch program with two lines changed: `from headrace import DataLoader`, and the import of the collate function.
 """
@@ -9,6 +13,7 @@ import random
 import tempfile
 import wave
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from torch.utils.data import Dataset
@@ -62,6 +67,19 @@ def rises(spectrograms, lengths):
     return ends > loudest[:, 0]
 
 
+def draw(spectrograms, lengths, labels):
+    """Eight recordings of a batch; what is right of the line is padding."""
+    figure, axes = plt.subplots(2, 4, figsize=(9, 4), sharex=True, sharey=True, layout="constrained")
+    for panel, spectrogram, length, label in zip(axes.flat, spectrograms, lengths, labels, strict=False):
+        height = RATE / 2000  # kHz
+        panel.imshow(spectrogram.T, origin="lower", aspect="auto", extent=(0, len(spectrogram) * HOP / RATE, 0, height))
+        panel.axvline(length * HOP / RATE, color="white", linestyle=":")
+        panel.set_title("rising" if label else "falling", fontsize=10)
+    figure.supxlabel("seconds", fontsize=10)
+    figure.supylabel("kHz", fontsize=10)
+    plt.show()
+
+
 def main(folder):
     record(folder, 200)
     collate = functools.partial(pad_sequences, padding_value=SILENCE)
@@ -75,6 +93,7 @@ def main(folder):
         padding_mask = torch.arange(spectrograms.shape[1]) >= lengths.unsqueeze(1)
         assert (spectrograms[padding_mask] == SILENCE).all()
         right += (rises(spectrograms, lengths) == labels).sum().item()
+    draw(spectrograms, lengths, labels)
     print(f"{right} of {len(loader.dataset)} whistles classified correctly as rising or falling")
 
 

@@ -1,4 +1,8 @@
-"""Sentences of similar length in one batch: a custom batch sampler, and the padding it saves.
+"""
+Buckets by length
+=================
+
+Sentences of similar length in one batch: a custom batch sampler, and the padding it saves.
 
 A torch program with two lines changed: `from headrace import DataLoader`, and the import of the collate function.
 """

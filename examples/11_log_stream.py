@@ -1,4 +1,8 @@
-"""Compressed log files as one stream, split over the workers: each worker reads its share of the files.
+"""
+Compressed logs
+===============
+
+Compressed log files as one stream, split over the workers: each worker reads its share of the files.
 
 A torch program with one line changed: `from headrace import DataLoader`.
 """

@@ -1,4 +1,10 @@
-"""Data-parallel training in two processes (DDP on gloo): each reads its part of the data, both end with the same model.
+"""
+Two ranks
+=========
+
+Data-parallel training in two processes (DDP on gloo): each reads its part of the data, both end with the same model.
+
+::
 
     torchrun --standalone --nproc-per-node 2 examples/12_two_processes.py
 
@@ -79,6 +85,6 @@ if __name__ == "__main__":
         sys.stdout.flush()
         os._exit(0)  # destroy_process_group() sometimes aborts in gloo's threads
     else:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", sys.argv[0]]
         one_thread = {"OMP_NUM_THREADS": "1", **os.environ}  # torchrun warns if it is not set
-        sys.exit(subprocess.run(torchrun, env=one_thread).returncode)
+        print(subprocess.run(torchrun, env=one_thread, check=True, stdout=subprocess.PIPE, text=True).stdout, end="")

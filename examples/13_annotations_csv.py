@@ -1,7 +1,11 @@
-"""Images in an object store with labels in a CSV: pandas reads the table, and nothing is listed.
+"""
+Images and a table of labels
+============================
+
+Objects of a store with labels in a CSV: pandas reads the table, and nothing is listed.
 
 The CSV has an identifier without the suffix, a column of classes, and columns that are not used.
-The store is a local one with 20 ms to the first byte. For a real one, leave the server out:
+The store is a local one with 20 ms to the first byte. For a real one, leave the server out::
 
     table = pandas.read_csv("s3://bucket/train.csv")  # with s3fs
     dataset = hr.ObjectDataset.from_table("s3://bucket/images", table, key="image_id", label="species")

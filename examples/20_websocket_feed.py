@@ -1,6 +1,13 @@
-"""A feed over a WebSocket as a dataset: shuffled in a buffer, batched as it arrives.
+"""
+A WebSocket
+===========
 
-pip install aiohttp; python examples/20_websocket_feed.py
+A feed over a WebSocket as a dataset: shuffled in a buffer, batched as it arrives.
+
+::
+
+    pip install aiohttp
+    python examples/20_websocket_feed.py
 """
 
 import asyncio
@@ -35,7 +42,7 @@ async def send(request):
 async def serve(started, stop):
     app = web.Application()
     app.router.add_get("/quotes", send)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     started.append((asyncio.get_running_loop(), stop, runner.addresses[0][1]))

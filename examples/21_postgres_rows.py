@@ -1,6 +1,13 @@
-"""Rows of PostgreSQL as a dataset: a cursor that reads ahead 100 rows at a time, never the whole table.
+"""
+Rows of PostgreSQL
+==================
 
-It starts a server of its own in a temporary folder, and fills it.
+Rows of PostgreSQL as a dataset: a cursor that reads ahead 100 rows at a time, never the whole table.
+
+It starts a server of its own in a temporary folder, and fills it. This page is not run when the site is built, since it
+needs Debian's postgresql.
+
+::
 
     apt-get install postgresql; pip install asyncpg; python examples/21_postgres_rows.py
 """

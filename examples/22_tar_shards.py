@@ -1,8 +1,16 @@
-"""WebDataset shards: streamed over two ranks in a new order at each epoch, and read by number through an index.
+"""
+WebDataset shards
+=================
+
+Tar files, streamed over two ranks in a new order at each epoch, and read by number through an index.
+
+::
 
     python examples/22_tar_shards.py
 
-For shards of your own: hr.TarDataset("s3://bucket/train-{0000..0127}.tar", shuffle=True, buffer_size=1000)
+For shards of your own::
+
+    hr.TarDataset("s3://bucket/train-{0000..0127}.tar", shuffle=True, buffer_size=1000)
 """
 
 import io

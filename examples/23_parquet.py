@@ -1,8 +1,16 @@
-"""Parquet files: rows of two columns shuffled over two ranks, and whole tables converted to tensors.
+"""
+A table in Parquet
+==================
+
+Rows of two columns shuffled over two ranks, and whole tables converted to tensors.
+
+::
 
     pip install 'headrace[parquet]'; python examples/23_parquet.py
 
-For files of your own: hr.ParquetDataset("s3://bucket/train/", columns=["text", "label"], shuffle=True)
+For files of your own::
+
+    hr.ParquetDataset("s3://bucket/train/", columns=["text", "label"], shuffle=True)
 """
 
 import pathlib

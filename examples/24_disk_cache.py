@@ -1,6 +1,10 @@
-"""A disk cache: the first epoch fetches, the second reads from the local disk, and so does the next program at once.
+"""
+A disk cache
+============
 
-The store is a local one with 20 ms to the first byte. For a real one, leave the server out:
+The first epoch fetches, the second reads from the local disk, and so does the next program at once.
+
+The store is a local one with 20 ms to the first byte. For a real one, leave the server out::
 
     photos = hr.ObjectDataset("s3://bucket/train", suffix=".npy", labels=...)
     cached = photos.cache("/data/cache", max_bytes=200 * 2**30)

@@ -1,8 +1,16 @@
-"""Windows of tokens for a language model, in a random order that takes few requests.
+"""
+Windows of tokens
+=================
+
+Token files for a language model, in a random order that takes few requests.
+
+::
 
     python examples/25_token_windows.py
 
-For shards of your own: hr.TokenDataset("s3://bucket/tokens/*.bin", seq_len=2049, stride=2048)
+For shards of your own::
+
+    hr.TokenDataset("s3://bucket/tokens/*.bin", seq_len=2049, stride=2048)
 """
 
 import pathlib

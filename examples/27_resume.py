@@ -1,4 +1,10 @@
-"""Training that is killed twice and resumed: each sample counts once, and the losses are those of a run without a kill.
+"""
+Killed, and resumed
+===================
+
+Training that is killed twice and resumed: each sample counts once, and the losses are those of a run without a kill.
+
+::
 
     python examples/27_resume.py
 
@@ -13,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
@@ -85,22 +92,39 @@ def child(folder, checkpoint):
 
 
 def train_and_kill(folder, checkpoint, number, at):
-    """Train in a child process, and send it a signal when it has done `at` steps."""
-    with subprocess.Popen([sys.executable, __file__, folder, checkpoint], stdout=subprocess.PIPE, text=True) as process:
+    """Train in a child process, and send it a signal when it has done `at` steps; gives its first and last step."""
+    with subprocess.Popen(
+        [sys.executable, sys.argv[0], folder, checkpoint], stdout=subprocess.PIPE, text=True
+    ) as process:
         first = int(next(process.stdout))
         for line in process.stdout:
             steps = int(line)
             if steps == at:
                 process.send_signal(number)
     print(f"trained from step {first} to {steps}, then {number.name}")
+    return first, steps
+
+
+def draw(losses, ranges):
+    """The losses of each process over its steps, and those of the uninterrupted run below them."""
+    _, panel = plt.subplots(figsize=(9, 4), layout="constrained")
+    panel.plot(losses, lw=5, color="#d8dee6", label="without a kill")
+    for (first, last), how in zip(ranges, ("SIGKILL", "SIGTERM", "the end"), strict=True):
+        (line,) = panel.plot(
+            range(first, last), losses[first:last], lw=1.2, label=f"steps {first} to {last}, then {how}"
+        )
+        panel.axvline(first, color=line.get_color(), lw=0.8, linestyle=":")
+    panel.set(xlabel="step", ylabel="loss", yscale="log")
+    panel.legend(frameon=False)
+    plt.show()
 
 
 def main():
     with tempfile.TemporaryDirectory() as name:
         folder, checkpoint = pathlib.Path(name, "samples"), pathlib.Path(name, "killed.pt")
         write_samples(folder)
-        train_and_kill(folder, checkpoint, signal.SIGKILL, at=27)
-        train_and_kill(folder, checkpoint, signal.SIGTERM, at=83)
+        killed = train_and_kill(folder, checkpoint, signal.SIGKILL, at=27)
+        terminated = train_and_kill(folder, checkpoint, signal.SIGTERM, at=83)
         training = train(folder, checkpoint)
         first = len(next(training))
         *_, resumed = training
@@ -112,6 +136,7 @@ def main():
     print(f"each of {SAMPLES} samples was seen once in each of {EPOCHS} epochs")
     assert resumed == whole
     print(f"all {len(whole)} losses are those of an uninterrupted run, from {whole[0][2]:.4f} to {whole[-1][2]:.4f}")
+    draw([loss for *_, loss in whole], [killed, terminated, (first, len(whole))])
 
 
 if __name__ == "__main__":

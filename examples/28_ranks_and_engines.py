@@ -1,4 +1,10 @@
-"""Two ranks, each with a loader of two engines, on one object store: every sample once, and as many steps on each rank.
+"""
+Two ranks of two engines
+========================
+
+Two ranks, each with a loader of two engines, on one object store: every sample once, and as many steps on each rank.
+
+::
 
     torchrun --standalone --nproc-per-node 2 examples/28_ranks_and_engines.py s3://bucket/train
 
@@ -83,18 +89,17 @@ def main(url):
 
 
 def run_torchrun(url):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, url]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", sys.argv[0], url]
     one_thread = {"OMP_NUM_THREADS": "1", **os.environ}  # torchrun warns if it is not set
-    return subprocess.run(command, env=one_thread).returncode
+    print(subprocess.run(command, env=one_thread, check=True, stdout=subprocess.PIPE, text=True).stdout, end="")
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
         main(sys.argv[1])
     elif len(sys.argv) > 1:
-        sys.exit(run_torchrun(sys.argv[1]))
+        run_torchrun(sys.argv[1])
     else:
         with tempfile.TemporaryDirectory() as name:
             write_samples(pathlib.Path(name))
-            status = run_torchrun(pathlib.Path(name).as_uri())
-        sys.exit(status)
+            run_torchrun(pathlib.Path(name).as_uri())

@@ -1,10 +1,18 @@
-"""Engines on a Ray cluster: two nodes fetch, transform and collate; the trainer, on a third, gets finished batches.
+"""
+A Ray cluster
+=============
+
+Engines on a Ray cluster: two nodes fetch, transform and collate; the trainer, on a third, gets finished batches.
+
+::
 
     pip install 'headrace[ray]'
     python examples/30_ray_cluster.py
 
 The cluster is simulated on this machine, with `ray.cluster_utils.Cluster`; in mid-epoch one of its nodes is lost. On a
 real cluster, leave out `cluster`, and call `ray.init(address="auto")` on a node of it.
+
+This page is not run when the site is built, since Ray is not in its environment; a test runs it.
 """
 
 import asyncio

@@ -21,7 +21,8 @@ TORCH_PROGRAMS = [path for path in EXAMPLES if IMPORT in path.read_text() and no
 
 
 PATIENCE = 80  # seconds
-ALONE = {"OMP_NUM_THREADS": "1"}  # torchrun warns where it has to set it
+# torchrun warns where it has to set the first; plt.show() without a screen, by another backend than the second.
+ALONE = {"OMP_NUM_THREADS": "1", "MPLBACKEND": "template"}
 
 
 def said_by(done: subprocess.CompletedProcess[str]) -> str:
@@ -53,7 +54,10 @@ def _has_postgres() -> bool:
 
 # What an example needs beside headrace: whether it is there, and the package that has it.
 NEEDS = {
-    "30_ray_cluster": [(lambda: importlib.util.find_spec("ray") is not None, "ray")],  # tests/integrations has it
+    "29_trainers": [
+        (lambda: importlib.util.find_spec("lightning") is not None, "trainers")
+    ],  # tests/integrations has it
+    "30_ray_cluster": [(lambda: importlib.util.find_spec("ray") is not None, "ray")],  # and this
     "20_websocket_feed": [(lambda: importlib.util.find_spec("aiohttp") is not None, "aiohttp")],
     "21_postgres_rows": [
         (lambda: importlib.util.find_spec("asyncpg") is not None, "asyncpg"),

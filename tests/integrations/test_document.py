@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.documents import python_blocks
+from tests.documents import ROOT, python_blocks
 
 IMPORTS = ("accelerate", "lightning", "transformers.trainer", "torchtitan.components.dataloader")
 for package in ("lightning", "accelerate", "transformers", "ray", "torchtitan", "webdataset"):
@@ -177,3 +177,14 @@ with hr.DataLoader(Shards("{0..1}.tar", shardshuffle=2, detshuffle=True), batch_
     seen += [int(sample["__key__"]) for sample in loader]
 """
     assert run(before, WEBDATASET, after) == list(range(8))
+
+
+def test_example_of_trainers_ends_with_the_loss_of_a_plain_loop_in_each(launcher):
+    def main(path=str(ROOT / "examples/29_trainers.py")):
+        import runpy
+        import warnings
+
+        warnings.simplefilter("ignore")
+        return runpy.run_path(path, run_name="__main__")["losses"]
+
+    assert len(set(launcher.run(main)[0].values())) == 1

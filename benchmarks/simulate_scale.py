@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md: a host with 8 GPUs, and 64 of them; and how well the simulation predicts.
+"""The tables of docs/benchmarks.md: a host with 8 GPUs, and 64 of them; and how well the simulation predicts.
 
 `--check` compares it with real loaders of 1, 2 and 4 engines. Without options all of it.
 

@@ -1,7 +1,7 @@
-"""The arithmetic of docs/scale.md: what a host with 8 GPUs, and 64 of them, need of engines, store and network.
+"""The arithmetic of docs/benchmarks.md: what a host with 8 GPUs, and 64 of them, need of engines, store and network.
 
 Every figure is a constant below, with its source, or computed from them. `simulate_scale.py` prints the tables, and
-tests/test_scale_document.py compares them with the document.
+tests/test_documents.py compares them with the document.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["MODELS", "WORKLOADS", "Model", "Workload", "cluster_tables", "cost_t
 GPUS, HOSTS, OBJECTS = 8, 64, 10**9
 LOOP_FULL = 0.8  # CPU seconds a second of an engine's event loop: a quarter more engines than it computes
 
-# Cited, in docs/scale.md: Amazon's guide to the performance of S3.
+# Cited, in docs/benchmarks.md: Amazon's guide to the performance of S3.
 PREFIX_GETS = 5_500  # a second, of a partition
 FIRST_BYTE = 0.100  # seconds; 100 to 200 ms
 CONNECTION_BANDWIDTH = 87.5e6  # bytes a second of one request; 85 to 90 MB/s

@@ -150,9 +150,9 @@ class Forks:
             stdout, stderr = running.communicate(timeout)
             return subprocess.CompletedProcess("a fork", running.wait(), stdout, stderr)
 
-    def start_source(self, source: str) -> Program:
+    def start_source(self, source: str, **environment: str) -> Program:
         """Start a program that is a text, from a page of the documentation for example."""
-        return self.start(functools.partial(run_source, source))
+        return self.start(functools.partial(run_source, source), **environment)
 
     def run_source(self, source: str, *, timeout: float) -> subprocess.CompletedProcess[str]:
         """Run a program that is a text."""

@@ -29,6 +29,7 @@ from headrace._core.eventloop.loop_thread import LoopThread
 from headrace.telemetry.report import _LIMITS as LIMITS
 from tests.documents import DOCUMENTS, ROOT, headings_of, links_of, python_blocks, text_of
 from tests.forks import Forks
+from tests.rendezvous import Rendezvous
 
 PROJECT = tomllib.loads(text_of("pyproject.toml"))
 README = text_of("README.md")
@@ -36,6 +37,7 @@ TRAINING, SAVING = python_blocks("README.md")
 PHOTOS, READINGS, IMAGES, CLICKS, EVENTS, PAGES = python_blocks("docs/your-own-dataset.md")
 WAITS = "docs/my-gpu-waits.md"
 REPORT, HEADSPACE, PROGRESS, METRICS, TRACE = python_blocks(WAITS)
+RANKS, TENSOR_PARALLEL, ENGINES, _ = python_blocks("docs/ranks.md")
 SAVED, KILLED, *RESUMING = python_blocks("docs/resuming.md")
 (OBJECTS,) = re.findall(r"^<!-- run -->\n```python\n(.*?)^```$", text_of("docs/datasets.md"), re.M | re.S)
 
@@ -321,6 +323,46 @@ def test_headspace_program_compares_steps_with_the_loader_and_without(run):
     assert "steps/s with the loader" in " ".join(run(located(HEADSPACE, "(loader, step)", "(loader, step, 8)")))
 
 
+@pytest.fixture
+def photos(tmp_path):
+    """The address of a folder of 50 classes, with a JPEG each."""
+    for number in range(50):
+        (tmp_path / f"{number}").mkdir()
+        Image.new("RGB", (12, 10)).save(tmp_path / f"{number}/photo.jpg")
+    return tmp_path.as_uri()
+
+
+def labels_in(printed):
+    """The labels of each epoch, of lines such as "rank 0, epoch 1: [2, 3]"."""
+    epochs = {}
+    for epoch, labels in re.findall(r"(?:rank \d, epoch (\d): )?(\[.*\])", printed):
+        epochs.setdefault(epoch, []).extend(json.loads(labels))
+    return list(epochs.values())
+
+
+def test_programs_of_the_ranks_page_run_on_two_ranks(forks, photos):
+    def of_each_rank(program):
+        ranks = Rendezvous(2)
+        source = located(program, "s3://bucket/train", photos)
+        with contextlib.ExitStack() as stack:
+            begun = [forks.start_source(source, RANK=f"{rank}", **ranks.variables) for rank in range(2)]
+            return [labels_in(stack.enter_context(each).communicate(80)[0]) for each in begun]
+
+    ours, theirs = of_each_rank(RANKS)
+    assert [len(labels) for labels in (*ours, *theirs)] == [25] * 4
+    assert [sorted(mine + others) for mine, others in zip(ours, theirs, strict=True)] == [list(range(50))] * 2
+    assert ours[0] != ours[1]
+    ours, theirs = of_each_rank(located(TENSOR_PARALLEL, '"cuda", (4, 2)', '"cpu", (1, 2)'))
+    assert ours == theirs
+    assert [sorted(labels) for labels in ours] == [list(range(50))]
+
+
+def test_program_with_engines_reads_every_sample(run, photos):
+    program = located(ENGINES, "engines=4, num_workers=16", "engines=2, num_workers=2")
+    (labels,) = labels_in(" ".join(run(located(program, "s3://bucket/train", photos))))
+    assert sorted(labels) == list(range(50))
+
+
 def test_programs_of_the_resuming_page_run(run, tmp_path):
     run(f"{EXPECTED}import os\nos.chdir({str(tmp_path)!r})\n" + "".join([SAVED, *RESUMING]))
 
@@ -375,11 +417,11 @@ def test_pages_and_headings_that_the_sources_name_exist():
     assert missing == []
 
 
-def test_document_on_scale_has_the_tables_that_the_program_computes(monkeypatch):
+def test_page_of_benchmarks_has_the_tables_that_the_program_computes(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     sizing = importlib.import_module("sizing")
     tables = [sizing.cost_table(), *sizing.host_tables()]
-    assert [table for table in tables if f"\n\n{table}\n\n" not in text_of("docs/scale.md")] == []
+    assert [table for table in tables if f"\n\n{table}\n\n" not in text_of("docs/benchmarks.md")] == []
 
 
 def test_tests_named_in_documents_exist():

@@ -1,6 +1,7 @@
 """The programs of docs/trainers.md run, with datasets and models of the test."""
 
 import pytest
+from PIL import Image
 
 from tests.documents import ROOT, python_blocks
 
@@ -9,6 +10,7 @@ for package in ("lightning", "accelerate", "transformers", "ray", "torchtitan", 
     pytest.importorskip(package, reason=f"{package} is not installed: make test-integrations")
 
 LIGHTNING, ACCELERATE, TRANSFORMERS, RAY, TORCHTITAN, WEBDATASET = python_blocks("docs/trainers.md")
+*_, RAY_ENGINES = python_blocks("docs/ranks.md")
 
 DATASET = """
 import headrace as hr
@@ -138,6 +140,20 @@ TorchTrainer(
 ).fit()
 """
     assert run(before, RAY, after, ("step % 1000 == 999", "step % 2 == 1")) == list(range(64))
+
+
+def test_program_with_engines_on_ray_runs(run, tmp_path):
+    for number in range(8):
+        (tmp_path / f"{number}").mkdir()
+        Image.new("RGB", (12, 10)).save(tmp_path / f"{number}/photo.jpg")
+    changes = [
+        ('address="auto"', "num_cpus=2, include_dashboard=False"),
+        ("s3://bucket/train", f"{tmp_path}"),
+        ("engines=16, cpus_per_engine=8", "engines=1, cpus_per_engine=1"),
+        ("num_workers=128", "num_workers=1"),
+        ("print(labels.tolist())", "seen.extend(labels.tolist())"),
+    ]
+    assert run("", RAY_ENGINES, "loader.close()\nray.shutdown()", *changes) == list(range(8))
 
 
 def test_torchtitan_program_runs(run):

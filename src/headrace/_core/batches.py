@@ -209,6 +209,7 @@ class RawBatch(NamedTuple):
     stream_state: Mapping[str, object] | None = None  # the stream's state after this batch; None of a map-style dataset
     began: float = 0.0  # when the first of its fetches began, as in `StageTimes`; 0.0 if that is unknown
     fetch_seconds: float = 0.0  # the duration of one of them
+    origin: Callable[[Any], str | None] | None = None  # names samples of a stream by their indices; not in a worker
 
     @property
     def is_plain(self) -> bool:

@@ -34,9 +34,9 @@ class LinesDataset(ShardedStream[Any]):
     order in every run, split over ranks. Lines end with ``\n`` or ``\r\n``; the last may lack it. Empty lines of JSON
     are ignored, as usual; those of text are samples.
 
-    An invalid line raises a `ShardError` with the file and the offset, and the stream continues with the next line. So
-    does a corrupt or truncated compressed file; the rest of that file is lost, and the stream continues with the
-    others.
+    An invalid line raises a `ShardError` with the file, the line and the offset, and the stream continues with the next
+    line. So does a corrupt or truncated compressed file; the rest of that file is lost, and the stream continues with
+    the others.
 
     Args:
         shards: URLs or paths, as for `TarDataset`; in a directory, only files ending in ``.jsonl``, ``.ndjson``,
@@ -74,10 +74,16 @@ class LinesDataset(ShardedStream[Any]):
         return {**super()._options(), "format": self._format}
 
     def _decoder(self, shard: Shard) -> _Lines:
-        format = self._format
-        if format == "auto":
-            format = "json" if without_suffix(shard.key.lower()).endswith(_JSON) else "text"
-        return _Lines(shard.name, format, self._line_limit)
+        return _Lines(shard.name, self._format_of(shard), self._line_limit)
+
+    def _format_of(self, shard: Shard) -> str:
+        if self._format != "auto":
+            return self._format
+        return "json" if without_suffix(shard.key.lower()).endswith(_JSON) else "text"
+
+    def _name_of(self, part: int, number: int) -> str:
+        line = "non-empty line" if self._format_of(self._shards[part]) == "json" else "line"
+        return f"{self._shards[part].name}, {line} {number + 1:,}"
 
 
 class _Lines(Decoder):
@@ -90,16 +96,19 @@ class _Lines(Decoder):
         self._parts: list[bytes] = []  # of an incomplete line
         self._part_bytes = 0
         self._offset = 0  # of that line
+        self._number = 1  # of that line
 
     def feed(self, data: Buffer) -> Iterator[Any]:
         first, *rest = bytes(data).split(b"\n")
         self._parts.append(first)
         self._part_bytes += len(first)
-        for part in rest:
+        for number, part in enumerate(rest, self._number):
+            self._number = number
             yield from self._line(b"".join(self._parts), 1)
             self._parts, self._part_bytes = [part], len(part)
+        self._number += bool(rest)
         if self._part_bytes > self._limit:
-            raise self._error(f"a line is longer than line_limit={self._limit} bytes")
+            raise self._error(f"line {self._number:,} is longer than line_limit={self._limit} bytes")
 
     def finish(self) -> Iterator[Any]:
         last = b"".join(self._parts)
@@ -107,10 +116,10 @@ class _Lines(Decoder):
             yield from self._line(last, 0)
 
     def position(self) -> State:
-        return {"offset": self._offset}
+        return {"offset": self._offset, "line": self._number}
 
     def restore(self, position: State) -> None:
-        self._offset = expect(position, "offset", int)
+        self._offset, self._number = expect(position, "offset", int), expect(position, "line", int)
 
     def _line(self, line: bytes, ending: int) -> Iterator[Any]:
         content = line.removesuffix(b"\r")
@@ -130,7 +139,7 @@ class _Lines(Decoder):
             elif content.strip():
                 yield json.loads(content)
         except (ValueError, RecursionError) as error:  # invalid JSON, JSON nested too deeply, invalid UTF-8
-            yield BadRecord(self._error(f"invalid line: {error}"))
+            yield BadRecord(self._error(f"invalid line {self._number:,}: {str(error).replace('line 1 ', '')}"))
         self._offset += len(line) + ending
 
     def _error(self, what: str) -> ShardError:

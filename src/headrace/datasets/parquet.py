@@ -199,6 +199,11 @@ class ParquetDataset(PartStream[Any]):
     def _sample_counts(self) -> Sequence[int]:
         return [self._samples_of(group) for group in self._groups]
 
+    def _name_of(self, part: int, number: int) -> str:
+        group = self._groups[part]
+        rows = 1 if self._format == "rows" else self._table_rows or group.rows
+        return f"{group.footer.shard.name}, row {sum(group.footer.rows[: group.number]) + number * rows:,} from 0"
+
     def _part_names(self) -> Iterator[str]:
         return (f"{group.footer.shard.name} {group.number} {group.rows}" for group in self._groups)
 

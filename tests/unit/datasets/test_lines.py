@@ -90,14 +90,15 @@ def test_compression_that_is_not_supported_is_refused(tmp_path, ending):
                 hr.LinesDataset(shards, format=format)
 
 
-def test_invalid_line_is_an_error_with_its_offset(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"x": 1}\n{"x": \n{"x": 3}\n')
+def test_invalid_line_is_an_error_with_its_number_and_offset(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"x": 1}\n\n{"x": \n{"x": 3}\n')
     (tmp_path / "b.jsonl").write_bytes(b'{"x": 4}\n')
     with hr.DataLoader(hr.LinesDataset(tmp_path, shards_in_parallel=1), batch_size=1, on_error="skip") as loader:
         assert [batch["x"].item() for batch in loader] == [1, 3, 4]
         (failure,) = loader.stats().skipped
     assert failure.error == "ShardError"
-    assert "a.jsonl, offset 9)" in failure.message
+    assert "invalid line 3: Expecting value" in failure.message
+    assert "a.jsonl, offset 10)" in failure.message
 
 
 @pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".zst", tars.zstd)])
@@ -186,7 +187,7 @@ def test_bad_record_is_one_error_and_the_records_after_it_are_read(num_workers, 
     (tmp_path / "2.jsonl").write_bytes(b"[\n" * 5)
     dataset = hr.LinesDataset(tmp_path, remainder="keep", chunk_bytes=512)
     with hr.DataLoader(dataset, batch_size=None, num_workers=num_workers, on_error="skip") as loader:
-        with pytest.warns(RuntimeWarning, match="a sample was skipped, owing to ShardError: invalid line"):
+        with pytest.warns(RuntimeWarning, match="a sample was skipped, owing to ShardError: invalid line "):
             given = list(loader)
         assert sorted(given) == sorted({*range(2000)} - {1010})
         assert loader.stats().skipped_samples == 6

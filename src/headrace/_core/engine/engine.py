@@ -330,7 +330,7 @@ class Session:
         if self._memory is not None:
             self._memory.on_assembled()
             self._changed.set()
-        host = self._stage.on_assembled(raw, host).located(self._sample_key)
+        host = self._stage.on_assembled(raw, host).located(raw.origin or self._sample_key)
         state = host.stream_state if raw.stream_state is None else raw.stream_state
         (_, admitted), work = self._outstanding[host.plan.number], host.times
         times = StageTimes(

@@ -156,7 +156,7 @@ class ProcessExecutor(Pool):
         assert work is None or isinstance(work, SharedPickle)
         plan, pinned = raw.plan, raw.worker is not None
         if raw.stream_state is not None:
-            raw = raw._replace(stream_state=None)  # it stays here
+            raw = raw._replace(stream_state=None, origin=None)  # they stay here
         job = Job(raw.flat(), work, raw.worker, plan.number, tuple(plan.indices), plain=raw.is_plain)
         try:
             answer = await self.run(job)

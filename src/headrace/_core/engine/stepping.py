@@ -14,7 +14,7 @@ from headrace._core.messages import Call
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.ranks.distributed import undivided
 from headrace._core.seeding import TransformGenerators, batch_seed
-from headrace._core.streams.resumable import NOTHING, spawn_key
+from headrace._core.streams.resumable import spawn_key
 from headrace._core.streams.steps import Compute, Raised, RunSteps, Step, apply_steps
 from headrace._core.text import add_note
 from headrace._core.transport.pickling import format_error, picklable_error
@@ -86,7 +86,7 @@ class StepsTask:
         return outcomes
 
     def apply(self, chunk: Chunk, *, seeds: bool = True, catch: Catch = BaseException) -> list[object]:
-        """The samples that are kept and the errors, in order.
+        """The outcome of each sample: `NOTHING` where it is not kept, `Raised` where it failed.
 
         Args:
             chunk: the samples.
@@ -101,16 +101,14 @@ class StepsTask:
                 current.position, current.calls = position, 0
                 if seeds:
                     self._generators.seed(batch_seed(chunk.seed, 0, position))
-                outcome = apply_steps(self._steps, sample, catch)
-                if outcome is not NOTHING:
-                    outcomes.append(outcome)
+                outcomes.append(apply_steps(self._steps, sample, catch))
             return outcomes
         finally:
             current_sample.reset(token)
 
 
 Apply = Callable[[StepsTask, Chunk], Awaitable[list[object]]]
-"""Applies steps off the session's event loop; returns the samples that are kept, and the errors, in order."""
+"""Applies steps off the session's event loop; returns the outcome of each sample."""
 
 
 def settle(answer: asyncio.Future[Any], result: object, error: Exception | None = None) -> None:

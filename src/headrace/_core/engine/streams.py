@@ -9,6 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart, load_state
@@ -280,7 +281,8 @@ class LaneReader:
                 while stream is not None and batch.room:
                     await self._read_batch(stream, batch)
                 state = None if stream is None else stream.state_dict
-                self._stage.context.deliver(batch.raw(state, drop_last=self._stage.drop_last))
+                raw = batch.raw(state, drop_last=self._stage.drop_last)
+                self._stage.context.deliver(raw._replace(origin=partial(_origin, stream, self._first)))
                 if self.progress.ended:
                     await self._close()
         finally:
@@ -288,6 +290,7 @@ class LaneReader:
 
     def _start(self, batch: StreamBatch) -> ResumableIterator[Any] | None:
         state, self._state = self._state, None
+        self._first = self.progress.position
         repeats = int(self.progress.repeats)
         key = repeats if self._lane is None else batch_seed(repeats, 0, self._lane.index)
         try:
@@ -325,6 +328,11 @@ class LaneReader:
                 raise
             message = f"closing a stream of {type(self._stage.dataset).__name__} failed"
             asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
+
+
+def _origin(stream: ResumableIterator[Any] | None, first: int, index: int) -> str | None:
+    """The name of the sample at an index of a stream, which was started at the index `first`."""
+    return None if stream is None else stream.origin(index - first)
 
 
 class DispatchToWorkers(FetchStage):

@@ -118,7 +118,7 @@ class WorkOnConsumersThread:
             return host
         with isolated_generators(), provided_rank(self._rank):
             self._generators.seed(host.plan.seed)
-            made = self._assembler(host.data).located(self._sample_key)
+            made = self._assembler(host.data).located(host.data.origin or self._sample_key)
         work = made.times
         times = host.times._replace(
             work_began=work.work_began, work_ended=work.work_ended, work_cpu=work.work_cpu, worked_by=work.worked_by

@@ -15,7 +15,7 @@ from headrace._core.shards.compression import Codec
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.division import Part, PartPosition, opened_parts, position_in
 from headrace._core.store.head import Head, InitialRead
-from headrace._core.streams.resumable import ResumableIterator, State, close_all, expect
+from headrace._core.streams.resumable import ORIGINS, Origins, ResumableIterator, State, close_all, expect
 from headrace.errors import HeadraceError, StateError
 
 if TYPE_CHECKING:
@@ -48,10 +48,16 @@ class BlockReader(ABC):
         self.samples: deque[Any] = deque()  # the rest of the current block
         self.error: Exception | None = None  # raised after them
         self.ended = False  # whether they are the last
+        self.first = position.given
         self._current = position  # the start of the current block
         self._following: PartPosition | None = position  # the start of the block after it
         self._count = 0  # samples of the current block
         self._task: asyncio.Task[Block] | None = asyncio.get_running_loop().create_task(self._next_block())
+
+    @property
+    def given(self) -> int:
+        """The number of the part's samples that were given out."""
+        return self._current.given + self._count - len(self.samples)
 
     async def fill(self) -> None:
         """Wait for the next block."""
@@ -95,6 +101,7 @@ class PartReader(ResumableIterator[Any], Generic[R]):
     """
 
     counts: Sequence[int] | None = None  # of the samples in each part, if known
+    name_of: Callable[[int, int], str]  # names a sample by its part and its number in that
     _usual = 0  # samples of the last part that was read to its end
 
     def __init__(self, parts: Sequence[Part], count: int, shard_of: Callable[[int], Shard], parallel: int = 1) -> None:
@@ -108,6 +115,8 @@ class PartReader(ResumableIterator[Any], Generic[R]):
         self._ahead: deque[R] = deque()  # successors of those that are open
         self._only: deque[Any] = deque()  # samples of the part that is open, where it is the only one
         self._closed: State | None = None  # the state in which it was closed
+        self._origins = Origins(maxlen=ORIGINS)
+        self._before = 0  # samples and errors of parts that have ended
 
     async def __anext__(self) -> Any:
         if self._only:
@@ -127,6 +136,8 @@ class PartReader(ResumableIterator[Any], Generic[R]):
                 successor = self._ahead.popleft() if self._ahead else self._open_next()
                 if successor is not None:
                     readers.appendleft(successor)
+                self._before += reader.given - reader.first + (reader.error is not None)
+                self._note_origin()
                 if reader.error is not None:
                     raise self._ending(reader, reader.error)
                 self._usual = reader.decoded
@@ -153,7 +164,22 @@ class PartReader(ResumableIterator[Any], Generic[R]):
     def _start(self) -> bool:
         while len(self._open) < self._parallel and (reader := self._open_next()) is not None:
             self._open.append(reader)
+        self._note_origin()
         return bool(self._open)
+
+    def _note_origin(self) -> None:
+        """Note which parts the next samples are of."""
+        places = [(reader.part, reader.given) for reader in self._open]
+        number = self._before + sum(reader.given - reader.first for reader in self._open)
+
+        def origin(offset: int) -> str:
+            turns, turn = divmod(offset, len(places))
+            return self.name_of(places[turn][0], places[turn][1] + turns)
+
+        self._origins.append((number, origin if places else None))
+
+    def origin(self, number: int) -> Any:
+        return self._origins.of(number)
 
     def _peek(self) -> PartPosition | None:
         """Where the part is read that is opened next; None after the last."""

@@ -139,6 +139,10 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """The names of the parts, in the order given by the user, without secrets."""
 
     @abstractmethod
+    def _name_of(self, part: int, number: int) -> str:
+        """The file and the place of the sample with a number in a part, in words."""
+
+    @abstractmethod
     def _read(self, parts: Sequence[Part]) -> PartReader[Any]:
         """Start reading the samples of some parts."""
 
@@ -237,6 +241,9 @@ class PartIterator(ResumableIterator[T_co]):
         self._samples = self._start()
         self._samples.load_state_dict(expect({"stream": position}, "stream", dict))
 
+    def origin(self, number: int) -> Any:
+        return self._samples.origin(number)
+
     async def aclose(self) -> None:
         await self._samples.aclose()
 
@@ -257,7 +264,7 @@ class PartIterator(ResumableIterator[T_co]):
 
         def start() -> ResumableIterator[T_co]:
             samples = stream._read(parts)
-            samples.counts = stream._sample_counts()
+            samples.counts, samples.name_of = stream._sample_counts(), stream._name_of
             if whole is not None:
                 samples.load_state_dict(whole)
             return samples
@@ -358,6 +365,9 @@ class ShardedStream(PartStream[T_co]):
 
     def _sample_counts(self) -> Sequence[int] | None:
         return self._counts
+
+    def _name_of(self, part: int, number: int) -> str:
+        return f"{self._shards[part].name}, sample {number + 1:,}"
 
     def _part_names(self) -> Iterable[str]:
         return self.shards

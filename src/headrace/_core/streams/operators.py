@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 import operator
-import random
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
@@ -55,6 +54,7 @@ class Take(StreamOperation[T]):
     operation = "take"
     options = ("count",)
     fields = ("left",)
+    same_numbers = True
 
     def __init__(self, source: AsyncIterable[T], count: int) -> None:
         super().__init__(source)
@@ -79,6 +79,7 @@ class EqualLength(StreamOperation[T]):
     operation = "equal length"
     options = ("length",)
     fields = ("left", "gave", "restarts")
+    same_numbers = True
 
     def __init__(self, start: Callable[[], ResumableIterator[T]], length: int, remainder: Remainder) -> None:
         super().__init__(start())
@@ -107,6 +108,7 @@ class EqualLength(StreamOperation[T]):
                 self._gave = False  # without a sample it would be restarted for ever
                 self._restarts += 1
                 self._inner = self._start()
+                self.same_numbers = False
                 return await anext(self)
             if self._last is NOTHING:
                 self._last = (await read_again(self._start(), None))[0]
@@ -290,6 +292,7 @@ class Split(ReplayOperation[T]):
         # The first group, for "repeat"; None until it is read, empty if it was before the state was saved.
         self._first: list[T] | None = None if remainder == "repeat" else []
         self._group: list[T] = []
+        self._origins.append((0, lambda number: self._inner.origin(number * shard.count + shard.index)))
 
     def _started(self) -> ResumableIterator[T]:
         with child_seeds(self._key, 0):
@@ -349,8 +352,8 @@ class ShuffleBuffer(ReplayOperation[T]):
         self._ahead: list[T] = []  # its samples
         self._errors_before = 0  # errors given before them
         self._ahead_position: State | None = None  # before it; None before the first: that of the mark
-        self._samples: list[T] = []  # left of the window that is given
-        self._random = random.Random()
+        self._read_before = 0  # samples and errors that were read before them
+        self._samples: list[T] = []  # left of the window that is given, the next one last
 
     def _put(self, sample: T) -> Any:
         self._ahead.append(sample)
@@ -358,27 +361,26 @@ class ShuffleBuffer(ReplayOperation[T]):
             if len(self._ahead) < self._size:
                 return NOTHING
             self._begin_window()
-        return self._draw()
+        return self._samples.pop()
 
     async def _rest(self) -> T:
         if not self._samples:
             if not self._ahead:
                 raise StopAsyncIteration
             self._begin_window()
-        return self._draw()
-
-    def _draw(self) -> T:
-        # To remove an element from the middle of a list in constant time, swap it with the last.
-        samples = self._samples
-        chosen = int(self._random.random() * len(samples))
-        samples[chosen], samples[-1] = samples[-1], samples[chosen]
-        return samples.pop()
+        return self._samples.pop()
 
     def _begin_window(self) -> None:
         self._mark = self._latest_mark()
-        self._random.seed(batch_seed(self._order.key(), 0, self._window))
+        ahead, first = self._ahead, self._read_before
+        order = functools.partial(_order, batch_seed(self._order.key(), 0, self._window), len(ahead))
+        without_errors = self._read - first == len(ahead)
+        origin = (lambda place: self._inner.origin(first + order()[place])) if without_errors else None
+        self._origins.append((self._given, origin))
+        self._read_before = self._read
         self._window += 1
-        self._samples, self._ahead, self._errors_before = self._ahead, [], self._errors
+        self._samples = [ahead[place] for place in reversed(order())]
+        self._ahead, self._errors_before = [], self._errors
         self._ahead_position = self._exact_state()
 
     def _latest_mark(self) -> Mark:
@@ -388,6 +390,12 @@ class ShuffleBuffer(ReplayOperation[T]):
             return mark
         errors = self._errors - self._errors_before
         return Mark(self._given - errors, self._errors - errors, self._ahead_position or mark.position)
+
+
+def _order(seed: int, size: int) -> list[int]:
+    """The order of a window's samples."""
+    order: list[int] = np.random.default_rng(seed).permutation(size).tolist()
+    return order
 
 
 class Pipe(ReplayOperation[T]):

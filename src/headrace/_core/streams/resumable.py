@@ -26,8 +26,9 @@ from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
-NOTHING: Any = object()
+NOTHING: Any = type("NOTHING", (), {})  # the same one in other processes
 MAX_ERRORS_IN_A_ROW = 100  # of a stream that are passed over; the next one is raised
+ORIGINS = 1024
 
 State = dict[str, object]
 """JSON values, where no user's object adds others."""
@@ -144,6 +145,13 @@ class ResumableIterator(AsyncIterator[T_co]):
     def load_state_dict(self, state: State) -> None:
         """Continue after the position of `state`; called at most once, before the first `anext`."""
 
+    def origin(self, number: int) -> Any:
+        """The file and the line, or the like, of the outcome with a number, of those since the start; None if unknown.
+
+        Called after an error, maybe on another thread: nothing is noted for each sample.
+        """
+        return None
+
     async def aclose(self) -> None:
         """Stop reading."""
 
@@ -227,7 +235,7 @@ class Reread:
     """
 
     def __init__(self, count: int = 0, errors: int = 0) -> None:
-        self.left = self._count = count
+        self.left = self.count = count
         self._errors = errors
         self._failed: StateError | None = None
 
@@ -237,7 +245,7 @@ class Reread:
             raise error
         if isinstance(error, StopIteration | StopAsyncIteration):
             self._failed = StateError(
-                f"{stream} ended after {self._count - self.left} samples, but {self._count} had been read when the "
+                f"{stream} ended after {self.count - self.left} samples, but {self.count} had been read when the "
                 f"state was saved: it is not the same stream, or not in the same order"
             )
         elif not self._errors:
@@ -386,6 +394,7 @@ class StreamOperation(ResumableIterator[T]):
     options: ClassVar[tuple[str, ...]] = ()
     fields: ClassVar[tuple[str, ...]] = ()  # ints, bools, lists of them, `Order`s
     same_by_lanes: ClassVar[bool] = False  # whether it does the same to a part of the shards as to all of them
+    same_numbers = False  # whether its outcomes are numbered as those of the stream
 
     def __init__(self, source: AsyncIterable[Any] | None) -> None:
         self._inner: Any = None if source is None else start_stream(source)
@@ -435,6 +444,9 @@ class StreamOperation(ResumableIterator[T]):
             self._inner = self._open(0, saved) if inner is None else inner
             self._inner.load_state_dict(saved)
 
+    def origin(self, number: int) -> Any:
+        return self._inner.origin(number) if self.same_numbers else None
+
     async def aclose(self) -> None:
         self._closed = True
         await close_all(*(self._inner if type(self._inner) is list else [self._inner]))
@@ -473,6 +485,16 @@ async def read_again(iterator: ResumableIterator[T], first: int | None) -> list[
     return list(kept)
 
 
+class Origins(deque[tuple[int, Callable[[int], Any] | None]]):
+    """From which of an iterator's outcomes on a function gives their origins; the last ones."""
+
+    def of(self, number: int) -> Any:
+        for first, origin in reversed(list(self)):  # a copy, which another thread cannot change
+            if first <= number:
+                return origin and origin(number - first)
+        return None
+
+
 class Mark(NamedTuple):
     """A position that can be saved; with the numbers of samples and errors, and of errors, given before it."""
 
@@ -499,6 +521,7 @@ class ReplayOperation(StreamOperation[T]):
         self._mark: Mark | None = None
         self._reread = Reread()
         self._saved: State = {}  # the state while samples are read again
+        self._origins = Origins(maxlen=ORIGINS)  # by `_given`
 
     async def __anext__(self) -> T:
         reread = self._reread
@@ -521,6 +544,7 @@ class ReplayOperation(StreamOperation[T]):
                         continue
                     except Exception:  # of user code; in place of a sample
                         self._read += 1
+                        self._origins.append((self._given, None))
                         raise
                     self._read += 1
                     sample = self._put(sample)
@@ -553,6 +577,9 @@ class ReplayOperation(StreamOperation[T]):
         super().load_state_dict(state)
         self._saved = state
         self._mark = Mark(0, 0, state)
+
+    def origin(self, number: int) -> Any:
+        return self._origins.of(number + self._reread.count)
 
     def _new_mark(self) -> Mark:
         return Mark(self._given, self._errors, self._exact_state())
@@ -599,6 +626,9 @@ class InContext(ResumableIterator[T]):
     def load_state_dict(self, state: State) -> None:
         with self._context:
             self._inner.load_state_dict(state)
+
+    def origin(self, number: int) -> Any:
+        return self._inner.origin(number)
 
     async def aclose(self) -> None:
         await self._inner.aclose()

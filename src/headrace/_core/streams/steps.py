@@ -37,7 +37,7 @@ class Raised(NamedTuple):
 
 
 RunSteps = Callable[[Sequence[Any], int], Awaitable[list[Any]]]
-"""Applies steps to samples, of which the first is at a position of the stream; returns those kept, and errors."""
+"""Applies steps to samples, of which the first is at a position of the stream; returns the outcome of each."""
 
 Compute = Callable[[tuple[Step, ...]], tuple[RunSteps, int]]
 """Makes a function that applies steps off the session's event loop; and the number of requests that keep it busy."""
@@ -109,6 +109,7 @@ class Steps(ReplayOperation[Any]):
 
     async def _rest(self) -> object:
         if self._run is not None and self._reader is None:
+            self._first = self._read
             self._reader = asyncio.get_running_loop().create_task(self._read_ahead())
         while not self._outcomes:
             if self._closed or self._reader is None or (self._read_all and not (self._sent or self._unsent)):
@@ -117,13 +118,19 @@ class Steps(ReplayOperation[Any]):
                 await asyncio.wait((self._sent[0][1],))  # loses nothing when it is cancelled
                 if not self._closed:
                     self._mark = self._latest_mark()
-                    chunk, outcomes = self._sent.popleft()
-                    self._outcomes.extend(outcomes.result())
+                    chunk, task = self._sent.popleft()
+                    outcomes = task.result()
+                    kept = [place for place, outcome in enumerate(outcomes) if outcome is not NOTHING]
+                    self._note_origin(chunk.first - self._first, kept)
+                    self._outcomes.extend(outcomes[place] for place in kept)
                     self._held -= len(chunk.samples)
                     self._changed.set()
             else:
                 await self._change()
         return _raised_or(self._outcomes.popleft())
+
+    def _note_origin(self, first: int, kept: list[int]) -> None:
+        self._origins.append((self._given, lambda number: self._inner.origin(first + kept[number])))
 
     async def _change(self) -> None:
         self._changed.clear()

@@ -38,7 +38,7 @@ PHOTOS, READINGS, IMAGES, CLICKS, EVENTS, PAGES = python_blocks("docs/your-own-d
 WAITS = "docs/my-gpu-waits.md"
 REPORT, HEADSPACE, PROGRESS, METRICS, TRACE = python_blocks(WAITS)
 RANKS, TENSOR_PARALLEL, ENGINES, _ = python_blocks("docs/ranks.md")
-SAVED, KILLED, *RESUMING = python_blocks("docs/resuming.md")
+KILLED, *RESUMING = python_blocks("docs/resuming.md")
 (OBJECTS,) = re.findall(r"^<!-- run -->\n```python\n(.*?)^```$", text_of("docs/datasets.md"), re.M | re.S)
 
 
@@ -364,7 +364,7 @@ def test_program_with_engines_reads_every_sample(run, photos):
 
 
 def test_programs_of_the_resuming_page_run(run, tmp_path):
-    run(f"{EXPECTED}import os\nos.chdir({str(tmp_path)!r})\n" + "".join([SAVED, *RESUMING]))
+    run(f"{EXPECTED}import os\nos.chdir({str(tmp_path)!r})\n" + "".join(RESUMING))
 
 
 KILLED_AT = """

@@ -1,11 +1,10 @@
 """`concurrency="auto"` of several engines, and of the loaders of two ranks, that read one store.
 
 Objects of 4 KB in batches of 64 from a local server that responds after 100 ms: to 500 requests a second ("throttled":
-to others with 503), the same with `Retry-After: 1`, at 2 MB/s, which is 500 objects/s ("slow": requests wait for each
-other), and without a limit. One loader with 1, 2 and 4 engines in turn, and two ranks, the second of which begins when
-the first has read for 3 s. In the second half of each run, of 16 s, are counted: the objects a second, Jain's index of
-the engines' or ranks' rates (1: all alike; 1/N: one has everything), refused requests for each served one, and the
-fetches in flight.
+to others with 503), at 2 MB/s, which is 500 objects/s ("slow": requests wait for each other), and without a limit. One
+loader with 1, 2 and 4 engines in turn, and two ranks, the second of which begins when the first has read for 3 s. In
+the second half of each run, of 16 s, are counted: the objects a second, Jain's index of the engines' or ranks' rates
+(1: all alike; 1/N: one has everything), refused requests for each served one, and the fetches in flight.
 
 Every byte is compared with the stored one, and the order is checked.
 
@@ -41,13 +40,8 @@ LIMIT = 500.0  # objects/s
 LATENCY = 0.100  # seconds
 LATE = 3.0  # seconds after which the second rank begins
 REFUSED = Fault("throttle", rate=LIMIT, at=50)
-RETRY_AFTER = {"Retry-After": "1"}
 STORES: dict[str, tuple[Fault, ...]] = {
     "throttled": (REFUSED,),
-    "Retry-After": (
-        Fault("throttle", rate=LIMIT, at=50, headers=RETRY_AFTER),
-        Fault("status", method="HEAD", headers=RETRY_AFTER),
-    ),
     "slow": (Fault("bandwidth", rate=LIMIT * SIZE),),
     "unlimited": (),
 }
@@ -184,7 +178,7 @@ def compare(name: str, seconds: float, rounds: int, engines: Sequence[int]) -> N
         for each in contestants:
             values = table.values[each]
             print(f"{each:10} {table.median(each):10.4g}  {min(values):10.4g}  {max(values):10.4g}   [{table.unit}]")
-    throttles = name in ("throttled", "Retry-After")
+    throttles = name == "throttled"
     claim(
         f'`concurrency="auto"` on one store, {name}',
         *(rate.share(each, one, f"of the rate of one engine, {each}", at_least=0.9) for each in several),
@@ -201,9 +195,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=16.0, help="for each run")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engines", type=int, nargs="+", default=(1, 2, 4))
-    parser.add_argument(
-        "--stores", nargs="+", choices=STORES, default=["throttled", "Retry-After", "slow", "unlimited"]
-    )
+    parser.add_argument("--stores", nargs="+", choices=STORES, default=[*STORES])
     arguments = parse_arguments(parser, seconds=2.0, rounds=1, engines=(1, 2), stores=["throttled"])
     print(describe_machine())
     for name in arguments.stores:

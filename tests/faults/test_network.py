@@ -159,31 +159,6 @@ def test_flipped_bit_is_found_by_a_given_checksum(local, server):
     local(program)
 
 
-# Answers that come late
-
-
-def test_no_request_is_made_before_retry_after(local, server):
-    """Beyond the deadline it is an error at once, which delays no other sample."""
-    server.misbehave(
-        Fault("status", key="train/0003", times=1, status=429, headers={"Retry-After": "1"}),
-        Fault("status", key="train/0023", status=503, headers={"Retry-After": "3600"}),
-        Fault("status", method="HEAD", status=429, headers={"Retry-After": "1"}, times=1),
-        Fault("status", method="HEAD", status=503, headers={"Retry-After": "3600"}),
-    )
-
-    def program(ledger) -> None:
-        error = ledger.failure(ledger.objects(), index=23, concurrency=1)
-        assert (error.status, error.attempts) == (503, 1), error
-
-    local(program)
-    refused = next(seen for seen in server.seen() if seen.fault)
-    later = [seen.at - refused.at for seen in server.seen() if seen.at > refused.at]
-    assert later, "nothing was tried again"
-    assert min(later) >= 1.0
-    assert [question.key for question in server.seen("HEAD")] == ["train/0003", "train/0023"]
-    assert len(requests(server, "train/0023")) == 1
-
-
 # Ranges and versions
 
 

@@ -6,10 +6,8 @@ import pytest
 
 from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.store import backoff
-from headrace._core.store.backoff import RetryGate, Tries, ask_retry_after
+from headrace._core.store.backoff import RetryGate, Tries
 from headrace._core.store.errors import Cause, RequestFailure
-from headrace._core.store.request_stats import RequestStats
-from tests.answers import answering
 
 
 @pytest.fixture
@@ -29,7 +27,7 @@ def clock(monkeypatch):
 async def test_waits_double_up_to_the_longest_and_progress_extends_the_deadline(clock):
     async def waited(tries):
         before = clock.now
-        may = await RetryGate().may_try_again(RequestFailure(Cause.SERVER, 500), tries, RequestStats())
+        may = await RetryGate().may_try_again(RequestFailure(Cause.SERVER, 500), tries)
         return round(clock.now - before, 6) if may else None
 
     tries = Tries(RetryPolicy(max_attempts=9, initial_backoff=0.1, max_backoff=1.0))
@@ -66,20 +64,3 @@ def test_a_policy_that_makes_no_sense_is_refused_and_an_int_is_a_number_of_attem
     for wrong in (True, "3", 2.0, None):
         with pytest.raises(TypeError, match="retry must be"):
             as_policy(wrong)
-
-
-@pytest.mark.parametrize(
-    ("status", "value", "seconds"),
-    [(429, " 120 ", 120.0), (503, "Thu, 01 Jan 1970 00:00:01 GMT", 0.0), (503, "soon", None), (302, "120", None)],
-)  # fmt: skip
-async def test_retry_after_is_asked_for_in_both_its_forms(status, value, seconds):
-    asked = []
-
-    def answer(request):
-        asked.append((request.command, request.path))
-        request.send(status, b"", {"Retry-After": value, "Location": "/elsewhere"})
-
-    with answering(answer) as url:
-        assert await ask_retry_after(OSError(f"Error performing GET {url}/k%20x?a=b in 2ms - refused")) == seconds
-    assert asked == [("HEAD", "/k%20x?a=b")]
-    assert await ask_retry_after(OSError("something else")) is None

@@ -191,7 +191,7 @@ def check_shared(url: str) -> None:
 def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> ObjectStore:
     """Open a store, with headrace's time-outs, and without retries of its own unless `options` has them.
 
-    The client's retries do not take account of other fetchers, of `Retry-After` or of a body that is cut short where
+    The client's retries do not take account of other fetchers or of a body that is cut short where
     there is no entity tag; `Store` retries above it. For the arguments see `Store`.
 
     Raises:

@@ -226,8 +226,6 @@ class Store:
         self, request: Callable[[ObjectStore], Awaitable[T]], tries: Tries, failure: RequestFailure | None = None
     ) -> T:
         """Make a request, with retries; `failure` is of a first attempt that the caller has made."""
-        if failure is None:
-            await self._gate.wait_open(tries)
         while True:
             if failure is not None:
                 await self._retry_or_raise(failure, tries)
@@ -254,7 +252,7 @@ class Store:
             # Opened again, it asks its provider for credentials; once for all requests that need them.
             self._last_renewal = now
             self._opened = None
-        if not await self._gate.may_try_again(failure, tries, stats):
+        if not await self._gate.may_try_again(failure, tries):
             raise self._error(failure, tries)
         stats.retries += 1
 
@@ -327,8 +325,6 @@ class Store:
         store = self._opened
         if store is None or forked_from is not None:
             store = self.backend()
-        if self._gate.not_before:
-            await self._gate.wait_open(whole or self._tries(""))
         stats = session_stats.get(self._own_stats)
         stats.requests += 1
         began = time.monotonic()

@@ -1,6 +1,8 @@
-"""Datasets whose samples are their indices, without a latency and with one."""
+"""Datasets whose samples are their indices, without a latency and with one; and a torch stream with a state."""
 
 import asyncio
+
+from torch.utils.data import IterableDataset, get_worker_info
 
 from headrace import AsyncDataset
 
@@ -33,3 +35,34 @@ class SlowDataset(AsyncDataset):
         await asyncio.sleep(self.latency)
         index %= self.length
         return index if self.make is None else self.make(index)
+
+
+class TorchStream(IterableDataset):
+    """Numbers, of which each worker reads its part; its iterators have a state."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return _TorchIterator(self.length, get_worker_info())
+
+
+class _TorchIterator:
+    def __init__(self, length, worker):
+        self.length = length
+        self.next, self.step = (worker.id, worker.num_workers) if worker else (0, 1)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next >= self.length:
+            raise StopIteration
+        self.next += self.step
+        return self.next - self.step
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]

@@ -174,6 +174,7 @@ RETURNED = {
     "dtype": lambda index: (torch.float16, np.dtype("f4"), torch.Size([index])),
     "parameter": lambda index: torch.nn.Parameter(big(index)),
     "one tensor twice": lambda index: [big(index)] * 2,
+    "more arrays than one sendmsg takes": lambda index: [np.full(3, index) for _ in range(1500)],
 }
 
 

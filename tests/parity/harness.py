@@ -266,8 +266,8 @@ def without_address(value: object) -> str:
     return re.sub(r" at 0x\w+", "", str(value))
 
 
-class AsyncMapTwin(hr.AsyncDataset[Any]):
-    """The same samples by `aget`."""
+class Twin:
+    """The same samples as a dataset's."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -277,6 +277,10 @@ class AsyncMapTwin(hr.AsyncDataset[Any]):
 
     def __repr__(self) -> str:
         return repr(self.dataset)
+
+
+class AsyncMapTwin(Twin, hr.AsyncDataset[Any]):
+    """The same samples by `aget`."""
 
     async def aget(self, index: Any) -> Any:
         return self.dataset[index]
@@ -293,17 +297,8 @@ class AsyncManyTwin(AsyncMapTwin):
         return self.dataset.__getitems__(list(indices))
 
 
-class AsyncStreamTwin(hr.AsyncIterableDataset[Any]):
+class AsyncStreamTwin(Twin, hr.AsyncIterableDataset[Any]):
     """The same stream by `async for`."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __repr__(self) -> str:
-        return repr(self.dataset)
 
     async def __aiter__(self) -> Any:
         for sample in self.dataset:

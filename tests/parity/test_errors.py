@@ -190,6 +190,8 @@ FAILURES = {
     "a builtin with two arguments": raising(lambda: ValueError("bad", 3)),
     "KeyError": raising(lambda: KeyError("missing")),
     "KeyError with a tuple": raising(lambda: KeyError(("a", 1))),
+    "an OSError without a number": raising(lambda: OSError("just text")),
+    "an assertion about a dict": raising(lambda: AssertionError({"a": 1})),
     "a user's class": raising(lambda: Plain("bad")),
     "a class with a message": raising(lambda: WithMessage("bad")),
     "a cause": chained,

@@ -4,18 +4,11 @@ import json
 import traceback
 
 import pytest
-from torch._utils import ExceptionWrapper
 
 import headrace as hr
 from headrace._core.failure import Failure
 from headrace._core.transport.pickling import format_error
 from headrace.errors import NotPicklableError, RemoteError
-
-
-class Composed(Exception):
-    def __init__(self, path):
-        super().__init__(f"corrupt: {path}")
-        self.path = path
 
 
 class Several(Exception):
@@ -82,23 +75,6 @@ def raised(error):
 
 def failure(error, worker=0, traceback=None):
     return Failure(error, "fetch", batch=1, index=5, worker=worker, traceback=traceback or format_error(error))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [ValueError("bad"), ValueError(), ValueError("bad", 3), KeyError("k"), KeyError(("a", 1)), Composed("a.jpg"),
-     ImportError("no", name="m"), OSError("just text"), AssertionError({"a": 1})],
-    ids=repr,
-)  # fmt: skip
-def test_message_is_worded_as_by_torch(error):
-    error = raised(error)
-    wrapped = ExceptionWrapper((type(error), error, error.__traceback__), where="in DataLoader worker process 0")
-    before = dict(vars(error))
-    failure(error).exception(as_torch=True)
-    if not isinstance(error, Composed):  # torch has its constructor compose the message once more
-        assert str(error) == str(caught(wrapped.reraise))
-    assert str(error).startswith(f"Caught {type(error).__name__} in DataLoader worker process 0.\nOriginal Traceback (")
-    assert {name: value for name, value in vars(error).items() if name != "__notes__"} == before
 
 
 def test_fields_beside_the_message_stay():

@@ -1,6 +1,7 @@
 """Randomized functions: the numbers of a sample follow from its position alone, wherever however it is read."""
 
 import asyncio
+import functools
 import pickle
 
 import cloudpickle
@@ -11,8 +12,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 import headrace as hr
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
-from tests.unit.counting import LENGTH, Count
+from tests.unit.streams.reading import Count
 
+LENGTH = 24
+stream = functools.partial(Count, LENGTH)
 PLACES = [
     {},
     {"num_workers": 1},
@@ -59,11 +62,6 @@ class Map(hr.AsyncDataset):
         return index
 
 
-class Stream(hr.AsyncIterableDataset):
-    def __aiter__(self):
-        return Count()
-
-
 class TorchMap(Dataset):
     def __len__(self):
         return LENGTH
@@ -88,7 +86,7 @@ def drawn(dataset, epochs=1, **options):
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [*((Map, options) for options in PLACES), *((kind, PLACES[2]) for kind in (Stream, TorchMap))],
+    [*((Map, options) for options in PLACES), *((kind, PLACES[2]) for kind in (stream, TorchMap))],
 )
 def test_numbers_are_the_same_wherever_the_function_runs(kind, options):
     assert drawn(kind(), epochs=2, **options) == drawn(kind(), epochs=2)
@@ -124,7 +122,7 @@ def test_a_collate_function_has_the_numbers_of_its_first_sample(options):
 def test_draws_from_torchs_generator_without_a_loader():
     def alone():
         torch.manual_seed(4)
-        return [noisy(1), noisy(1), Map().map(noisy)[0]], list(Stream().map(noisy).filter(kept))
+        return [noisy(1), noisy(1), Map().map(noisy)[0]], list(stream().map(noisy).filter(kept))
 
     first = alone()
     assert first == alone()

@@ -12,8 +12,9 @@ from torch.utils.data import Dataset, DistributedSampler
 import headrace as hr
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from tests.datasets import Numbers
-from tests.unit.counting import LENGTH, Count
+from tests.unit.streams.reading import Count
 
+LENGTH = 24
 TABLE = Path(__file__).parents[2] / "docs" / "tuning.md"
 COLUMNS = ("`num_workers`", "`placement`", "`batch_size`", "number of ranks", "position restored")
 
@@ -46,11 +47,6 @@ class Drawing(Dataset):
         return self.draw(index)
 
 
-class Stream(hr.AsyncIterableDataset):
-    def __aiter__(self):
-        return Count()
-
-
 def map_style(rank, world):
     return {"dataset": Numbers(LENGTH), "sampler": DistributedSampler(Numbers(LENGTH), world, rank)}
 
@@ -64,11 +60,11 @@ def torchs_that_draw(draw):
 
 
 def stream(rank, world):
-    return {"dataset": Stream().split(rank=rank, world_size=world)}
+    return {"dataset": Count(LENGTH).split(rank=rank, world_size=world)}
 
 
 def filtered(draw):
-    return lambda rank, world: {"dataset": Stream().map(draw).filter(keep).split(rank=rank, world_size=world)}
+    return lambda rank, world: {"dataset": Count(LENGTH).map(draw).filter(keep).split(rank=rank, world_size=world)}
 
 
 # By the table's rows: the loaders, as functions of rank and number of ranks, and what else they are given.

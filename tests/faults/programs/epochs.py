@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
 
 import headrace as hr
+from tests.datasets import Numbers, TorchStream
 
 SHARDS = (9, 1, 14, 5, 0, 11, 7, 13)  # samples of each
 N = sum(SHARDS)
@@ -42,14 +42,6 @@ def write_shards(folder: Path) -> None:
                 info.size = 700
                 tar.addfile(info, io.BytesIO(f"{value:<700}".encode()))
     pyarrow.parquet.write_table(pyarrow.table({"x": range(N)}), folder / "rows.parquet", row_group_size=7)
-
-
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return N
-
-    async def aget(self, index):
-        return index
 
 
 async def numbers():
@@ -86,33 +78,6 @@ class Remembering(hr.AsyncIterableDataset):
 
     def load_state_dict(self, state):
         self.position = state["position"]
-
-
-class TorchNumbers(IterableDataset):
-    """A torch stream, which each worker reads a part of; its iterators have a state."""
-
-    def __iter__(self):
-        return TorchIterator(get_worker_info())
-
-
-class TorchIterator:
-    def __init__(self, worker):
-        self.next, self.step = (worker.id, worker.num_workers) if worker else (0, 1)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.next >= N:
-            raise StopIteration
-        self.next += self.step
-        return self.next - self.step
-
-    def state_dict(self):
-        return {"next": self.next}
-
-    def load_state_dict(self, state):
-        self.next = state["next"]
 
 
 def number_of_member(sample):
@@ -161,15 +126,15 @@ class Kind:
 
 
 def elastic(folder):
-    return Numbers(), hr.ElasticSampler(N, seed=3)
+    return Numbers(N), hr.ElasticSampler(N, seed=3)
 
 
 def blocks(folder):
-    return Numbers(), hr.BlockShuffleSampler(N, block_size=4, blocks_at_once=12, seed=3)
+    return Numbers(N), hr.BlockShuffleSampler(N, block_size=4, blocks_at_once=12, seed=3)
 
 
 KINDS = {
-    "map-style, seed": Kind(lambda folder: (Numbers(), None), ranks=1, global_cursor=True, state_bytes=1000),
+    "map-style, seed": Kind(lambda folder: (Numbers(N), None), ranks=1, global_cursor=True, state_bytes=1000),
     "elastic sampler": Kind(elastic, global_cursor=True, state_bytes=1000, unequal=3),
     "block sampler": Kind(blocks, global_cursor=True, state_bytes=1000, unequal=-3),
     "split by samples": Kind(
@@ -184,7 +149,7 @@ KINDS = {
     "tar, shuffled": Kind(lambda folder: (tars(folder, shuffle=True, buffer_size=8), None), buffer=8),
     "lines": Kind(lambda folder: (lines(folder), None)),
     "parquet": Kind(lambda folder: (rows(folder), None)),
-    "torch iterable": Kind(lambda folder: (TorchNumbers(), None), ranks=1, workers=2),
+    "torch iterable": Kind(lambda folder: (TorchStream(N), None), ranks=1, workers=2),
     "user's stream": Kind(lambda folder: (Counting(), None)),
     "user's stream with a state": Kind(lambda folder: (Remembering(), None)),
 }

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from headrace import AsyncIterableDataset, DataLoader, StateError, from_async_iterable
+from tests.datasets import TorchStream
 
 N = 11
 
@@ -44,30 +45,6 @@ class TorchNumbers(IterableDataset):
         yield from range(worker.id, N, worker.num_workers) if worker else range(N)
 
 
-class TorchRemembering(IterableDataset):
-    """Its iterators have a state."""
-
-    def __iter__(self):
-        return _TorchIterator(get_worker_info())
-
-
-class _TorchIterator:
-    def __init__(self, worker):
-        self.next, self.step = (worker.id, worker.num_workers) if worker else (0, 1)
-
-    def __next__(self):
-        if self.next >= N:
-            raise StopIteration
-        self.next += self.step
-        return self.next - self.step
-
-    def state_dict(self):
-        return {"next": self.next}
-
-    def load_state_dict(self, state):
-        self.next = state["next"]
-
-
 def noisy(sample):
     return torch.stack([torch.tensor(float(sample)), torch.rand(())])
 
@@ -86,9 +63,9 @@ CASES = {
     "map, then filter": lambda: DataLoader(Numbers().map(fast).filter(lambda n: n % 20), 2, seed=0),
     "noise before a filter": lambda: DataLoader(Numbers().map(noisy).filter(lambda n: n[1] > 0.2), 2, seed=0),
     "take of a function": lambda: DataLoader(from_async_iterable(Numbers().__aiter__).take(7), 2, seed=0),
-    "torch": lambda: DataLoader(TorchRemembering(), 3, seed=0),
+    "torch": lambda: DataLoader(TorchStream(N), 3, seed=0),
     "torch, without a state": lambda: DataLoader(TorchNumbers(), 3, seed=0),
-    "torch in workers": lambda: DataLoader(TorchRemembering(), 2, seed=0, transform=noisy, num_workers=2),
+    "torch in workers": lambda: DataLoader(TorchStream(N), 2, seed=0, transform=noisy, num_workers=2),
     "torch in workers, without a state": lambda: DataLoader(TorchNumbers(), 2, seed=0, transform=noisy, num_workers=2),
 }
 
@@ -145,7 +122,7 @@ def test_another_number_of_workers_for_a_torch_stream_or_a_dataset_with_a_state_
         def load_state_dict(self, state):
             self.read = state["read"]
 
-    for kind in (TorchRemembering, Counting):
+    for kind in (lambda: TorchStream(N), Counting):
         _, state = saved_after(DataLoader(kind(), 2, num_workers=2), 2)
         with pytest.raises(StateError, match="num_workers was 2, and is 1"):
             DataLoader(kind(), 2, num_workers=1).load_state_dict(state)

@@ -38,27 +38,6 @@ def test_chunks_stay_together() -> None:
     assert deal(dealer, [6], range(2)) == {0: [6]}
 
 
-def test_batch_that_ends_engines_is_found_among_others() -> None:
-    dealer, deadly, deaths, alone = Dealer(2), 11, 0, 0
-    deal(dealer, range(40), range(2))
-    held = {engine: dealer.plans_of(engine) for engine in range(2)}
-    while alone < 3:
-        for engine in range(2):
-            while held[engine] and (number := held[engine].pop(0).number) != deadly:
-                receive(dealer, engine, number)
-                for other, given in dealer.deal(range(2)).items():
-                    held[other] += given
-            if dealer.engine_of(deadly) == engine:
-                break
-        deaths += 1
-        found, alone = dealer.take_back([engine])
-        held[engine] = []
-        for other, given in dealer.deal(range(2)).items():
-            held[other] += given
-    assert found == deadly
-    assert deaths <= 11
-
-
 @pytest.mark.parametrize("lanes", [None, 1, 5])
 @pytest.mark.parametrize("in_order", [False, True])
 def test_random_deaths_lose_and_double_nothing(in_order: bool, lanes: int | None) -> None:

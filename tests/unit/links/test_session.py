@@ -1,67 +1,7 @@
-"""A session's wait for its engine: nothing is lost, no wait is endless, nothing polls."""
+"""A session that is closed while a task waits for its engine; on other loops, see `test_epoch.py`."""
 
 import subprocess
 import sys
-import threading
-
-import pytest
-
-from headrace._core.batches import BatchPlan, HostBatch
-from headrace._core.eventloop.waiting import wait_readable
-from headrace._core.links.session import Session
-from headrace._core.links.thread import Mailbox
-from headrace._core.messages import SessionEnd
-
-
-def host(number):
-    return HostBatch(BatchPlan(number, (number,), 0), number, 1)
-
-
-@pytest.fixture
-def link():
-    return Mailbox()
-
-
-@pytest.fixture
-def session(link):
-    session = Session(link)
-    yield session
-    session.close()
-
-
-def wait(session, timeout):
-    for source, seconds in session.waits(timeout):
-        wait_readable(source, timeout=seconds)
-    return not session.must_wait()
-
-
-def test_waiting_gives_up_after_the_timeout_and_can_go_on(link, session):
-    assert not wait(session, 0.001)
-    link.put(host(0))
-    assert wait(session, None)
-    assert session.take().data == 0
-
-
-def test_a_byte_of_an_earlier_wait_does_not_end_a_later_one(link, session):
-    wait(session, 0.001)
-    link.put(host(0))  # writes a byte that is not read
-    session.take()
-    assert not wait(session, 0.001)
-
-
-def test_an_end_wakes_and_follows_the_batches_before_it(link, session):
-    waiting = threading.Thread(target=wait, args=(session, None))
-    waiting.start()
-    first = ValueError("first")
-    for message in (host(0), SessionEnd(first), SessionEnd(ValueError("second"))):
-        link.put(message)
-    waiting.join()
-    assert session.take().data == 0
-    assert session.take() is None
-    assert session.ended
-    assert session.error is first
-    assert wait(session, None)
-
 
 WAITS_WHILE_IT_IS_CLOSED = """
 import anyio, uvloop

@@ -6,7 +6,7 @@ import json
 from obstore.store import MemoryStore
 
 import headrace as hr
-from headrace.errors import ShardError
+from tests.unit.streams.reading import outcomes
 
 
 def in_memory(objects, **options):
@@ -15,19 +15,6 @@ def in_memory(objects, **options):
     for key, data in objects.items():
         backend.put(key, data)
     return hr.Store("memory://", backend=backend, **options)
-
-
-async def outcomes(iterator, count=None):
-    """Samples and errors until the end, or `count` of them."""
-    found = []
-    while count is None or len(found) < count:
-        try:
-            found.append(await anext(iterator))
-        except StopAsyncIteration:
-            break
-        except ShardError as error:
-            found.append((type(error), error.shard, error.offset))
-    return found
 
 
 async def states(dataset):

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 import headrace as hr
 from headrace._core.shards.division import merge_part_states
 from headrace.errors import HeadraceError, StateError
-from tests.unit.shards.resuming import in_memory, outcomes, resumes_at_every_position
+from tests.unit.shards.resuming import in_memory, resumes_at_every_position
 from tests.unit.shards.test_parquet_state import OBJECTS as PARQUET
 from tests.unit.shards.test_state import damaged_shards, tar_bytes
+from tests.unit.streams.reading import outcomes
 
 COUNTS = (4, 1, 6, 3, 5, 2)
 OBJECTS = {f"{number}.tar": tar_bytes(number, count) for number, count in enumerate(COUNTS)}

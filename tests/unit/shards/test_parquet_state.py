@@ -12,7 +12,8 @@ import headrace as hr
 from headrace.errors import StateError
 from object_server import ObjectServer
 from tests.faults.watching import wait_until
-from tests.unit.shards.resuming import in_memory, outcomes, restored, resumes_at_every_position, state_after, states
+from tests.unit.shards.resuming import in_memory, restored, resumes_at_every_position, state_after, states
+from tests.unit.streams.reading import outcomes
 
 
 def written(first, count, group):

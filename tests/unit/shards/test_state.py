@@ -13,7 +13,8 @@ import headrace as hr
 from headrace.errors import ObjectChangedError, ShardError, StateError
 from object_server import ObjectServer
 from tests.unit.shards import tars
-from tests.unit.shards.resuming import in_memory, outcomes, restored, resumes_at_every_position, state_after, states
+from tests.unit.shards.resuming import in_memory, restored, resumes_at_every_position, state_after, states
+from tests.unit.streams.reading import outcomes
 
 CHUNK = 700  # bytes; members straddle chunks
 

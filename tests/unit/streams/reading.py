@@ -3,6 +3,7 @@
 import asyncio
 
 import headrace as hr
+from headrace.errors import ShardError
 
 
 class Plain(hr.AsyncIterableDataset):
@@ -62,5 +63,5 @@ async def outcomes(iterator, count=None):
         except StopAsyncIteration:
             break
         except ValueError as error:
-            found.append(repr(error))
+            found.append((type(error), error.shard, error.offset) if isinstance(error, ShardError) else repr(error))
     return found

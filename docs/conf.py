@@ -23,6 +23,7 @@ myst_fence_as_directive = ["mermaid"]
 default_role = "code"  # docstrings have names in single backticks, as Markdown has
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
+maximum_signature_line_length = 100
 napoleon_use_ivar = True
 napoleon_custom_sections = [(name, "params_style") for name in ("Fetching", "Placement", "Results", "Device", "Ranks")]
 

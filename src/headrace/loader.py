@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import typing
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import anyio
 import anyio.to_thread
@@ -38,17 +39,15 @@ from headrace.options import (
 from headrace.telemetry.counters import LoaderStats
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar as TypeVarWithDefault
+    from typing_extensions import TypeVar  # of `typing` from Python 3.13 on
 
     from headrace.telemetry.report import Report
 
-    B = TypeVarWithDefault("B", default=Any)  # of `typing` from Python 3.13 on
+    T_co = TypeVar("T_co", covariant=True, default=Any)
 else:
-    B = TypeVar("B")
+    T_co = typing.TypeVar("T_co", covariant=True)
 
 __all__ = ["DataLoader"]
-
-T_co = TypeVar("T_co", covariant=True)
 
 
 class DataLoader(TorchDataLoader[T_co]):
@@ -113,14 +112,14 @@ class DataLoader(TorchDataLoader[T_co]):
 
     @shown_in_signature
     def __init__(
-        self: DataLoader[B],
+        self,
         dataset: Samples,
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         num_workers: int = 0,
-        collate_fn: Callable[[Any], B] | None = None,
+        collate_fn: Callable[[Any], T_co] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,

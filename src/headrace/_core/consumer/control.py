@@ -69,6 +69,7 @@ from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import users_stacklevel
 from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
+from headrace._core.torchcompat.private import batches_skipped_by_hook
 from headrace.errors import StateError
 from headrace.options import Unset, engine_options
 from headrace.telemetry.counters import Counters
@@ -290,6 +291,14 @@ class LoaderControl:
 
     def _next_spec(self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool) -> EpochSpec:
         seed, stream = self.spec.options["seed"], self.spec.kind.is_iterable
+        skipped = 0 if self.resumed else batches_skipped_by_hook(loader)
+        if skipped:
+            if stream or (seed is not None and not self._epoch_set):
+                raise StateError(
+                    f"a library lets torch's iterators begin after {skipped} batches, which the loader of a stream "
+                    f"cannot, and one with seed= only after set_epoch(epoch). Save loader.state_dict() instead"
+                )
+            self.skip(loader, skipped, rank.world_size)
         if self.spec.options["data_parallel"] is not None:
             check_data_parallel(loader, rank, seed=seed, stream=stream)
         remainder = remainder_of(self.spec.source)
@@ -298,7 +307,7 @@ class LoaderControl:
         check_stream(self.spec, rank, loader.num_workers, self._checked)
         # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in the state.
         between = resumed is None or resumed.is_between_epochs
-        keeps = between and not late_epoch and (resumed is None or not self._epoch_set)
+        keeps = skipped > 0 or (between and not late_epoch and (resumed is None or not self._epoch_set))
         saved = None if resumed is None or between else resumed.sampler_epoch
         propagate_epoch(loader._index_sampler, epoch if saved is None else saved, only_wanted=keeps)
         renumbered = False  # a stream continues with other readers than before: its samples are numbered anew

@@ -16,7 +16,7 @@ WRONG = (TYPED / "wrong.py").read_text().splitlines()
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
-    """The first programs of documents, in a package by whose name pyproject.toml allows what such programs leave out."""
+    """The first programs of the documents, in a package: pyproject.toml names it, with what they leave out."""
     package = tmp_path_factory.mktemp("typed") / "documents"
     package.mkdir()
     files, photos, resumed = python_blocks("docs/quickstart.md")

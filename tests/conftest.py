@@ -95,6 +95,20 @@ def forks():
         yield parent
 
 
+@pytest.fixture(scope="module")
+def run():
+    """Run a program of a document; it must end well, and print no warning about what it left open."""
+    with Forks("-X", "dev", OMP_NUM_THREADS="1", FORK_SERVER_IMPORTS="torch._dynamo") as forks:
+
+        def run(program, status=0):
+            done = forks.run_source(program, timeout=80)
+            errors = [line for line in done.stderr.splitlines() if not line.startswith("Executing ")]  # a busy machine
+            assert (done.returncode, errors) == (status, [])
+            return done.stdout.split()
+
+        yield run
+
+
 @pytest.fixture(params=["asyncio", "uvloop"])
 def engine_loop(request, monkeypatch):
     """Each event loop that a loader may run its engine on."""

@@ -16,6 +16,13 @@ def python_blocks(document):
     return re.findall(r"^```python\n(.*?)^```$", text_of(document), re.M | re.S)
 
 
+def programs_with_output(document):
+    """The blocks of Python, each with the block below it of what it prints."""
+    programs = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", text_of(document), re.M | re.S)
+    assert len(programs) == len(python_blocks(document))
+    return programs
+
+
 def links_of(text):
     """The targets of Markdown links outside of code."""
     prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.M | re.S)

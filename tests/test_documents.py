@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import csv
 import gzip
 import importlib
 import json
@@ -17,48 +16,25 @@ import tomllib
 from pathlib import Path
 
 import asyncpg
-import boto3
 import pytest
 import redis
 from aiohttp import web
-from moto.server import ThreadedMotoServer
 from PIL import Image
 
 import headrace
 from headrace._core.eventloop.loop_thread import LoopThread
 from headrace.telemetry.report import _LIMITS as LIMITS
 from tests.documents import DOCUMENTS, ROOT, headings_of, links_of, python_blocks, text_of
-from tests.forks import Forks
 from tests.rendezvous import Rendezvous
 
 PROJECT = tomllib.loads(text_of("pyproject.toml"))
 README = text_of("README.md")
-TRAINING, SAVING = python_blocks("README.md")
+_, SAVING = python_blocks("README.md")
 PHOTOS, READINGS, IMAGES, CLICKS, EVENTS, PAGES = python_blocks("docs/your-own-dataset.md")
 WAITS = "docs/my-gpu-waits.md"
 REPORT, HEADSPACE, PROGRESS, METRICS, TRACE = python_blocks(WAITS)
 RANKS, TENSOR_PARALLEL, ENGINES, _ = python_blocks("docs/ranks.md")
 KILLED, *RESUMING = python_blocks("docs/resuming.md")
-(OBJECTS,) = re.findall(r"^<!-- run -->\n```python\n(.*?)^```$", text_of("docs/datasets.md"), re.M | re.S)
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with Forks("-X", "dev", OMP_NUM_THREADS="1", FORK_SERVER_IMPORTS="torch._dynamo") as forks:
-        yield forks
-
-
-@pytest.fixture(scope="module")
-def run(forks):
-    """Run a program; it must end well, and print no warning about what it left open."""
-
-    def run(program, status=0):
-        done = forks.run_source(program, timeout=80)
-        errors = [line for line in done.stderr.splitlines() if not line.startswith("Executing ")]  # a busy machine
-        assert (done.returncode, errors) == (status, [])
-        return done.stdout.split()
-
-    return run
 
 
 def located(program, written, real):
@@ -87,41 +63,6 @@ def served(path, handler):
     finally:
         loop.run(runner.cleanup())
         loop.close(1.0)
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory):
-    """A bucket of JPEGs in a folder for each class, behind an S3 server: the lines that lead a program to it."""
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    url = "http://{}:{}".format(*server.get_host_and_port())
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL", "AWS_ALLOW_HTTP")
-    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
-    client = boto3.client("s3", endpoint_url=url, **keys)
-    client.create_bucket(Bucket="bucket")
-    folder = tmp_path_factory.mktemp("bucket")
-    importlib.import_module("05_image_folder").draw_shapes(folder, 1200)
-    with open(folder / "labels.csv", newline="") as labels:
-        for row in csv.DictReader(labels):
-            if row["file"].endswith(".jpg"):
-                client.upload_file(folder / row["file"], "bucket", f"train/{row['label']}/{row['file']}")
-    yield f"import os\nos.environ.update({dict(zip(names, (*keys.values(), url, 'true'), strict=True))})\n"
-    server.stop()
-
-
-def test_program_of_the_readme_learns_from_the_images_of_a_bucket(run, bucket):
-    assert len(TRAINING.splitlines()) <= 26
-    accuracies = [int(share) for share in re.findall(r"accuracy (\d+)%", " ".join(run(bucket + TRAINING)))]
-    assert len(accuracies) == 3
-    assert accuracies[-1] > 60 > accuracies[0] - 20
-
-
-def test_programs_of_the_quickstart_run_on_a_directory_and_on_a_bucket(run, bucket):
-    files, photos, resumed = python_blocks("docs/quickstart.md")
-    assert len(files.splitlines()) <= 15
-    left, *_, total = run(files + resumed)[-6:]
-    assert int(left) == int(total) - 1
-    assert run(bucket + photos)[-3:] == ["('disc',", "'square',", "'triangle')"]
 
 
 def test_checkpoint_lines_of_the_readme_continue_with_the_next_batch(run, tmp_path):
@@ -154,13 +95,6 @@ def test_reference_has_every_public_name():
     errors = {"HeadraceError", "StateError", "StoreError"}  # of headrace.errors
     assert set(headrace.__all__) - errors - {"__version__"} <= named
     assert {"decode", "errors", "telemetry.opentelemetry", "telemetry.prometheus", "testing", "types"} <= named
-
-
-def test_object_program_of_the_datasets_page_runs(run, tmp_path):
-    for number in range(130):
-        Image.new("RGB", (12, 10)).save(tmp_path / f"{number % 10}-{number}.jpg")
-    printed = " ".join(run(located(OBJECTS, "s3://bucket/train", tmp_path.as_uri())))
-    assert re.findall(r"torch\.Size\(\[(\d+), 3, 224, 224\]\)", printed) == ["64", "64", "2"]
 
 
 def test_websocket_program_runs(run):
@@ -447,5 +381,5 @@ def test_links_on_pypi_are_absolute():
         text = re.sub(substitution["pattern"], substitution["replacement"], text)
     assert [link for link in links_of(text) if not link.startswith("https://")] == []
     address = PROJECT["project"]["urls"]["Repository"]
-    assert f"]({address}/blob/main/docs/datasets.md)" in text
+    assert f"]({address}/blob/main/docs/recipes.md)" in text
     assert all(url.startswith(address) for url in PROJECT["project"]["urls"].values())

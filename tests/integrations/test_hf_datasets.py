@@ -12,6 +12,7 @@ import datasets
 from datasets.distributed import split_dataset_by_node
 
 import headrace as hr
+from tests.documents import programs_with_output
 
 IMPORTS = ("datasets",)
 MAP, STREAM = "HF datasets, map-style", "HF IterableDataset"
@@ -112,6 +113,17 @@ def test_map_style_dataset_is_continued():
 def test_stream_is_continued_in_its_second_epoch(name, workers):
     made = functools.partial(hr.DataLoader, batch_size=BATCH, num_workers=workers)
     check_continued(lambda: made(STREAMS[name]()), 40 if "generator" in name else SAMPLES)
+
+
+def test_recipe_prints_what_is_written_below_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    columns = {"id": range(400), "label": [1] * 400, "features": [[0.5, 1.5]] * 400}
+    datasets.Dataset.from_dict(columns).to_parquet("table/0.parquet")
+    recipes = programs_with_output("docs/recipes.md")
+    ((program, printed),) = [recipe for recipe in recipes if "from datasets" in recipe[0]]
+    exec(program, {})
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.proves(MAP, "each sample once, on two ranks")

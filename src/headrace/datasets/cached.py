@@ -85,7 +85,8 @@ class Cacheable(AsyncDataset[T_co]):
         ``dataset.cache(folder).map(fn)``. Several datasets may share a folder.
 
         An object that is overwritten is fetched again if the store reports entity tags and the dataset has listed them.
-        Otherwise give another `version`.
+        Otherwise give another `version`; also where credentials decide which bytes come, since neither they nor
+        headers such as `Authorization` or `Cookie` separate entries. Other `default_headers` do.
 
         Problems with the folder lose no sample: what is damaged is fetched again, and a full or read-only disk causes a
         warning and no caching.

@@ -46,7 +46,10 @@ class TarDataset(ShardedStream[dict[str, Any]]):
     Args:
         shards: a URL or a path, or several; each may have braces (``{0000..0127}``, ``{a,b}``), be a glob (``*``, ``?``
             and ``[…]`` within a directory, ``**`` across directories) or a directory. A file that is matched by a glob,
-            or named in a store that can list, may have any ending. Or a `headrace.Store`, for all that is in it.
+            or named in a store that can list, may have any ending. Of a directory, hidden files are left out, and
+            what is in hidden directories and in those that begin with an underscore (Spark's ``_temporary``). A
+            directory of a store that has a shard's name is given as ``x.tar/``. Or a `headrace.Store`, for all that is
+            in it.
         fields: fields to return, each of which every sample must have. None: all of them, and every sample must have
             the same as its shard's first.
         uniform: with False and no `fields`, samples may have different fields.

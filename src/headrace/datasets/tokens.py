@@ -59,7 +59,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         seq_len: tokens in a window.
         stride: tokens from the start of a window to that of the next; by default `seq_len`.
         dtype: type of raw shards, ``"uint16"`` or ``"uint32"``; those with a header, of numpy or llm.c, have their own.
-            None: by the ending of each name, where ``.bin`` is ``"uint16"``.
+            None: by the ending of each name, where ``.bin`` is ``"uint16"``. Megatron's int32 is ``"uint32"``.
         store: store of all shards, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
             By default each URL's own store is opened with default options.
 

@@ -43,7 +43,11 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         raise NotImplementedError(f"{type(self).__name__} must define `async def __aiter__(self)` with `yield`")
 
     def map(self, fn: Callable[[T_co], U]) -> AsyncIterableDataset[U]:
-        """This stream with `fn` applied to each sample, in the loader's CPU workers; the same as its `transform`."""
+        """This stream with `fn` applied to each sample, in the loader's CPU workers; the same as its `transform`.
+
+        As the last operation, `fn` runs together with `transform`, a batch at a time. With others after it (`filter`,
+        `shuffle`, `pipe`, …) samples go to a worker in small groups, and come back in order, before they are batched.
+        """
         return MappedStream(self, fn)
 
     def filter(self, fn: Callable[[T_co], object]) -> AsyncIterableDataset[T_co]:

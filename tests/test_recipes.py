@@ -1,0 +1,84 @@
+"""Programs of documents that read a bucket: the README, the quickstart and the recipes."""
+
+import csv
+import importlib
+import io
+import json
+import re
+import tarfile
+
+import boto3
+import numpy as np
+import pyarrow.parquet
+import pytest
+from moto.server import ThreadedMotoServer
+
+from tests.documents import programs_with_output, python_blocks
+
+TRAINING = python_blocks("README.md")[0]
+RECIPES = [each for each in programs_with_output("docs/recipes.md") if "from datasets" not in each[0]]
+
+
+def write_data(folder):
+    """The data of the README and of docs/recipes.md."""
+    for name in ("clips", "code", "shards", "table", "text", "tokens", "train/disc", "train/square", "train/triangle"):
+        (folder / name).mkdir(parents=True)
+    importlib.import_module("05_image_folder").draw_shapes(folder, 1200)
+    importlib.import_module("09_padded_audio").record(folder / "clips", 16)
+    with open(folder / "labels.csv", newline="") as labels:
+        rows = [row for row in csv.DictReader(labels) if row["file"].endswith(".jpg")]
+    for row in rows:
+        (folder / row["file"]).rename(folder / "train" / row["label"] / row["file"])
+    for shard in range(4):
+        with tarfile.open(folder / f"shards/{shard:04d}.tar", "w") as tar:
+            for row in rows[shard::4][:50]:
+                tar.add(folder / "train" / row["label"] / row["file"], row["file"])
+                label = tarfile.TarInfo(row["file"].replace(".jpg", ".cls"))
+                label.size = 1
+                tar.addfile(label, io.BytesIO(b"%d" % len(row["label"])))
+        for kind, text in (("text", "Document {}-{}. "), ("code", "def f{}_{}(): pass; ")):
+            lines = [json.dumps({"text": text.format(shard, number) * (number % 7)}) for number in range(100)]
+            (folder / kind / f"{shard}.jsonl").write_text("\n".join(lines))
+        np.arange(20_000, dtype=np.uint16).tofile(folder / f"tokens/{shard}.bin")
+        table = {"id": range(100), "label": [1] * 100, "features": [[0.5, 1.5]] * 100}
+        pyarrow.parquet.write_table(pyarrow.table(table), folder / f"table/{shard}.parquet", row_group_size=50)
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory):
+    """Images, shards, text, tokens and tables behind an S3 server: the lines that lead a program to them."""
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL", "AWS_ALLOW_HTTP")
+    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+    client = boto3.client("s3", endpoint_url=url, **keys)
+    client.create_bucket(Bucket="bucket")
+    folder = tmp_path_factory.mktemp("bucket")
+    write_data(folder)
+    for path in folder.glob("*/**/*"):
+        if path.is_file():
+            client.upload_file(path, "bucket", path.relative_to(folder).as_posix())
+    variables = dict(zip(names, (*keys.values(), url, "true"), strict=True))
+    yield f"import os\nos.chdir({str(folder)!r})\nos.environ.update({variables})\n"
+    server.stop()
+
+
+def test_program_of_the_readme_learns_from_the_images_of_a_bucket(run, bucket):
+    assert len(TRAINING.splitlines()) <= 26
+    accuracies = [int(share) for share in re.findall(r"accuracy (\d+)%", " ".join(run(bucket + TRAINING)))]
+    assert len(accuracies) == 3
+    assert accuracies[-1] > 60 > accuracies[0] - 20
+
+
+def test_programs_of_the_quickstart_run_on_a_directory_and_on_a_bucket(run, bucket):
+    files, photos, resumed = python_blocks("docs/quickstart.md")
+    assert len(files.splitlines()) <= 15
+    left, *_, total = run(files + resumed)[-6:]
+    assert int(left) == int(total) - 1
+    assert run(bucket + photos)[-3:] == ["('disc',", "'square',", "'triangle')"]
+
+
+@pytest.mark.parametrize(("program", "printed"), RECIPES)
+def test_recipe_prints_what_is_written_below_it(run, bucket, program, printed):
+    assert " ".join(run(bucket + program)) == " ".join(printed.split())

@@ -119,15 +119,15 @@ def test_options_are_shown_with_type_and_default_in_signature_and_help():
 
 
 def test_given_prefetch_factor_counts_for_each_worker():
-    assert look_ahead(prefetch_factor=3, num_workers=4, concurrency=1000, batch_size=1) == 12
-    assert look_ahead(prefetch_factor=3, num_workers=0, concurrency=1000, batch_size=1) == 3
-    assert look_ahead(prefetch_factor=0, num_workers=2, concurrency=1000, batch_size=1) == 1
+    assert look_ahead(4, prefetch_factor=3, concurrency=1000, batch_size=1) == 12
+    assert look_ahead(1, prefetch_factor=3, concurrency=1000, batch_size=1) == 3
+    assert look_ahead(2, prefetch_factor=0, concurrency=1000, batch_size=1) == 1
 
 
-@given(workers=st.integers(0, 64), concurrency=st.integers(0, 4096), batch_size=st.integers(1, 4096))
+@given(workers=st.integers(1, 64), concurrency=st.integers(0, 4096), batch_size=st.integers(1, 4096))
 def test_look_ahead_covers_the_window_and_one_batch_more(workers, concurrency, batch_size):
-    ahead = look_ahead(prefetch_factor=None, num_workers=workers, concurrency=concurrency, batch_size=batch_size)
-    least = 2 * max(1, workers) if concurrency == 0 else max(LEAST_AHEAD, 2 * workers)
+    ahead = look_ahead(workers, prefetch_factor=None, concurrency=concurrency, batch_size=batch_size)
+    least = 2 * workers if concurrency == 0 else max(LEAST_AHEAD, 2 * workers)
     assert ahead >= least
     assert concurrency == 0 or (ahead - 1) * batch_size >= concurrency
     assert ahead == least or (ahead - 2) * batch_size < concurrency

@@ -35,19 +35,15 @@ def most_concurrency() -> int:
     return max(1, min(MOST_CONCURRENCY, descriptors // 2))
 
 
-def look_ahead(
-    *, prefetch_factor: int | None, num_workers: int, concurrency: int, batch_size: int | None, engines: int = 1
-) -> int:
+def look_ahead(workers: int, *, prefetch_factor: int | None, concurrency: int, batch_size: int | None) -> int:
     """How many batches may be planned and not yet delivered.
 
     Args:
+        workers: CPU workers, or engines, which work without workers too: at least one.
         prefetch_factor: the user's; None for the default.
-        num_workers: CPU workers; 0 counts as one.
         concurrency: samples being fetched at once on the loop; 0 where the workers read the dataset themselves.
         batch_size: samples in a batch, where it is known.
-        engines: the loader's; each works without workers too.
     """
-    workers = max(engines, num_workers)
     if prefetch_factor is not None:
         return max(1, prefetch_factor * workers)
     if not concurrency:

@@ -436,13 +436,9 @@ class LoaderControl:
         concurrency = 1 if spec.kind.is_iterable else fetches * (3 if options["hedge"] else 1)
         batch_size: int | None = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         given = None if isinstance(loader.prefetch_factor, Unset) else loader.prefetch_factor
-        least = look_ahead(
-            prefetch_factor=given,
-            num_workers=loader.num_workers,
-            concurrency=concurrency if spec.kind.is_async else 0,
-            batch_size=batch_size,
-            engines=spec.engines,
-        )
+        concurrency = concurrency if spec.kind.is_async else 0
+        workers = max(spec.engines, loader.num_workers)
+        least = look_ahead(workers, prefetch_factor=given, concurrency=concurrency, batch_size=batch_size)
         # What a sampler has ahead, so that ranges near each other are read together.
         samples = getattr(loader.sampler, "samples_ahead", 0) if capabilities(spec.source).ranges else 0
         if given is None:

@@ -32,7 +32,7 @@ with contextlib.suppress(ModuleNotFoundError):  # of the environment of trainers
 # Seconds: no test takes nearly as long. After TIMEOUT a signal handler raises in the test; a test that is blocked in C
 # code, where no handler runs, is ended KILL_DELAY later with its whole process, after a traceback of every thread.
 TIMEOUT = float(os.environ.get("HEADRACE_TEST_TIMEOUT", "90"))
-KILL_DELAY = float(os.environ.get("HEADRACE_TEST_KILL_DELAY", "30"))
+KILL_DELAY = 30.0
 
 
 def pytest_collection_modifyitems(items):

@@ -17,7 +17,7 @@ class Request(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.answer(self)  # type: ignore[attr-defined]
 
-    do_HEAD = do_GET
+    do_HEAD = do_PROPFIND = do_GET
 
     def log_message(self, *_: object) -> None:
         pass

@@ -16,12 +16,15 @@ from torch.utils.data import default_collate as torch_default_collate
 from torch.utils.data import default_convert as default_convert
 
 from headrace._core.batches import Rows
+from headrace._core.text import add_note
 from headrace._core.torchcompat.private import (
     collate,
     collate_numpy_array_fn,
     collate_tensor_fn,
     default_collate_fn_map,
+    keystr,
     np_str_obj_array_pattern,
+    tree_flatten_with_path,
 )
 
 
@@ -156,6 +159,27 @@ def collated(collate_fn: Callable[[object], object], samples: Sequence[object]) 
     if is_default(collate_fn) and stacks_tensors():
         return samples.tensor
     return collate_fn(list(samples))
+
+
+def note_culprit(error: BaseException, samples: Sequence[Any], indices: Sequence[object]) -> None:
+    """Add a note to the error of a default collate: which sample differs from the first, and in which field."""
+    with contextlib.suppress(Exception):  # user code: the classes of samples
+        kinds = [{keystr(path): _kind(leaf) for path, leaf in tree_flatten_with_path(sample)[0]} for sample in samples]
+        first = kinds[0]
+        odd = [
+            f"sample{path} is {here} at index {index!r}, and {there} at index {indices[0]!r}"
+            for index, kind in zip(indices, kinds, strict=True)
+            for path in {**first, **kind}
+            if (here := kind.get(path, "missing")) != (there := first.get(path, "missing"))
+        ]
+        odd += [f"it is sample{path}" for path, kind in first.items() if path and f"{kind}'>" in str(error)]
+        if odd:
+            add_note(error, f"headrace: {odd[0]}")
+
+
+def _kind(leaf: Any) -> str:
+    shape = getattr(leaf, "shape", None)
+    return ("a number" if isinstance(leaf, int | float) else type(leaf).__name__) if shape is None else str(list(shape))
 
 
 class Destination(Protocol):

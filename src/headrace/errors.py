@@ -6,10 +6,9 @@ keep their type, and have notes with the stage, batch, index, key and worker (`h
 
 from __future__ import annotations
 
-import signal
 from typing import Any, ClassVar
 
-from headrace._core.text import add_note, shorten_list
+from headrace._core.text import add_note
 
 HELP = "headrace: causes and what to do: python -m pydoc"
 """How the note begins that each error has of its entry in docs/reference/errors.md, which is made of the docstrings."""
@@ -154,44 +153,6 @@ class WorkerDiedError(HeadraceError, RuntimeError):
     batch: int | None = None
     indices: tuple[object, ...] | None = None
 
-    @classmethod
-    def of(
-        cls,
-        *,
-        worker: int,
-        pid: int | None,
-        how: str,
-        exit_code: int | None,
-        batch: int | None,
-        indices: tuple[object, ...],
-        attempts: int,
-        doing: str | None = None,
-        obstacle: Exception | None = None,
-    ) -> WorkerDiedError:
-        """The error for a worker that `how` says has ended, or cannot be started because of an `obstacle`."""
-        if doing is not None:
-            remedy = "Call the function that map or filter was given in this process to see the crash"
-        elif batch is None and not attempts:
-            doing, remedy = "while idle", "None of your code was running in it"
-        elif batch is None:
-            doing = "while starting"
-            remedy = "Call worker_init_fn, and import what the transform needs, in this process to see the crash"
-        else:
-            doing = f"on batch {batch}, indices {shorten_list(indices, len(indices))}"
-            remedy = "Run the transform and collate_fn over these indices with num_workers=0 to see the crash"
-        torchs = f"DataLoader worker (pid(s) {pid}) exited unexpectedly"  # which people and tools look for
-        if exit_code is not None and exit_code < 0:
-            torchs = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-exit_code)}"
-        message = (
-            f"worker {worker} (pid {pid}) {how} {doing}{f', attempt {attempts}' if attempts else ''}. {remedy}; "
-            f"if it was killed, look for the out-of-memory killer in the kernel's log. In torch's words: {torchs}."
-        )
-        if obstacle is not None:
-            ended = "" if pid is None else f" (pid {pid}) {how}, and"
-            reason = getattr(obstacle, "strerror", None) or f"{type(obstacle).__name__}: {obstacle}"
-            message = f"worker {worker}{ended} cannot be started: {reason}"
-        return cls(message, worker=worker, exit_code=exit_code, batch=batch, indices=indices)
-
 
 class EngineDiedError(HeadraceError, RuntimeError):
     """The event loop that fetches ended while a consumer waited. The `__cause__` is the reason, where known.
@@ -276,16 +237,10 @@ class UnknownRankError(HeadraceError, RuntimeError):
     What to do: start it by `torchrun` or `srun`, call ``init_process_group()`` before, or pass `data_parallel`.
     """
 
-    _text = "the rank of this process is not known: {why}. {remedy}"
-
-    def __init__(
-        self,
-        *args: object,
-        why: str = "",
-        remedy: str = "Set RANK and WORLD_SIZE, as torchrun does, or call torch.distributed.init_process_group() "
-        "before the loader is iterated over",
-    ) -> None:
-        super().__init__(*args, why=why, remedy=remedy)
+    _text = (
+        "the rank of this process is not known: {why}. Set RANK and WORLD_SIZE, as torchrun does, or call "
+        "torch.distributed.init_process_group() before the loader is iterated over"
+    )
 
 
 class CoordinationError(HeadraceError, RuntimeError):

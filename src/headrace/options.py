@@ -30,7 +30,7 @@ from headrace._core.error_policy import OnError, error_policy
 from headrace._core.ranks.data_parallel import DataParallel, checked
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.retry_policy import RetryPolicy, as_policy
-from headrace._core.text import check_keywords
+from headrace._core.text import check_function, check_keywords
 
 ExecutorKind = Literal["process", "thread"]
 Hedge = Literal["auto"]
@@ -94,8 +94,8 @@ def _integer(words: str, least: int, most: float = math.inf, *, also: tuple[str 
 
 
 def _callable_or_none(name: str, value: object) -> object:
-    if value is not None and not callable(value):
-        raise TypeError(f"{name} must be callable, but got {value!r}")
+    if value is not None:
+        check_function(name, value)
     return value
 
 

@@ -73,7 +73,13 @@ def test_batch_whose_worker_dies_is_retried_once_and_then_reported(case: Any, pl
             assert type(error) is hr.errors.WorkerDiedError, error
             assert (error.batch, error.indices) == (index // 4, tuple(indices)), error
             assert error.worker in (0, 1), error.worker
-            for words in (death, f"worker {error.worker} ", text):
+            for words in (
+                death,
+                f"worker {error.worker} (pid ",
+                text,
+                "num_workers=0",
+                "In torch's words: DataLoader w",
+            ):
                 assert words in str(error), error
 
     stderr = case(program)

@@ -120,11 +120,15 @@ def test_lengths_are_accepted_by_pack_padded_sequence():
         ([torch.zeros(1), torch.zeros(2)], "collate_fn=headrace.pad_sequences"),
         ([[0], [0, 0]], "collate_fn=headrace.pad_sequences"),
         ([object, object], "transform="),
+        ([{"a": torch.zeros(1)}, {"a": torch.zeros(2)}], "sample['a'] is [2] at index 1, and [1] at index 0"),
+        ([{"a": 0, "b": "x"}, {"b": "y"}], "sample['a'] is missing at index 1, and a number at index 0"),
+        ([(0, None), (0, 1)], "sample[1] is a number at index 1, and NoneType at index 0"),
+        ([(0, [object])] * 2, "it is sample[1][0]"),
     ],
 )
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_error_of_torchs_collate_has_a_remedy(samples, remedy, num_workers):
     loader = hr.DataLoader(samples, 2, num_workers=num_workers)
-    with loader, pytest.raises((RuntimeError, TypeError)) as caught:
+    with loader, pytest.raises((RuntimeError, TypeError, KeyError)) as caught:
         list(loader)
     assert [note for note in caught.value.__notes__ if remedy in note]

@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 import pickle
+import re
 import threading
 
 import pytest
@@ -147,6 +148,60 @@ def test_function_that_cannot_be_pickled_is_named_with_a_remedy(argument):
     with pytest.raises(hr.errors.NotPicklableError, match=f"{argument}.*guarded.*num_workers=0") as caught:
         iter(hr.DataLoader(Numbers(10), num_workers=1, **{argument: guarded}))
     assert isinstance(caught.value, TypeError)
+
+
+def test_attribute_that_cannot_be_pickled_is_named():
+    class Model:
+        def __init__(self):
+            self.layers = {"a": [0, threading.Lock()]}
+
+        def __call__(self, sample):
+            return sample
+
+    model = Model()
+    for function, path in ((model, r"object, at \.layers\['a'\]\[1\]\."), (lambda _: model, r"at  ?model\.layers")):
+        with pytest.raises(hr.errors.NotPicklableError, match=path):
+            iter(hr.DataLoader(Numbers(10), num_workers=1, transform=function))
+
+
+def test_class_in_place_of_its_object_is_named():
+    for each in (Numbers, torch.utils.data.TensorDataset):
+        with pytest.raises(hr.errors.DatasetTypeError, match=rf"is a class: give an object of it, {each.__name__}\("):
+            hr.DataLoader(each)
+
+
+class NotAsync(Numbers):
+    def aget(self, index):
+        return index
+
+
+class Nothing(Numbers):
+    async def aget(self, index):
+        pass
+
+
+class OfTheFirstLoop(Numbers):
+    client = None
+
+    async def aget(self, index):
+        self.client = self.client or asyncio.Event()
+        async with asyncio.timeout(0):
+            await self.client.wait()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "remedy"),
+    [
+        (NotAsync(2), "`async def aget`"),
+        (Nothing(2), "does aget, or .* lack a return"),
+        (OfTheFirstLoop(2), "per_loop"),
+    ],
+)
+def test_usual_mistakes_in_aget_have_a_remedy(dataset, remedy):
+    for _ in range(2):
+        with hr.DataLoader(dataset) as loader, pytest.raises((TypeError, RuntimeError, TimeoutError)) as caught:
+            next(iter(loader))
+    assert re.search(remedy, "\n".join([str(caught.value), *caught.value.__notes__]))
 
 
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])

@@ -1,5 +1,6 @@
 """Checks, defaults and documentation of the options; the size of the look-ahead."""
 
+import asyncio
 import inspect
 import pydoc
 import re
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headrace as hr
+from headrace import SkipErrors
 from headrace._core.look_ahead import (
     LEAST_AHEAD,
     MOST_CONCURRENCY,
@@ -40,6 +42,8 @@ from headrace.options import MEMORY_BUDGET, OPTIONS, checked_options
         ({"memory_budget": "1 GiB"}, TypeError, "1 GiB"),
         ({"on_error": "ignore"}, ValueError, "'ignore'"),
         ({"on_error": None}, ValueError, "None"),
+        ({"on_error": SkipErrors}, ValueError, "class .*SkipErrors"),
+        ({"on_error": asyncio.sleep}, ValueError, "a plain function"),
         ({"placement": "moon"}, ValueError, "'moon'"),
         ({"executor": "gpu"}, ValueError, "'gpu'"),
         ({"seed": -1}, ValueError, "-1"),
@@ -48,6 +52,7 @@ from headrace.options import MEMORY_BUDGET, OPTIONS, checked_options
         ({"seed": True}, TypeError, "True"),
         ({"seed": 1.5}, TypeError, "1.5"),
         ({"transform": 3}, TypeError, "transform must be callable"),
+        ({"transform": asyncio.sleep}, TypeError, "transform must not be async"),
         ({"retry": "3"}, TypeError, "RetryPolicy"),
         ({"device_prefetch": -1}, ValueError, "zero or more"),
         ({"device_prefetch": None}, TypeError, "None"),

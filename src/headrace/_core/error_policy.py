@@ -5,6 +5,7 @@ A new policy is a subclass of `ErrorPolicy` here, and for a word a line in `_BY_
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -175,8 +176,8 @@ def error_policy(on_error: OnError) -> ErrorPolicy:
         return on_error
     if isinstance(on_error, str) and on_error in _BY_NAME:
         return _BY_NAME[on_error]
-    if callable(on_error):
+    if callable(on_error) and not isinstance(on_error, type) and not inspect.iscoroutinefunction(on_error):
         return _Ask(on_error)
     raise ValueError(
-        f'on_error must be "raise", "skip", a SkipErrors or a function of the failure, but got {on_error!r}'
+        f'on_error must be "raise", "skip", SkipErrors(...) or a plain function of the failure, but got {on_error!r}'
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -129,8 +130,8 @@ class Failure:
         note = f"headrace: {self.where}"
         if has_note(self.error, note):
             return self.error
-        notes = [f"headrace: {remedy}" for words, remedy in _REMEDIES.items() if words in self.message]
-        notes = [note, *notes] if self.stage is Stage.COLLATE else [note]
+        found = (remedy for stage, words, remedy in _REMEDIES if stage is self.stage and re.search(words, self.message))
+        notes = [note, *(f"headrace: {remedy}" for remedy in found)]
         if self.traceback is not None and as_torch and self.worker is not None:
             name = self.type_name.rpartition(".")[2]
             words = f"Caught {name} in DataLoader worker process {self.worker}.\nOriginal {self.traceback}"
@@ -147,11 +148,14 @@ class Failure:
         return f"{type(self.error).__name__}: {self.message} ({self.where})"
 
 
-# By words of torch's errors of a collate function.
-_REMEDIES = {
-    "equal size": "collate_fn=headrace.pad_sequences pads sequences; crop or resize others in transform=",
-    "batch must contain": "make tensors of it in transform=; collate_fn=list keeps it as it is",
-}
+_PER_LOOP = "make clients, which belong to one event loop, in `__aenter__` of the dataset, or by headrace.per_loop"
+# By words of errors of asyncio, aiohttp and torch.
+_REMEDIES = (
+    (Stage.FETCH, "'await' expression", "write `async def aget`, and await only what is async"),
+    (Stage.FETCH, "loop is closed|a different (event )?loop|used inside a task", _PER_LOOP),
+    (Stage.COLLATE, "equal size", "collate_fn=headrace.pad_sequences pads sequences; crop or resize others before"),
+    (Stage.COLLATE, "batch must contain", "make tensors of it in transform=; collate_fn=list keeps it as it is"),
+)
 
 
 def _set_message(error: BaseException, words: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import reprlib
 import sys
@@ -66,6 +67,14 @@ def check_keywords(function: str, given: Iterable[str], known: Sequence[str]) ->
             if name in ("options", "timeout", "retry"):
                 hint = f". It is of a store: give headrace.Store(url, {name}=...) in place of the URL"
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def check_function(name: str, function: object) -> None:
+    """Raise TypeError unless a function can be called, and gives its result without `await`."""
+    if not callable(function):
+        raise TypeError(f"{name} must be callable, but got {function!r}")
+    if any(map(inspect.iscoroutinefunction, (function, function.__call__))):
+        raise TypeError(f"{name} must not be async: it is called, not awaited. Await in aget; got {function!r}")
 
 
 def check_number(name: str, value: object, least: float, most: float = math.inf, *, whole: bool = False) -> None:

@@ -1,11 +1,13 @@
 """Where a store's options come from: its endpoint, the environment and the user."""
 
 import os
+import re
 
 import pytest
 from obstore.store import HTTPStore
 
 from headrace._core.store.open import merged_options, store_id
+from headrace._core.store.store import Store
 
 
 @pytest.fixture(autouse=True)
@@ -14,6 +16,22 @@ def no_variables(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("AWS_", "GOOGLE_", "AZURE_")):
             monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "says"),
+    [
+        ("s3:/bucket/data", {}, "Did you mean s3://bucket/data?"),
+        ("gcs://bucket", {}, "Did you mean gs://?"),
+        ("hdfs://host", {}, "It must begin with s3, "),
+        ("s3://bucket", {"regoin": "x"}, "Did you mean 'region', an option of s3://?"),
+        ("s3://bucket", {"account_name": "x"}, "Did you mean 'account_name', an option of az://?"),
+        ("gs://bucket", {"client_options": {"timout": "1s"}}, "Did you mean 'timeout', an option of any store?"),
+    ],
+)
+def test_misspelt_urls_and_options_are_corrected(url, options, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        Store(url, options=options).backend()
 
 
 def client_of(url, options):

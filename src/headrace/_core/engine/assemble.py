@@ -16,7 +16,7 @@ from headrace._core.failure import Failure, Stage, describe_samples, key_in
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import TransformGenerators
 from headrace._core.torchcompat.portable_collate import collating
-from headrace.collate import collated, default_convert, destined, draws_nothing
+from headrace.collate import collated, default_convert, destined, draws_nothing, is_default, note_culprit
 
 # The exceptions caught from user code on the consumer's thread. KeyboardInterrupt and SystemExit may come from a signal
 # handler there: Ctrl-C, or a SIGTERM that ends the job.
@@ -90,7 +90,11 @@ class Assembler:
                     data = self.collate(samples[0])
                 else:
                     data = self.collate(samples) if raw.whole else collated(self.collate, samples)
+                if data is None and is_default(self.collate):
+                    raise TypeError("the samples are None: does aget, or a transform, lack a return?")
         except self.catch as error:
+            if is_default(self.collate):
+                note_culprit(error, samples, plan.indices)
             keys = [] if raw.whole else list(map(key_in, raw.samples or ()))
             of_each = iter(keys)
             described = describe_samples(plan.indices, lambda _: next(of_each)) if any(keys) else None

@@ -23,6 +23,7 @@ from headrace._core.failure import as_exception
 from headrace._core.pool.launch import WorkerProcess, launch_worker
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.worker import INHERITED, Answer, BootMessage, ProcessEnvironment, Request, Started, WorkerTask
+from headrace._core.text import shorten_list
 from headrace._core.transport.channel import Connection, EngineChannel
 from headrace._core.transport.pickling import dump_message
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -89,17 +90,32 @@ class NumberedWorker:
 
     def death(self, job: Job | None, obstacle: Exception | None = None) -> WorkerDiedError:
         """The error that reports the end of the process, which was doing `job`, and could not be replaced."""
-        return WorkerDiedError.of(
-            worker=self.number,
-            pid=self.process.pid,
-            how=self.process.how_it_ended(),
-            exit_code=self.process.exit_code,
-            batch=None if job is None else job.batch,
-            indices=() if job is None else job.indices,
-            doing=None if job is None else job.doing,
-            attempts=self.failed_starts if job is None else job.attempt,
-            obstacle=obstacle,
+        batch, indices = (None, ()) if job is None else (job.batch, job.indices)
+        attempts = self.failed_starts if job is None else job.attempt
+        pid, how, code = self.process.pid, self.process.how_it_ended(), self.process.exit_code
+        if job is not None and job.doing is not None:
+            doing = job.doing
+            remedy = "Call the function that map or filter was given in this process to see the crash"
+        elif batch is not None:
+            doing = f"on batch {batch}, indices {shorten_list(indices, len(indices))}"
+            remedy = "Run the transform and collate_fn over these indices with num_workers=0 to see the crash"
+        elif attempts:
+            doing = "while starting"
+            remedy = "Call worker_init_fn, and import what the transform needs, in this process to see the crash"
+        else:
+            doing, remedy = "while idle", "None of your code was running in it"
+        torchs = f"DataLoader worker (pid(s) {pid}) exited unexpectedly"  # which people and tools look for
+        if code is not None and code < 0:
+            torchs = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}"
+        message = (
+            f"worker {self.number} (pid {pid}) {how} {doing}{f', attempt {attempts}' if attempts else ''}. {remedy}; "
+            f"if it was killed, look for the out-of-memory killer in the kernel's log. In torch's words: {torchs}."
         )
+        if obstacle is not None:
+            ended = "" if pid is None else f" (pid {pid}) {how}, and"
+            reason = getattr(obstacle, "strerror", None) or f"{type(obstacle).__name__}: {obstacle}"
+            message = f"worker {self.number}{ended} cannot be started: {reason}"
+        return WorkerDiedError(message, worker=self.number, exit_code=code, batch=batch, indices=indices)
 
 
 class Pool:

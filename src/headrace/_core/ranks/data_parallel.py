@@ -79,10 +79,7 @@ def group_of(data_parallel: DataParallel) -> ProcessGroup | None:
 
 
 def _not_a_member(what: str) -> UnknownRankError:
-    return UnknownRankError(
-        why=f"it is not a member of data_parallel=, {what}",
-        remedy="Iterate over the loader in the processes of data_parallel= only.",
-    )
+    return UnknownRankError(f"this process is no member of data_parallel=, {what}: iterate over the loader in members")
 
 
 def _is_group(value: object) -> bool:

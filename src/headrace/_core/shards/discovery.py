@@ -18,14 +18,14 @@ from typing import Any
 from urllib.parse import unquote
 
 from headrace._core.store.head import Head, InitialRead
-from headrace._core.store.listing import AT_ONCE, list_heads, list_level
+from headrace._core.store.listing import AT_ONCE, list_heads, list_level, nothing_listed
 from headrace._core.store.open import check_shared, traits_of
 from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import check_path
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.text import short_repr
-from headrace.errors import EmptyListingError, ObjectNotFoundError
+from headrace.errors import ObjectNotFoundError
 
 Shards = str | os.PathLike[str] | Store | Sequence[str | os.PathLike[str]]
 
@@ -117,7 +117,7 @@ async def _list(pattern: Shard, names: Sequence[str], suffixes: tuple[str, ...])
         if not found and folder == key != "":
             found = await _find(store, (), key)
     if not found:
-        raise EmptyListingError(problem, url=store.name(folder))
+        raise nothing_listed(store, problem, store.name(folder))
     return found
 
 

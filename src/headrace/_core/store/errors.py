@@ -55,9 +55,11 @@ NO_CREDENTIALS = (
     "store's options, or options={'skip_signature': True} for a public bucket"
 )
 NO_LISTING = (
-    "This server cannot list, over HTTP that takes WebDAV: name objects with keys=[...] and shards as in "
+    "servers over HTTP list by WebDAV only: if this one does not, name objects with keys=[...] and shards as in "
     "'{000..127}.tar', or, if it speaks S3, use Store('s3://bucket', options={'endpoint': 'https://host'})"
 )
+IN_BUCKET = "Check bucket and key, and endpoint, region and credentials in the store's options or the environment"
+_NO_BUCKET = re.compile("<Code>(NoSuchBucket|ContainerNotFound)<")
 _CREDENTIALS = "Check the credentials in the store's options or the environment"
 
 
@@ -72,12 +74,7 @@ class Cause(enum.Enum):
     THROTTLED = "throttled (HTTP 429 or 503)", True
     SERVER = "the store failed", True
     TIMED_OUT = "no byte came within the time-out", True, StoreUnreachableError
-    UNREACHABLE = (
-        "no connection to the store",
-        True,
-        StoreUnreachableError,
-        "Check endpoint and port, and that it runs",
-    )
+    UNREACHABLE = "no connection to the store", True, StoreUnreachableError, "Check endpoint and port, and that it runs"
     UNRESOLVED = (
         "the host name of the store does not resolve",
         True,
@@ -91,40 +88,21 @@ class Cause(enum.Enum):
         "For a certificate of a private authority, pass the authority's: options={'client_options': "
         "{'root_certificate': Path('ca.pem').read_bytes()}}, or SSL_CERT_FILE in the environment",
     )
-    NOT_TLS = (
-        "the server does not speak TLS on this port",
-        False,
-        StoreUnreachableError,
-        "If it is a server without TLS, write http:// in place of https://",
-    )
-    PLAIN_HTTP = (
-        "the endpoint is http:// and allow_http is off",
-        False,
-        StoreUnreachableError,
-        "Write options={'client_options': {'allow_http': True}}",
-    )
+    NOT_TLS = "the server does not speak TLS on this port", False, StoreUnreachableError, "Without TLS, write http://"
+    PLAIN_HTTP = "the endpoint is http://, allow_http is off", False, StoreUnreachableError, "Set allow_http: True"
     CUT = "the body was cut short", True
     WRONG_RANGE = "the store sent another range than requested", True
     WRONG_LENGTH = "the body has another length", True, ObjectChangedError, "It has changed: make the dataset again"
     DAMAGED = "the checksum is not the given one", True, ChecksumError, "The object itself may be damaged"
     UNUSABLE = ("the answer cannot be used",)
     RANGE_IGNORED = ("the store does not do ranges",)
-    CHANGED = (
-        "the object was overwritten since it was listed, or while it was read",
-        False,
-        ObjectChangedError,
-        "Make the dataset again",
-    )
+    CHANGED = "overwritten since its listing, or while it was read", False, ObjectChangedError, "Make the dataset again"
     NOT_FOUND = "not found, or a directory", False, ObjectNotFoundError
+    NO_BUCKET = "there is no such bucket", False, ObjectNotFoundError
     NO_KEY = "this cannot be the key of an object", False, StoreError, "Rename it"
     EXPIRED = "the credentials have expired", False, StoreError, _CREDENTIALS
     REFUSED = "refused", False, StoreError, _CREDENTIALS
-    WRONG_REGION = (
-        "the bucket is in another region",
-        False,
-        StoreError,
-        "Set region in the store's options or AWS_REGION; the default is us-east-1",
-    )
+    WRONG_REGION = "the bucket is in another region", False, StoreError, "Set the option region, or AWS_REGION"
     REDIRECTED = (
         "the server redirects to another host",
         False,
@@ -198,6 +176,8 @@ def classify_error(error: BaseException) -> RequestFailure:
     text, _, dump = str(error).partition("\n\nDebug source:")
     found = _STATUS.search(text)
     status = None if found is None else int(found[1])
+    if _NO_BUCKET.search(text):
+        return RequestFailure(Cause.NO_BUCKET, status)
     for kinds, cause in _CLASSES:
         if isinstance(error, kinds):
             expired = cause is Cause.REFUSED and _EXPIRED.search(text)

@@ -19,6 +19,7 @@ from pathlib import Path
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from headrace._core.store.errors import NO_LISTING
 from headrace._core.store.head import Head, check_form, strong
 from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import redact_url
@@ -296,7 +297,12 @@ async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Ca
         message = "the listing is empty; a URL names a whole directory, not a file or the beginning of a name"
     else:
         message = f"{count} objects were listed, but no key ends in suffix={suffix!r}"
-    raise EmptyListingError(message, url=store.url)
+    raise nothing_listed(store, message, store.url)
+
+
+def nothing_listed(store: Store, problem: str, url: str) -> EmptyListingError:
+    """The error for a listing without a match; a web server that cannot list may answer as one without files."""
+    return EmptyListingError(f"{problem}; {NO_LISTING}" if store.traits.web_server else problem, url=url)
 
 
 async def list_heads(store: Store, prefix: str) -> list[Head]:

@@ -34,9 +34,11 @@ def url_of(place: str | os.PathLike[str]) -> str:
 
 
 def check_path(path: str) -> None:
-    """Raise `ValueError` for an empty path, which would be the current directory."""
+    """Raise `ValueError` for an empty path, which would be the current directory, and a URL with one slash."""
     if not path:
         raise ValueError("the URL, or path, is empty")
+    if short := re.match(r"(?i)(s3a?|gs|gcs|az|abfss?|https?):/*", path):
+        raise ValueError(f"{path!r} is no path. Did you mean {short[1].lower()}://{path[short.end() :]}?")
 
 
 def redact_url(url: str) -> str:

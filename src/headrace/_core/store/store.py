@@ -266,7 +266,9 @@ class Store:
             if self.traits.prefix == "aws_":
                 remedy += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
         elif tries.doing == "listing" and self.traits.web_server and kind is StoreError:
-            remedy = errors.NO_LISTING
+            remedy = f"This server cannot list; {errors.NO_LISTING}"
+        elif cause in (Cause.NOT_FOUND, Cause.NO_BUCKET) and self.traits.bucket:
+            remedy = errors.IN_BUCKET
         doing = tries.doing if tries.index is None else f"{tries.doing} (index {tries.index})"
         message = ": ".join(filter(None, (doing, cause.text, redact_text(failure.detail, secrets), answer)))
         return kind(

@@ -17,7 +17,7 @@ from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.streams.operators import Concat, Pipe, Repeat, ShuffleBuffer, Split, Take
 from headrace._core.streams.resumable import FollowsEpoch, InContext, start_stream
 from headrace._core.streams.steps import Step, Steps
-from headrace._core.text import dataset_repr, function_name
+from headrace._core.text import check_function, dataset_repr, function_name
 
 T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
@@ -198,6 +198,7 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
     same_by_lanes = True  # it does the same to a part of the shards as to all of them
 
     def __init__(self, dataset: object, fn: Callable[[Any], object]) -> None:
+        check_function(f"the function of {self.step}", fn)
         self.dataset = dataset
         self.fn = fn
 

@@ -71,6 +71,8 @@ def has_method(part: object, name: str) -> bool:
 
 def kind_of(dataset: object) -> DatasetKind:
     """The kind of a dataset, by its methods; raises `DatasetTypeError` if it has none of them."""
+    if isinstance(dataset, type):
+        raise DatasetTypeError(f"{dataset.__name__} is a class: give an object of it, {dataset.__name__}(...)")
     can = capabilities(dataset)
     if can.aget:
         return DatasetKind.ASYNC_MAP

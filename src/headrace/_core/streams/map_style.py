@@ -25,7 +25,7 @@ from headrace._core.streams.kinds import (
     fetch_all,
     sample_key,
 )
-from headrace._core.text import dataset_repr, function_name
+from headrace._core.text import check_function, dataset_repr, function_name
 from headrace.errors import ShardError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -229,6 +229,7 @@ def positions(indices: Sequence[Any], length: int) -> np.ndarray[Any, np.dtype[n
 
 class MappedDataset(MapComposition, AsyncDataset[T_co]):
     def __init__(self, dataset: object, fn: Callable[[Any], T_co]) -> None:
+        check_function("the function of map", fn)
         self.dataset = dataset
         self.fn = fn
 

@@ -14,7 +14,9 @@ from typing import Any, cast
 import torch
 from torch._utils import KeyErrorMessage as KeyErrorMessage
 from torch.autograd import profiler as profiler  # its `_is_profiler_enabled` takes 1 µs where the caches are cold
+from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils.data import Dataset
 from torch.utils.data._utils import worker as _worker

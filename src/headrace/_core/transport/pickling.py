@@ -32,7 +32,7 @@ from headrace._core.descriptors import Descriptor, received, received_descriptor
 from headrace._core.text import set_cause
 from headrace._core.transport.exceptions import reduce_exception, with_text, without_unpicklable_parts
 from headrace._core.transport.slabs import SMALL, aligned
-from headrace.errors import HELP, RemoteError
+from headrace.errors import RemoteError
 
 if TYPE_CHECKING:
     import obstore
@@ -89,9 +89,9 @@ def load_message(
 
 
 def format_error(error: BaseException) -> str:
-    """`error` with its traceback, as Python prints an uncaught one; without the note of help, which travels with it."""
+    """`error` with its traceback, as Python prints an uncaught one; without headrace's notes, which travel with it."""
     try:
-        return "".join(part for part in traceback.format_exception(error) if not part.startswith(HELP))
+        return "".join(part for part in traceback.format_exception(error) if not part.startswith("headrace: "))
     except BaseException:  # user code: an exception whose notes or class cannot be printed
         return f"{type(error).__name__}: {_message(error)}\n"
 

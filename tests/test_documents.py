@@ -10,12 +10,15 @@ import re
 import shutil
 import signal
 import subprocess
+import tarfile
 import tempfile
 import time
 import tomllib
 from pathlib import Path
 
 import asyncpg
+import pyarrow
+import pyarrow.parquet
 import pytest
 import redis
 from aiohttp import web
@@ -34,6 +37,8 @@ PHOTOS, READINGS, IMAGES, CLICKS, EVENTS, PAGES = python_blocks("docs/your-own-d
 WAITS = "docs/my-gpu-waits.md"
 REPORT, HEADSPACE, PROGRESS, METRICS, TRACE = python_blocks(WAITS)
 RANKS, TENSOR_PARALLEL, ENGINES, _ = python_blocks("docs/ranks.md")
+(ON_DEVICE,) = python_blocks("docs/devices.md")
+FROM_TORCH, FROM_WEBDATASET, FROM_LITDATA, FROM_MOSAIC, FROM_TORCHDATA = python_blocks("docs/coming-from.md")
 KILLED, *RESUMING = python_blocks("docs/resuming.md")
 
 
@@ -291,10 +296,33 @@ def test_programs_of_the_ranks_page_run_on_two_ranks(forks, photos):
     assert [sorted(labels) for labels in ours] == [list(range(50))]
 
 
-def test_program_with_engines_reads_every_sample(run, photos):
-    program = located(ENGINES, "engines=4, num_workers=16", "engines=2, num_workers=2")
-    (labels,) = labels_in(" ".join(run(located(program, "s3://bucket/train", photos))))
-    assert sorted(labels) == list(range(50))
+@pytest.mark.parametrize("program", [ENGINES, ON_DEVICE, FROM_TORCH])
+def test_programs_on_photos_read_each_once(run, photos, program):
+    fewer = [("engines=4, num_workers=16", "engines=2, num_workers=2"), ("num_workers=8", "num_workers=1")]
+    for written, here in [*fewer, ('device="cuda"', 'device="auto"')]:
+        program = program.replace(written, here)
+    assert numbers_in(run(located(program, "s3://bucket/train", photos))) == list(range(50))
+
+
+def numbers_in(printed):
+    return sorted(map(int, re.findall(r"\d+", " ".join(printed))))
+
+
+def test_programs_that_replace_those_of_other_loaders_read_their_data(run, photos, tmp_path):
+    folder = tmp_path.as_uri()
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"train-000{shard}.tar", "w") as tar:
+            for number in range(20 * shard, 20 * shard + 20):
+                tar.add(tmp_path / "0/photo.jpg", f"{number}.jpg")
+                (tmp_path / "label").write_text(f"{number}")
+                tar.add(tmp_path / "label", f"{number}.cls")
+    program = located(FROM_WEBDATASET, "s3://bucket/train-{0000..0127}", f"{folder}/train-{{0000..0001}}")
+    assert numbers_in(run(program)) == list(range(40))
+    (tmp_path / "0.bin").write_bytes(bytes(2 * (256 * 16 + 1)))
+    assert run(located(FROM_LITDATA, "s3://bucket/tokens", folder)) == ["torch.Size([8,", "256])"] * 2
+    pyarrow.parquet.write_table(pyarrow.table({"x": range(40), "y": range(40)}), tmp_path / "0.parquet")
+    assert numbers_in(run(located(FROM_MOSAIC, "s3://bucket/train", folder))) == list(range(40))
+    assert run(FROM_TORCHDATA) == ["99"]
 
 
 def test_programs_of_the_resuming_page_run(run, tmp_path):

@@ -27,8 +27,8 @@ Where a line does not apply to a setting, the reason stands behind it. An async 
 the same samples from a sync one. Memory is pinned only where the tests run beside an accelerator; elsewhere the lines
 on pinned memory compare torch's warnings and plain tensors.
 
-This page is made from the tests in `tests/parity` by `make parity-table`. What is different on purpose is listed in
-[Migrating from torch](migrating-from-torch.md#differences).
+This page is made from the tests in `tests/parity` by `make parity-table`. What is different on purpose is listed
+[at the end](#differences).
 """
 
 
@@ -87,7 +87,8 @@ def made_anew() -> str:
         code = pytest.main(quiet, plugins=[collected])
     if code != 0:
         raise SystemExit(out.getvalue())
-    return rendered(collected.items)
+    _, heading, by_hand = DOCUMENT.read_text(encoding="utf-8").partition("## Differences\n")
+    return f"{rendered(collected.items)}\n{heading}{by_hand}"
 
 
 if __name__ == "__main__":

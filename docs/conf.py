@@ -69,6 +69,7 @@ def with_links_of_the_site(text, folder):
 def read(app, page, source):
     """Prepare the text of a page."""
     if page == "index":
+        app.env.note_dependency(ROOT / "README.md")
         source[0] = with_links_of_the_site((ROOT / "README.md").read_text(), ROOT) + source[0]
     else:
         source[0] = with_links_of_the_site(source[0], Path(app.srcdir, page).parent)

@@ -142,7 +142,8 @@ for part, state in zip(parts, torch.load(f"{folder.name}/checkpoint.pt"), strict
     part.load_state_dict(state)
 with parts[0]:
     resumed = list(train(*parts))
-print(f"resumed after step 30, {len(resumed)} steps: the same losses: {resumed == losses[30:]}")
+assert resumed == losses[30:]
+print(f"resumed after step 30: the other {len(resumed)} losses are those of the whole run, to the last bit")
 
 figure, panel = plt.subplots(figsize=(7, 3.5), layout="constrained")
 panel.plot(range(1, len(losses) + 1), losses, label="whole run", lw=4, color="#b8c9dc")

@@ -54,8 +54,13 @@ def make_files() -> list[bytes]:
 
 
 def decode(data: Any, index: int) -> torch.Tensor:
+    return cropped(np.asarray(Image.open(io.BytesIO(data)).convert("RGB")), index)
+
+
+def cropped(pixels: np.ndarray[Any, Any], index: int) -> torch.Tensor:
+    """A part of an image, flipped or not, as a tensor [3, CROP, CROP]."""
     left, top = index * 37 % (WIDTH - CROP), index * 91 % (HEIGHT - CROP)
-    pixels = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))[top : top + CROP, left : left + CROP]
+    pixels = pixels[top : top + CROP, left : left + CROP]
     if index % 2:
         pixels = pixels[:, ::-1]
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))

@@ -56,6 +56,8 @@ SHARED = {
     "getting.py",
     "gpu_accelerator.py",
     "harness.py",
+    "jpeg_chart.py",
+    "jpeg_peers.py",
     "peers.py",
     "processes.py",
     "served.py",
@@ -74,6 +76,7 @@ SHORTER: dict[str, list[str]] = {
     "bench_command.py": ["--stores", "throttled"],
     "catalog_costs.py": ["--keys", "500000"],
     "engines.py": ["--batches", "80"],
+    "epoch_of_jpegs.py": ["--images", "2048"],
     "fair_engines.py": ["--stores", "throttled", "--seconds", "5", "--engines", "1", "4"],
     "fetch_rate.py": ["--objects", "4800"],
     "hedging.py": ["--objects", "1600"],
@@ -107,6 +110,8 @@ def reason_not_to_run(name: str, *, quick: bool) -> str:
         return "ray is not installed"
     if name == "jpeg_decode.py" and not is_installed("pillow"):
         return "pillow is not installed"
+    if name == "epoch_of_jpegs.py" and not (is_installed("pillow") and is_installed("simplejpeg")):
+        return "pillow or simplejpeg is not installed"
     if name == "first_batch.py" and not is_installed("scikit-learn"):
         return "scikit-learn is not installed"
     return ""

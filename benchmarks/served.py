@@ -63,13 +63,16 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(folder: Path, config: str, port: int) -> Iterator[None]:
+def running(folder: Path, config: str, port: int) -> Iterator[int]:
     """Run nginx with that configuration, from when it answers.
 
     Args:
         folder: for what it writes.
         config: in which it stays in the foreground and listens on `port`.
         port: of the loopback interface.
+
+    Yields:
+        The id of its main process.
     """
     (folder / "conf").write_text(config)
     process = subprocess.Popen(["nginx", "-c", folder / "conf", "-e", folder / "error.log"])
@@ -80,7 +83,7 @@ def running(folder: Path, config: str, port: int) -> Iterator[None]:
             time.sleep(0.01)
         else:
             raise RuntimeError(f"nginx ended with {process.returncode}; see its stderr")
-        yield
+        yield process.pid
     finally:
         process.terminate()
         process.wait()

@@ -14,7 +14,7 @@ import resource
 import shutil
 import tempfile
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from contents import content_of, contents, key_of
 from served import free_port, running
 from servers import ObjectServer
 
-__all__ = ["BUCKET", "Store", "nginx_is_installed", "serve"]
+__all__ = ["BUCKET", "Store", "nginx_is_installed", "serve", "serve_objects"]
 
 BUCKET = "bucket"
 PAGE = 1000  # keys to a page of a listing, as with S3
+NGINX = "nginx with Lua, one worker process"
 
 # A normally distributed number, by Box and Muller.
 NORMAL = "math.sqrt(-2 * math.log(1 - math.random())) * math.cos(2 * math.pi * math.random())"
@@ -68,12 +69,14 @@ class Store:
     Attributes:
         endpoint: e.g. ``http://127.0.0.1:8000``; the objects lie under ``/bucket/``.
         kind: which server it is, in words.
-        size: bytes of each object.
+        size: bytes of each object; 0 if they differ.
+        pid: nginx's main process, None for the test server.
     """
 
     endpoint: str
     kind: str
     size: int
+    pid: int | None = None
 
     def gets(self) -> int:
         """Number of GETs of objects that the server has answered."""
@@ -122,8 +125,9 @@ def serve(objects: int, size: int, *, latency: float, spread: float = 0.0, nginx
         nginx: False for the library's own test server in any case.
     """
     if nginx and nginx_is_installed():
-        with _nginx(objects, size, latency, spread) as endpoint:
-            yield Store(endpoint, "nginx with Lua, one worker process", size)
+        objects_made = ((key_of(number), content_of(number, size)) for number in range(objects))
+        with _nginx(objects_made, _log_normal(latency, spread)) as (endpoint, pid):
+            yield Store(endpoint, NGINX, size, pid)
     else:
         if spread:
             raise ValueError("the test server has one latency for all requests")
@@ -133,19 +137,49 @@ def serve(objects: int, size: int, *, latency: float, spread: float = 0.0, nginx
 
 
 @contextlib.contextmanager
-def _nginx(objects: int, size: int, latency: float, spread: float) -> Iterator[str]:
+def serve_objects(
+    objects: Mapping[str, bytes], *, latency: float, spread: float, stalled: float, stall: float
+) -> Iterator[Store]:
+    """A store with these objects and the latencies of a real one.
+
+    Without nginx and its Lua module all requests have the median latency, and none stalls.
+
+    Args:
+        objects: by their keys, sorted.
+        latency: seconds to the first byte, the median of a log-normal distribution.
+        spread: the standard deviation of the logarithm of the latency.
+        stalled: share of the requests that take longer.
+        stall: seconds that they take longer.
+    """
+    if not nginx_is_installed():
+        with ObjectServer(objects, bucket=BUCKET, latency=latency) as server:
+            yield Store(server.endpoint, "headrace's test server, with one latency for all requests", 0)
+        return
+    seconds = f"{_log_normal(latency, spread)} + (math.random() < {stalled} and {stall} or 0)"
+    with _nginx(objects.items(), seconds) as (endpoint, pid):
+        yield Store(endpoint, NGINX, 0, pid)
+
+
+def _log_normal(latency: float, spread: float) -> str:
+    return str(latency) if not spread else f"{latency} * math.exp({spread} * {NORMAL})"
+
+
+@contextlib.contextmanager
+def _nginx(objects: Iterable[tuple[str, bytes]], latency: str) -> Iterator[tuple[str, int]]:
     with tempfile.TemporaryDirectory(prefix="headrace-nginx-") as name:
         folder = Path(name)
         folder.chmod(0o755)  # its worker process may be another user's
         bucket, pages = folder / "root" / BUCKET, folder / "root" / "pages"
-        bucket.mkdir(parents=True)
-        pages.mkdir()
-        for number in range(objects):
-            file = bucket / key_of(number)
-            file.write_bytes(content_of(number, size))
+        pages.mkdir(parents=True)
+        sizes = {}
+        for number, (key, data) in enumerate(objects):
+            file = bucket / key
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
             os.utime(file, (number + 1, number + 1))  # nginx makes the entity tag of the time and the size
-        for page in range(-(-objects // PAGE)):
-            (pages / str(page)).write_text(_page(page, objects, size))
+            sizes[key] = len(data)
+        for page in range(-(-len(sizes) // PAGE)):
+            (pages / str(page)).write_text(_page(page, sizes))
         port = free_port()
         user = "user root;" if os.geteuid() == 0 else ""
         _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -154,25 +188,25 @@ def _nginx(objects: int, size: int, latency: float, spread: float) -> Iterator[s
             modules=MODULES,
             folder=folder,
             port=port,
-            latency=latency if not spread else f"{latency} * math.exp({spread} * {NORMAL})",
+            latency=latency,
             user=user,
             bucket=BUCKET,
         )
-        with running(folder, config, port):
-            yield f"http://127.0.0.1:{port}"
+        with running(folder, config, port) as pid:
+            yield f"http://127.0.0.1:{port}", pid
 
 
-def _page(page: int, objects: int, size: int) -> str:
-    last = min((page + 1) * PAGE, objects)
-    more = f"<NextContinuationToken>{page + 1}</NextContinuationToken>" if last < objects else ""
+def _page(page: int, sizes: Mapping[str, int]) -> str:
+    listed = list(enumerate(sizes.items(), 1))[page * PAGE : (page + 1) * PAGE]
+    more = f"<NextContinuationToken>{page + 1}</NextContinuationToken>" if (page + 1) * PAGE < len(sizes) else ""
     entries = "".join(
-        f"<Contents><Key>{key_of(number)}</Key><LastModified>1970-01-01T00:00:00.000Z</LastModified>"
-        f"<ETag>&quot;{number + 1:x}-{size:x}&quot;</ETag><Size>{size}</Size>"
+        f"<Contents><Key>{key}</Key><LastModified>1970-01-01T00:00:00.000Z</LastModified>"
+        f"<ETag>&quot;{changed:x}-{size:x}&quot;</ETag><Size>{size}</Size>"
         "<StorageClass>STANDARD</StorageClass></Contents>"
-        for number in range(page * PAGE, last)
+        for changed, (key, size) in listed
     )
     return (
         '<?xml version="1.0" encoding="UTF-8"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
-        f"<Name>{BUCKET}</Name><Prefix></Prefix><KeyCount>{last - page * PAGE}</KeyCount><MaxKeys>{PAGE}</MaxKeys>"
+        f"<Name>{BUCKET}</Name><Prefix></Prefix><KeyCount>{len(listed)}</KeyCount><MaxKeys>{PAGE}</MaxKeys>"
         f"<IsTruncated>{str(bool(more)).lower()}</IsTruncated>{more}{entries}</ListBucketResult>"
     )

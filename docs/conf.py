@@ -63,6 +63,7 @@ def with_links_of_the_site(text, folder):
         kind = "tree" if target.is_dir() else "blob"
         return f"]({REPOSITORY}/{kind}/main/{target.relative_to(ROOT)}{anchor})"
 
+    text = re.sub(r'\b(src|srcset)="docs/_static/', r'\1="_static/', text)
     return re.sub(r"\]\((?!https?://|#)([^)#\s]+)(#[^)\s]+)?\)", link, text)
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
@@ -162,6 +163,19 @@ def compared(tmp_path, module, monkeypatch, capsys):
         return int(ended.value.code), printed.out + printed.err
 
     return compare
+
+
+def test_chart_has_every_loader_and_says_why_one_is_absent(tmp_path, module):
+    names = ["limit", "headrace, objects", "SPDL", "MDS"]
+    results = {"limit": "limit", "reads": dict(zip(names, ["", "photos", "photos", "mds"], strict=True))}
+    results |= {"runs": {name: [{"rate": 900.0}, {"rate": 1234.0}, {"rate": 1300.0}] for name in names[:3]}}
+    results |= {"best": {key: {} for key in names}, "absent": {"MDS": "<it> failed"}, "provisional": "a busy machine"}
+    results |= {"conditions": {"images": 4096, "bytes_of_an_image": 56000, "machine": {"cores": 2}}}
+    module("jpeg_chart").draw(results, tmp_path)
+    for theme in ("light", "dark"):
+        words = "".join(ElementTree.parse(tmp_path / f"epoch-of-jpegs-{theme}.svg").getroot().itertext())
+        assert words.count("1,234") >= 3
+        assert all(each in words for each in (*names, "<it> failed", "provisional: a busy machine"))
 
 
 RATE = ("of a loop", [0.8, 0.9, 1.0], True, True)

@@ -407,7 +407,8 @@ def test_links_on_pypi_are_absolute():
     text = README
     for substitution in hook["substitutions"]:
         text = re.sub(substitution["pattern"], substitution["replacement"], text)
-    assert [link for link in links_of(text) if not link.startswith("https://")] == []
+    pictures = re.findall(r'\b(?:src|srcset)="([^"]+)"', text)
+    assert [link for link in links_of(text) + pictures if not link.startswith("https://")] == []
     address = PROJECT["project"]["urls"]["Repository"]
     assert f"]({address}/blob/main/docs/recipes.md)" in text
     assert all(url.startswith(address) for url in PROJECT["project"]["urls"].values())

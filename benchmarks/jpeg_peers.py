@@ -437,14 +437,15 @@ def mosaic_streaming() -> Any:
     return streaming
 
 
-def write_mds(job: Job) -> None:
-    """The shards of the MDS store, from the files."""
-    writer = mosaic_streaming().MDSWriter
+def write_mds(job: Job) -> str:
+    """Make the shards of the MDS store, from the files; returns the package's version."""
+    streaming = mosaic_streaming()
     out = Path(job.folder, "mds")
     columns = {"jpg": "bytes", "cls": "int"}
-    with writer(out=str(out), columns=columns, size_limit=job.setting["bytes"]) as shards:
+    with streaming.MDSWriter(out=str(out), columns=columns, size_limit=job.setting["bytes"]) as shards:
         for file in sorted(Path(job.folder, "photos").rglob("*.jpg"), key=lambda file: file.name):
             shards.write({"jpg": file.read_bytes(), "cls": int(file.parent.name)})
+    return str(streaming.__version__)
 
 
 @contextlib.contextmanager
@@ -590,12 +591,12 @@ CONTESTANTS = {
         torchdata_nodes,
         package="torchdata",
         settings=given(
-            {"threads": 128},
-            {"threads": 256},
-            {"threads": 128, "decode": "batch"},
             {"threads": 128, "prebatch": 4, "decode": "batch"},
-            {"threads": 128, "decode": "batch", "method": "process"},
-            {"threads": 128, "in_order": False},
+            {"threads": 256, "prebatch": 4, "decode": "batch"},
+            {"threads": 128, "prebatch": 4, "decode": "batch", "in_order": False},
+            {"threads": 256, "prebatch": 4},
+            {"threads": 128},
+            {"threads": 128, "prebatch": 4, "decode": "batch", "method": "process"},
         ),
     ),
     "SPDL": Contestant(
@@ -654,7 +655,7 @@ def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     if job.contestant == "write mds":
-        write_mds(job)
+        print(json.dumps({"version": write_mds(job)}), file=lines, flush=True)
         return
     contestant = CONTESTANTS[job.contestant]
     expected = np.load(Path(job.folder, "sums.npy"))[: job.images]

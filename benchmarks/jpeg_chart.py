@@ -46,12 +46,14 @@ def svg(results: Mapping[str, Any], colors: Mapping[str, str]) -> Iterator[str]:
             if on_shards[name] == sharded
         ]
         absent = [name for name in results["absent"] if on_shards[name] == sharded]
-        rows += [(name, "absent", [], f"not run: {results['absent'][name]}") for name in absent]
-    top, height = 66, 66 + ROW * len(rows) + 30
+        rows += [(name, "absent", [], f"not run: {results['absent'][name]}"[:76]) for name in absent]
+    top = 82
+    height = top + ROW * len(rows) + 26
     title = f"An epoch of {given['images']:,} JPEGs of {given['bytes_of_an_image'] / 1000:.0f} KB, in images/s"
     notes = [
-        f"median of {rounds} interleaved runs, line from min to max; {given['machine']['cores']} cores,"
-        " which loaders and store share; 2 workers decode and augment",
+        f"Median of {rounds} interleaved runs, line from min to max. {given['machine']['cores']} cores, which loaders"
+        " and store share.",
+        "2 workers decode and augment, where no other number is named.",
         *([f"provisional: {results['provisional']}"] if results.get("provisional") else []),
     ]
     yield (
@@ -87,11 +89,10 @@ def svg(results: Mapping[str, Any], colors: Mapping[str, str]) -> Iterator[str]:
 
 
 def shown_as(name: str, setting: Mapping[str, Any]) -> str:
-    """A loader's name, with its workers if those are what was searched."""
-    if not name.endswith(", best"):
-        return name
-    threads = f" × {setting['threads']} threads" if "threads" in setting else ""
-    return f"{name.removesuffix(', best')}, {setting['num_workers']} workers{threads}"
+    """A loader's name, with its workers where they are not two."""
+    workers = f", {setting['num_workers']} workers" if "num_workers" in setting else ""
+    threads = f" × {setting['threads']} threads" if workers and "threads" in setting else ""
+    return f"{name.removesuffix(', best')}{workers}{threads}"
 
 
 def text(

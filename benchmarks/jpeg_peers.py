@@ -374,7 +374,7 @@ def webdataset(job: Job) -> contextlib.AbstractContextManager[Epoch]:
 
 @contextlib.contextmanager
 def mosaic(job: Job) -> Iterator[Epoch]:
-    """Into an empty folder for each epoch: from the second on it reads local files otherwise."""
+    """Through a cache with room for less than an epoch, so that each epoch downloads its shards."""
     streaming = mosaic_streaming()
     os.environ |= {
         "S3_ENDPOINT_URL": job.store("mds").endpoint,
@@ -384,22 +384,21 @@ def mosaic(job: Job) -> Iterator[Epoch]:
     }
     options = dict(job.setting)
     workers = options.pop("num_workers", WORKERS)
+    size = sum(file.stat().st_size for file in Path(job.folder, "mds").iterdir())
     streaming.base.util.clean_stale_shared_memory()
     with tempfile.TemporaryDirectory(dir=job.folder) as folder:
-        datasets = [
-            streaming.StreamingDataset(
-                remote=f"s3://{BUCKET}", local=f"{folder}/{epoch}", shuffle=False, batch_size=BATCH, **options
-            )
-            for epoch in range(job.epochs + 1)
-        ]
-        for stream in (stream for dataset in datasets for stream in dataset.streams):
+        dataset = streaming.StreamingDataset(
+            remote=f"s3://{BUCKET}",
+            local=folder,
+            shuffle=False,
+            batch_size=BATCH,
+            cache_limit=size * 3 // 4,
+            **options,
+        )
+        for stream in dataset.streams:
             stream._downloader.clean_up()  # otherwise the forked workers share its connection, and mix up the answers
-
-        def epoch() -> Batches:
-            with torch_loader(OfMosaic(datasets.pop()), workers, multiprocessing_context="fork") as started:
-                yield from started()
-
-        yield epoch
+        with torch_loader(OfMosaic(dataset), workers, multiprocessing_context="fork") as epoch:
+            yield epoch
 
 
 class OfMosaic(torch.utils.data.IterableDataset[Any]):
@@ -641,9 +640,10 @@ CONTESTANTS = {
         reads="mds",
         package="mosaicml-streaming",
         settings=given(
-            {},
+            {"predownload": 64},
+            {"predownload": 128},
             {"predownload": 256},
-            {"predownload": 256, "num_workers": 4},
+            {"predownload": 64, "num_workers": 4},
         ),
     ),
 }

@@ -59,7 +59,7 @@ def test_length_and_coordination_are_those_of_data_parallel_and_the_rank_outside
     assert [rank["length"] for rank in every] == [4] * 4
     assert [rank["outside"] for rank in every] == [[number, 4] for number in range(4)]
     assert [[len(epoch) for epoch in rank["coordinated"]] for rank in every] == [[3, 3]] * 4
-    assert all("reads all samples" in "".join(rank["warned"]) for rank in every)  # a torch dataset
+    assert all("ranks reads all of list" in "".join(rank["warned"]) for rank in every)  # a torch dataset
     assert all(rank["rebuilt"] for rank in every)  # the option is an attribute, for code that rebuilds a loader
 
 

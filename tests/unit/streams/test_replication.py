@@ -1,8 +1,9 @@
-"""A loader warns once of an async stream that several ranks read whole, unless a part of it declares a split."""
+"""A loader warns once of an async dataset that several ranks read whole, unless a part of it declares a split."""
 
 import warnings
 
 import pytest
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 import headrace as hr
 
@@ -19,10 +20,31 @@ class Declared(Numbers):
     splits_by_rank = True
 
 
-def test_loader_warns_once_of_a_stream_that_is_not_split(as_rank):
+class MapStyle(hr.AsyncDataset):
+    def __len__(self):
+        return 4
+
+    async def aget(self, index):
+        return index
+
+
+class OfOneRank(MapStyle):
+    splits_by_rank = True
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "remedy"),
+    [
+        (Numbers().shuffle(2), {}, r"\.split\(\).*get_rank_info"),
+        (MapStyle(), {}, r"sampler=headrace\.ElasticSampler"),
+        (MapStyle().map(abs), {"shuffle": True}, r"sampler=headrace\.ElasticSampler"),
+        (MapStyle(), {"shuffle": True, "seed": 0, "batch_size": None}, r"sampler=headrace\.ElasticSampler"),
+    ],
+)
+def test_loader_warns_once_of_a_dataset_that_is_not_divided(as_rank, dataset, options, remedy):
     as_rank(1, 2)
-    with hr.DataLoader(Numbers().shuffle(2)) as loader:
-        with pytest.warns(UserWarning, match=r"2 ranks.*\.split\(\).*get_rank_info.*splits_by_rank") as caught:
+    with hr.DataLoader(dataset, **options) as loader:
+        with pytest.warns(UserWarning, match=rf"2 ranks reads all of.*{remedy}.*splits_by_rank") as caught:
             list(loader)
         assert [warning.filename for warning in caught] == [__file__]
         with warnings.catch_warnings():
@@ -37,5 +59,24 @@ def test_loader_warns_once_of_a_stream_that_is_not_split(as_rank):
 def test_loader_does_not_warn_of_one_rank_or_a_split(as_rank, make, world_size):
     as_rank(0, world_size)
     with hr.DataLoader(make()) as loader, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (OfOneRank(), {}),
+        (MapStyle(), {"sampler": hr.ElasticSampler(4)}),
+        (MapStyle(), {"sampler": DistributedSampler(range(4), 2, 0)}),
+        (MapStyle(), {"sampler": [0, 2]}),
+        (MapStyle(), {"batch_sampler": [[0], [2]]}),
+        (MapStyle(), {"batch_sampler": BatchSampler(SequentialSampler(range(2)), 1, False)}),
+        (range(4), {}),  # of torch, whose loader does not warn
+    ],
+)
+def test_loader_does_not_warn_of_a_dataset_or_a_sampler_that_may_divide(as_rank, dataset, options):
+    as_rank(0, 2)
+    with hr.DataLoader(dataset, **options) as loader, warnings.catch_warnings():
         warnings.simplefilter("error")
         list(loader)

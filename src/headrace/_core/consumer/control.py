@@ -45,7 +45,7 @@ from headrace._core.order.restore import (
     check_data_parallel,
     check_fit,
     check_rank,
-    check_stream,
+    check_reading,
     epoch_spec,
     of_rank,
 )
@@ -300,11 +300,11 @@ class LoaderControl:
                 )
             self.skip(loader, skipped, rank.world_size)
         if self.spec.options["data_parallel"] is not None:
-            check_data_parallel(loader, rank, seed=seed, stream=stream)
+            check_data_parallel(loader, rank, seed)
         remainder = remainder_of(self.spec.source)
         resumed = of_rank(self.resumed, rank, remainder) if self.resumed else None
         epoch = self._next_epoch if resumed is None else resumed.epoch
-        check_stream(self.spec, rank, loader.num_workers, self._checked)
+        check_reading(self.spec, loader, rank, self._checked)
         # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in the state.
         between = resumed is None or resumed.is_between_epochs
         keeps = skipped > 0 or (between and not late_epoch and (resumed is None or not self._epoch_set))

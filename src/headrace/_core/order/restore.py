@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
 
 from headrace._core.batches import SessionStart
 from headrace._core.failure import Failure, Stage
 from headrace._core.order.order import EpochOrder
-from headrace._core.order.samplers import CursorSampler
+from headrace._core.order.samplers import SeededRandomSampler
 from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.order.state import Fingerprint, LoaderState
 from headrace._core.ranks.distributed import Remainder, ShardOptions, check_given_rank
@@ -79,9 +79,9 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
         )
 
 
-def check_stream(spec: LoaderSpec, rank: RankInfo, workers: int, done: set[str]) -> None:
-    """Warn, once, where each of several workers or ranks reads a whole stream; `done` has what was warned of."""
-    name = type(spec.source).__name__
+def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: set[str]) -> None:
+    """Warn, once, where each of several workers or ranks reads the whole dataset; `done` has what was warned of."""
+    name, workers = type(spec.source).__name__, loader.num_workers
     if workers > 1 and spec.kind is DatasetKind.ITERABLE and "workers" not in done:
         done.add("workers")
         if not isinstance(spec.source, IterableDataset):  # torch's loader takes no other stream
@@ -90,19 +90,30 @@ def check_stream(spec: LoaderSpec, rank: RankInfo, workers: int, done: set[str])
                 f"num_workers=0. If {name} divides itself by torch.utils.data.get_worker_info(), say so by the base "
                 f"class torch.utils.data.IterableDataset"
             )
-    if rank.world_size > 1 and spec.kind is DatasetKind.ASYNC_ITERABLE and "ranks" not in done:
+    checked = spec.kind.is_async or (spec.kind is DatasetKind.MAP and spec.options["data_parallel"] is not None)
+    if rank.world_size > 1 and checked and "ranks" not in done:
         done.add("ranks")
-        if not splits_by_rank(spec.source):
-            _warn(
-                f"each of {rank.world_size} ranks reads all of {name}, unless it splits itself: they train on the same "
-                f"samples. Split it by its .split(), or have it read the part of its rank, which "
-                f"headrace.get_rank_info() returns in __aiter__, and declare this by an attribute: "
-                f"splits_by_rank = True"
+        if (spec.kind.is_iterable or _draws_all(loader)) and not splits_by_rank(spec.source):
+            remedy = (
+                "Split it by its .split(), or have it read the part of its rank, which headrace.get_rank_info() "
+                "returns in __aiter__, and declare this by an attribute: splits_by_rank = True"
+                if spec.kind.is_iterable
+                else "Divide it by sampler=headrace.ElasticSampler(dataset, seed=0). If it has the samples of its rank "
+                "alone, or all ranks are to have all, declare this by an attribute of it: splits_by_rank = True"
             )
+            what = f"each of {rank.world_size} ranks reads all of {name}"
+            _warn(f"{what}, unless it splits itself: they train on the same samples. {remedy}")
 
 
-def check_data_parallel(loader: TorchLoader, rank: RankInfo, *, seed: int | None, stream: bool) -> None:
-    """Raise `ValueError` where ranks of one data-parallel rank would get different batches; warn where all get all."""
+def _draws_all(loader: TorchLoader) -> bool:
+    """Whether the sampler is one that the loader makes itself, without `sampler=` and `batch_sampler=`."""
+    batches, sampler = loader.batch_sampler, loader.sampler
+    own = batches is None or (type(batches) is BatchSampler and batches.sampler is sampler)
+    return own and type(sampler) in (RandomSampler, SequentialSampler, SeededRandomSampler)
+
+
+def check_data_parallel(loader: TorchLoader, rank: RankInfo, seed: int | None) -> None:
+    """Raise `ValueError` where ranks of one data-parallel rank would get different batches."""
     for part in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         given = getattr(part, "rank", None), getattr(part, "num_replicas", None)
         if isinstance(given[0], int) and isinstance(given[1], int):
@@ -116,13 +127,6 @@ def check_data_parallel(loader: TorchLoader, rank: RankInfo, *, seed: int | None
             raise ValueError(f"{shared}. They must draw the same random numbers: give the loader seed=")
         if not loader.in_order:
             raise ValueError(f"{shared}, but in_order=False gives each rank an order of its own: leave it out")
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    of_one_rank = isinstance(sampler, RandomSampler | SequentialSampler | CursorSampler)
-    if not stream and rank.world_size > 1 and of_one_rank and not isinstance(sampler, DistributedSampler):
-        _warn(
-            f"each of {rank.world_size} ranks of data_parallel= reads all samples of the dataset: divide them by "
-            f"sampler=headrace.ElasticSampler(dataset, seed=...)"
-        )
 
 
 def _warn(message: str) -> None:

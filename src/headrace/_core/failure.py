@@ -154,7 +154,8 @@ _REMEDIES = (
     (Stage.FETCH, "'await' expression", "write `async def aget`, and await only what is async"),
     (Stage.FETCH, "loop is closed|a different (event )?loop|used inside a task", _PER_LOOP),
     (Stage.COLLATE, "equal size", "collate_fn=headrace.pad_sequences pads sequences; crop or resize others before"),
-    (Stage.COLLATE, "batch must contain", "make tensors of it in transform=; collate_fn=list keeps it as it is"),
+    (Stage.COLLATE, "NoneType", "leave out samples that are None: .filter() of a stream, or an error and on_error="),
+    (Stage.COLLATE, "contain(?!.*NoneType)", "make tensors of it in transform=; collate_fn=list keeps it as it is"),
 )
 
 

@@ -196,7 +196,7 @@ def test_argument_that_is_no_policy_is_refused():
         (b"?", {}, 57, "from byte 52,224 of 112,640 cannot be read: about 57 samples"),
         (b"", {"shards_in_parallel": 1}, 50, "from byte 52,224 of 52,224 cannot be read: about 50 samples"),
         (b"", {}, 1, "from byte 52,224 of 52,224 cannot be read: an unknown number of samples"),
-        (None, {"shards_in_parallel": 1}, 100, "its rest cannot be read: about 100 samples"),
+        (None, {"shards_in_parallel": 1}, 100, "nothing of it can be read: about 100 samples"),
     ],
 )
 def test_rest_of_a_shard_is_warned_of_and_counts_as_its_samples(tmp_path, damage, options, lost, words, num_workers):
@@ -225,6 +225,6 @@ def test_undecodable_row_group_counts_as_its_rows_and_the_next_is_read(tmp_path)
     (tmp_path / "a.parquet").write_bytes(data)
     for dataset, lost in ((hr.ParquetDataset(tmp_path), 1000), (hr.ParquetDataset(tmp_path, format="arrow"), 1)):
         with hr.DataLoader(dataset, batch_size=None, on_error="skip") as loader:
-            with pytest.warns(RuntimeWarning, match=f"rest of a shard.*row group 1.*cannot be read: {lost:,} samples"):
+            with pytest.warns(RuntimeWarning, match=f"row group 1.*nothing of it can be read: {lost:,} samples"):
                 assert len(list(loader)) == 2 * lost
             assert loader.stats().skipped_samples == lost

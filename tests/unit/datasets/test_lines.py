@@ -146,7 +146,7 @@ def test_every_rank_is_told_that_one_has_no_line_to_repeat(tmp_path, remainder, 
     (tmp_path / "0.txt").write_text("a\nb\n")
     (tmp_path / "1.txt").write_text("")
     dataset = hr.LinesDataset(tmp_path, counts=[2, 0], remainder=remainder, rank=rank, world_size=2)
-    with pytest.raises(ValueError, match=r"shards of reader 1 of 2 have no samples.*split='samples'"):
+    with pytest.raises(ValueError, match=r"shards of rank 1 of 2 have no samples.*split='samples'"):
         list(dataset)
 
 

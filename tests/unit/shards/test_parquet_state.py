@@ -84,7 +84,7 @@ def test_file_that_has_changed_is_an_error_that_names_it():
 def test_other_row_groups_are_an_error():
     state = asyncio.run(state_after(hr.ParquetDataset(list(OBJECTS), store=in_memory(OBJECTS)), 2))
     other = in_memory({**OBJECTS, "1.parquet": written(100, 4, 5)})
-    with pytest.raises(StateError, match=r"parts was '8 \(\w+\)', and is '8 \(\w+\)'"):
+    with pytest.raises(StateError, match=r"list of row groups .* was '8 \(\w+\)', and is '8 \(\w+\)'"):
         aiter(hr.ParquetDataset(list(OBJECTS), store=other)).load_state_dict(state)
     with pytest.raises(StateError, match="format was 'rows', and is 'arrow'"):
         aiter(hr.ParquetDataset(list(OBJECTS), store=in_memory(OBJECTS), format="arrow")).load_state_dict(state)

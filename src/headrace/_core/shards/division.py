@@ -140,6 +140,12 @@ class Readers(NamedTuple):
     number: int
     ranks: int
 
+    def name(self, index: int) -> str:
+        """One of them, in words."""
+        if self.number == self.ranks:
+            return f"rank {index} of {self.ranks}"
+        return f"reader {index} of {self.number}, the workers of {self.ranks} ranks"
+
 
 @dataclass(frozen=True, slots=True)
 class Division:

@@ -158,7 +158,8 @@ class PartReader(ResumableIterator[Any], Generic[R]):
             lost = error.lost_samples = max(0, (estimate if whole is None else whole) - reader.decoded)
             number = f"{lost:,}" if whole is not None else f"about {lost:,}" if lost else "an unknown number of"
             where = f" from byte {at:,} of {size:,}" if size else ""
-            error.args = (f"{error}; its rest{where} cannot be read: {number} samples",)
+            rest = f"its rest{where} cannot" if reader.decoded else "nothing of it can"
+            error.args = (f"{error}; {rest} be read: {number} samples",)
         return error
 
     def _start(self) -> bool:

@@ -167,15 +167,15 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             return lengths[readers.index(shard.index)]
         if 1 < shard.count > len(order):
             raise ValueError(
-                f"{len(order)} {self.parts_name} cannot be split over {shard.count} readers; "
-                f"use split={self.split_by_sample!r}"
+                f"{len(order)} {self.parts_name} cannot be split over {shard.count} "
+                f"{'ranks' if shard.count == rank.count else 'workers'}; use split={self.split_by_sample!r}"
             )
         if self._remainder == "drop":
             return min(lengths)
         if not min(lengths) and max(lengths):
             reader = readers[lengths.index(0)]
             raise ValueError(
-                f"the {self.parts_name} of reader {reader} of {shard.count} have no samples, so that "
+                f"the {self.parts_name} of {Readers(shard.count, rank.count).name(reader)} have no samples, so that "
                 f"remainder={self._remainder!r} has none to repeat: use fewer ranks or workers, write more "
                 f"{self.parts_name}, or set split={self.split_by_sample!r}"
             )
@@ -218,7 +218,9 @@ class PartIterator(ResumableIterator[T_co]):
         saved, present = expect(state, "of", dict), self._options()
         different = [option for option in {**present, **saved} if saved.get(option) != present.get(option)]
         if different:
-            listed = "; ".join(f"{one} was {saved.get(one)!r}, and is {present.get(one)!r}" for one in different)
+            words = {"parts": f"the list of {stream.parts_name} (number, and checksum of names)"}
+            values = ((words.get(one, one), saved.get(one), present.get(one)) for one in different)
+            listed = "; ".join(f"{what} was {old!r}, and is {new!r}" for what, old, new in values)
             raise StateError(f"the state does not fit this {name}: {listed}")
         self._order = self._order._replace(
             epoch=expect(state, "epoch", int), repetition=expect(state, "repetition", int)
@@ -233,10 +235,9 @@ class PartIterator(ResumableIterator[T_co]):
         index, readers = reader_of(state)
         if not stream.divides_samples and (index, readers) != (self._shard.index, self._readers):
             raise StateError(
-                f"the state does not fit this {name}: it was saved by reader {index} of {readers.number} "
-                f"({readers.ranks} ranks), and this is reader {self._shard.index} of {self._readers.number} "
-                f"({self._readers.ranks} ranks). Readers are ranks, or the workers of ranks in a torch loader. For "
-                f"another number of them, merge the states of all ranks by headrace.merge_states"
+                f"the state does not fit this {name}: it was saved by {readers.name(index)}, and this is "
+                f"{self._readers.name(self._shard.index)}. For another number of them, merge the states of all ranks "
+                f"by headrace.merge_states"
             )
         self._samples = self._start()
         self._samples.load_state_dict(expect({"stream": position}, "stream", dict))

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import headrace as hr
 from headrace._core.engine.stepping import session_compute
 from headrace._core.seeding import isolated_generators
+from headrace._core.streams.epochs import keys_within, session_epoch
 from headrace._core.streams.operators import EqualLength
-from headrace._core.streams.resumable import keys_within, session_epoch, start_stream, warn_of_rereading
+from headrace._core.streams.resumable import start_stream, warn_of_rereading
 from headrace._core.streams.steps import compute
 from headrace.errors import ShortStreamError
 from tests.unit.streams.reading import Count, Plain, PlainIterator, outcomes

@@ -55,6 +55,7 @@ from headrace._core.pool.launch import start_early
 from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
 from headrace._core.ray_placement import RayPlacement
+from headrace._core.streams.epochs import counted_epoch, session_seed
 from headrace._core.streams.kinds import (
     DatasetKind,
     capabilities,
@@ -64,7 +65,7 @@ from headrace._core.streams.kinds import (
     walk_datasets,
 )
 from headrace._core.streams.operators import remainder_of
-from headrace._core.streams.resumable import counted_epoch, is_stateful, session_seed
+from headrace._core.streams.resumable import is_stateful
 from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import users_stacklevel
 from headrace._core.torchcompat.datapipes import divide_pipe

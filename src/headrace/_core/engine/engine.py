@@ -31,8 +31,8 @@ from headrace._core.retry_policy import as_policy
 from headrace._core.seeding import batch_seed
 from headrace._core.store.request_stats import BodyReader, RequestStats, session_stats
 from headrace._core.streams.blocking import EnteredDatasets
+from headrace._core.streams.epochs import session_epoch, session_seed
 from headrace._core.streams.kinds import DatasetKind, capabilities, sample_key
-from headrace._core.streams.resumable import session_epoch, session_seed
 from headrace._core.streams.steps import compute
 from headrace._core.transport.pickling import PickledPayload
 from headrace._core.transport.shared_pickle import SharedPickle

@@ -14,7 +14,7 @@ from headrace._core.messages import Call
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.ranks.distributed import undivided
 from headrace._core.seeding import TransformGenerators, batch_seed
-from headrace._core.streams.resumable import spawn_key
+from headrace._core.streams.epochs import spawn_key
 from headrace._core.streams.steps import Compute, Raised, RunSteps, Step, apply_steps
 from headrace._core.text import add_note
 from headrace._core.transport.pickling import format_error, picklable_error

@@ -20,6 +20,7 @@ from headrace._core.failure import Failure, Stage
 from headrace._core.pool.worker import Plain
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
 from headrace._core.seeding import TransformGenerators
+from headrace._core.streams.epochs import session_epoch
 from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.streams.resumable import (
     Reread,
@@ -29,7 +30,6 @@ from headrace._core.streams.resumable import (
     name_of,
     restore_dataset,
     restore_user,
-    session_epoch,
     user_state,
 )
 from headrace._core.torchcompat.datapipes import divide_pipe, seed_pipe

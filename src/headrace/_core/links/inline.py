@@ -16,8 +16,9 @@ from headrace._core.engine.worker_tasks import BatchReader, MapReader, StreamRea
 from headrace._core.messages import Answer, Link, Request
 from headrace._core.ranks.rankinfo import bound, provided_rank
 from headrace._core.seeding import isolated_generators
+from headrace._core.streams.epochs import session_epoch
 from headrace._core.streams.kinds import sample_key
-from headrace._core.streams.resumable import State, session_epoch, warn_of_rereading
+from headrace._core.streams.resumable import State, warn_of_rereading
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -16,9 +16,10 @@ from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.division import Division, Part, Readers, deal_parts, names_digest, reader_of
 from headrace._core.shards.reading import Decoder, InterleavedShards, PartReader, ReadAhead, ShardReader
 from headrace._core.store.store import StoreLike
+from headrace._core.streams.epochs import FollowsEpoch, Order
 from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.operators import EqualLength, ShuffleBuffer, Split
-from headrace._core.streams.resumable import FollowsEpoch, Order, ResumableIterator, State, expect
+from headrace._core.streams.resumable import ResumableIterator, State, expect
 from headrace._core.text import check_keywords, users_stacklevel
 from headrace.errors import StateError
 

@@ -13,9 +13,10 @@ from headrace._core.ranks.distributed import RankChoice, Remainder, check_remain
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.blocking import SyncStream
 from headrace._core.streams.composition import ConcatComposition, MapComposition, plan
+from headrace._core.streams.epochs import FollowsEpoch
 from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.streams.operators import Concat, Pipe, Repeat, ShuffleBuffer, Split, Take
-from headrace._core.streams.resumable import FollowsEpoch, InContext, start_stream
+from headrace._core.streams.resumable import InContext, start_stream
 from headrace._core.streams.steps import Step, Steps
 from headrace._core.text import check_function, dataset_repr, function_name
 

@@ -20,26 +20,23 @@ import numpy as np
 from headrace._core.ranks.distributed import Remainder, ShardOptions, current_lane
 from headrace._core.ranks.rankinfo import OF_STATE, RankInfo, bound, provided_rank
 from headrace._core.seeding import batch_seed
+from headrace._core.streams.epochs import Order, child_seeds, current_repetition, spawn_key
 from headrace._core.streams.kinds import walk_datasets
 from headrace._core.streams.resumable import (
     MAX_ERRORS_IN_A_ROW,
     NOTHING,
     InContext,
     Mark,
-    Order,
     ReplayOperation,
     ResumableIterator,
     State,
     StreamOperation,
-    child_seeds,
     close_all,
-    current_repetition,
     expect,
     expect_same,
     is_stateful,
     load_copy,
     read_again,
-    spawn_key,
     start_stream,
 )
 from headrace._core.text import function_name

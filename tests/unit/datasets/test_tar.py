@@ -140,8 +140,8 @@ def test_named_file_may_have_any_ending_and_is_named_once(tmp_path):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"shards_in_parallel": 0}, "shards_in_parallel must be at least 1"),
-        ({"buffer_size": -1}, "buffer_size must be at least 0"),
+        ({"shards_in_parallel": 0}, "shards_in_parallel must be an int of at least 1"),
+        ({"buffer_size": -1}, "buffer_size must be an int of at least 0"),
         ({"remainder": "odd"}, "remainder='odd' must be one of"),
         ({"split": "odd"}, "split='odd'"),
         ({"rank": 1}, "give both"),

@@ -7,7 +7,7 @@ import inspect
 import random
 import warnings
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack
 
 from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
@@ -20,7 +20,7 @@ from headrace._core.streams.epochs import FollowsEpoch, Order
 from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.operators import EqualLength, ShuffleBuffer, Split
 from headrace._core.streams.resumable import ResumableIterator, State, expect
-from headrace._core.text import check_keywords, users_stacklevel
+from headrace._core.text import check_keywords, check_number, users_stacklevel
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -298,6 +298,9 @@ class StreamOptions(TypedDict, total=False):
     store: StoreLike | None
 
 
+_LEAST = {"buffer_size": 0, "seed": 0, "samples_per_rank": 1} | dict.fromkeys(ReadAhead.__slots__, 1)
+
+
 class ShardedStream(PartStream[T_co]):
     """Base of `TarDataset` and `LinesDataset`; its options are described in `TarDataset`."""
 
@@ -314,19 +317,17 @@ class ShardedStream(PartStream[T_co]):
         own = inspect.signature(type(self)).parameters.keys() - {"options"}
         check_keywords(f"{type(self).__name__}.__init__", options, [*StreamOptions.__annotations__, *own])
         ranks = RankChoice(options.get("rank"), options.get("world_size"))
-        buffer_size = _at_least(0, "buffer_size", options.get("buffer_size", 0))
-        seed = options.get("seed")
-        if seed is not None:
-            _at_least(0, "seed", seed)
-        split = options.get("split", "shards")
+        given: Mapping[str, object] = options
+        for name, least in _LEAST.items():
+            if given.get(name) is not None:
+                check_number(name, given[name], least, whole=True)
         self._ahead = ReadAhead(
-            _at_least(1, "shards_in_parallel", options.get("shards_in_parallel", SHARDS_IN_PARALLEL)),
-            _at_least(1, "requests_per_shard", options.get("requests_per_shard", REQUESTS_PER_SHARD)),
-            _at_least(1, "chunk_bytes", options.get("chunk_bytes", CHUNK_BYTES)),
+            options.get("shards_in_parallel", SHARDS_IN_PARALLEL),
+            options.get("requests_per_shard", REQUESTS_PER_SHARD),
+            options.get("chunk_bytes", CHUNK_BYTES),
         )
         self._declared = options.get("samples_per_rank")
-        if self._declared is not None:
-            _at_least(1, "samples_per_rank", self._declared)
+        buffer_size, seed, split = options.get("buffer_size", 0), options.get("seed"), options.get("split", "shards")
         shuffle, remainder = options.get("shuffle", False), options.get("remainder", "drop")
         super().__init__(ranks, shuffle, buffer_size, seed, split == "samples", remainder)
         if split not in ("shards", "samples"):
@@ -418,11 +419,3 @@ class ShardedStream(PartStream[T_co]):
             return declared // workers + (shard.index % workers < declared % workers)
         self._check_counts(rank)
         return super()._length(rank, shard, order)
-
-
-def _at_least(least: int, name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, but got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, but got {value}")
-    return value

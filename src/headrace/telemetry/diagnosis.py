@@ -27,6 +27,7 @@ MOST = 16.0  # times as fast: no change beyond that is advised at once
 THROTTLED = 0.01  # of the requests, above which the store is the limit
 BUSY_LOOP = 0.85  # seconds per second in which the engine's thread computes, or could, above which it is the limit
 BLOCKED_LOOP = 0.1  # of the time
+BLOCKED_WAITING = 0.25  # of all waiting, the first batch included; the watchdog proves a third to a half of what blocks
 CROWDED = 0.5  # see `Figures.crowding`
 QUEUEING = 2.0  # times a quick one of the first fetches: a quick one of all, where more in flight only wait longer
 MOSTLY = 0.5  # of a request that is the transfer of its body
@@ -127,8 +128,9 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
         )
     model, total = _Model(figures, setup), figures.start_up + figures.seconds
     wait = figures.waited / figures.batches
-    if figures.start_up > max(figures.waited, LONG_START * total) and figures.wait_share < LONG_START:
-        if figures.start_blocked > figures.start_up / 2:
+    is_blocked = _blocked_seconds(figures) > BLOCKED_WAITING * (figures.start_up + figures.waited)
+    if figures.start_up > max(figures.waited, LONG_START * total) and (is_blocked or figures.wait_share < LONG_START):
+        if is_blocked:
             return _blocked_loop(figures, model)
         return Diagnosis(
             "start-up",
@@ -141,6 +143,8 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
     if figures.wait_share < FEW_WAITS or wait < FAST_NEXT:
         evidence = f"next() takes {seconds(wait)}, and the loop itself {seconds(figures.compute)} for each batch"
         return Diagnosis("consumer", evidence, predicted=figures.wait_share)
+    if is_blocked:
+        return _blocked_loop(figures, model)
     waits = {stage: sum(figures.waits[step] for step in steps) for stage, steps in STAGES.items()}
     longest, second, *_ = sorted(waits, key=waits.__getitem__, reverse=True)
     found = _of_stage(longest, figures, setup, model)
@@ -265,7 +269,7 @@ def _read_more(setup: Setup) -> str:
 def _busy_loop(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | None:
     """The event loop's thread has no time left; None if it has."""
     busy, queued = figures.engine_cpu, figures.engine_queued
-    if figures.blocked > BLOCKED_LOOP or _is_serial(figures):
+    if figures.blocked > BLOCKED_LOOP:
         return _blocked_loop(figures, model)
     evidence = f"the event loop's thread computes {share(busy)} of the time"
     if busy + queued > BUSY_LOOP:
@@ -290,29 +294,30 @@ def _busy_loop(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | Non
     return None
 
 
-def _is_serial(figures: Figures) -> bool:
-    """Whether fetches fill the time one after the other, without computing, while batches wait for the loop.
+def _blocked_seconds(figures: Figures) -> float:
+    """Seconds in which calls block the event loop, those before the first batch included.
 
-    The watchdog counts what it has proven: not calls that block for some milliseconds each, nor, while other processes
-    have the cores, any.
+    The watchdog counts what it has proven: of calls that block for some milliseconds each, and while other processes
+    have the cores, a part at most. Such fetches fill the time one after the other, without computing.
     """
+    proven = figures.start_blocked + figures.blocked * figures.seconds
     alone = 0.5 < figures.overlapping < ALONE < figures.in_flight / 2
-    return alone and figures.waits["loop"] > figures.waits["fetch"] and figures.engine_cpu < BUSY_LOOP / 2
+    idle = figures.engine_cpu * figures.seconds < BUSY_LOOP / 2 * figures.fetching
+    known = proven > PROVEN_BLOCK * figures.fetching or figures.waits["loop"] > figures.waits["fetch"]
+    return max(proven, figures.fetching if alone and idle and known else 0.0)
 
 
 def _blocked_loop(figures: Figures, model: _Model) -> Diagnosis:
     place = f" in {figures.blocked_in}" if figures.blocked_in else ""
-    total = figures.start_up + figures.seconds
+    total, blocking = figures.start_up + figures.seconds, _blocked_seconds(figures)
     in_threads = min(THREADS, figures.concurrency or THREADS)
-    share_blocked = max(figures.blocked, 1 - figures.engine_cpu - figures.engine_queued if _is_serial(figures) else 0.0)
-    blocked = (figures.start_blocked + share_blocked * figures.seconds) / total
-    period, blocking = figures.period, figures.period * share_blocked
+    period, blocked = figures.period, blocking / total
     if figures.start_up > figures.waited:  # all that was planned ahead is fetched before the first batch is delivered
-        period, blocking = (each / (figures.batches + 1) for each in (total, max(figures.start_up, blocked * total)))
-    after = max(period - blocking, blocking / in_threads)
+        period, blocked = total / (figures.batches + 1), max(figures.start_up, blocking) / total
+    after = max(period * (1 - blocked), period * blocked / in_threads)
     return Diagnosis(
         "blocked-loop",
-        f"for about {share(blocked)} of the time, a blocking call{place} stops all fetches",
+        f"for about {share(blocking / total)} of the time, a blocking call{place} stops all fetches",
         f"call it with anyio.to_thread.run_sync, which runs {in_threads} at once, use an async client, or do CPU work "
         f"in transform=",
         model.at_period(after, floor=0.0),

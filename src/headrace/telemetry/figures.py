@@ -147,7 +147,8 @@ class Figures:
     fetch_seconds: tuple[float, ...] = ()
     first_fetch_seconds: float = 0.0  # the second shortest of the first twenty, which few others kept waiting
     quick_fetch_seconds: float = 0.0  # the 20th percentile of all
-    overlapping: float = 0.0  # fetches that run at the same time, by Little's law
+    fetching: float = 0.0  # seconds from the begin of the first fetch to the end of the last, the first batch included
+    overlapping: float = 0.0  # fetches that run at the same time in them, by Little's law
     first_byte_seconds: tuple[float, ...] = ()
     request_seconds: tuple[float, ...] = ()
     crowding: float | None = None
@@ -207,10 +208,11 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     slow = list(itertools.accumulate(wait if taken > SLOW * typical else 0.0 for wait, taken in by_batch))
     timed = [record.times.fetch_seconds for record in records if record.times.fetch_seconds]
     loads = [record.times.load for record in rest]
-    ends = sorted((record.times for record in rest), key=lambda times: times.assembled)  # may come in another order
+    ends = sorted((record.times for record in records), key=lambda times: times.assembled)  # may come in another order
     begin, end = ends[0], ends[-1]
     engine_seconds = max(1e-9, end.assembled - begin.assembled)
     worked = sum(_length(_working(record)) for record in rest)
+    fetching = max(1e-9, max(r.times.fetched for r in records) - min(r.times.began for r in records))
     in_call = _share(r.times.work_began >= r.times.assembled for r in rest if r.times.work_began) > 0.5
     delivering = sum(record.returned - record.taken for record in rest)
     return Figures(
@@ -229,7 +231,8 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         fetch_seconds=_percentiles(timed),
         first_fetch_seconds=_percentile(timed[:PAIRS], 0.05),
         quick_fetch_seconds=_percentile(timed, 0.2),
-        overlapping=statistics.fmean(timed or [0.0]) * sum(record.size for record in rest) / seconds,
+        fetching=fetching,
+        overlapping=statistics.fmean(timed or [0.0]) * sum(record.size for record in records) / fetching,
         first_byte_seconds=_percentiles(record.times.first_byte for record in rest),
         request_seconds=_percentiles(record.times.request_seconds for record in rest),
         crowding=_crowding(rest),

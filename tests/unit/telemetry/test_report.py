@@ -190,6 +190,22 @@ def test_limit_of_a_loader_whose_loop_does_nothing(limit, dataset, options):
     assert limit in repr(report)
 
 
+class Blocking(Numbers):
+    async def aget(self, index):
+        time.sleep(0.01)  # the call that blocks
+        return index
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "transform": double}])
+def test_blocking_call_is_the_limit_where_all_is_fetched_before_the_first_batch_too(options):
+    with hr.DataLoader(Blocking(120), 5, **options) as loader:
+        for _ in range(2):
+            list(loader)
+        report = loader.report()
+    assert report.limit == "blocked-loop"
+    assert "in Blocking.aget" in report.evidence
+
+
 class Limited(Numbers):
     gate = asyncio.Lock()
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch.utils.data import RandomSampler
 
 from headrace._core.cgroup import CgroupLimits, available_memory
-from headrace._core.look_ahead import most_concurrency
+from headrace._core.look_ahead import MOST_CONCURRENCY, most_concurrency
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import Store
 from headrace._core.streams.blocking import background_loop
@@ -35,6 +35,7 @@ __all__ = ["Bench", "Trial", "choose", "sweep"]
 
 FIRST = 4  # fetches in flight of the first trial
 GAIN = 1.1  # of the rate by a doubling; below it twice, the end of growth is found
+CLEAR = 0.75  # of the growth of the fetches in flight: that of the rate from which four times as many are next
 THROTTLED = 0.1  # share of throttled requests from which no more are tried, unless the rate has grown
 STEP = 2**0.25  # between the settings that are tried around the best one
 CLOSE = 0.97  # of the highest rate, which is the best setting's if it is the smallest
@@ -97,9 +98,14 @@ class Bench:
         self._mean = statistics.fmean(table["size"])
         self._batch_size = max(1, min(BATCH, int(BATCH_BYTES / self._mean)))
         memory = min(available_memory(), CgroupLimits.here().memory_left)
-        limits = (self._arguments.max_concurrency or most_concurrency(), memory / 4 / self._mean)
+        most = self._arguments.max_concurrency or most_concurrency()
+        chosen = self._arguments.max_concurrency or most == MOST_CONCURRENCY
+        bound = "--max-concurrency" if chosen else "ulimit -n (descriptors)"
+        limits = {bound: most, "memory": memory / 4 / self._mean}
+        self._bound = min(limits, key=limits.__getitem__)
+        self._most = max(1, int(limits[self._bound]))
         try:
-            for trial in sweep(self._measure, max(1, int(min(limits))), lambda: self._until - time.perf_counter()):
+            for trial in sweep(self._measure, self._most, lambda: self._until - time.perf_counter()):
                 self._trials.append(trial)
                 _say(f"{trial.concurrency:,} in flight: {number(trial.rate)} objects/s")
             self._complete = True
@@ -120,20 +126,23 @@ class Bench:
     def _measure(self, concurrency: int, seconds: float) -> Trial:
         """Load until twice as many objects as are in flight have come, and then measure."""
         clock, began = time.perf_counter, time.perf_counter()
+        # So many batches in a trial's time, and of a slow store too.
+        expected = max((trial.rate for trial in self._trials), default=FIRST / seconds)
+        batch_size = max(1, min(self._batch_size, int(expected * seconds / BATCHES)))
         loader: DataLoader[int] = DataLoader(
             self._dataset,
-            batch_size=self._batch_size,
+            batch_size=batch_size,
             sampler=RandomSampler(self._dataset, replacement=True, num_samples=1 << 40),
             collate_fn=lambda samples: sum(len(sample.data) for sample in samples),
             concurrency=concurrency,
             memory_budget=self._budget(concurrency),
             timeout=max(LONGEST * seconds, self._until - began),
         )
-        least = max(3 * concurrency, BATCHES * self._batch_size)
+        least = max(3 * concurrency, BATCHES * batch_size)
         start = count = total = 0.0
         with loader:
             for nbytes in loader:
-                now, count, total = clock(), count + self._batch_size, total + nbytes
+                now, count, total = clock(), count + batch_size, total + nbytes
                 if not start:
                     if count >= 2 * concurrency or now - began > LONGEST * seconds:
                         start, count, total = now, 0, 0
@@ -154,9 +163,13 @@ class Bench:
         best, ordered = choose(self._trials), sorted(self._trials, key=lambda trial: trial.rate)
         settings = sorted({trial.concurrency for trial in ordered})
         groups = {each: [trial for trial in ordered if trial.concurrency == each] for each in settings}
-        rows = [group[(len(group) - 1) // 2] for group in groups.values()]
+        rows = []
+        for group in groups.values():
+            low, high = group[(len(group) - 1) // 2], group[len(group) // 2]
+            rates = {name: (getattr(low, name) + getattr(high, name)) / 2 for name in ("rate", "bandwidth")}
+            rows.append(dataclasses.replace(high, **rates))
         found = next(row for row in rows if row.concurrency == best)
-        limit = _limit(found, self._trials)
+        limit = _limit(found, self._trials, self._bound if settings[-1] == self._most else "the end (--seconds)")
         slowest, fastest = groups[best][0].rate, groups[best][-1].rate
         if self._arguments.json:
             result: dict[str, Any] = {
@@ -225,19 +238,20 @@ def sweep(measure: Callable[[int, float], Trial], most: int, seconds_left: Calla
     total = seconds_left()
     seconds = min(1.0, total / 40)  # of a trial
     trials: list[Trial] = []
-    setting, stalled, top = min(FIRST, most), 0, 0.0
-    while seconds_left() > total / 2:
+    setting, stalled, top, factor = min(FIRST, most), 0, 0.0, 4
+    while seconds_left() > (total / 2 if stalled else total / 5):
         trials.append(trial := measure(setting, seconds))
         yield trial
-        grew = trial.rate >= GAIN * top
+        grew, factor = trial.rate >= GAIN * top, 4 if trial.rate >= CLEAR * factor * top else 2
         stalled, top = 0 if grew else stalled + 1, max(top, trial.rate)
         if stalled == 2 or setting == most or (trial.throttled > THROTTLED and not grew):
             break
-        setting = min(most, 2 * setting)
+        setting = min(most, factor * setting)
     while seconds_left() > 2 * seconds:
-        around = {round(choose(trials) * STEP**step) for step in range(-3, 4)}
+        best = choose(trials)
+        around = {round(best * STEP**step) for step in range(-3, 4)}
         counts = {each: sum(t.concurrency == each for t in trials) for each in around if 1 <= each <= most}
-        setting = min(counts, key=lambda each: (counts[each], each))
+        setting = min(counts, key=lambda each: (counts[each], abs(math.log(each / best))))
         if counts[setting] >= TRIALS:
             return
         trials.append(trial := measure(setting, seconds))
@@ -245,17 +259,16 @@ def sweep(measure: Callable[[int, float], Trial], most: int, seconds_left: Calla
 
 
 def choose(trials: Sequence[Trial]) -> int:
-    """The smallest setting whose median rate is close to the highest, of those with two trials if there are any."""
+    """The smallest setting whose median rate is close to the highest; that of a single trial may be a lucky one."""
     rates: dict[int, list[float]] = defaultdict(list)
     for trial in trials:
         rates[trial.concurrency].append(trial.rate)
-    least = min(2, max(map(len, rates.values())))
-    medians = {setting: statistics.median(found) for setting, found in rates.items() if len(found) >= least}
+    medians = {each: statistics.median(found) / (GAIN if len(found) == 1 else 1) for each, found in rates.items()}
     return min(setting for setting, rate in medians.items() if rate >= CLOSE * max(medians.values()))
 
 
-def _limit(best: Trial, trials: Sequence[Trial]) -> str:
-    """What bounds the rate, and what would raise it."""
+def _limit(best: Trial, trials: Sequence[Trial], bound: str) -> str:
+    """What bounds the rate, and what would raise it; `bound` is what bounds the fetches in flight."""
     throttled = max(trial.throttled for trial in trials if trial.concurrency >= best.concurrency)
     if throttled > 0.02:
         return f"throttling: the store refuses up to {share(throttled)} of the requests. Fewer, larger objects help"
@@ -263,7 +276,7 @@ def _limit(best: Trial, trials: Sequence[Trial]) -> str:
         return f"the event loop, busy {share(best.event_loop)} of the time: engines=2, or larger objects (shards)"
     lower = max((t.rate for t in trials if t.concurrency <= best.concurrency / 1.9), default=0.0)
     if best.concurrency > max(t.concurrency for t in trials) / 1.5 and best.rate > 1.2 * lower:
-        return "latency: the rate still grew, and no more in flight could be tried (descriptors, memory, time)"
+        return f"latency: the rate still grew, and {bound} allowed no more in flight"
     return "the store or the network: more in flight only wait longer"
 
 

@@ -108,6 +108,20 @@ def test_the_smallest_of_the_best_settings_is_found_up_to_the_highest(knee):
     assert (best >= 97, max(tried)) == (True, 100)
 
 
+def test_a_slow_store_is_asked_for_more_while_the_rate_grows(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "TRIALS", 1)
+    with ObjectServer(OBJECTS, latency=0.2) as slow:
+        status, out, _ = run(capsys, *arguments_for(slow), "--seconds", "20", "--max-concurrency", "16", "--json")
+    found = json.loads(out)
+    assert (status, found["complete"], found["best"]["concurrency"] > 8) == (0, True, True)
+    assert "--max-concurrency" in found["limit"]
+
+
+def test_single_trial_counts_beside_settings_with_several():
+    trials = [Trial(10, 100.0), Trial(10, 100.0), Trial(20, 200.0), Trial(11, 108.0)]
+    assert [choose(trials), choose(trials[:2] + trials[3:])] == [20, 10]
+
+
 def test_a_throttled_store_is_not_asked_for_more():
     best, tried = swept(
         lambda setting: 2000.0 if setting > 40 else 50.0 * setting, throttled=lambda setting: (setting > 40) * 0.5

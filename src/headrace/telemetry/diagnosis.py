@@ -30,6 +30,7 @@ BLOCKED_LOOP = 0.1  # of the time
 BLOCKED_WAITING = 0.25  # of all waiting, the first batch included; the watchdog proves a third to a half of what blocks
 CROWDED = 0.5  # see `Figures.crowding`
 QUEUEING = 2.0  # times a quick one of the first fetches: a quick one of all, where more in flight only wait longer
+TURNS = 10  # fetches one after the other, in which concurrency="auto" has tried more in flight
 MOSTLY = 0.5  # of a request that is the transfer of its body
 MANY_CORES = 3  # above which several engines have one each, beside the training loop and the workers
 ALONE = 1.5  # fetches at the same time, below which they are made one after the other
@@ -128,10 +129,10 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
         )
     model, total = _Model(figures, setup), figures.start_up + figures.seconds
     wait = figures.waited / figures.batches
-    is_blocked = _blocked_seconds(figures) > BLOCKED_WAITING * (figures.start_up + figures.waited)
-    if figures.start_up > max(figures.waited, LONG_START * total) and (is_blocked or figures.wait_share < LONG_START):
-        if is_blocked:
-            return _blocked_loop(figures, model)
+    waiting = figures.start_up + figures.waited
+    if waiting > LONG_START * total and _blocked_seconds(figures) > BLOCKED_WAITING * waiting:
+        return _blocked_loop(figures, model)
+    if figures.start_up > max(figures.waited, LONG_START * total) and figures.wait_share < LONG_START:
         return Diagnosis(
             "start-up",
             f"the first batch took {seconds(figures.start_up)} of {seconds(total)}, {seconds(figures.first_fetch)} of "
@@ -143,8 +144,6 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
     if figures.wait_share < FEW_WAITS or wait < FAST_NEXT:
         evidence = f"next() takes {seconds(wait)}, and the loop itself {seconds(figures.compute)} for each batch"
         return Diagnosis("consumer", evidence, predicted=figures.wait_share)
-    if is_blocked:
-        return _blocked_loop(figures, model)
     waits = {stage: sum(figures.waits[step] for step in steps) for stage, steps in STAGES.items()}
     longest, second, *_ = sorted(waits, key=waits.__getitem__, reverse=True)
     found = _of_stage(longest, figures, setup, model)
@@ -269,7 +268,7 @@ def _read_more(setup: Setup) -> str:
 def _busy_loop(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | None:
     """The event loop's thread has no time left; None if it has."""
     busy, queued = figures.engine_cpu, figures.engine_queued
-    if figures.blocked > BLOCKED_LOOP:
+    if _blocked_seconds(figures) > BLOCKED_LOOP * (figures.start_up + figures.seconds):
         return _blocked_loop(figures, model)
     evidence = f"the event loop's thread computes {share(busy)} of the time"
     if busy + queued > BUSY_LOOP:
@@ -311,10 +310,8 @@ def _blocked_loop(figures: Figures, model: _Model) -> Diagnosis:
     place = f" in {figures.blocked_in}" if figures.blocked_in else ""
     total, blocking = figures.start_up + figures.seconds, _blocked_seconds(figures)
     in_threads = min(THREADS, figures.concurrency or THREADS)
-    period, blocked = figures.period, blocking / total
-    if figures.start_up > figures.waited:  # all that was planned ahead is fetched before the first batch is delivered
-        period, blocked = total / (figures.batches + 1), max(figures.start_up, blocking) / total
-    after = max(period * (1 - blocked), period * blocked / in_threads)
+    period = total / (figures.batches + 1)  # all may be fetched before the first batch is delivered
+    after = period * max(1 - blocking / total, blocking / total / in_threads)
     return Diagnosis(
         "blocked-loop",
         f"for about {share(blocking / total)} of the time, a blocking call{place} stops all fetches",
@@ -354,6 +351,8 @@ def _saturated(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | Non
     """The store, or the link to it, gives no more: fetches wait for each other; None if that is not known."""
     request, first_byte = sum(figures.request_seconds[:1]), sum(figures.first_byte_seconds[:1])
     transfer = first_byte and request - first_byte > MOSTLY * request
+    has_searched = figures.seconds > TURNS * sum(figures.fetch_seconds[:1]) > 0.0 and figures.full > 0.5
+    has_searched &= figures.concurrency < setup.most_concurrency
     factor = model.needed()
     parts, remedy = ("bytes", "smaller samples") if transfer else ("requests", "several samples in one request")
     advice = f"{digits(factor)} times fewer {parts}: {_cache_or(setup, remedy)}"
@@ -363,6 +362,8 @@ def _saturated(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | Non
         shown = "the more are in flight, the longer each takes"
     elif figures.quick_fetch_seconds > QUEUEING * figures.first_fetch_seconds > 0.0:
         shown = f"the first ones, which had to wait for few others, took {seconds(figures.first_fetch_seconds)}"
+    elif setup.concurrency == "auto" and has_searched and figures.grown <= 1.0:
+        shown = 'concurrency="auto" gets no more by more in flight'
     elif transfer and figures.full > 0.5 and figures.crowding is None:
         shown = f"{seconds(request - first_byte)} of a request of {seconds(request)} are the transfer of its body"
     else:
@@ -380,16 +381,16 @@ def _saturated(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | Non
 
 def _full(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
     """As many fetches are in flight as may be, and none waits for another as far as is known."""
-    median, factor = sum(figures.fetch_seconds[:1]), model.needed()
     evidence = (
-        f"{figures.concurrency} in flight ÷ {seconds(median)} = "
-        f"{rate(figures.concurrency / median) if median else '?'} samples/s, "
-        f"and the window was full {share(figures.full)} of the time"
+        f"{figures.concurrency} in flight take {seconds(sum(figures.fetch_seconds[:1]))} each, at "
+        f"{rate(figures.samples / figures.seconds)} samples/s; the window was full {share(figures.full)} of the time"
     )
     if figures.concurrency >= setup.most_concurrency:
         advice = f"more descriptors (ulimit -n), which allow {setup.most_concurrency} fetches now, or ranges and shards"
-        return Diagnosis("latency", evidence, advice, factor=factor)
-    return Diagnosis("latency", evidence, *_more_in_flight(figures, setup, model, figures.concurrency * factor))
+        return Diagnosis("latency", evidence, advice, factor=model.needed())
+    change = _more_in_flight(figures, setup, model, figures.concurrency * model.needed())
+    tried = 'if the source serves more at once, which headrace bench or concurrency="auto" in a long epoch finds out'
+    return Diagnosis("latency", evidence, f"{change[0]}, {tried}", *change[1:])
 
 
 def _samples_ahead(figures: Figures, setup: Setup) -> float:
@@ -449,8 +450,11 @@ def _working(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
         change = {"prefetch_factor": prefetch}
         return Diagnosis("look-ahead", evidence, f"prefetch_factor={prefetch}", model.after(factor), change, factor)
     evidence += f", {each} for a batch, and fetched batches wait for them"
+    waits = figures.workers_cpu < WAITING * figures.workers_busy
+    if waits:
+        evidence += f"; they compute {share(figures.workers_cpu / figures.workers_busy)} of it, and wait for the rest"
     wanted = math.ceil(workers * model.needed(floor=0.0))
-    if wanted > most:
+    if wanted > most and not waits:
         evidence += f"; this machine grants {setup.cores} cores, of which the workers use {figures.workers_cpu:.1f}"
     if wanted > most and most <= workers:
         factor, change = wanted / workers, {}
@@ -458,9 +462,10 @@ def _working(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
             f"less work for each sample, 1/{factor:.2g} of it: decode smaller images, transform on the accelerator, or "
             f"store decoded samples"
         )
-        if figures.workers_cpu < WAITING * figures.workers_busy:
-            advice = "await in aget what transforms wait for: a worker waits for one thing at a time"
     else:
         factor, change = min(wanted, most) / workers, {"num_workers": min(wanted, most)}
         advice = f"num_workers={min(wanted, most)}" + (", and less work for each sample" if wanted > most else "")
+    if waits:
+        advice = "await in aget what transforms wait for: a worker waits for one thing at a time"
+        advice += f"; or num_workers={change['num_workers']}" if change else ""
     return Diagnosis("workers", evidence, advice, model.after(factor, floor=0.0), change, factor)

@@ -155,6 +155,7 @@ class Figures:
     in_flight: float = 0.0
     concurrency: int = 0
     full: float = 0.0
+    grown: float = 1.0  # factor of `concurrency` in the second half of the batches
     held: float = 0.0  # share of the batches at whose completion plans waited for memory
     nbytes: int = 0
     memory_of_sample: float = 0.0  # bytes, as the memory budget counts them; 0 where it does not
@@ -238,6 +239,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         crowding=_crowding(rest),
         in_flight=sum(load.in_flight for load in loads) / len(loads),
         concurrency=loads[-1].limit,
+        grown=loads[-1].limit / max(1, loads[len(loads) // 2].limit),
         full=_share(load.limit and load.in_flight >= load.limit and load.queued for load in loads),
         held=_share(load.held_plans for load in loads),
         nbytes=sum(record.times.nbytes for record in rest),

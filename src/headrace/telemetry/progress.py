@@ -74,6 +74,11 @@ class _Progress(Generic[T_co]):
 
 class _Bar(tqdm):  # type: ignore[misc]
     monitor_interval = 0  # without tqdm's thread, which would outlive the iteration
+    rate: float | None = None  # of the same batches as the text after the bar
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        return {**super().format_dict, "rate": self.rate}
 
 
 _Bar.set_lock(threading.RLock())  # tqdm's own is of multiprocessing
@@ -136,6 +141,7 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
         said = f"{rate(report.samples / max(report.seconds, 1e-9))} samples/s, waiting {share(report.wait_share)}"
         change = ", ".join(f"{name}={value!r}" for name, value in report.change.items())
         limit = f", limit: {report.limit}" + (f", try {change}" if change else "")
+        self._bar.rate = report.batches / max(report.seconds, 1e-9) or None
         self._bar.set_postfix_str(said + limit, refresh=False)
         self._bar.n = max(self._bar.n, records[-1].number + 1 - behind)
         now = time.perf_counter()

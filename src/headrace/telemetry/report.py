@@ -48,15 +48,15 @@ class Report(Figures):
         return f"<Report: waits {share(self.wait_share)}, limit={self.limit!r}{change and f', try {change}'}; print it>"
 
     def __str__(self) -> str:
-        lines = [self.headline, "", *_table(self.stages)]
-        lines += ["", *(f"{name:<22}{value}" for name, value in self._facts())]
-        return "\n".join(lines)
+        facts = (f"{name:<22}{value}" for name, value in self._facts())
+        table = ("", *_table(self.stages)) if self.stages else ()
+        return "\n".join([self.headline, *table, "", *facts]).rstrip()
 
     @property
     def headline(self) -> str:
         """The first line: how much the loop waits, what limits the loader, and the change that helps."""
         if not self.batches:
-            return "No batch was delivered after the first."
+            return "No batch was delivered after the first." if self.start_up else "No batch has been delivered."
         waits = f"{share(self.wait_share)} of the time your loop waits for data."
         if self.start_up > self.seconds:
             total = (self.start_up + self.wait_share * self.seconds) / (self.start_up + self.seconds)
@@ -82,13 +82,14 @@ class Report(Figures):
             facts.append(("fetches in flight", f"{self.in_flight:.0f} of {self.concurrency}"))
         timed = {
             "a fetch takes": self.fetch_seconds,
-            "a request takes": self.request_seconds,
+            "a request takes": self.request_seconds,  # of another sample of the batch
             "until its first byte": self.first_byte_seconds,
         }
+        names = ("p50", "p90", "p99" if self.batches >= 100 else "longest")
         for name, found in timed.items():
             if found:
-                parts = zip((50, 90, 99), found, strict=True)
-                facts.append((name, ", ".join(f"p{part} {seconds(each)}" for part, each in parts)))
+                parts = ", ".join(f"{part} {seconds(each)}" for part, each in zip(names, found, strict=True))
+                facts.append((name, parts + ", each of another sample" * (found is self.request_seconds)))
         if self.workers_busy >= 0.05:
             facts.append(("batches in work", f"{self.workers_busy:.1f}, on {self.workers_cpu:.1f} cores"))
         if self.engine_cpu:
@@ -131,13 +132,7 @@ def _table(stages: Sequence[StageShare]) -> list[str]:
         for stage in stages
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    return [
-        "  ".join(
-            cell.ljust(width) if not column else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
 
 
 def make_report(records: Sequence[BatchRecord], setup: Setup) -> Report:

@@ -145,9 +145,29 @@ def test_limit_is_the_step_that_the_loop_waits_for(limit, steps):
 )
 def test_prediction_for_more_fetches_is_bounded_by_descriptors_and_other_stages(most, cpu, advice, predicted):
     found = report(SETUP._replace(most_concurrency=most), fetch=0.02, load=FULL, cpu=cpu)
-    assert (found.limit, found.advice) == ("latency", advice)
+    assert (found.limit, found.advice.partition(", if the source serves more")[0]) == ("latency", advice)
     assert found.wait_share == pytest.approx(2 / 3, abs=0.01)
     assert found.predicted == pytest.approx(predicted, abs=0.01)
+
+
+def test_adaptive_limit_that_has_tried_more_and_came_back_is_that_of_the_source():
+    auto = SETUP._replace(concurrency="auto")
+    for setup, steps, limit in [
+        (auto, {}, "source"),
+        (SETUP, {}, "latency"),
+        (auto, {"fetch_seconds": 0.2}, "latency"),  # too few fetches one after the other
+        (auto, {"load": lambda number: FULL if number < 30 else FULL._replace(limit=16, in_flight=16)}, "latency"),
+    ]:
+        found = report(setup, **{"fetch": 0.02, "load": FULL, "fetch_seconds": 0.02, **steps})
+        assert found.limit == limit
+        assert ("if the source serves more at once" in str(found)) == (limit == "latency")
+
+
+def test_transforms_that_wait_are_told_from_those_that_compute():
+    for cpu in (0.01, 0.9):
+        found = report(SETUP._replace(num_workers=1), worker_queue=0.001, work=0.04, work_cpu=cpu)
+        assert found.change == {"num_workers": 7}
+        assert ("await in aget" in found.advice) == (cpu < 0.1)
 
 
 def test_memory_that_is_advised_is_by_the_size_that_the_budget_counts():

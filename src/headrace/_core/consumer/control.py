@@ -405,16 +405,13 @@ class LoaderControl:
             options=engine_options(options),
             deferred=deferred,
             look_ahead=self.look_ahead(loader)[0],
-            batched=loader._auto_collation,
             drop_last=loader.drop_last,
             in_order=loader.in_order,
             base_seed=base_seed,
-            common_seed=options["seed"] or 0,
             worker_init_fn=loader.worker_init_fn,
             context=loader.multiprocessing_context,
             rank=rank,
             pipe_seed=spec.pipe_seed,
-            seeds_batches=options["seed"] is not None,
             lanes=self._lanes.own,
         )
         if not self.spec.kind.is_async and loader.num_workers == 0:

@@ -30,11 +30,9 @@ class EngineConfig(NamedTuple):
         options: headrace's own options that are for the engine.
         deferred: whether the CPU work is left to the consumer's thread.
         look_ahead: batches that may be planned and not yet taken.
-        batched: whether a plan is a batch.
         drop_last: whether a stream's last batch is left out when it is not full.
         in_order: whether batches leave in plan order.
         base_seed: what torch datasets' workers are seeded from, and the functions of a stream before batching.
-        common_seed: the seed of random numbers that are the same on all ranks.
         pipe_seed: the seed of a data pipe's random pipes in this epoch.
         worker_init_fn: called in each worker with its number.
         context: a `multiprocessing` context the user asked for.
@@ -53,16 +51,13 @@ class EngineConfig(NamedTuple):
     options: LoaderOptions
     deferred: bool
     look_ahead: int
-    batched: bool
     drop_last: bool
     in_order: bool
     base_seed: int
-    common_seed: int
     worker_init_fn: Callable[[int], Any] | None
     context: Any
     rank: RankInfo
     pipe_seed: int | None = None
-    seeds_batches: bool = False
     first_worker: int = 0
     all_workers: int = 0
     engines: int = 1
@@ -110,7 +105,7 @@ class EngineConfig(NamedTuple):
             return AssembleTask(**parts)
         return ReadTask(
             **parts,
-            seeds=self.seeds_batches,
+            seeds=self.options["seed"] is not None,
             dataset=self.dataset,
             iterable=self.kind.is_iterable,
             drop_last=self.drop_last,

@@ -140,7 +140,7 @@ class Engine:
         if config.kind is DatasetKind.ASYNC_ITERABLE:
             return StreamFetch(context, start, dataset, config.drop_last, config.assembler.tolerance)
         can = capabilities(dataset)
-        by_batches = config.batched and can.agets and not can.ranges
+        by_batches = config.assembler.batched and can.agets and not can.ranges
         concurrency: int | AdaptiveLimit
         if options["concurrency"] != "auto":
             concurrency = options["concurrency"]
@@ -188,7 +188,7 @@ class Session:
         self._executor, self._sizes, self._watch = engine.executor, engine.sizes, engine.watch
         self._work = work
         apply, parallel = (steps, 1) if steps else (engine.executor.apply, engine.executor.workers)
-        self._compute = session_compute(apply, parallel, seed, batch_seed(config.common_seed, start.epoch, 0))
+        self._compute = session_compute(apply, parallel, seed, batch_seed(config.options["seed"] or 0, start.epoch, 0))
         self._send = send
         # Lanes take turns; those of several engines where their batches arrive.
         self._in_order = config.in_order or (start.lanes > 1 and config.engines == 1)

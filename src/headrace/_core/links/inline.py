@@ -28,20 +28,20 @@ class InlineLink(Link):
     """A link to a torch dataset itself, which reads a batch when it is received.
 
     Args:
-        config: the loader's; with `seeds_batches`, the program's own random generators are restored after each batch.
+        config: the loader's; with a seed, the program's own random generators are restored after each batch.
         start: the epoch, and where it begins within that; a stream is started here.
     """
 
     def __init__(self, config: EngineConfig, start: SessionStart) -> None:
         self._epoch = bound(session_epoch, start.epoch)
         self._rank = provided_rank(config.rank)
-        self._isolates = config.seeds_batches
+        self._isolates = config.options["seed"] is not None
         make = functools.partial(
             StreamReader if config.kind.is_iterable else MapReader,
             config.dataset,
             replace(config.assembler, catch=Exception),  # Ctrl-C is raised, and is not an error of the dataset
             drop_last=config.drop_last,
-            seeds=config.seeds_batches,
+            seeds=self._isolates,
         )
         self._read: Callable[[BatchPlan], HostBatch]
         if start.streams:

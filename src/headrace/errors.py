@@ -64,8 +64,7 @@ class NotPicklableError(HeadraceError, TypeError):
     """A dataset, a function for the workers, or a value that a worker returned, cannot be pickled.
 
     Likely causes: it holds a lock, an open file, a client or a database connection; the text has the path to it.
-    What to do: open it where it is used: in `__aenter__`, by `headrace.per_loop`, at a function's first call; or use
-    ``num_workers=0``, or ``placement="thread"``.
+    What to do: open it where it is used (`__aenter__`, `headrace.per_loop`, a first call), or use ``num_workers=0``.
 
     Attributes:
         what: the argument or value, e.g. ``"transform=<function decode>"``.
@@ -108,7 +107,6 @@ class ControlFlowError(HeadraceError, RuntimeError):
     """User code raised an exception that Python treats as control flow and that would have ended the epoch silently.
 
     The original is its `__cause__`.
-
     Likely causes: `next()` of an iterator at its end (StopIteration), `sys.exit`, a task that was cancelled.
     What to do: catch it where it is raised, or raise an ordinary exception.
     """
@@ -138,8 +136,7 @@ class WorkerDiedError(HeadraceError, RuntimeError):
     """A worker process ended without an answer, on the last attempt.
 
     Likely causes: no memory left (SIGKILL), a crash of a native library (SIGSEGV), `os._exit`, an import.
-    What to do: run the named indices with ``num_workers=0``; look for the out-of-memory killer in `dmesg`; use fewer
-    workers. ``on_error="skip"`` leaves the batch out.
+    What to do: run the named indices with ``num_workers=0``; look for the out-of-memory killer in `dmesg`.
 
     Attributes:
         worker: the worker's number.
@@ -273,7 +270,6 @@ class TooManySkippedError(HeadraceError, RuntimeError):
     """More samples failed than `on_error` allows, or so many that nothing could be delivered.
 
     The last error that was skipped is its `__cause__`.
-
     Likely causes: a fault of all samples (credentials, a transform), not of some.
     What to do: read the failures in the text; if so many may fail, raise `max_share` or `max_in_a_row` of `SkipErrors`.
 
@@ -387,8 +383,7 @@ class StoreError(HeadraceError, OSError):
     """A request to an object store failed.
 
     Likely causes: credentials, endpoint or region; or a store that failed on every attempt. The text has its answer.
-    What to do: try the same URL with the store's own tool, from this machine; `retry` and `timeout` of `headrace.Store`
-    allow for a store that is slow or throttles.
+    What to do: try the URL with the store's own tool on this machine; for a slow store raise `retry` and `timeout`.
 
     Attributes:
         url: URL of the request, without user names, passwords and query strings.

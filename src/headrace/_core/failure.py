@@ -151,7 +151,7 @@ class Failure:
 _PER_LOOP = "make clients, which belong to one event loop, in `__aenter__` of the dataset, or by headrace.per_loop"
 # By words of errors of asyncio, aiohttp and torch.
 _REMEDIES = (
-    (Stage.FETCH, "'await' expression", "write `async def aget`, and await only what is async"),
+    (Stage.FETCH, "'await' expression|be awaited", "write `async def aget`, and await only what is async"),
     (Stage.FETCH, "loop is closed|a different (event )?loop|used inside a task", _PER_LOOP),
     (Stage.COLLATE, "equal size", "collate_fn=headrace.pad_sequences pads sequences; crop or resize others before"),
     (Stage.COLLATE, "NoneType", "leave out samples that are None: .filter() of a stream, or an error and on_error="),

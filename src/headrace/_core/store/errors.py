@@ -75,12 +75,7 @@ class Cause(enum.Enum):
     SERVER = "the store failed", True
     TIMED_OUT = "no byte came within the time-out", True, StoreUnreachableError
     UNREACHABLE = "no connection to the store", True, StoreUnreachableError, "Check endpoint and port, and that it runs"
-    UNRESOLVED = (
-        "the host name of the store does not resolve",
-        True,
-        StoreUnreachableError,
-        "Check the URL, and the endpoint and region in the store's options or in the environment",
-    )
+    UNRESOLVED = "the host name of the store does not resolve", True, StoreUnreachableError, "Check endpoint and region"
     UNTRUSTED = (
         "the TLS certificate of the server is not valid here",
         False,

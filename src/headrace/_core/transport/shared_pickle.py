@@ -204,7 +204,7 @@ def _path_to_unpicklable(obj: Any, depth: int = 4, prefix: str = ", at ") -> str
         items = obj.items() if isinstance(obj, dict) else enumerate(obj)
         parts |= {f"[{short_repr(key, 40)}]": part for key, part in items}
     path = next((path for path, part in parts.items() if depth and why_not_picklable(part, path=False)), "")
-    return path and f"{prefix}{path}" + _path_to_unpicklable(parts[path], depth - 1, "")
+    return path and f"{prefix}{path}".replace("  ", " ") + _path_to_unpicklable(parts[path], depth - 1, "")
 
 
 def fingerprint(obj: object) -> bytes | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,7 +13,10 @@ from PIL import Image
 
 from tests.forks import Forks
 
-EXAMPLES = sorted(Path(__file__).parents[2].joinpath("examples").glob("*.py"))
+ELSEWHERE = ("29_trainers", "30_ray_cluster")  # in tests/integrations, whose environment has their packages
+FOLDER = Path(__file__).parents[2] / "examples"
+EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in ELSEWHERE)
+INITDB = ("initdb", *map(str, Path("/usr/lib/postgresql").glob("*/bin/initdb")))
 IMPORT = "from headrace import DataLoader\n"
 ON_RANKS = "two_processes"
 TORCH_PROGRAMS = [path for path in EXAMPLES if IMPORT in path.read_text() and not path.stem.endswith(ON_RANKS)]
@@ -48,29 +50,10 @@ def printed_by(run: Run) -> Run:
     return functools.cache(run)
 
 
-def _has_postgres() -> bool:
-    return shutil.which("initdb") is not None or any(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-
-
-# What an example needs beside headrace: whether it is there, and the package that has it.
-NEEDS = {
-    "29_trainers": [
-        (lambda: importlib.util.find_spec("lightning") is not None, "trainers")
-    ],  # tests/integrations has it
-    "30_ray_cluster": [(lambda: importlib.util.find_spec("ray") is not None, "ray")],  # and this
-    "20_websocket_feed": [(lambda: importlib.util.find_spec("aiohttp") is not None, "aiohttp")],
-    "21_postgres_rows": [
-        (lambda: importlib.util.find_spec("asyncpg") is not None, "asyncpg"),
-        (_has_postgres, "Debian's postgresql"),
-    ],
-}
-
-
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path, printed_by: Run) -> None:
-    missing = [package for is_there, package in NEEDS.get(example.stem, []) if not is_there()]
-    if missing:
-        pytest.skip(f"{example.name} needs {', '.join(missing)}")
+    if example.stem == "21_postgres_rows" and not any(map(shutil.which, INITDB)):
+        pytest.skip("needs Debian's postgresql")
     assert printed_by(example)
 
 

@@ -392,7 +392,7 @@ def mosaic(job: Job) -> Iterator[Epoch]:
             local=folder,
             shuffle=False,
             batch_size=BATCH,
-            cache_limit=size * 3 // 4,
+            cache_limit=size * 5 // 8,
             **options,
         )
         for stream in dataset.streams:
@@ -629,7 +629,7 @@ CONTESTANTS = {
             {"read": "download", "blocks": 8, "num_cpus": 2},
             {"read": "download", "blocks": 16, "num_cpus": 4},
             {"read": "files", "blocks": 16, "num_cpus": 4, "cpus_of_a_read": 0.25},
-            {"read": "files", "blocks": 32, "num_cpus": 2, "cpus_of_a_read": 0.1},
+            {"read": "download", "blocks": 16, "num_cpus": 8},
         ),
     ),
     "WebDataset, tar shards": Contestant(
@@ -642,8 +642,7 @@ CONTESTANTS = {
         settings=given(
             {"predownload": 64},
             {"predownload": 128},
-            {"predownload": 256},
-            {"predownload": 64, "num_workers": 4},
+            {"predownload": 128, "num_workers": 4},
         ),
     ),
 }

@@ -142,7 +142,7 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
         change = ", ".join(f"{name}={value!r}" for name, value in report.change.items())
         limit = f", limit: {report.limit}" + (f", try {change}" if change else "")
         self._bar.rate = report.batches / max(report.seconds, 1e-9) or None
-        self._bar.set_postfix_str(said + limit, refresh=False)
+        self._bar.set_postfix_str(said + limit if report.batches else "", refresh=False)
         self._bar.n = max(self._bar.n, records[-1].number + 1 - behind)
         now = time.perf_counter()
         self._due = now + max(1.0, REPORT_SHARE * (now - began))

@@ -15,7 +15,7 @@ from tests.datasets import Numbers
 from tests.unit.streams.reading import Count
 
 LENGTH = 24
-TABLE = Path(__file__).parents[2] / "docs" / "tuning.md"
+TABLE = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
 COLUMNS = ("`num_workers`", "`placement`", "`batch_size`", "number of ranks", "position restored")
 
 

@@ -8,26 +8,7 @@ import pytest
 import headrace as hr
 from headrace._core.failure import Failure
 from headrace._core.transport.pickling import format_error
-from headrace.errors import NotPicklableError, RemoteError
-
-
-class Several(Exception):
-    def __init__(self, path, code):
-        super().__init__(path, code)
-
-
-class OwnText(Exception):
-    def __init__(self, status):
-        super().__init__(status)
-        self.status = status
-
-    def __str__(self):
-        return f"status {self.status}"
-
-
-class Speechless(Exception):
-    def __str__(self):
-        raise LookupError("no words")
+from headrace.errors import RemoteError
 
 
 class NotesAreText(Exception):
@@ -82,21 +63,6 @@ def test_fields_beside_the_message_stay():
     assert (error.pos, error.doc) == (1, "{")
     error = failure(caught(lambda: __import__("no_such_module_at_all"))).exception(as_torch=True)
     assert error.name == "no_such_module_at_all"
-
-
-@pytest.mark.parametrize(
-    "error",
-    [Several("a.jpg", 7), OwnText(404), Speechless(), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad byte"),
-     ExceptionGroup("two", [ValueError("one")]), NotPicklableError(what="it", reason="so", remedy="do"),
-     FileNotFoundError(2, "none", "a.jpg")],
-    ids=lambda error: type(error).__name__,
-)  # fmt: skip
-def test_error_with_a_text_of_its_own_has_torchs_words_as_a_note(error):
-    before = error.args, {name: value for name, value in vars(error).items() if name != "__notes__"}
-    *_, words, where = failure(raised(error)).exception(as_torch=True).__notes__
-    assert words.startswith(f"Caught {type(error).__name__} in DataLoader worker process 0.\nOriginal ")
-    assert where == "headrace: stage fetch, batch 1, index 5, worker 0"
-    assert (error.args, {name: value for name, value in vars(error).items() if name != "__notes__"}) == before
 
 
 def test_remote_error_is_recorded_by_its_original_class_name():

@@ -1,7 +1,6 @@
 """Channels: objects arrive complete and in order; the end of a channel is reported."""
 
 import asyncio
-import threading
 
 import pytest
 import torch
@@ -21,21 +20,6 @@ def connected():
     received = Received()
     channel = EngineChannel(ours, received.objects.put_nowait, received.lost.set)
     return channel, BlockingChannel(theirs), received
-
-
-def test_message_longer_than_the_buffer_of_a_descriptor_that_is_non_blocking_is_sent_whole():
-    ours, theirs = Connection.pair()
-    sender, receiver = BlockingChannel(ours), BlockingChannel(theirs)
-    ours.frames.setblocking(False)  # as a wait on a loop of uvloop's does
-    numbers = [str(number) for number in range(200_000)]
-    received = []
-    thread = threading.Thread(target=lambda: received.append(receiver.receive()))
-    thread.start()
-    sender.send(numbers)
-    thread.join()
-    assert received == [numbers]
-    sender.close()
-    receiver.close()
 
 
 @pytest.mark.parametrize("sent", [0, 1000])

@@ -77,6 +77,7 @@ def test_copy_in_another_process_is_renewed_when_the_dataset_changed_only():
     with hr.DataLoader(dataset, batch_size=None, **options) as loader:
         assert [*loader, *loader] == ["p+0a", "p++0b", "p+++0a", "p++++0b"]
         dataset.epoch = 7
+        loader.set_epoch(3)  # which this dataset has no method for
         assert list(loader) == ["p+7a", "p++7b"]
         dataset.keys.append("c")
         assert list(loader) == ["p+7a", "p++7b", "p+++7c"]

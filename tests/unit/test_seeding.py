@@ -128,7 +128,6 @@ def of_numpy(rng):
 )
 def test_generators_of_every_kind_are_seeded_wherever_a_transform_holds_them(put, rng, draw):
     generators = TransformGenerators([put(rng)])
-    assert len(generators) == 1
     drawn = []
     for seed in (0, 2**64 - 1):
         generators.seed(seed)

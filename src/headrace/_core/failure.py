@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace._core.text import LIST_ITEMS, add_note, has_note, short_repr, shorten_list
+from headrace._core.text import LIST_ITEMS, add_note, short_repr, shorten_list
 from headrace._core.torchcompat.private import KeyErrorMessage
 from headrace.errors import ControlFlowError, HeadraceError, RemoteError, WorkerDiedError
 
@@ -128,7 +128,7 @@ class Failure:
             as_torch: whether the worker is named by torch's message; otherwise by another note.
         """
         note = f"headrace: {self.where}"
-        if has_note(self.error, note):
+        if note in vars(self.error).get("__notes__", ()):
             return self.error
         found = (remedy for stage, words, remedy in _REMEDIES if stage is self.stage and re.search(words, self.message))
         notes = [note, *(f"headrace: {remedy}" for remedy in found)]

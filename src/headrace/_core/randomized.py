@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar, cast, overload
 
@@ -35,10 +35,6 @@ class CurrentSample:
         self.position = position
         self.of_batch = False
         self.calls = 0
-
-    def start_batch(self, positions: Sequence[int]) -> None:
-        """Be the first sample of a batch that is to be collated."""
-        self.position, self.of_batch, self.calls = positions[0] if positions else 0, True, 0
 
 
 current_sample: ContextVar[CurrentSample | None] = ContextVar("headrace_sample", default=None)

@@ -95,9 +95,6 @@ class TransformGenerators:
     def __init__(self, functions: Iterable[object]) -> None:
         self._setters = [setter for part in _reachable(functions) if (setter := _setter(part)) is not None]
 
-    def __len__(self) -> int:
-        return len(self._setters)
-
     def seed(self, seed: int) -> None:
         """Seed the process's generators, and each of these from the batch's seed and its position among them."""
         seed_everything(seed)

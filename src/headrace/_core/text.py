@@ -123,11 +123,6 @@ def add_note(error: BaseException, note: str) -> None:
         notes.append(note)
 
 
-def has_note(error: BaseException, note: str) -> bool:
-    """Whether `error` has a note."""
-    return note in vars(error).get("__notes__", ())
-
-
 def set_cause(error: BaseException, cause: BaseException | None) -> None:
     """Set `error.__cause__`, past a class that lets no attributes be set."""
     vars(BaseException)["__cause__"].__set__(error, cause)

@@ -153,30 +153,6 @@ def test_blocking_calls_are_reported_with_place_and_remedy(
     assert watchdog_threads() == []
 
 
-def test_a_place_is_reported_once_by_all_processes_of_loaders(records):
-    class Sleeping(hr.AsyncDataset):
-        def __init__(self, name):
-            self.name = name
-
-        def __len__(self):
-            return 2
-
-        async def aget(self, index):
-            sleep_in_the_loop()
-            logging.getLogger("headrace").error("%s has slept", self.name)
-            return index
-
-    names = ["first", "second"]
-    for name in names:  # each has a process of its own
-        with hr.DataLoader(Sleeping(name), batch_size=1, concurrency=1, placement="process") as loader:
-            list(loader)
-    blocked = [each for each in records.messages if "sleep_in_the_loop" in each]
-    assert len(blocked) == 1, records.messages
-    assert [each for each in records.messages if "slept" in each] == [
-        f"{name} has slept" for name in names for _ in "12"
-    ]
-
-
 def test_a_place_is_reported_once_and_its_seconds_are_counted(records):
     ended = threading.Event()
 

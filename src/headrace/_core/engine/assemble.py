@@ -83,7 +83,7 @@ class Assembler:
             size = len(samples)
             if failures and (not self.tolerance.skips or not samples):
                 return HostBatch.nothing(plan, tuple(failures), end=raw.end)
-        current.start_batch(plan.positions)
+        current.position, current.of_batch, current.calls = plan.positions[0] if plan.positions else 0, True, 0
         try:
             with collating(self.transforms):
                 if not self.batched:

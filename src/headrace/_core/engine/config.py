@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
-from torch import multiprocessing
-
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.worker_tasks import AssembleTask, ReadTask
 from headrace._core.ranks.rankinfo import RankInfo
@@ -143,12 +141,6 @@ class EngineConfig(NamedTuple):
             for config in (self, other)
         )
         return self.dataset is other.dataset and mine == theirs
-
-    def starts_workers(self) -> Any:
-        """The context that starts workers: a torch dataset's, by torch's start method; None: functions' are forks."""
-        if self.context is not None or self.kind.is_async:
-            return self.context
-        return multiprocessing.get_context()
 
 
 def _divided(number: int, engine: int, engines: int) -> int:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch import multiprocessing
+
 from headrace._core.batches import HostBatch, RawBatch
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import Chunk, StepsTask, settle
@@ -132,7 +134,8 @@ class ProcessExecutor(Pool):
             super().__init__(
                 config.worker_task() if first_task is None else first_task,
                 workers=config.num_workers,
-                context=config.starts_workers(),
+                # A torch dataset's are started by torch's method; those of functions are forks of the zygote.
+                context=config.context or (multiprocessing.get_context() if torchs else None),
                 stateful=torchs and (config.kind.is_iterable or is_stateful(config.dataset)),
                 first=config.first_worker,
                 of=config.all_workers or None,

@@ -37,11 +37,10 @@ REPORTED = 0.1  # seconds: shorter blocks are not reported
 PROVEN = 0.075  # seconds of them that samples must show; the first part passes before the first sample
 PROMPT = 0.0025  # seconds by which the watchdog is late at most where no thread holds the GIL for long
 GIL_WAIT = 1.2  # switch intervals for each voluntary context switch; timers are late
-PLACE = "headrace_place"  # the attribute of a warning's record
 WARNING = (
     "%s: %s blocked the loader's event loop for %.2f s%s, in which nothing else was fetched. Instead, use an async "
     "client, await anyio.sleep(seconds), or await anyio.to_thread.run_sync(function); do CPU work in transform= (or "
-    "dataset.map) with num_workers=. (One warning for each function.)"
+    "dataset.map) with num_workers=. (One warning for each function in a process.)"
 )
 
 _HEADRACE = os.path.join(str(Path(__file__).parents[2]), "")
@@ -230,17 +229,7 @@ class LoopWatch:
         key = code.co_filename, code.co_firstlineno
         if so_far is not None and key not in _reported:
             _reported.add(key)
-            _log.warning(WARNING, self._dataset, place, block.seconds, so_far, extra={PLACE: key})
-
-
-def is_repeated(record: logging.LogRecord) -> bool:
-    """Whether a warning from a loader's process names a place that was reported before, by another one for example."""
-    key = record.__dict__.get(PLACE)
-    if not isinstance(key, tuple):
-        return False
-    known = key in _reported
-    _reported.add(key)
-    return known
+            _log.warning(WARNING, self._dataset, place, block.seconds, so_far)
 
 
 def find_user_code(top: types.FrameType) -> Spot | None:

@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from headrace._core.eventloop.watchdog import is_repeated
-
 _MOST_UNSENT = 1000  # records that are kept while no channel is open
 
 
@@ -33,8 +31,7 @@ class Record(NamedTuple):
             return
         try:
             record: logging.LogRecord = pickle.loads(self.pickled)
-            if not is_repeated(record):
-                logging.getLogger(record.name).handle(record)
+            logging.getLogger(record.name).handle(record)
         except Exception:  # user code: a filter, or the class of something in `extra`
             if logging.raiseExceptions:
                 sys.excepthook(*sys.exc_info())

@@ -212,7 +212,7 @@ def test_an_object_that_shrank_is_an_error_and_not_a_short_sample(server, datase
     server.put("train/a.jpg", b"a")
     blind = ObjectDataset(Store(server.url + "/train", options=server.store_options, if_match=False))
     server.put("train/a.jpg", b"aaa")
-    with pytest.raises(ObjectChangedError, match=r"'a.jpg' \(index 0\): .* overwritten since"):
+    with pytest.raises(ObjectChangedError, match=r"'a.jpg' \(index 0\): overwritten since"):
         dataset[0]
     # A store clips a range at the object's end, so one that grew is seen only by its tag.
     server.put("train/a.jpg", b"")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import itertools
 import sys
 import warnings
@@ -22,6 +21,7 @@ import torch
 from headrace._core.consumer.control import trainers
 from headrace._core.consumer.epoch import BatchIterator
 from headrace._core.order.state import LoaderState, states_from_dict, states_to_dict
+from headrace._core.streams.kinds import signature_of
 from headrace._core.streams.resumable import State
 from headrace._core.torchcompat.private import tree_flatten
 from headrace.loader import DataLoader
@@ -175,7 +175,7 @@ def _stateful(loaders: Any) -> list[Any]:
 
 def _steps_take_batches(trainer: Any) -> bool:
     """Whether a training step is given the iterator, of which it takes any number of batches."""
-    return "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters
+    return "dataloader_iter" in signature_of(trainer.lightning_module.training_step).parameters
 
 
 def _steps(counts: Mapping[str, int]) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import random
 import warnings
 from abc import abstractmethod
@@ -18,6 +17,7 @@ from headrace._core.shards.reading import Decoder, InterleavedShards, PartReader
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.epochs import FollowsEpoch, Order
 from headrace._core.streams.iterable_style import AsyncIterableDataset
+from headrace._core.streams.kinds import signature_of
 from headrace._core.streams.operators import EqualLength, ShuffleBuffer, Split
 from headrace._core.streams.resumable import ResumableIterator, State, expect
 from headrace._core.text import check_keywords, check_number, users_stacklevel
@@ -314,7 +314,7 @@ class ShardedStream(PartStream[T_co]):
     _warned_of_counts = False
 
     def __init__(self, shards: Shards | Sequence[Shard], **options: Unpack[StreamOptions]) -> None:
-        own = inspect.signature(type(self)).parameters.keys() - {"options"}
+        own = signature_of(type(self)).parameters.keys() - {"options"}
         check_keywords(f"{type(self).__name__}.__init__", options, [*StreamOptions.__annotations__, *own])
         ranks = RankChoice(options.get("rank"), options.get("world_size"))
         given: Mapping[str, object] = options

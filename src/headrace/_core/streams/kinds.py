@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import inspect
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -67,6 +69,15 @@ def has_method(part: object, name: str) -> bool:
         return callable(getattr(part, name, None))
     except Exception:  # user code
         return False
+
+
+def signature_of(function: Callable[..., object]) -> inspect.Signature:
+    """As `inspect.signature`, without evaluating annotations: they may name what only type checkers import."""
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return inspect.signature(function, annotation_format=annotationlib.Format.STRING)
+    return inspect.signature(function)
 
 
 def kind_of(dataset: object) -> DatasetKind:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import warnings
 from abc import abstractmethod
 from collections import Counter, deque
@@ -14,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard, TypeVar, runt
 
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.epochs import Order, keys_within, spawn_key, stream_seeds
-from headrace._core.streams.kinds import has_method
+from headrace._core.streams.kinds import has_method, signature_of
 from headrace._core.text import dataset_repr, users_stacklevel
 from headrace.errors import StateError
 
@@ -47,7 +46,7 @@ def is_stateful(part: object) -> TypeGuard[Stateful]:
 def _has_state_without_arguments(kind: type) -> bool:
     with contextlib.suppress(AttributeError, ValueError):  # an attribute of the instance, a builtin
         try:
-            inspect.signature(kind.state_dict).bind(None)  # type: ignore[attr-defined]
+            signature_of(kind.state_dict).bind(None)  # type: ignore[attr-defined]
         except TypeError:
             return False
     return True

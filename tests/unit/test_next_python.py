@@ -1,4 +1,4 @@
-"""Python 3.14, emulated: what is known to break there. No interpreter of it is at hand."""
+"""Changes of Python 3.14 that break libraries, by emulation."""
 
 import inspect
 import os

@@ -271,29 +271,23 @@ def photos(tmp_path):
     return tmp_path.as_uri()
 
 
-def labels_in(printed):
-    """The labels of each epoch, of lines such as "rank 0, epoch 1: [2, 3]"."""
-    epochs = {}
-    for epoch, labels in re.findall(r"(?:rank \d, epoch (\d): )?(\[.*\])", printed):
-        epochs.setdefault(epoch, []).extend(json.loads(labels))
-    return list(epochs.values())
+def numbers_in(printed):
+    """The numbers in lines such as "rank 0, epoch 1: [2, 3]"."""
+    return [int(number) for number in re.findall(r"\d+", re.sub("rank.*?:", "", printed))]
 
 
 def test_programs_of_the_ranks_page_run_on_two_ranks(forks, photos):
     def of_each_rank(program):
-        ranks = Rendezvous(2)
-        source = located(program, "s3://bucket/train", photos)
+        ranks, source = Rendezvous(2), located(program, "s3://bucket/train", photos)
         with contextlib.ExitStack() as stack:
             begun = [forks.start_source(source, RANK=f"{rank}", **ranks.variables) for rank in range(2)]
-            return [labels_in(stack.enter_context(each).communicate(80)[0]) for each in begun]
+            return [numbers_in(stack.enter_context(each).communicate(80)[0]) for each in begun]
 
     ours, theirs = of_each_rank(RANKS)
-    assert [len(labels) for labels in (*ours, *theirs)] == [25] * 4
-    assert [sorted(mine + others) for mine, others in zip(ours, theirs, strict=True)] == [list(range(50))] * 2
-    assert ours[0] != ours[1]
+    assert sorted(ours[:25] + theirs[:25]) == sorted(ours[25:] + theirs[25:]) == list(range(50))
     ours, theirs = of_each_rank(located(TENSOR_PARALLEL, '"cuda", (4, 2)', '"cpu", (1, 2)'))
     assert ours == theirs
-    assert [sorted(labels) for labels in ours] == [list(range(50))]
+    assert sorted(ours) == list(range(50))
 
 
 @pytest.mark.parametrize("program", [ENGINES, ON_DEVICE, FROM_TORCH])
@@ -301,11 +295,7 @@ def test_programs_on_photos_read_each_once(run, photos, program):
     fewer = [("engines=4, num_workers=16", "engines=2, num_workers=2"), ("num_workers=8", "num_workers=1")]
     for written, here in [*fewer, ('device="cuda"', 'device="auto"')]:
         program = program.replace(written, here)
-    assert numbers_in(run(located(program, "s3://bucket/train", photos))) == list(range(50))
-
-
-def numbers_in(printed):
-    return sorted(map(int, re.findall(r"\d+", " ".join(printed))))
+    assert sorted(numbers_in(" ".join(run(located(program, "s3://bucket/train", photos))))) == list(range(50))
 
 
 def test_programs_that_replace_those_of_other_loaders_read_their_data(run, photos, tmp_path):
@@ -317,11 +307,11 @@ def test_programs_that_replace_those_of_other_loaders_read_their_data(run, photo
                 (tmp_path / "label").write_text(f"{number}")
                 tar.add(tmp_path / "label", f"{number}.cls")
     program = located(FROM_WEBDATASET, "s3://bucket/train-{0000..0127}", f"{folder}/train-{{0000..0001}}")
-    assert numbers_in(run(program)) == list(range(40))
+    assert sorted(numbers_in(" ".join(run(program)))) == list(range(40))
     (tmp_path / "0.bin").write_bytes(bytes(2 * (256 * 16 + 1)))
     assert run(located(FROM_LITDATA, "s3://bucket/tokens", folder)) == ["torch.Size([8,", "256])"] * 2
     pyarrow.parquet.write_table(pyarrow.table({"x": range(40), "y": range(40)}), tmp_path / "0.parquet")
-    assert numbers_in(run(located(FROM_MOSAIC, "s3://bucket/train", folder))) == list(range(40))
+    assert sorted(numbers_in(" ".join(run(located(FROM_MOSAIC, "s3://bucket/train", folder))))) == list(range(40))
     assert run(FROM_TORCHDATA) == ["99"]
 
 

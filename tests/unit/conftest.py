@@ -31,6 +31,15 @@ def as_rank(monkeypatch):
 
 
 @pytest.fixture
+def pair():
+    """The two ends of a connection."""
+    ends = socket.socketpair()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@pytest.fixture
 def silent():
     """A listening socket that never responds, and its endpoint."""
     with socket.create_server(("127.0.0.1", 0)) as listening:

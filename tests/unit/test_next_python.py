@@ -77,13 +77,3 @@ def test_annotations_of_users_classes_are_not_evaluated(monkeypatch, tmp_path):
         Photos(tmp_path, quality=3, shufle=True)
     monkeypatch.undo()
     assert len(list(photos)) == 1
-
-
-def test_zstd_of_the_standard_library_is_used(monkeypatch, tmp_path):
-    zstd = pytest.importorskip("backports.zstd")
-    (tmp_path / "0.txt.zst").write_bytes(zstd.compress(b"a\nb\n"))
-    lines = hr.LinesDataset(tmp_path / "0.txt.zst")
-    monkeypatch.setattr(sys, "version_info", (3, 14, 0))
-    monkeypatch.setitem(sys.modules, "backports", None)
-    monkeypatch.setitem(sys.modules, "compression", types.SimpleNamespace(zstd=zstd))
-    assert len(list(lines)) == 2

@@ -4,15 +4,13 @@ import pytest
 from torch.utils.data import TensorDataset
 
 import headrace as hr
+from tests import datasets
 from tests.datasets import SlowDataset
 
 
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return 3
-
-    async def aget(self, index):
-        return index
+class Numbers(datasets.Numbers):
+    def __init__(self):
+        super().__init__(3)
 
     def __repr__(self):
         return "Numbers()"

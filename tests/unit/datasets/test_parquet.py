@@ -16,7 +16,6 @@ import headrace as hr
 from headrace.errors import ObjectChangedError, ShardError, TruncatedShardError
 from headrace.testing import DatasetContract, StreamContract
 from object_server import ObjectServer
-from tests.servers import Servers
 
 ROWS, GROUP = 100, 30  # rows of a file, and of a row group: four groups, the last with 10
 
@@ -33,20 +32,6 @@ def numbers(first, count=ROWS):
 
 
 OBJECTS = {f"a/{n}.parquet": written(numbers(n * ROWS), row_group_size=GROUP) for n in range(3)}
-
-
-@pytest.fixture(scope="module")
-def servers():
-    with Servers(OBJECTS) as servers:
-        yield servers
-
-
-@pytest.fixture
-def server(servers, request):
-    with servers.one(request) as server:
-        if request.node.get_closest_marker("counts"):
-            server.misbehave()  # remembers requests from here on
-        yield server
 
 
 def opened(server, shards="a", **options):

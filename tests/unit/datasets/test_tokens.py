@@ -11,7 +11,6 @@ import headrace as hr
 from headrace.errors import ShardError, StoreError
 from headrace.testing import DatasetContract
 from object_server import ObjectServer
-from tests.servers import Servers
 
 
 def npy(array):
@@ -28,18 +27,6 @@ OBJECTS = {
     "b/0.npy": npy(TOKENS[0].astype(np.uint32)),
     "b/1.npy": npy(TOKENS[1].astype(">u2")),
 }
-
-
-@pytest.fixture(scope="module")
-def servers():
-    with Servers(OBJECTS) as servers:
-        yield servers
-
-
-@pytest.fixture
-def server(servers, request):
-    with servers.one(request) as server:
-        yield server
 
 
 def opened(server, shards, **options):

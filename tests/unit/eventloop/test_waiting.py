@@ -14,14 +14,6 @@ from headrace._core.eventloop.waiting import wait_done, wait_readable
 
 
 @pytest.fixture
-def pair():
-    ends = socket.socketpair()
-    yield ends
-    for end in ends:
-        end.close()
-
-
-@pytest.fixture
 def handled():
     """The SIGUSR1s that a handler has seen."""
     seen = []

@@ -6,6 +6,7 @@ import pytest
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 import headrace as hr
+from tests import datasets
 
 
 class Numbers(hr.AsyncIterableDataset):
@@ -20,15 +21,7 @@ class Declared(Numbers):
     splits_by_rank = True
 
 
-class MapStyle(hr.AsyncDataset):
-    def __len__(self):
-        return 4
-
-    async def aget(self, index):
-        return index
-
-
-class OfOneRank(MapStyle):
+class OfOneRank(datasets.Numbers):
     splits_by_rank = True
 
 
@@ -36,9 +29,9 @@ class OfOneRank(MapStyle):
     ("dataset", "options", "remedy"),
     [
         (Numbers().shuffle(2), {}, r"\.split\(\).*get_rank_info"),
-        (MapStyle(), {}, r"sampler=headrace\.ElasticSampler"),
-        (MapStyle().map(abs), {"shuffle": True}, r"sampler=headrace\.ElasticSampler"),
-        (MapStyle(), {"shuffle": True, "seed": 0, "batch_size": None}, r"sampler=headrace\.ElasticSampler"),
+        (datasets.Numbers(4), {}, r"sampler=headrace\.ElasticSampler"),
+        (datasets.Numbers(4).map(abs), {"shuffle": True}, r"sampler=headrace\.ElasticSampler"),
+        (datasets.Numbers(4), {"shuffle": True, "seed": 0, "batch_size": None}, r"sampler=headrace\.ElasticSampler"),
     ],
 )
 def test_loader_warns_once_of_a_dataset_that_is_not_divided(as_rank, dataset, options, remedy):
@@ -58,11 +51,11 @@ def test_loader_warns_once_of_a_dataset_that_is_not_divided(as_rank, dataset, op
         (Numbers().split().map(abs), {}),
         (Declared(), {}),
         (Numbers(Declared()), {}),
-        (OfOneRank(), {}),
-        (MapStyle(), {"sampler": hr.ElasticSampler(4)}),
-        (MapStyle(), {"sampler": DistributedSampler(range(4), 2, 0)}),
-        (MapStyle(), {"sampler": [0, 2]}),
-        (MapStyle(), {"batch_sampler": BatchSampler(SequentialSampler(range(2)), 1, False)}),
+        (OfOneRank(4), {}),
+        (datasets.Numbers(4), {"sampler": hr.ElasticSampler(4)}),
+        (datasets.Numbers(4), {"sampler": DistributedSampler(range(4), 2, 0)}),
+        (datasets.Numbers(4), {"sampler": [0, 2]}),
+        (datasets.Numbers(4), {"batch_sampler": BatchSampler(SequentialSampler(range(2)), 1, False)}),
         (range(4), {}),  # of torch, whose loader does not warn
     ],
 )
@@ -73,7 +66,7 @@ def test_loader_does_not_warn_of_a_dataset_or_a_sampler_that_may_divide(as_rank,
         list(loader)
 
 
-@pytest.mark.parametrize("dataset", [Numbers(), MapStyle()])
+@pytest.mark.parametrize("dataset", [Numbers(), datasets.Numbers(4)])
 def test_loader_does_not_warn_of_one_rank(dataset, as_rank):
     as_rank(0, 1)
     with hr.DataLoader(dataset) as loader, warnings.catch_warnings():

@@ -16,21 +16,13 @@ MEGABYTE = 2**20
 
 
 @pytest.fixture
-def sockets():
-    pair = socket.socketpair()
-    yield pair
-    for end in pair:
-        end.close()
+def allocator(pair):
+    return Allocator(pair[0])
 
 
 @pytest.fixture
-def allocator(sockets):
-    return Allocator(sockets[0])
-
-
-@pytest.fixture
-def mapper(sockets):
-    return Mapper(sockets[1])
+def mapper(pair):
+    return Mapper(pair[1])
 
 
 def mapped():

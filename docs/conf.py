@@ -20,6 +20,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 extensions += ["sphinx_gallery.gen_gallery"]
 myst_heading_anchors = 3
 myst_fence_as_directive = ["mermaid"]
+highlight_language = "text"  # of blocks without one
 default_role = "code"  # docstrings have names in single backticks, as Markdown has
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False

@@ -157,8 +157,7 @@ class DataLoader(TorchDataLoader[T_co]):
             divided=kind is DatasetKind.ASYNC_MAP or self._control.reads_lanes,
         )
         seed = checked["seed"]
-        executor = checked["executor"]
-        if executor != "process" and not kind.is_async:
+        if (executor := checked["executor"]) != "process" and not kind.is_async:
             raise ValueError(f"executor={executor!r} needs an async dataset: workers read a torch dataset in processes")
         shown = torch_readable(dataset, kind)
         draws_order = shuffle and sampler is None and batch_sampler is None and not kind.is_iterable

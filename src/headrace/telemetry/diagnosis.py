@@ -66,6 +66,7 @@ class Setup(NamedTuple):
     fixed_look_ahead: bool = False  # whether `prefetch_factor` was given, so that it does not follow `concurrency`
     engines: int = 1
     by_engines: bool = True  # whether several engines can divide the dataset
+    executor: str = "process"
     remedies: frozenset[str] = frozenset()  # that not every dataset has: "cache", "hedge", options to read more at once
 
 
@@ -85,7 +86,8 @@ class _Model:
 
     The loop computes for `u` seconds for each batch, and `next()` takes `c` seconds for a batch that is ready. If
     batches come each `P` seconds, one step takes `max(P, u + c)`. A faster stage does not bring `P` below what the
-    others allow: their floor is known for the event loop's thread (its CPU time for a batch) and for the workers.
+    others allow: their floor is known for the event loop's thread (its CPU time for a batch), for the workers, and, by
+    Little's law, for a fixed number of fetches in flight (`window`).
     """
 
     def __init__(self, figures: Figures, setup: Setup) -> None:
@@ -95,6 +97,8 @@ class _Model:
         self.floor = max(
             figures.engine_cpu * figures.period, figures.work_seconds / setup.num_workers if in_workers else 0.0
         )
+        fixed = setup.is_async and not setup.stream and setup.concurrency != "auto" and figures.concurrency
+        self.window = figures.period * figures.in_flight / figures.concurrency if fixed else 0.0
 
     def needed(self, *, floor: float | None = None) -> float:
         """By how much the limiting stage has to be faster so that it is no longer the limit, with some to spare."""
@@ -181,15 +185,13 @@ def _of_stage(stage: str, figures: Figures, setup: Setup, model: _Model) -> Diag
             model.without("delivery"),
         )
     change: dict[str, Any] = {}
+    if setup.num_workers and setup.is_async and setup.executor != "thread":
+        change["executor"] = "thread"
+    if setup.placement == "process" and setup.engines == 1:
+        change["placement"] = "thread"
     advice = "return fewer and larger tensors from collate_fn, or move less: decode later, use smaller dtypes"
-    if setup.num_workers and setup.is_async:
-        change = {"executor": "thread"} if setup.engines > 1 else {"executor": "thread", "placement": "thread"}
-        advice = (
-            'executor="thread", which needs no copy if the transform releases the GIL; or return fewer and larger '
-            "tensors"
-        )
-    elif setup.placement == "process" and setup.engines == 1:
-        change, advice = {"placement": "thread"}, 'placement="thread", which needs no copy'
+    if change:
+        advice = ", ".join(f'{name}="thread"' for name in change) + f", if transforms release the GIL; or {advice}"
     engine = "the loader's process" if setup.placement == "process" else "the engine's thread"
     source = "the workers" if setup.num_workers else engine
     evidence = f"{part} of the waiting is for batches that are assembled, on their way from {source}"
@@ -343,7 +345,7 @@ def _order(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
     if not setup.in_order:
         return Diagnosis("order", evidence, hedge, change={"hedge": "auto"})
     # By Little's law, with the look-ahead full of batches in any state.
-    predicted = model.at_period(figures.batch_seconds / setup.most_ahead)
+    predicted = model.at_period(max(model.window, figures.batch_seconds / setup.most_ahead))
     return Diagnosis("order", evidence, f"in_order=False, or {hedge}", predicted, {"in_order": False})
 
 
@@ -351,8 +353,7 @@ def _saturated(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | Non
     """The store, or the link to it, gives no more: fetches wait for each other; None if that is not known."""
     request, first_byte = sum(figures.request_seconds[:1]), sum(figures.first_byte_seconds[:1])
     transfer = first_byte and request - first_byte > MOSTLY * request
-    has_searched = figures.seconds > TURNS * sum(figures.fetch_seconds[:1]) > 0.0 and figures.full > 0.5
-    has_searched &= figures.concurrency < setup.most_concurrency
+    searched = setup.concurrency == "auto" and figures.seconds > TURNS * sum(figures.fetch_seconds[:1]) > 0.0
     factor = model.needed()
     parts, remedy = ("bytes", "smaller samples") if transfer else ("requests", "several samples in one request")
     advice = f"{digits(factor)} times fewer {parts}: {_cache_or(setup, remedy)}"
@@ -362,7 +363,7 @@ def _saturated(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | Non
         shown = "the more are in flight, the longer each takes"
     elif figures.quick_fetch_seconds > QUEUEING * figures.first_fetch_seconds > 0.0:
         shown = f"the first ones, which had to wait for few others, took {seconds(figures.first_fetch_seconds)}"
-    elif setup.concurrency == "auto" and has_searched and figures.grown <= 1.0:
+    elif searched and figures.full > 0.5 and figures.grown <= 1.0 and figures.concurrency < setup.most_concurrency:
         shown = 'concurrency="auto" gets no more by more in flight'
     elif transfer and figures.full > 0.5 and figures.crowding is None:
         shown = f"{seconds(request - first_byte)} of a request of {seconds(request)} are the transfer of its body"
@@ -389,7 +390,8 @@ def _full(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
         advice = f"more descriptors (ulimit -n), which allow {setup.most_concurrency} fetches now, or ranges and shards"
         return Diagnosis("latency", evidence, advice, factor=model.needed())
     change = _more_in_flight(figures, setup, model, figures.concurrency * model.needed())
-    tried = 'if the source serves more at once, which headrace bench or concurrency="auto" in a long epoch finds out'
+    bench = "headrace bench or " if "cache" in setup.remedies else ""
+    tried = f'if the source serves more at once, which {bench}concurrency="auto" in a long epoch finds out'
     return Diagnosis("latency", evidence, f"{change[0]}, {tried}", *change[1:])
 
 
@@ -404,8 +406,7 @@ def _more_in_flight(
     change: dict[str, Any] = {}
     ahead = _samples_ahead(figures, setup)
     now = min(float(figures.concurrency), ahead)
-    wanted = min(wanted, setup.most_concurrency)
-    limit = figures.concurrency
+    wanted, limit = min(wanted, setup.most_concurrency), figures.concurrency
     if wanted > limit or not setup.fixed_look_ahead:
         power = 2 ** math.ceil(math.log2(max(1.0, wanted)))  # or one and a half times the power before it
         limit = min(setup.most_concurrency, int(0.75 * power) if power >= 4 and wanted <= 0.75 * power else power)
@@ -439,6 +440,8 @@ def _working(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
     idle = figures.workers_busy < IDLE_WORKERS * workers
     if idle and setup.stream and setup.is_async:
         evidence += ", beside functions of the stream's map and filter"
+    elif idle and model.window and figures.full > 0.5:
+        return _fetching(figures, setup, model)
     elif idle and workers > 1:
         factor = min(workers / max(0.1, figures.workers_busy), model.needed())
         slow = figures.slow_waits > 0.5 or setup.look_ahead > 2 * workers
@@ -453,7 +456,7 @@ def _working(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
     waits = figures.workers_cpu < WAITING * figures.workers_busy
     if waits:
         evidence += f"; they compute {share(figures.workers_cpu / figures.workers_busy)} of it, and wait for the rest"
-    wanted = math.ceil(workers * model.needed(floor=0.0))
+    wanted = math.ceil(workers * model.needed(floor=model.window))
     if wanted > most and not waits:
         evidence += f"; this machine grants {setup.cores} cores, of which the workers use {figures.workers_cpu:.1f}"
     if wanted > most and most <= workers:
@@ -468,4 +471,4 @@ def _working(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
     if waits:
         advice = "await in aget what transforms wait for: a worker waits for one thing at a time"
         advice += f"; or num_workers={change['num_workers']}" if change else ""
-    return Diagnosis("workers", evidence, advice, model.after(factor, floor=0.0), change, factor)
+    return Diagnosis("workers", evidence, advice, model.after(factor, floor=model.window), change, factor)

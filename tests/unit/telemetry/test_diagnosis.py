@@ -166,8 +166,14 @@ def test_adaptive_limit_that_has_tried_more_and_came_back_is_that_of_the_source(
 def test_transforms_that_wait_are_told_from_those_that_compute():
     for cpu in (0.01, 0.9):
         found = report(SETUP._replace(num_workers=1), worker_queue=0.001, work=0.04, work_cpu=cpu)
-        assert found.change == {"num_workers": 7}
+        assert found.change == {"num_workers": 5}
         assert ("await in aget" in found.advice) == (cpu < 0.1)
+
+
+def test_fixed_window_bounds_what_workers_gain_and_is_the_limit_beside_idle_workers():
+    busy = report(SETUP._replace(num_workers=1), worker_queue=0.001, work=0.04, load=FULL._replace(in_flight=4))
+    assert (busy.limit, busy.predicted) == ("workers", pytest.approx(1 - 10 / 25.5, abs=0.01))  # half the period
+    assert report(worker_queue=0.001, work=0.04, load=FULL).limit == "latency"
 
 
 def test_memory_that_is_advised_is_by_the_size_that_the_budget_counts():

@@ -495,6 +495,7 @@ class LoaderControl:
             most_concurrency=self.spec.engines * most_concurrency(),
             engines=self.spec.engines,
             by_engines=not self.spec.kind.is_iterable or self._lanes.possible,
+            executor=options["executor"],
             fixed_look_ahead=not isinstance(loader.prefetch_factor, Unset | None),
             remedies=frozenset(("hedge",) * hedged).union(
                 *(getattr(type(part), "_remedies", ()) for part in walk_datasets(self.spec.source))

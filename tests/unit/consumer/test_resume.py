@@ -282,6 +282,7 @@ def test_sampler_with_another_order_than_before_is_refused():
             next(iter(restored))
 
 
+@pytest.mark.filterwarnings("ignore:each of 2 ranks reads all")
 @pytest.mark.parametrize("name", ["shuffled by torch", "subset"])
 def test_order_that_one_rank_drew_is_refused_on_another(name, as_rank):
     as_rank(0, 2)

@@ -4,8 +4,11 @@ from tests.servers import Servers
 
 
 @pytest.fixture(scope="module")
-def servers(request):
-    """Servers with the OBJECTS of the module."""
+def servers(request, servers_with_training_objects):
+    """Servers with the OBJECTS of the module, if it has some."""
+    if not hasattr(request.module, "OBJECTS"):
+        yield servers_with_training_objects
+        return
     with Servers(request.module.OBJECTS) as servers:
         yield servers
 

@@ -96,6 +96,8 @@ def test_process_group_comes_before_environment(monkeypatch):
 class Said(hr.AsyncDataset):
     """What `get_rank_info` answers in `aget`."""
 
+    splits_by_rank = True
+
     def __len__(self):
         return 1
 

@@ -53,7 +53,7 @@ test-contract:
 test-integrations: ## real training programs: Lightning, accelerate, transformers, Ray Train and others, on one and two ranks
 	@# Not a prerequisite, after which make would start this part last of all.
 	@$(MAKE) --no-print-directory environment-integrations
-	@HEADRACE_TEST_TIMEOUT=300 $(VENV_INTEGRATIONS)/bin/python -m pytest tests/integrations tests/test_public_api.py
+	@HEADRACE_TEST_TIMEOUT=300 $(VENV_INTEGRATIONS)/bin/python -m pytest tests/integrations tests/test_public_api.py tests/unit/test_errors.py
 
 test-all: ## every test: `make test` and `make test-integrations`, side by side
 	@$(MAKE) --no-print-directory PARTS="test-integrations $(PARTS)" test

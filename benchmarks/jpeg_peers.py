@@ -566,14 +566,21 @@ CONTESTANTS = {
             {"concurrency": "auto"},
             {"concurrency": 128},
             {"concurrency": 256},
-            {"concurrency": "auto", "placement": "process"},
+            {"concurrency": 128, "placement": "thread"},
+            {"concurrency": 128, "executor": "thread"},
             hedge="auto",
         ),
     ),
     OURS_ON_SHARDS: Contestant(
         headrace_shards,
         reads="tar",
-        settings=given({}, {"placement": "process"}, {"shards_in_parallel": 2, "chunk_bytes": 1 << 20}),
+        settings=given(
+            {},
+            {"executor": "thread"},
+            {"placement": "thread"},
+            {"shards_in_parallel": 8},
+            {"shards_in_parallel": 8, "executor": "thread"},
+        ),
     ),
     TORCH: Contestant(torch_blocking),
     "torch DataLoader, best": Contestant(

@@ -591,6 +591,7 @@ CONTESTANTS = {
             {"num_workers": 2, "threads": 64},
             {"num_workers": 4, "threads": 64},
             {"num_workers": 8, "threads": 32},
+            {"num_workers": 16, "threads": 16},
         ),
     ),
     "torchdata.nodes": Contestant(
@@ -626,6 +627,7 @@ CONTESTANTS = {
             {"hedge_delay": 0.12, "decode": "threads"},
             {"hedge_delay": 0.12, "num_workers": 4},
             {"hedge_delay": 0.12, "num_workers": 8},
+            {"hedge_delay": 0.12, "num_workers": 16},
             {},
         ),
     ),
@@ -640,7 +642,7 @@ CONTESTANTS = {
         ),
     ),
     "WebDataset, tar shards": Contestant(
-        webdataset, reads="tar", package="webdataset", settings=given({}, {"num_workers": 4})
+        webdataset, reads="tar", package="webdataset", settings=given({}, {"num_workers": 4}, {"num_workers": 8})
     ),
     "Mosaic MDS, shards": Contestant(
         mosaic,
@@ -650,6 +652,7 @@ CONTESTANTS = {
             {"predownload": 64},
             {"predownload": 128},
             {"predownload": 128, "num_workers": 4},
+            {"predownload": 128, "num_workers": 8},
         ),
     ),
 }

@@ -533,12 +533,11 @@ def timed(job: Job, contestant: Contestant, epoch: Epoch, expected: Any, request
     elapsed = time.perf_counter() - began
     ours, its, requests = cpu_of(os.getpid()) - ours, cpu_of(store.pid) - its, store.gets() - requests
     sums, labels, numbers = (torch.cat([batch[column] for batch in found]).numpy() for column in range(3))
-    order = np.argsort(numbers)
-    if not np.array_equal(numbers[order], np.arange(job.images)):
+    if not len(set(numbers.tolist())) == len(numbers) == job.images:  # an epoch may have a part of the images
         raise RuntimeError(f"{len(numbers)} of {job.images} images came, or not each once: this run does not count")
-    if not np.array_equal(labels[order], np.arange(job.images) % CLASSES):
+    if not np.array_equal(labels, numbers % CLASSES):
         raise RuntimeError("labels are wrong: this run does not count")
-    if not np.array_equal(sums[order], expected):
+    if not np.array_equal(sums, expected[numbers]):
         raise RuntimeError("pixels are wrong: this run does not count")
     if requests < (job.images if contestant.reads == "photos" else 0.9 * requests_at_first):
         raise RuntimeError(f"{requests} requests were made, the rest was cached: this run does not count")
@@ -667,7 +666,7 @@ def main() -> None:
         print(json.dumps({"version": write_mds(job)}), file=lines, flush=True)
         return
     contestant = CONTESTANTS[job.contestant]
-    expected = np.load(Path(job.folder, "sums.npy"))[: job.images]
+    expected = np.load(Path(job.folder, "sums.npy"))
     with contestant.open(job) as epoch:
         requests = 0.0
         for number in range(job.epochs + 1):

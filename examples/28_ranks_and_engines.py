@@ -58,7 +58,6 @@ def train(url):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with hr.DataLoader(dataset, BATCH, sampler=sampler, transform=decode, engines=ENGINES) as loader:
         for epoch in range(EPOCHS):
-            loader.set_epoch(epoch)  # otherwise every epoch has the order of the first
             mine, engines, steps = [], set(), 0
             for numbers, x, y, processes in loader:
                 optimizer.zero_grad()

@@ -90,7 +90,7 @@ def test_torch_distributed_is_an_error_in_other_processes_of_a_loader(ranks):
 
 def test_process_outside_of_the_group_is_an_error(ranks):
     assert [rank["member"] for rank in ranks[0]] == [None, None]
-    assert all("not a member of data_parallel=" in rank["member"] for rank in ranks[1])
+    assert all("no member of data_parallel=" in rank["member"] for rank in ranks[1])
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_limit_of_a_loader_whose_loop_does_nothing(limit, dataset, options):
 
 class Blocking(Numbers):
     async def aget(self, index):
-        time.sleep(0.01)  # noqa: ASYNC251
+        time.sleep(0.01)  # noqa: ASYNC251  # the blocking under test
         return index
 
 

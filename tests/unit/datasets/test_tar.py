@@ -141,6 +141,7 @@ def test_named_file_may_have_any_ending_and_is_named_once(tmp_path):
     ("options", "what"),
     [
         ({"shards_in_parallel": 0}, "shards_in_parallel must be an int of at least 1"),
+        ({"buffer_size": None}, "buffer_size must be an int of at least 0"),
         ({"buffer_size": -1}, "buffer_size must be an int of at least 0"),
         ({"remainder": "odd"}, "remainder='odd' must be one of"),
         ({"split": "odd"}, "split='odd'"),

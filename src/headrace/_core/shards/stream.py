@@ -319,8 +319,8 @@ class ShardedStream(PartStream[T_co]):
         ranks = RankChoice(options.get("rank"), options.get("world_size"))
         given: Mapping[str, object] = options
         for name, least in _LEAST.items():
-            if given.get(name) is not None:
-                check_number(name, given[name], least, whole=True)
+            if (value := given.get(name, least)) is not None or name not in ("seed", "samples_per_rank"):
+                check_number(name, value, least, whole=True)
         self._ahead = ReadAhead(
             options.get("shards_in_parallel", SHARDS_IN_PARALLEL),
             options.get("requests_per_shard", REQUESTS_PER_SHARD),

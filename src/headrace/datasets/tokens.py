@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,6 +11,7 @@ import torch
 
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard, Shards, find_shards
+from headrace._core.shards.npy import npy_layout
 from headrace._core.store.ranges import Ranges, map_all
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.blocking import background_loop
@@ -167,7 +167,11 @@ async def _open_file(shard_and_type: tuple[Shard, str | None]) -> _TokenFile:
     read = await shard.read_start(_BEGINNING)
     first, size = bytes(read.data[:_BEGINNING]), read.head.size
     if raw is None or first.startswith(np.lib.format.MAGIC_PREFIX):
-        begin, dtype, count = _npy_layout(first, shard)
+        begin, dtype, shape, _ = npy_layout(first, shard, "; raw tokens need dtype=")
+        if len(shape) != 1 or dtype.kind not in "ui":
+            what = f"an array of shape {shape} and type {dtype}; tokens are one-dimensional unsigned or signed integers"
+            raise ShardError(what, shard=shard.name)
+        count = shape[0]
     elif len(first) >= _LLMC_HEADER and (kind := _LLMC_TYPES.get(int.from_bytes(first[:4], "little"))):
         begin, dtype, count = _LLMC_HEADER, np.dtype(kind).newbyteorder("<"), int.from_bytes(first[8:12], "little")
     else:
@@ -180,17 +184,3 @@ async def _open_file(shard_and_type: tuple[Shard, str | None]) -> _TokenFile:
         there = (size - begin) // dtype.itemsize
         raise ShardError(f"{there} tokens, but {count} in the header", shard=shard.name, offset=begin)
     return _TokenFile(replace(shard, head=read.head), begin, dtype, count)
-
-
-def _npy_layout(first: bytes, shard: Shard) -> tuple[int, np.dtype[np.generic], int]:
-    stream = io.BytesIO(first)
-    try:
-        version = np.lib.format.read_magic(stream)
-        parse = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = parse(stream)
-    except ValueError as error:
-        raise ShardError(f"not a .npy file: {error}; raw tokens need dtype=", shard=shard.name) from None
-    if len(shape) != 1 or dtype.kind not in "ui":
-        what = f"an array of shape {shape} and type {dtype}; tokens are one-dimensional unsigned or signed integers"
-        raise ShardError(what, shard=shard.name)
-    return stream.tell(), dtype, shape[0]

@@ -1,0 +1,30 @@
+"""The header of ``.npy`` files."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+
+from headrace._core.shards.discovery import Shard
+from headrace.errors import ShardError
+
+
+def npy_layout(first: bytes, shard: Shard, remedy: str = "") -> tuple[int, np.dtype[np.generic], tuple[int, ...], bool]:
+    """The offset of the data, the type, the shape, and whether columns come first, by a file's first bytes.
+
+    Raises:
+        ShardError: they are no such header; the text ends with `remedy`.
+    """
+    stream = io.BytesIO(first)
+    try:
+        version = np.lib.format.read_magic(stream)
+        if version not in ((1, 0), (2, 0), (3, 0)):
+            raise ValueError(f"version {version[0]}.{version[1]} is unknown")
+        parse = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = parse(stream)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"its shape is {shape}")
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:  # of a header that is no literal
+        raise ShardError(f"not a .npy file: {error}{remedy}", shard=shard.name) from None
+    return stream.tell(), dtype, shape, fortran

@@ -23,7 +23,6 @@ import torch
 import headrace as hr
 
 ROW = 96  # tokens
-SEPARATOR = 0
 
 folder = tempfile.TemporaryDirectory()
 for shard in range(4):
@@ -35,9 +34,9 @@ for shard in range(4):
 # %%
 # The loader
 # ----------
-# `filter` and `map` are CPU work: before and after `pipe` they run in the worker processes. `Pack` runs on the loader's
-# event loop and only combines samples. An async generator would do; a class can have a state, so that a restored loader
-# continues in the middle of a document, without reading the stream again.
+# `filter` and `map` are CPU work and run in the worker processes. `pack` runs on the loader's event loop, and only
+# combines what they return: a document that does not fit goes on in the next row. Its state is exact, so that a
+# restored loader continues in the middle of a document.
 
 
 def long_enough(line):
@@ -45,47 +44,25 @@ def long_enough(line):
 
 
 def tokenise(line):  # a byte is a token here; yours calls a tokenizer
-    return [*line["text"].encode(), SEPARATOR]
-
-
-class Pack:
-    """Documents concatenated into rows of one length; an incomplete last row is dropped."""
-
-    def __init__(self, documents):
-        self.documents = documents
-        self.tokens = []  # not yet in a row
-
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        while len(self.tokens) < ROW:
-            self.tokens += await anext(self.documents)
-        row, self.tokens = self.tokens[:ROW], self.tokens[ROW:]
-        return row
-
-    def state_dict(self):
-        return {"tokens": self.tokens}
-
-    def load_state_dict(self, state):
-        self.tokens = list(state["tokens"])
+    return list(line["text"].encode())
 
 
 def make_loader():
     lines = hr.LinesDataset(f"{folder.name}/*.jsonl", shuffle=True, buffer_size=200, seed=0)
-    rows = lines.filter(long_enough).map(tokenise).pipe(Pack).map(torch.tensor)
+    rows = lines.filter(long_enough).map(tokenise).pack(ROW, labels="next")
     return hr.DataLoader(rows, batch_size=16, num_workers=2, drop_last=True, seed=0)
 
 
 with make_loader() as loader:
     batch = next(iter(loader))
-print(batch.shape, "the first row:", bytes(batch[0].tolist()).replace(b"\0", b" | ").decode())
+print({name: tuple(rows.shape) for name, rows in batch.items()})
+print("the first row:", bytes(batch["tokens"][0].tolist()).decode())
 
 # %%
 # Each row of this batch is filled; a colour is a document.
 
 figure, panel = plt.subplots(figsize=(9, 2.6), layout="constrained")
-document = (batch == SEPARATOR).flatten().cumsum(0).reshape(batch.shape)
+document = (batch["positions"] == 0).flatten().cumsum(0).reshape(16, ROW)
 panel.imshow(document % 20, cmap="tab20", aspect="auto", interpolation="nearest")
 panel.set(xlabel="token", ylabel="row of the batch", yticks=[0, 5, 10, 15])
 plt.show()
@@ -108,9 +85,9 @@ class Reader(torch.nn.Module):
 
 def train(loader, model, optimizer):
     """Train for an epoch; yields each step's loss."""
-    for rows in loader:
-        scores = model(rows[:, :-1])  # each token from those before it
-        loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), rows[:, 1:].flatten())
+    for batch in loader:
+        scores = model(batch["tokens"])
+        loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten())  # the next tokens
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

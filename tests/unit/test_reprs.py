@@ -46,6 +46,7 @@ async def words():
         (hr.concat([Stream(), Stream()]), "concat([Stream(), Stream()])"),
         (hr.mix([Stream(), Stream()], [2, 1]), "mix([Stream(), Stream()], [2, 1], seed=None, stop='first')"),
         (hr.from_async_iterable(words), "from_async_iterable(words)"),
+        (Stream().pack(64, "best_fit"), "Stream().pack(64, 'best_fit')"),
         (hr.batch_by_tokens(Stream(), 64), "batch_by_tokens(Stream(), 64)"),
     ],
 )

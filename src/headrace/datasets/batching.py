@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import deque
 from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Any
 
 from headrace._core.streams.iterable_style import AsyncIterableDataset, OperatedStream
-from headrace._core.streams.resumable import NOTHING, Mark, ReplayOperation
+from headrace._core.streams.resumable import NOTHING, MarkingOperation
 from headrace._core.streams.torch_views import require_async
 from headrace.errors import StateError
 
 __all__ = ["batch_by_tokens"]
-
-_MOST_MARKS = 64  # positions kept of a stream whose buckets fill slowly; then every second is dropped
 
 
 def batch_by_tokens(
@@ -68,7 +65,7 @@ def batch_by_tokens(
     return OperatedStream(stream, shown, _TokenBatchIterator, **options, drop_last=drop_last)
 
 
-class _TokenBatchIterator(ReplayOperation[list[object]]):
+class _TokenBatchIterator(MarkingOperation[list[object]]):
     """Batches of samples from buckets, each of samples of similar length, until its batch is full.
 
     The samples in the buckets cannot be saved. The state is the latest of the positions asked for before, after which
@@ -102,7 +99,6 @@ class _TokenBatchIterator(ReplayOperation[list[object]]):
         self._longest = [0] * buckets  # tokens
         self._tokens = [0] * buckets
         self._first = [0] * buckets  # number of the read that gave the first sample
-        self._marks: deque[tuple[int, Mark]] = deque()  # with the number read before them
 
     def _put(self, sample: object) -> Any:
         tokens = self._tokens_of(sample)
@@ -137,15 +133,6 @@ class _TokenBatchIterator(ReplayOperation[list[object]]):
             )
         return samples
 
-    def _latest_mark(self) -> Mark:
-        if not self._marks and self._mark is not None:
-            self._marks.append((0, self._mark))
-        self._marks.append((self._read, self._new_mark()))
-        oldest = min(
-            (first for first, count in zip(self._first, self._counts, strict=True) if count), default=self._read
-        )
-        while len(self._marks) > 1 and self._marks[1][0] <= oldest:
-            self._marks.popleft()
-        if len(self._marks) > _MOST_MARKS:
-            self._marks = deque((*itertools.islice(self._marks, 0, _MOST_MARKS, 2), self._marks[-1]))
-        return self._marks[0][1]
+    def _oldest(self) -> int:
+        held = (first for first, count in zip(self._first, self._counts, strict=True) if count)
+        return min(held, default=self._read)

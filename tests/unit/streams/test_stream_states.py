@@ -114,6 +114,14 @@ class PairsWithState:
         self.held = state["held"]
 
 
+def document(number):
+    return [number + 1] * (number * 7 % 24)
+
+
+def listed(sequence):
+    return [row.tolist() for row in sequence.values()]
+
+
 def rank_of(stream, rank, world_size=3, remainder="drop"):
     return stream.split(rank=rank, world_size=world_size, remainder=remainder)
 
@@ -160,6 +168,9 @@ COMPOSITIONS = {
         Count(40, bad=[4, 21]).filter(odd).map(lambda i: i * 7 % 10), 20, length=int, boundaries=[4], drop_last=True
     ),
     "split of tokens": lambda: rank_of(hr.batch_by_tokens(Count(20, 1), 30, length=int, boundaries=[5]), 1, 2, "pad"),
+    "pack, errors": lambda: Count(30, bad=[2, 7]).map(document).pack(9).map(listed),
+    "pack of filter": lambda: Count(30, bad=[4]).filter(odd).map(document).pack(9, "first_fit", window=3).map(listed),
+    "split of pack": lambda: rank_of(Count(40, bad=[6]).map(document).pack(9, "best_fit", window=2).map(listed), 1, 2),
     "pipe, failing": lambda: Count(12, bad=[3, 10]).pipe(failing_pairs),
     "pipe, state": lambda: Count(9, bad=[2, 3, 8]).pipe(PairsWithState),
     "shuffle of pipe": lambda: Count(14).pipe(pairs).shuffle(2),
@@ -418,10 +429,11 @@ HOLDING = pytest.mark.parametrize(
     [
         lambda stream: stream.shuffle(4),
         lambda stream: hr.batch_by_tokens(stream, 40, length=int, boundaries=[2]),
+        lambda stream: stream.map(document).pack(15, "best_fit", window=2),
         lambda stream: stream.pipe(pairs),
         lambda stream: stream.map(fail_at()).filter(bool),
     ],
-    ids=["shuffle", "tokens", "pipe", "map, filter"],
+    ids=["shuffle", "tokens", "pack", "pipe", "map, filter"],
 )
 
 
@@ -532,6 +544,10 @@ def streams(depth):
         st.builds(
             lambda a, b, w, stop: lambda: hr.mix([a(), b()], [1, w], stop=stop),
             *(inner, inner, small, st.sampled_from(["first", "all"])),
+        ),
+        st.builds(
+            lambda s, n, how: lambda: s().map(lambda x: [*str(x).encode()]).pack(9, how, window=n).map(listed),
+            *(inner, small, st.sampled_from(["concat", "first_fit", "best_fit"])),
         ),
         st.builds(
             lambda s, n: lambda: hr.batch_by_tokens(s(), 9, length=lambda x: len(str(x)), boundaries=[n]), inner, small

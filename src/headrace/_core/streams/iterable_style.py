@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args
 
+import torch
 from torch.utils.data import IterableDataset
 
 from headrace._core.ranks.distributed import RankChoice, Remainder, check_remainder, undivided
@@ -16,6 +17,7 @@ from headrace._core.streams.composition import ConcatComposition, MapComposition
 from headrace._core.streams.epochs import FollowsEpoch
 from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.streams.operators import Concat, Pipe, Repeat, ShuffleBuffer, Split, Take
+from headrace._core.streams.packing import Pack, PackLabels, PackStrategy
 from headrace._core.streams.resumable import InContext, start_stream
 from headrace._core.streams.steps import Step, Steps
 from headrace._core.text import check_function, dataset_repr, function_name
@@ -183,6 +185,64 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         if not callable(function):
             raise TypeError(f"function must be an async generator function, but got {function!r}")
         return OperatedStream(self, f"{{}}.pipe({function_name(function)})", Pipe, function=function)
+
+    def pack(
+        self,
+        seq_len: int,
+        strategy: PackStrategy = "concat",
+        *,
+        window: int = 32,
+        fields: Sequence[str] = ("tokens",),
+        labels: PackLabels | None = None,
+    ) -> AsyncIterableDataset[dict[str, torch.Tensor]]:
+        """Documents of tokens, packed into sequences of `seq_len` tokens.
+
+        A document is a list, array or tensor of integers, or a dict of them. A sequence is a dict of tensors:
+        ``"tokens"`` (int64); ``"segment_ids"``, 1 for the first document in it, 2 for the next, …, and 0 for padding;
+        ``"positions"``, which restart at each document, and at padding; further `fields` with their dtypes. Padding
+        is 0, in a field named ``"labels"`` -100. A document longer than a sequence is cut, and its pieces are documents
+        of their own; nothing is left out. It runs on the loader's event loop.
+
+        Ranks that pack shards of their own have different numbers of sequences: `split` the result, or use
+        ``coordinated=True``. After a restore, documents are read again from the oldest of an incomplete sequence.
+
+        Args:
+            seq_len: length of a sequence, in tokens.
+            strategy: ``"concat"``: a document continues in the next sequence, and only the last sequence is padded.
+                ``"first_fit"``, ``"best_fit"``: it is placed whole, in the oldest or the fullest open sequence that has
+                room.
+            window: number of sequences open for them. If all lack room, the fullest is given out; each is after
+                4 × `window` others.
+            fields: keys of the per-token values of a dict, the first of them that of the tokens.
+            labels: ``"next"`` adds ``"labels"``, each the token that follows in the document; ``"same"``, the token
+                itself but for the first of a document, for models that shift labels, as those of transformers. -100
+                where there is none.
+
+        Raises:
+            ValueError: an argument is out of range; at a document that is not made of integers, or lacks a field.
+
+        Example:
+            >>> from headrace import from_async_iterable
+            >>> async def documents():
+            ...     for document in ([1, 2, 3], [4, 5, 6], [7]): yield document
+            >>> packed = list(from_async_iterable(documents).pack(4, "first_fit"))
+            >>> [sequence["tokens"].tolist() for sequence in packed]
+            [[1, 2, 3, 7], [4, 5, 6, 0]]
+            >>> packed[0]["segment_ids"].tolist(), packed[0]["positions"].tolist()
+            ([1, 1, 1, 2], [0, 1, 2, 0])
+        """
+        if seq_len < 1 or window < 1:
+            raise ValueError(f"seq_len={seq_len} and window={window} must be at least 1")
+        if strategy not in get_args(PackStrategy) or labels not in (None, *get_args(PackLabels)):
+            raise ValueError(
+                f"strategy={strategy!r} must be one of {get_args(PackStrategy)}, labels={labels!r} one of "
+                f"{get_args(PackLabels)}, or None"
+            )
+        made = {"segment_ids", "positions", *(("labels",) if labels else ())}
+        if isinstance(fields, str) or not fields or made & {*fields} or len({*fields}) < len(fields):
+            raise ValueError(f"fields={fields!r} must be different keys, the first that of tokens, without {made}")
+        options = {"seq_len": seq_len, "strategy": strategy, "window": window, "names": tuple(fields), "labels": labels}
+        return OperatedStream(self, f"{{}}.pack({seq_len}, {strategy!r})", Pack, **options)
 
     def __iter__(self) -> Iterator[T_co]:
         return SyncStream(*plan(self))

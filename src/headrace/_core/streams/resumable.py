@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import warnings
 from abc import abstractmethod
 from collections import Counter, deque
@@ -22,6 +23,7 @@ T = TypeVar("T")
 NOTHING: Any = type("NOTHING", (), {})  # the same one in other processes
 MAX_ERRORS_IN_A_ROW = 100  # of a stream that are passed over; the next one is raised
 ORIGINS = 1024
+_MOST_MARKS = 64
 
 State = dict[str, object]
 """JSON values, where no user's object adds others."""
@@ -430,12 +432,14 @@ class ReplayOperation(StreamOperation[T]):
     The state is then an earlier position, a mark, and how many samples and errors have been given since. They are read
     again, and dropped.
 
-    Each sample of the stream is passed to `_put`; after the end, `_rest` gives those that are held.
+    Each sample of the stream is passed to `_put`; after the end, `_rest` gives those that are held. Samples in `_ready`
+    are given before the stream is read on.
     """
 
     def __init__(self, source: AsyncIterable[Any]) -> None:
         super().__init__(source)
         self._ended = False
+        self._ready: deque[Any] = deque()
         self._read = 0  # samples and errors of the stream
         self._given = 0  # samples and errors, since the start or the restored position
         self._errors = 0  # of those
@@ -455,7 +459,9 @@ class ReplayOperation(StreamOperation[T]):
         while True:
             sample: Any
             try:
-                if self._ended:
+                if self._ready:
+                    sample = self._ready.popleft()
+                elif self._ended:
                     sample = await self._rest()
                 else:
                     try:
@@ -524,6 +530,33 @@ class ReplayOperation(StreamOperation[T]):
     async def _rest(self) -> T:
         """The next sample after the end of the stream."""
         raise StopAsyncIteration
+
+
+class MarkingOperation(ReplayOperation[T]):
+    """An operation that holds samples for different times: its mark is the latest before the oldest of them.
+
+    Marks are the positions that were asked for. A sample that is held for long makes more to be read again.
+    """
+
+    def __init__(self, source: AsyncIterable[Any]) -> None:
+        super().__init__(source)
+        self._marks: deque[tuple[int, Mark]] = deque()  # with the number read before them
+
+    def _oldest(self) -> int:
+        """The number of the read that gave the oldest sample that is held, `_read` if there is none."""
+        raise NotImplementedError  # each operation has its own
+
+    def _latest_mark(self) -> Mark:
+        marks = self._marks
+        if not marks and self._mark is not None:
+            marks.append((0, self._mark))
+        marks.append((self._read, self._new_mark()))
+        oldest = self._oldest()
+        while len(marks) > 1 and marks[1][0] <= oldest:
+            marks.popleft()
+        if len(marks) > _MOST_MARKS:  # then every second is dropped
+            self._marks = deque((*itertools.islice(marks, 0, _MOST_MARKS, 2), marks[-1]))
+        return self._marks[0][1]
 
 
 class InContext(ResumableIterator[T]):

@@ -1,0 +1,180 @@
+"""Documents of tokens packed into sequences of one length."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from headrace._core.streams.resumable import NOTHING, MarkingOperation
+from headrace.errors import StateError
+
+PackStrategy = Literal["concat", "first_fit", "best_fit"]
+PackLabels = Literal["next", "same"]
+_LONGEST_WAIT = 4  # windows of sequences, which an open one waits at most for more documents
+_IGNORED = -100  # the label that torch's cross entropy leaves out
+
+
+class _Piece(NamedTuple):
+    columns: Sequence[np.ndarray[Any, Any]]  # of the whole document, one for each field
+    start: int
+    stop: int
+
+
+class _Sequence(NamedTuple):
+    first: int  # number of the read that gave its first piece
+    pieces: list[_Piece] | None  # None: of before a restored position
+
+
+class Pack(MarkingOperation[dict[str, torch.Tensor]]):
+    """Sequences of pieces of documents.
+
+    A mark has the numbers of tokens in the open sequences, by which later documents are placed as before. What is in
+    them is unknown after a restore: they are among those that are dropped.
+    """
+
+    operation = "pack"
+    same_by_lanes = True
+    options = ("seq_len", "strategy", "window")
+    fields = ("used", "opened", "filled", "queued", "ended")
+
+    def __init__(
+        self,
+        source: AsyncIterable[Any],
+        seq_len: int,
+        strategy: PackStrategy,
+        window: int,
+        names: Sequence[str],
+        labels: PackLabels | None,
+    ) -> None:
+        super().__init__(source)
+        self._seq_len = seq_len
+        self._strategy = strategy
+        self._window = 1 if strategy == "concat" else window
+        self._names = names
+        self._labels = labels
+        self._filled = 0  # sequences
+        self._queued = 0  # of those, in `_ready`
+        # The open sequences, the oldest first, with their numbers of tokens, and of sequences filled before:
+        self._open_ones: list[_Sequence] = []
+        self._used: list[int] = []
+        self._opened: list[int] = []
+
+    async def __anext__(self) -> dict[str, torch.Tensor]:
+        sequence: Any = await super().__anext__()
+        if sequence.pieces is None:
+            raise StateError(
+                "a sequence has documents of before the position that was restored: the stream has other documents "
+                "now, or the state is damaged"
+            )
+        return self._tensors(sequence.pieces)
+
+    def _put(self, sample: object) -> Any:
+        columns, size, used = self._columns(sample), self._seq_len, self._used
+        start, end = 0, len(columns[0])
+        while start < end:
+            count = min(end - start, size - used[0] if self._strategy == "concat" and used else size)
+            place = self._place(size - count)
+            if place is None:
+                if len(used) >= self._window and count < size:
+                    self._close(max(range(len(used)), key=used.__getitem__))
+                place = len(used)
+                self._open_ones.append(_Sequence(self._read - 1, []))
+                used.append(0)
+                self._opened.append(self._filled)
+            pieces = self._open_ones[place].pieces
+            if pieces is not None:
+                pieces.append(_Piece(columns, start, start + count))
+            used[place] += count
+            if used[place] == size:
+                self._close(place)
+            start += count
+        while used and self._filled - self._opened[0] >= _LONGEST_WAIT * self._window:
+            self._close(0)
+        return self._ready.popleft() if self._ready else NOTHING
+
+    def _place(self, most: int) -> int | None:
+        """The open sequence for a piece: with at most so many tokens."""
+        used = self._used
+        if self._strategy != "best_fit":
+            return next((place for place, tokens in enumerate(used) if tokens <= most), None)
+        best = max((tokens for tokens in used if tokens <= most), default=None)
+        return None if best is None else used.index(best)
+
+    def _close(self, place: int) -> None:
+        self._ready.append(self._open_ones.pop(place))
+        self._filled += 1
+        del self._used[place], self._opened[place]
+
+    async def _rest(self) -> Any:
+        if not self._used:
+            raise StopAsyncIteration
+        self._close(0)
+        return self._ready.popleft()
+
+    def _columns(self, sample: object) -> list[np.ndarray[Any, Any]]:
+        """The fields of a document, checked."""
+        names = self._names
+        if isinstance(sample, Mapping):
+            if missing := [name for name in names if name not in sample]:
+                raise ValueError(f"a document has no {missing[0]!r}, only {list(sample)}: set fields= of pack()")
+            columns = [np.asarray(sample[name]) for name in names]
+        elif len(names) > 1:
+            raise ValueError(f"a document is to be a dict with {list(names)}, but is of type {type(sample).__name__}")
+        else:
+            columns = [np.asarray(sample)]
+        tokens = columns[0]
+        if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
+            raise ValueError(
+                f"tokens must be integers in one dimension, but are {tokens.dtype} of shape {tokens.shape}: tokenise "
+                f"before pack()"
+            )
+        for name, column in zip(names, columns, strict=True):
+            if column.shape != tokens.shape:
+                raise ValueError(f"{name!r} has the shape {column.shape}, but there are {len(tokens)} tokens")
+        return columns
+
+    def _tensors(self, pieces: Sequence[_Piece]) -> dict[str, torch.Tensor]:
+        size, names = self._seq_len, self._names
+        rows = {}
+        for number, name in enumerate(names):
+            kinds = {piece.columns[number].dtype for piece in pieces}
+            rows[name] = np.full(
+                size, _IGNORED if name == "labels" else 0, np.result_type(*kinds) if number else np.int64
+            )
+        segments, positions = np.zeros(size, np.int32), np.empty(size, np.int32)
+        labels = None if self._labels is None else np.full(size, _IGNORED, np.int64)
+        at, count = 0, np.arange(size, dtype=np.int32)
+        for segment, (columns, start, stop) in enumerate(pieces, 1):
+            end = at + stop - start
+            for name, column in zip(names, columns, strict=True):
+                rows[name][at:end] = column[start:stop]
+            segments[at:end] = segment
+            positions[at:end] = count[: end - at]
+            if self._labels == "next":  # also after the last token of a piece, if the document goes on
+                following = columns[0][start + 1 : stop + 1]
+                labels[at : at + len(following)] = following  # type: ignore[index]
+            elif self._labels == "same":
+                labels[at + 1 : end] = columns[0][start + 1 : stop]  # type: ignore[index]
+            at = end
+        positions[at:] = count[: size - at]
+        rows |= {"segment_ids": segments, "positions": positions}
+        if labels is not None:
+            rows["labels"] = labels
+        return {name: torch.from_numpy(row) for name, row in rows.items()}
+
+    def _oldest(self) -> int:
+        return min((sequence.first for sequence in (*self._ready, *self._open_ones)), default=self._read)
+
+    def _exact_state(self) -> dict[str, object]:
+        self._queued = len(self._ready)
+        return super()._exact_state()
+
+    def _restored(self) -> None:
+        unknown = _Sequence(0, None)
+        if len(self._used) != len(self._opened) or any(not 0 < used < self._seq_len for used in self._used):
+            raise StateError(f"the state is damaged: 'used' is {self._used}, 'opened' {self._opened}")
+        self._open_ones = [unknown] * len(self._used)
+        self._ready.extend([unknown] * self._queued)

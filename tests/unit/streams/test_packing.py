@@ -1,0 +1,235 @@
+"""Packed sequences have every token of the documents once, in order, with segments, positions and labels."""
+
+import asyncio
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import headrace as hr
+from headrace._core.streams.resumable import start_stream
+from headrace.testing import StreamContract
+from tests.unit.shards.resuming import in_memory
+from tests.unit.streams.reading import Count, outcomes
+
+STRATEGIES = pytest.mark.parametrize("strategy", ["concat", "first_fit", "best_fit"])
+
+
+def stream(*documents):
+    async def make():
+        for document in documents:
+            yield document
+
+    return hr.from_async_iterable(make)
+
+
+def pack(documents, *args, **options):
+    """The sequences as dicts of lists."""
+    packed = stream(*documents).pack(*args, **options)
+    return [{name: row.tolist() for name, row in sequence.items()} for sequence in packed]
+
+
+def segments(sequence, field="tokens"):
+    """The pieces of a sequence; its segment numbers ascend from 1, with padding at the end."""
+    numbers = sequence["segment_ids"]
+    used = len(numbers) - numbers.count(0)
+    found = [[*piece] for _, piece in itertools.groupby(range(used), key=numbers.__getitem__)]
+    assert list(dict.fromkeys(numbers[:used])) == [*range(1, len(found) + 1)]
+    assert not any(numbers[used:])
+    positions = [place for piece in [*found, range(used, len(numbers))] for place in range(len(piece))]
+    assert sequence["positions"] == positions
+    assert not any(sequence["tokens"][used:])
+    return [[sequence[field][place] for place in piece] for piece in found]
+
+
+def numbered(lengths):
+    """Documents in which all tokens differ."""
+    ends = list(itertools.accumulate(lengths))
+    return [list(range(end - length + 1, end + 1)) for length, end in zip(lengths, ends, strict=True)]
+
+
+class TestPack(StreamContract):
+    def make_dataset(self):
+        return stream(*numbered([3, 9, 2, 2, 7])).pack(6, "best_fit").map(str)
+
+
+def test_concat_cuts_documents_and_pads_only_the_last_sequence():
+    packed = pack(numbered([3, 0, 9, 2]), 4)
+    assert [segments(each) for each in packed] == [[[1, 2, 3], [4]], [[5, 6, 7, 8]], [[9, 10, 11, 12]], [[13, 14]]]
+
+
+def test_first_fit_takes_the_oldest_with_room_and_best_fit_the_fullest():
+    documents = numbered([3, 4, 2, 1])
+    assert [segments(each) for each in pack(documents, 6, "first_fit")] == [
+        [[1, 2, 3], [8, 9], [10]],
+        [[4, 5, 6, 7]],
+    ]
+    assert [segments(each) for each in pack(documents, 6, "best_fit")] == [
+        [[4, 5, 6, 7], [8, 9]],
+        [[1, 2, 3], [10]],
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(0, 40), max_size=60),
+    st.integers(1, 17),
+    st.sampled_from(["concat", "first_fit", "best_fit"]),
+    st.integers(1, 4),
+)
+def test_every_token_comes_once_in_the_order_of_its_document(lengths, seq_len, strategy, window):
+    documents = numbered(lengths)
+    packed = pack(documents, seq_len, strategy, window=window, labels="next")
+    pieces = [piece for each in packed for piece in segments(each)]
+    expected = [document[at : at + seq_len] for document in documents for at in range(0, len(document), seq_len)]
+    if strategy == "concat":
+        assert list(itertools.chain(*pieces)) == list(range(1, sum(lengths) + 1))
+        assert all(all(each["segment_ids"]) for each in packed[:-1])
+    else:
+        assert sorted(pieces) == expected
+    following = {token: after for document in documents for token, after in itertools.pairwise(document)}
+    for each in packed:
+        assert each["labels"] == [following.get(token, -100) for token in each["tokens"]]
+
+
+def test_labels_of_models_that_shift_them_leave_out_the_first_token_of_each_document():
+    (sequence,) = pack([[5, 6, 7], [8, 9]], 7, "first_fit", labels="same")
+    assert sequence["labels"] == [-100, 6, 7, -100, 9, -100, -100]
+
+
+def test_positions_of_a_batch_give_cu_seqlens_with_padding_as_a_document():
+    packed = pack(numbered([3, 4, 2]), 6, "best_fit")
+    positions = torch.tensor([each["positions"] for each in packed])
+    starts = (positions.flatten() == 0).nonzero().flatten()
+    cu_seqlens = torch.cat([starts, starts.new_tensor([positions.numel()])]).int()
+    assert cu_seqlens.tolist() == [0, 4, 6, 9, 12]
+
+
+def test_fields_of_dicts_are_packed_beside_their_tokens():
+    documents = [
+        {"ids": torch.tensor([1, 2, 3]), "labels": [-100, 2, 3], "weight": np.float32([0.5, 1, 1]), "text": "abc"},
+        {"ids": np.uint16([4, 5]), "labels": (4, 5), "weight": np.float32([2, 2])},
+    ]
+    (packed,) = stream(*documents).pack(6, "best_fit", fields=("ids", "labels", "weight"))
+    assert {name: row.tolist() for name, row in packed.items()} == {
+        "ids": [1, 2, 3, 4, 5, 0],
+        "labels": [-100, 2, 3, 4, 5, -100],
+        "weight": [0.5, 1, 1, 2, 2, 0],
+        "segment_ids": [1, 1, 1, 2, 2, 0],
+        "positions": [0, 1, 2, 0, 1, 0],
+    }
+    assert [row.dtype for row in packed.values()] == [torch.int64, torch.int64, torch.float32, torch.int32, torch.int32]
+
+
+def test_documents_that_cannot_be_packed_are_errors_of_theirs():
+    wrong = {
+        "a document has no 'ids', only": {"tokens": [1]},
+        "'mask' has the shape": {"ids": [1, 2], "mask": [1]},
+        "tokens must be integers in one dimension, but are float64": {"ids": [0.5], "mask": [1]},
+        r"of shape \(1, 1\)": {"ids": [[1]], "mask": [[1]]},
+        "a document is to be a dict with": [1, 2],
+    }
+    good = {"ids": [7], "mask": [1]}
+
+    async def run():
+        for message, document in wrong.items():
+            packed = aiter(stream(good, document, good).pack(2, fields=("ids", "mask")))
+            with pytest.raises(ValueError, match=message):
+                await anext(packed)
+            assert (await anext(packed))["ids"].tolist() == [7, 7]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seq_len": 0},
+        {"seq_len": 4, "window": 0},
+        {"seq_len": 4, "strategy": "worst_fit"},
+        {"seq_len": 4, "labels": "other"},
+        {"seq_len": 4, "fields": "tokens"},
+        {"seq_len": 4, "fields": ("tokens", "labels"), "labels": "next"},
+    ],
+)
+def test_wrong_arguments_are_errors(wrong):
+    with pytest.raises(ValueError, match="must be"):
+        stream().pack(**wrong)
+
+
+def test_no_document_waits_for_more_than_four_windows_of_sequences():
+    packed = pack([[1], *[[2] * 4 for _ in range(100)]], 4, "best_fit", window=3)
+    assert [1, 0, 0, 0] in [each["tokens"] for each in packed[: 4 * 3 + 1]]
+
+
+async def test_restored_stream_reads_again_only_what_waited():
+    def make(dataset):
+        return start_stream(dataset.map(lambda number: [number] * (number * 7 % 11 + 1)).pack(20, "best_fit", window=3))
+
+    packed = make(Count(10_000))
+    for _ in range(500):
+        await anext(packed)
+        state = packed.state_dict()
+    assert len(json.dumps(state)) < 500
+    dataset = Count(10_000)
+    restored = make(dataset)
+    restored.load_state_dict(state)
+    sequence, expected = await anext(restored), await anext(packed)
+    assert all(torch.equal(sequence[name], row) for name, row in expected.items())
+    assert dataset.reads < 5 * 3 * 20
+
+
+async def test_documents_that_differ_after_a_restore_are_an_error():
+    packed = start_stream(Count(90).map(lambda number: [1] * 3).pack(7, "first_fit", window=2))
+    for _ in range(4):
+        await outcomes(packed, 5)
+        state = packed.state_dict()
+    restored = start_stream(Count(90).map(lambda number: [1] * 7).pack(7, "first_fit", window=2))
+    restored.load_state_dict({**state, "used": [6, 6], "opened": [0, 0], "given": 0})
+    assert "the stream has other documents now" in str(await outcomes(restored))
+
+
+SHARDS = {
+    f"{shard}.txt": "".join(f"{shard * 40 + line}\n" for line in range(40 - shard)).encode() for shard in range(6)
+}
+
+
+def documents_of(line):
+    number = int(line) + 1
+    return np.arange(number * 100, number * 100 + number * 7 % 23)
+
+
+def loader_of(strategy, *, split):
+    lines = hr.LinesDataset(
+        list(SHARDS), store=in_memory(SHARDS), shuffle=True, seed=0, buffer_size=0, remainder="keep"
+    )
+    packed = lines.map(documents_of).pack(16, strategy, window=3)
+    return hr.DataLoader(packed.split(remainder="keep") if split else packed, 2, seed=1)
+
+
+@STRATEGIES
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (4, 2)])
+@pytest.mark.parametrize("split", [False, True], ids=["shards", "split"])
+def test_job_continues_on_other_ranks_with_every_token_once(as_rank, strategy, before, after, split):
+    given_out, states = [], []
+
+    def read(loader, steps=None):
+        for batch in itertools.islice(loader, steps):
+            given_out.extend(batch["tokens"][batch["segment_ids"] > 0].tolist())
+
+    for rank in range(before):
+        as_rank(rank, before)
+        with loader_of(strategy, split=split) as loader:
+            read(loader, 3)
+            states.append(json.loads(json.dumps(loader.state_dict())))
+    for rank in range(after):
+        as_rank(rank, after)
+        with loader_of(strategy, split=split) as loader:
+            loader.load_state_dict(hr.merge_states(states))
+            read(loader)
+    expected = [token for shard in SHARDS.values() for line in shard.split() for token in documents_of(line).tolist()]
+    assert sorted(given_out) == sorted(expected)

@@ -7,15 +7,18 @@ import hashlib
 import os
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import numpy as np
 
 from headrace._core.shards.discovery import Shard
+from headrace._core.shards.ranged import RangedStream
+from headrace._core.shards.stream import ShardedStream, StreamOptions
 from headrace._core.store.disk_cache import DiskCache
 from headrace._core.store.ranges import Ranges
 from headrace._core.streams.kinds import Capabilities, ReadRange, Views, capabilities, propagate_epoch, sample_key
 from headrace._core.streams.map_style import AsyncDataset, RangedDataset
+from headrace._core.text import check_keywords
 from headrace.errors import ShardError
 
 __all__ = ["Cacheable", "CachedDataset", "Extent", "RangedShards"]
@@ -253,6 +256,30 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of samples in each shard."""
+        return tuple(np.diff(self._ends, prepend=0).tolist())
+
+    def stream(self, **options: Unpack[StreamOptions]) -> ShardedStream[T_co]:
+        """The same samples as a stream: each shard in order, by large requests, divided over ranks with known counts.
+
+        A corrupt sample is read a second time; its error does not end its shard.
+
+        Args:
+            options: as for `TarDataset`, without `counts` and `store`.
+
+        Raises:
+            TypeError: a subclass defines `aget`, which would not be called.
+            ValueError: an option is invalid, or a shard is there twice.
+        """
+        name = type(self).__name__
+        if not capabilities(self).ranges:
+            raise TypeError(f"{name} defines aget, which a stream does not call; define sample_of instead")
+        check_keywords(f"{name}.stream", options, [*StreamOptions.__annotations__.keys() - {"counts", "store"}])
+        options["counts"] = self.counts
+        return RangedStream(self, self._shards, **options)
 
     def range(self, index: int) -> tuple[int, int, int]:
         """Shard, start and stop of the bytes of the sample at `index`; raises `IndexError` if there is none."""

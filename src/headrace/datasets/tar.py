@@ -183,11 +183,6 @@ class IndexedTarDataset(RangedShards[dict[str, Any]]):
         self._starts = np.concatenate([starts for starts, _ in bounds])
         self._stops = np.concatenate([stops for _, stops in bounds])
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The number of samples in each shard."""
-        return tuple(len(index.keys) for index in self._indices)
-
     def stream(self, **options: Unpack[StreamOptions]) -> TarDataset:
         """The same shards as a stream, with known counts, so that it can be split over ranks.
 

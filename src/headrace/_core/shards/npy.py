@@ -25,6 +25,6 @@ def npy_layout(first: bytes, shard: Shard, remedy: str = "") -> tuple[int, np.dt
         shape, fortran, dtype = parse(stream)
         if min(shape, default=0) < 0:
             raise ValueError(f"its shape is {shape}")
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:  # of a header that is no literal
+    except Exception as error:  # ValueError, and what `tokenize` and `ast` raise for a text that is no literal
         raise ShardError(f"not a .npy file: {error}{remedy}", shard=shard.name) from None
     return stream.tell(), dtype, shape, fortran

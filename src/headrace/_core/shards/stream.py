@@ -309,7 +309,7 @@ class ShardedStream(PartStream[T_co]):
     _remedies = ("shards_in_parallel", "requests_per_shard")
 
     suffixes: ClassVar[tuple[str, ...]]
-    """Endings of the names of shards in a directory."""
+    """Endings of the names of shards in a directory; none if they are not read as a whole."""
 
     _warned_of_counts = False
 
@@ -333,7 +333,7 @@ class ShardedStream(PartStream[T_co]):
         if split not in ("shards", "samples"):
             raise ValueError(f"split={split!r} must be 'shards' or 'samples'")
         self._shards = find_shards(shards, suffixes=self.suffixes, store=options.get("store"))
-        for shard in self._shards:
+        for shard in self._shards if self.suffixes else ():
             refuse_unsupported(shard.name)
         counts = options.get("counts")
         if isinstance(counts, int):
@@ -387,7 +387,7 @@ class ShardedStream(PartStream[T_co]):
     def _counts_digest(self) -> str | None:
         return None if self._counts is None else names_digest(map(str, self._counts))
 
-    def _read(self, parts: Sequence[Part]) -> InterleavedShards:
+    def _read(self, parts: Sequence[Part]) -> PartReader[Any]:
         return InterleavedShards(self._shards, parts, self._decoder, self._ahead, self._check_count)
 
     def _check_count(self, reader: ShardReader) -> None:

@@ -1,0 +1,105 @@
+"""Streams of map-style datasets of byte ranges: the samples of each shard in order, some requests at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, Unpack
+
+import numpy as np
+
+from headrace._core.failure import as_exception
+from headrace._core.shards.discovery import Shard
+from headrace._core.shards.division import Part, PartPosition
+from headrace._core.shards.reading import BadRecord, Block, BlockReader, PartReader
+from headrace._core.shards.stream import ShardedStream, StreamOptions
+from headrace._core.store.ranges import read_ranges
+from headrace._core.streams.map_style import RangedDataset
+
+T_co = TypeVar("T_co", covariant=True)
+
+_MOST_SAMPLES = 4096  # of a block
+_SAMPLES_AT_ONCE = 128  # made on the event loop before other tasks get a turn
+
+
+class RangedStream(ShardedStream[T_co]):
+    """The samples of a dataset of ranges as a stream; made by `RangedShards.stream`, with the numbers of samples."""
+
+    suffixes = ()
+
+    def __init__(self, dataset: RangedDataset[T_co], shards: Sequence[Shard], **options: Unpack[StreamOptions]) -> None:
+        self._dataset = dataset
+        super().__init__(shards, **options)
+        self._first = np.cumsum([0, *(self._counts or ())]).tolist()  # indices in the dataset
+
+    def __repr__(self) -> str:
+        return f"{self._dataset!r}.stream()"
+
+    def _read(self, parts: Sequence[Part]) -> _InterleavedRanges:
+        return _InterleavedRanges(self, parts)
+
+
+class _RangedReader(BlockReader):
+    """Reads the samples of one shard; its position is their number."""
+
+    def __init__(self, stream: RangedStream[Any], position: PartPosition, shard: Shard) -> None:
+        self._dataset, self._ahead = stream._dataset, stream._ahead
+        first, stop = stream._first[position.part : position.part + 2]
+        self.rest = range(first, stop)[position.given : position.stop]  # not requested yet
+        self.has_successor = False  # whether the shard after it was opened, or there is none
+        self._position = replace(position, drop=0)  # after the last block that was produced
+        super().__init__(self._position, shard.head)
+
+    async def _next_block(self) -> Block:
+        samples: deque[Any] = deque()
+        try:
+            indices = self.rest[:_MOST_SAMPLES]
+            ranges = self._dataset.ranges(indices)
+            ranges.check(len(indices))
+            sizes, most = (
+                np.cumsum(ranges.stops - ranges.starts),
+                self._ahead.chunk_bytes * self._ahead.requests_per_shard,
+            )
+            indices = indices[: max(1, int(np.searchsorted(sizes, most, side="right")))]
+            self.rest = self.rest[len(indices) :]
+            ranges = ranges.at(np.arange(len(indices)))
+            views = await read_ranges(ranges, self._dataset.read_range, largest=self._ahead.chunk_bytes)
+            for number, (index, view) in enumerate(zip(indices, views, strict=True), 1):
+                samples.append(await self._sample(index, view))
+                if not number % _SAMPLES_AT_ONCE:
+                    await asyncio.sleep(0)
+        except Exception as error:
+            self.rest = self.rest[:0]
+            return Block(samples, error=as_exception(error))
+        self._position = replace(self._position, given=self._position.given + len(samples))
+        return Block(samples, self._position if self.rest else None)
+
+    async def _sample(self, index: int, view: memoryview) -> Any:
+        try:
+            return self._dataset.sample_of(index, view)
+        except Exception:  # perhaps damaged in transit: read once more, by itself
+            try:
+                return await self._dataset.aget(index)
+            except Exception as error:
+                return BadRecord(as_exception(error))
+
+
+class _InterleavedRanges(PartReader[_RangedReader]):
+    """The samples of several shards, one of each in turn; the next one is opened when the last of one are there."""
+
+    def __init__(self, stream: RangedStream[Any], parts: Sequence[Part]) -> None:
+        shards = stream._shards
+        super().__init__(parts, len(shards), shards.__getitem__, stream._ahead.shards_in_parallel)
+        self._stream = stream
+
+    def _reader(self, position: PartPosition, shard: Shard) -> _RangedReader:
+        return _RangedReader(self._stream, position, shard)
+
+    async def _fill(self, reader: _RangedReader) -> None:
+        await reader.fill()
+        if not reader.rest and not reader.has_successor:
+            reader.has_successor = True
+            if (following := self._open_next()) is not None:
+                self._ahead.append(following)

@@ -1,0 +1,122 @@
+"""What is the same for the datasets of all formats, against files of the original writers: see `formats.py`."""
+
+import collections
+import itertools
+import json
+import shutil
+
+import pytest
+
+import headrace as hr
+from tests.unit.datasets.formats import FORMATS, plain
+from tests.unit.shards.resuming import resumes_at_every_position
+
+MAP_STYLE = [name for name, format in FORMATS.items() if format.open is not None]
+STREAMS = [name for name, format in FORMATS.items() if format.stream or hasattr(format.open, "stream") or format.open]
+COLLATE = {"batch_size": 3, "collate_fn": lambda samples: [*map(plain, samples)]}
+
+
+def wanted(name):
+    return [*map(plain, FORMATS[name].samples)]
+
+
+def counted(samples):
+    return collections.Counter(map(repr, samples))
+
+
+def read(loader, batches=None):
+    with loader:
+        taken = itertools.chain.from_iterable(itertools.islice(loader, batches))
+        return list(taken), json.loads(json.dumps(loader.state_dict()))
+
+
+@pytest.fixture
+def store(request, tmp_path):
+    """A folder with the files of the format that the test is about."""
+    folder = tmp_path / "files"
+    for key, data in FORMATS[request.node.callspec.params["name"]].files.items():
+        (folder / key).parent.mkdir(parents=True, exist_ok=True)
+        (folder / key).write_bytes(data)
+    return hr.Store(folder.as_uri())
+
+
+@pytest.fixture
+def stream(request, store):
+    """Makes the stream of the format; skips the test of one that has none."""
+    format = FORMATS[request.node.callspec.params["name"]]
+    if format.stream is None and not hasattr(format.open(store), "stream"):
+        pytest.skip("the format has no stream")
+    return lambda **options: format.as_stream(store, **options)
+
+
+@pytest.mark.parametrize("name", MAP_STYLE)
+def test_every_sample_by_its_index(name, store):
+    dataset, samples = FORMATS[name].open(store), wanted(name)
+    assert len(dataset) == len(samples)
+    assert [plain(dataset[index]) for index in range(len(samples))] == samples
+    assert [plain(dataset[index]) for index in range(-len(samples), 0)] == samples
+    assert [*map(plain, dataset.__getitems__([*range(len(samples))]))] == samples
+    for index in (len(samples), -len(samples) - 1):
+        with pytest.raises(IndexError):
+            dataset[index]
+
+
+@pytest.mark.parametrize("name", MAP_STYLE)
+def test_loader_with_workers_shuffles_and_continues(name, store):
+    def loader():
+        dataset = FORMATS[name].open(store)
+        return hr.DataLoader(dataset, shuffle=True, seed=3, num_workers=2, **COLLATE)
+
+    every, _ = read(loader())
+    assert counted(every) == counted(wanted(name))
+    assert every != wanted(name)
+    first, state = read(loader(), 2)
+    continued = loader()
+    continued.load_state_dict(state)
+    assert first + read(continued)[0] == every
+
+
+@pytest.mark.parametrize("name", MAP_STYLE)
+def test_cached_samples_need_no_store(name, store, tmp_path):
+    dataset = FORMATS[name].open(store)
+    if not hasattr(dataset, "cache"):
+        pytest.skip("the format has no cache")
+    cached = dataset.cache(tmp_path / "cache")
+    every, _ = read(hr.DataLoader(cached, **COLLATE))
+    shutil.rmtree(tmp_path / "files")
+    assert read(hr.DataLoader(cached, **COLLATE))[0] == every == wanted(name)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_stream_has_all_samples_and_continues_at_every_position(name, stream):
+    samples = wanted(name)
+    assert resumes_at_every_position(lambda: stream(shards_in_parallel=1).map(plain)) == samples
+    options = {"chunk_bytes": 500, "shuffle": True, "seed": 1, "buffer_size": 4, "shards_in_parallel": 2}
+    assert counted(resumes_at_every_position(lambda: stream(**options).map(plain))) == counted(samples)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize(
+    ("options", "after"), [({"split": "samples"}, 3), ({"remainder": "keep"}, 3), ({"remainder": "pad"}, 1)]
+)
+def test_two_ranks_share_a_stream_which_others_continue(name, options, after, stream):
+    def part(rank, world_size, state=None, batches=None):
+        shared = stream(rank=rank, world_size=world_size, seed=0, shuffle=True, shards_in_parallel=1, **options)
+        loader = hr.DataLoader(shared, **COLLATE)
+        if state is not None:
+            loader.load_state_dict(state)
+        return read(loader, batches)
+
+    every, whole = counted(wanted(name)), [part(rank, 2)[0] for rank in range(2)]
+    if options != {"remainder": "keep"}:
+        assert len(whole[0]) == len(whole[1])
+    else:
+        assert counted(whole[0] + whole[1]) == every
+    halves = [part(rank, 2, batches=1) for rank in range(2)]
+    assert [first for first, _ in halves] == [one[: len(first)] for one, (first, _) in zip(whole, halves, strict=True)]
+    merged = json.loads(json.dumps(hr.merge_states([state for _, state in halves])))
+    given = [sample for first, _ in halves for sample in first]
+    given += [sample for rank in range(after) for sample in part(rank, after, merged)[0]]
+    lost, again = (every - counted(given)).total(), (counted(given) - every).total()
+    assert lost <= (2 if options == {"split": "samples"} else 0)
+    assert again <= (2 if options == {"remainder": "pad"} else 0)

@@ -1,0 +1,110 @@
+"""Damaged files of all formats: each sample is right, or its error names a file; nothing hangs or takes memory.
+
+Where nothing in a format shows a changed byte, a changed sample is right too: then only missing bytes are noticed.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import resource
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import ShardError, StoreError
+from tests.unit.datasets.formats import FORMATS, plain
+from tests.unit.shards.resuming import in_memory
+
+MUTATIONS = int(os.environ.get("HEADRACE_MUTATIONS", "150"))  # of each format; 2,000 before a release
+MEMORY = 1 << 30  # bytes that reading some kilobytes may take
+END = object()
+EVIL = (0, 1, 2, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1, (1 << 64) - 1)
+EVIL_TEXTS = (b"0", b"-1", b"1", b"null", b'"x"', b"[]", b"1e9", b"9" * 30, b"NaN", b"4294967296", b'"../../x"')
+LENGTHS = ("cut", "empty")  # mutations that change no byte
+
+
+@st.composite
+def damaged(draw, files):
+    """A mutation's name, the key of the file, and its bytes after it."""
+    key = draw(st.sampled_from(sorted(files)))
+    data = files[key]
+    size = len(data)
+    kind = draw(st.sampled_from(["cut", "longer", "empty", "flip", "number", "swap", "text", "other", "zeros"]))
+    # Headers are at the beginning or the end, and lie more.
+    at = draw(st.one_of(st.integers(0, min(64, size)), st.integers(max(0, size - 64), size), st.integers(0, size)))
+    if kind == "cut":
+        return kind, key, data[:at]
+    if kind == "longer":
+        return kind, key, data + data[at : at + draw(st.integers(1, 100))] + b"\0"
+    if kind == "flip" and at < size:
+        return kind, key, data[:at] + bytes([data[at] ^ 1 << draw(st.integers(0, 7))]) + data[at + 1 :]
+    if kind == "number":
+        width = draw(st.sampled_from([1, 2, 4, 8]))
+        value = draw(st.sampled_from(EVIL)) & ((1 << 8 * width) - 1)
+        return kind, key, (data[:at] + value.to_bytes(width, "little") + data[at + width :])[: max(size, at)]
+    if kind == "swap":
+        length = draw(st.integers(1, 32))
+        other = draw(st.integers(at, size))
+        first, second = data[at : at + length], data[other : other + length]
+        return kind, key, data[:at] + second + data[at + length : other] + first + data[other + length :]
+    if kind == "text" and (numbers := [*re.finditer(rb'-?\d+|"[^"]*"', data[:20_000])]):
+        number = draw(st.sampled_from(numbers))
+        return kind, key, data[: number.start()] + draw(st.sampled_from(EVIL_TEXTS)) + data[number.end() :]
+    if kind == "other":
+        return kind, key, files[draw(st.sampled_from(sorted(files)))]
+    if kind == "zeros":
+        return kind, key, data[:at] + bytes(len(data[at:]))
+    return "empty", key, b""
+
+
+@contextlib.contextmanager
+def limited_memory():
+    """An array for what a header claims raises `MemoryError`, which no dataset may."""
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def outcome(function, *arguments):
+    """What a call gives, or one of the errors that it may raise."""
+    try:
+        return function(*arguments)
+    except (ShardError, StoreError, ValueError) as error:
+        return error
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_damaged_files_are_noticed(name):
+    format = FORMATS[name]
+    right = set(map(repr, map(plain, format.samples)))
+
+    def read(store):
+        if format.open is not None:
+            dataset = format.open(store)
+            indices = range(min(len(dataset), 2 * len(right)))
+            together = outcome(dataset.__getitems__, indices)
+            return together if isinstance(together, list) else [outcome(dataset.__getitem__, one) for one in indices]
+        samples = iter(format.as_stream(store))
+        return list(itertools.takewhile(lambda one: one is not END, iter(lambda: outcome(next, samples, END), None)))
+
+    @settings(max_examples=MUTATIONS, database=None)
+    @given(damaged(format.files))
+    def check(mutation):
+        kind, key, data = mutation
+        with limited_memory():
+            found = outcome(read, in_memory({**format.files, key: data}))
+        for one in found if isinstance(found, list) else [found]:
+            if isinstance(one, Exception):
+                text = " ".join([str(one), *getattr(one, "__notes__", ())])
+                assert any(file in text for file in format.files), f"{kind} of {key}: {one!r} names no file"
+            elif format.checked or kind in LENGTHS:
+                assert repr(plain(one)) in right, f"{kind} of {key}: a wrong sample"
+
+    check()

@@ -1,0 +1,71 @@
+"""The stream of a map-style dataset of ranges: few requests, errors of one sample, and of a shard."""
+
+import numpy as np
+import pytest
+
+import headrace as hr
+from headrace.errors import ShardError, StoreError
+from object_server import Fault
+
+OBJECTS = {f"{n}.bin": np.arange(n * 1000, (n + 1) * 1000, dtype="<u2").tobytes() for n in range(3)}
+
+
+def opened(server, kind=hr.TokenDataset):
+    store = hr.Store(server.url, options=server.store_options)
+    return kind("*.bin", store=store, seq_len=10)
+
+
+def outcomes(stream):
+    iterator, found = iter(stream), []
+    while True:
+        try:
+            found.append(int(next(iterator)[0]))
+        except StopIteration:
+            return found
+        except (ShardError, StoreError) as error:
+            found.append(error)
+
+
+@pytest.mark.counts
+def test_shard_is_read_by_large_requests(server):
+    dataset = opened(server)
+    before = server.requests()["GET"]
+    assert outcomes(dataset.stream(shards_in_parallel=1, chunk_bytes=1000)) == [*range(0, 3000, 10)]
+    assert server.requests()["GET"] - before == 6
+
+
+class Checked(hr.TokenDataset):
+    def sample_of(self, index, data):
+        if index in (7, 120):
+            raise ShardError("a wrong checksum", shard=self.sample_key(index))
+        return super().sample_of(index, data)
+
+
+def test_corrupt_sample_ends_no_shard(server):
+    found = outcomes(opened(server, Checked).stream(shards_in_parallel=1))
+    errors = [str(one) for one in found if isinstance(one, Exception)]
+    assert errors == [f"a wrong checksum (shard {place})" for place in ("0.bin[140:160]", "1.bin[400:420]")]
+    assert [one for one in found if isinstance(one, int)] == [n for n in range(0, 3000, 10) if n not in (70, 1200)]
+
+
+@pytest.mark.counts
+def test_failed_request_ends_its_shard_with_the_number_of_lost_samples(server):
+    dataset = opened(server)
+    server.misbehave(Fault("status", status=403, key="*1.bin"))
+    found = outcomes(dataset.stream(shards_in_parallel=1))
+    (error,) = [one for one in found if isinstance(one, Exception)]
+    assert "nothing of it can be read: 100 samples" in str(error)
+    assert error.lost_samples == 100
+    assert found.index(error) == 100
+
+
+def test_arguments_that_do_not_apply_are_refused(server):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'counts'"):
+        opened(server).stream(counts=[100, 100, 100])
+
+    class Own(hr.TokenDataset):
+        async def aget(self, index):
+            return index
+
+    with pytest.raises(TypeError, match="Own defines aget, which a stream does not call"):
+        opened(server, Own).stream()

@@ -14,6 +14,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from tests.documents import programs_with_output, python_blocks
+from tests.hub_server import HubServer
 
 TRAINING = python_blocks("README.md")[0]
 RECIPES = [each for each in programs_with_output("docs/recipes.md") if "from datasets" not in each[0]]
@@ -59,8 +60,10 @@ def bucket(tmp_path_factory):
     for path in folder.glob("*/**/*"):
         if path.is_file():
             client.upload_file(path, "bucket", path.relative_to(folder).as_posix())
-    variables = dict(zip(names, (*keys.values(), url, "true"), strict=True))
-    yield f"import os\nos.chdir({str(folder)!r})\nos.environ.update({variables})\n"
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("t[ae]*/*.*")}
+    with HubServer({"main": "a" * 40, "a" * 40: files}) as hub:
+        variables = dict(zip(names, (*keys.values(), url, "true"), strict=True)) | {"HF_ENDPOINT": hub.urls[0]}
+        yield f"import os\nos.chdir({str(folder)!r})\nos.environ.update({variables})\n"
     server.stop()
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from headrace.datasets.combine import from_async_iterable as from_async_iterable
     from headrace.datasets.combine import mix as mix
     from headrace.datasets.files import FileDataset as FileDataset
+    from headrace.datasets.hub import hub as hub
     from headrace.datasets.lines import LinesDataset as LinesDataset
     from headrace.datasets.objects import ObjectDataset as ObjectDataset
     from headrace.datasets.parquet import ParquetDataset as ParquetDataset
@@ -80,6 +81,7 @@ _NAMES = {
     "headrace.datasets.cached": ("CachedDataset",),
     "headrace.datasets.combine": ("concat", "from_async_iterable", "mix"),
     "headrace.datasets.files": ("FileDataset",),
+    "headrace.datasets.hub": ("hub",),
     "headrace.datasets.lines": ("LinesDataset",),
     "headrace.datasets.objects": ("ObjectDataset",),
     "headrace.datasets.parquet": ("ParquetDataset",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 from headrace._core.shards.compression import SUFFIXES as compression_suffixes
@@ -58,7 +58,7 @@ class LinesDataset(ShardedStream[Any]):
 
     def __init__(
         self,
-        shards: Shards | Sequence[Shard],
+        shards: Shards,
         *,
         format: Format = "auto",
         line_limit: int = LINE_LIMIT,

@@ -98,7 +98,7 @@ class TarDataset(ShardedStream[dict[str, Any]]):
 
     def __init__(
         self,
-        shards: Shards | Sequence[Shard],
+        shards: Shards,
         *,
         fields: Collection[str] | None = None,
         uniform: bool = True,

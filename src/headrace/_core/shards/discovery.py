@@ -27,8 +27,6 @@ from headrace._core.streams.blocking import background_loop
 from headrace._core.text import short_repr
 from headrace.errors import ObjectNotFoundError
 
-Shards = str | os.PathLike[str] | Store | Sequence[str | os.PathLike[str]]
-
 MOST_NAMES = 1_000_000  # that braces may stand for
 _GLOB = re.compile(r"[*?\[]")
 
@@ -63,9 +61,10 @@ class Shard:
         return await self.store.read_end(self.key, length, head=self.head)
 
 
-def find_shards(
-    shards: Shards | Sequence[Shard], *, suffixes: tuple[str, ...], store: StoreLike | None
-) -> tuple[Shard, ...]:
+Shards = str | os.PathLike[str] | Store | Sequence[str | os.PathLike[str] | Shard]
+
+
+def find_shards(shards: Shards, *, suffixes: tuple[str, ...], store: StoreLike | None) -> tuple[Shard, ...]:
     """Find the shards that a user named; blocks if there is a glob or a directory.
 
     Names are as for `TarDataset`; a `Shard` is returned as it is. In a directory, names must end in `suffixes`.

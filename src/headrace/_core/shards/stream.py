@@ -313,7 +313,7 @@ class ShardedStream(PartStream[T_co]):
 
     _warned_of_counts = False
 
-    def __init__(self, shards: Shards | Sequence[Shard], **options: Unpack[StreamOptions]) -> None:
+    def __init__(self, shards: Shards, **options: Unpack[StreamOptions]) -> None:
         own = signature_of(type(self)).parameters.keys() - {"options"}
         check_keywords(f"{type(self).__name__}.__init__", options, [*StreamOptions.__annotations__, *own])
         ranks = RankChoice(options.get("rank"), options.get("world_size"))

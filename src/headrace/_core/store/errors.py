@@ -58,6 +58,10 @@ NO_LISTING = (
     "servers over HTTP list by WebDAV only: if this one does not, name objects with keys=[...] and shards as in "
     "'{000..127}.tar', or, if it speaks S3, use Store('s3://bucket', options={'endpoint': 'https://host'})"
 )
+HUB_REMEDY = (
+    "A private repository needs a token that may read it (hf auth login, HF_TOKEN, or token=); a gated one also that "
+    "its account has accepted the terms, on the page of the repository"
+)
 IN_BUCKET = "Check bucket and key, and endpoint, region and credentials in the store's options or the environment"
 _NO_BUCKET = re.compile("<Code>(NoSuchBucket|ContainerNotFound)<")
 _CREDENTIALS = "Check the credentials in the store's options or the environment"

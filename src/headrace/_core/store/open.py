@@ -46,6 +46,7 @@ class StoreTraits:
     web_server: bool = False  # whether it is one, which gets all requests itself, and rarely can list
     suffix_ranges: bool = True  # whether the last bytes of an object can be requested without knowing its size
     list_in_order: bool = False  # whether keys come sorted, and a listing may begin after any
+    commit: bool = False  # whether its URL names a commit of the Hugging Face Hub, so that objects never change
     shared: bool = True  # whether other processes find the same objects
 
 
@@ -86,6 +87,7 @@ _OPTIONS = {
 _BY_SCHEME = {scheme: traits for traits in TRAITS for scheme in traits.schemes}
 # Of https:// URLs that obstore opens as those of a bucket (the first group: of S3) or of a container.
 _CLOUD_HOST = re.compile(r".*(amazonaws|cloudflarestorage)\.com|.*\.(core\.windows\.net|fabric\.microsoft\.com)")
+_COMMIT = re.compile(r"/resolve/[0-9a-f]{40}(/|$)")
 _OTHER = StoreTraits(schemes=(), backend=object, bucket=False)
 
 
@@ -101,7 +103,8 @@ def traits_of(url: str, backend: ObjectStore | None = None) -> StoreTraits:
     parts = urlsplit(url)
     if parts.scheme == "https" and (cloud := _CLOUD_HOST.fullmatch(parts.hostname or "")):
         return replace(_BY_SCHEME["s3" if cloud[1] else "az"], bucket=False, quoted=True)
-    return _BY_SCHEME.get(parts.scheme, _OTHER)
+    traits = _BY_SCHEME.get(parts.scheme, _OTHER)
+    return replace(traits, commit=True) if traits.web_server and _COMMIT.search(parts.path) else traits
 
 
 def merged_options(url: str, options: Mapping[str, object]) -> dict[str, object]:
@@ -240,6 +243,8 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
 
 def _suggestion(url: str, cause: str) -> str:
     """The scheme or the option that may be meant where obstore knows none of that name."""
+    if url.startswith("hf://"):
+        return ". Files of the Hugging Face Hub are listed by hr.hub('datasets/owner/name', '*.parquet')"
     if "recognise URL" in cause:
         near = difflib.get_close_matches(urlsplit(url).scheme, _BY_SCHEME, 1)
         return f". Did you mean {near[0]}://?" if near else f". It must begin with {', '.join(_BY_SCHEME)}://"

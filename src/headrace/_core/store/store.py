@@ -267,6 +267,8 @@ class Store:
                 remedy += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
         elif tries.doing == "listing" and self.traits.web_server and kind is StoreError:
             remedy = f"This server cannot list; {errors.NO_LISTING}"
+        elif cause is Cause.REFUSED and self.traits.commit:
+            remedy = errors.HUB_REMEDY
         elif cause in (Cause.NOT_FOUND, Cause.NO_BUCKET) and self.traits.bucket:
             remedy = errors.IN_BUCKET
         doing = tries.doing if tries.index is None else f"{tries.doing} (index {tries.index})"
@@ -423,7 +425,8 @@ class Store:
         """Read a long range in parallel parts: one connection rarely saturates a network. `first` is its start."""
         key, start, stop, index, size, etag, modified, checksum = wanted
         tries = self._tries(f"reading object {key!r}", key, index)
-        if first is None and (size is None or (etag or modified) is None):  # what all parts must share is asked for
+        unknown = size is None or (etag or modified) is None
+        if first is None and unknown and not self.traits.commit:  # what all parts must share is asked for
             found = await self.head(key, index=index)
             size, etag, modified = size or found.size, etag or found.etag, modified or found.modified
         view = memoryview(bytearray(stop - start))

@@ -1,0 +1,127 @@
+"""Files of a repository on the Hugging Face Hub, as shards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace._core.retry_policy import RetryPolicy
+from headrace._core.shards.discovery import Shard, expand_braces, glob_expression
+from headrace._core.store.errors import HUB_REMEDY
+from headrace._core.store.head import Head
+from headrace._core.store.redaction import redact_text
+from headrace._core.store.store import Store
+from headrace._version import __version__
+from headrace.errors import EmptyListingError, MissingExtraError, ObjectNotFoundError, StoreError, StoreUnreachableError
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+__all__ = ["hub"]
+
+_KINDS = {"datasets": "dataset", "spaces": "space", "models": "model"}
+
+
+def hub(
+    repository: str,
+    files: str | Sequence[str],
+    *,
+    token: str | bool | None = None,
+    endpoint: str | None = None,
+    timeout: float = 30.0,
+    retry: RetryPolicy | int | None = None,
+) -> tuple[Shard, ...]:
+    """List files of a repository on the Hugging Face Hub, for the `shards` of any dataset. Needs ``headrace[hub]``.
+
+    `huggingface_hub` lists them, with the token and the settings of its environment (``hf auth login``, ``HF_TOKEN``,
+    ``HF_ENDPOINT``); a `Store` reads them. A branch or tag is resolved to its commit here, so that later pushes change
+    nothing, and files are checked by their sizes only. Between ranks and restarts a branch may move on: name a commit,
+    or list on one rank and broadcast the result, which has the token. A state of another commit is a `StateError`.
+
+    Each read is a request to the hub, whose rate limits count it, and one to the host of the files that it redirects
+    to, which never gets the token. Blocks; in an async program call it by `asyncio.to_thread`.
+
+    Args:
+        repository: ``"datasets/owner/name"``, ``"spaces/…"`` or ``"models/…"``, also after ``hf://``; then ``@`` and a
+            branch, tag, commit or ``refs/…``, or the main branch.
+        files: path in the repository, or several, with braces and globs as for `TarDataset`.
+        token: an access token; None for that of the environment, False for none.
+        endpoint: URL of the hub; None for ``HF_ENDPOINT``, else ``https://huggingface.co``.
+        timeout: as for `Store`.
+        retry: as for `Store`, for reading; a limit of requests in five minutes may need a `deadline` of as long.
+
+    Returns:
+        Shards in the order of their paths, each once.
+
+    Raises:
+        EmptyListingError: no file matches.
+        MissingExtraError: huggingface_hub is not installed.
+        ObjectNotFoundError: there is no such repository or revision.
+        StoreUnreachableError: the hub does not respond.
+        StoreError: the hub refused or failed.
+        ValueError: the name is not that of a repository.
+
+    Example:
+        >>> import headrace as hr
+        >>> shards = hr.hub("datasets/org/name@v1.0", "data/train-*.parquet")  # doctest: +SKIP
+        >>> dataset = hr.ParquetDataset(shards, shuffle=True)  # doctest: +SKIP
+    """
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+    except ImportError:
+        raise MissingExtraError(what="reading the Hugging Face Hub", package="huggingface_hub", extra="hub") from None
+    name, _, revision = repository.removeprefix("hf://").partition("@")
+    kind, _, name = name.strip("/").partition("/")
+    if kind not in _KINDS or not name:
+        raise ValueError(f"{repository!r} must be datasets/…, spaces/… or models/…, and files= the paths in it")
+    api = HfApi(endpoint=endpoint, token=token, library_name="headrace", library_version=__version__)
+    page = f"{api.endpoint}/{'' if kind == 'models' else kind + '/'}{name}"
+    try:
+        commit = api.repo_info(name, revision=revision or None, repo_type=_KINDS[kind], timeout=timeout).sha
+        where = {"repo_type": _KINDS[kind], "revision": commit}
+        sizes = _list(api, name, [files] if isinstance(files, str) else files, where, f"{page}@{commit}")
+        failure = None
+    except (HFValidationError, EmptyListingError):
+        raise
+    except Exception as error:  # of huggingface_hub, or of the HTTP client of its version
+        failure = _failure(error, page)
+    if failure is not None:
+        raise failure  # here, so that the request, which has the token, is not its context
+    headers = build_hf_headers(token=token, library_name="headrace", library_version=__version__)
+    options = {"default_headers": headers, "allow_redirects": True}
+    store = Store(f"{page}/resolve/{commit}", options=options, timeout=timeout, retry=retry)
+    return tuple(Shard(store, path, Head(path, size, None)) for path, size in sorted(sizes.items()))
+
+
+def _list(api: HfApi, name: str, patterns: Sequence[str], where: dict[str, Any], url: str) -> dict[str, int]:
+    """The sizes of the files that match, by their paths."""
+    from huggingface_hub.errors import EntryNotFoundError
+
+    found: dict[str, int] = {}
+    listed: dict[tuple[str, bool], dict[str, int]] = {}
+    for pattern in (each for files in patterns for each in expand_braces(files)):
+        folder = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
+        at = folder, "/" in pattern[len(folder) :].strip("/")
+        if at not in listed:
+            try:
+                entries = [*api.list_repo_tree(name, folder or None, recursive=at[1], **where)]
+            except EntryNotFoundError:
+                entries = []
+            listed[at] = {entry.path: entry.size for entry in entries if hasattr(entry, "size")}
+        matching = {path: listed[at][path] for path in filter(glob_expression(pattern).fullmatch, listed[at])}
+        if not matching:
+            raise EmptyListingError(f"no file matches {pattern!r}; * and ? match within one directory", url=url)
+        found |= matching
+    return found
+
+
+def _failure(error: Exception, page: str) -> StoreError:
+    """The exception for an error of the listing, without its headers."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    kind = {None: StoreUnreachableError, 404: ObjectNotFoundError}.get(status, StoreError)
+    remedy = HUB_REMEDY if status in (401, 403, 404) else "Check the network and HF_ENDPOINT" if status is None else ""
+    said = " ".join(redact_text(str(error)).split())[:400]
+    return kind(". ".join(filter(None, (f"listing: {said.rstrip('.')}", remedy))), url=page, status=status)

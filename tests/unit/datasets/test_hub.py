@@ -1,0 +1,161 @@
+"""`hr.hub` lists a repository of the Hugging Face Hub, and datasets read its files through redirects to a CDN."""
+
+import asyncio
+import io
+import os
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import headrace as hr
+from headrace.errors import EmptyListingError, ObjectNotFoundError, StateError, StoreUnreachableError
+from tests.hub_server import HubServer
+
+OLD, NEW, TOKEN = "a" * 40, "b" * 40, "hf_" + "s" * 30
+
+
+def jsonl(start, count):
+    return b"".join(b'{"x": %d}\n' % number for number in range(start, start + count))
+
+
+async def read_all(shard):
+    return await shard.read(0, shard.head.size)
+
+
+def parquet(start):
+    stream = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"x": range(start, start + 500)}), stream)
+    return stream.getvalue()
+
+
+FILES = {
+    ".gitattributes": b"*.parquet filter=lfs",
+    "README.md": b"#" * 20,
+    "data/.part.jsonl": b"{",
+    "data/b c+é%20#.jsonl": jsonl(20, 10),
+    "data/a.jsonl": jsonl(0, 20),
+    "data/c.jsonl": jsonl(30, 300),
+    "data/deep/d.jsonl": jsonl(330, 10),
+    "empty.jsonl": b"",
+    "large.bin": os.urandom(20 << 20),
+    "table/0.parquet": parquet(0),
+    "table/1.parquet": parquet(500),
+    "tokens/0.bin": np.arange(2000, dtype=np.uint16).tobytes(),
+}
+
+
+@pytest.fixture
+def server():
+    with HubServer({"main": OLD, "refs/pr/1": NEW, OLD: FILES, NEW: {"data/a.jsonl": jsonl(7, 1)}}) as server:
+        yield server
+
+
+@pytest.fixture
+def hub(server):
+    return lambda files, repository="datasets/org/name", token=TOKEN: hr.hub(
+        repository, files, endpoint=server.urls[0], token=token
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ("data/*.jsonl", ["data/a.jsonl", "data/b c+é%20#.jsonl", "data/c.jsonl"]),
+        ("data/{a,c}.jsonl", ["data/a.jsonl", "data/c.jsonl"]),
+        (["data/?.jsonl", "**/[cd].jsonl"], ["data/a.jsonl", "data/c.jsonl", "data/deep/d.jsonl"]),
+        ("README.md", ["README.md"]),
+        ("*", ["README.md", "empty.jsonl", "large.bin"]),
+    ],
+)
+def test_files_are_found_by_globs_over_all_pages_with_their_sizes(hub, files, found):
+    assert {shard.key: shard.head.size for shard in hub(files)} == {key: len(FILES[key]) for key in found}
+    assert [shard.key for shard in hub(files)] == found
+
+
+def test_each_dataset_of_shards_reads_them_by_signed_urls_that_never_get_the_token(hub, server):
+    lines = hr.LinesDataset(hub(["data/**/*.jsonl", "empty.jsonl"]))
+    assert sorted(row["x"] for row in lines) == [*range(340)]
+    rows = hr.ParquetDataset(hub("table/*.parquet"))
+    assert [row["x"] for row in rows] == [*range(1000)]
+    windows = hr.TokenDataset(hub("tokens/*.bin"), seq_len=100)
+    with hr.DataLoader(windows, batch_size=5, shuffle=True, num_workers=1) as loader:
+        assert sorted(token for batch in loader for token in batch.flatten().tolist()) == [*range(2000)]
+    assert {(host, token) for host, _, _, token in server.requests} == {("hub", TOKEN), ("cdn", "")}
+    resolved = [path for host, _, path, _ in server.requests if "/resolve/" in path]
+    assert all(path.startswith(f"/datasets/org/name/resolve/{OLD}/") for path in resolved)
+
+
+def test_large_file_is_read_in_parts_without_asking_for_its_version(hub, server):
+    (shard,) = hub("large.bin")
+    assert asyncio.run(read_all(shard)) == FILES["large.bin"]
+    assert {method for _, method, _, _ in server.requests} == {"GET"}
+
+
+def test_branch_is_resolved_once_and_a_state_does_not_fit_another_commit(hub, server):
+    loader = hr.DataLoader(hr.LinesDataset(hub("data/a.jsonl", "datasets/org/name@main")), batch_size=4)
+    iterator = iter(loader)
+    first = [next(iterator)["x"].tolist() for _ in range(2)]
+    server.commits["main"] = NEW
+    assert first == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    state = loader.state_dict()
+    assert TOKEN not in str(state)
+    same, other = (hr.LinesDataset(hub("data/a.jsonl", f"hf://datasets/org/name@{each}")) for each in (OLD, "main"))
+    loader = hr.DataLoader(same, batch_size=4)
+    loader.load_state_dict(state)
+    assert [x for batch in loader for x in batch["x"].tolist()] == [*range(8, 20)]
+    loader = hr.DataLoader(other, batch_size=4)
+    loader.load_state_dict(state)
+    with pytest.raises(StateError):
+        next(iter(loader))
+    assert [row["x"] for row in hr.LinesDataset(hub("data/*", "datasets/org/name@refs/pr/1"))] == [7]
+    assert hub("data/*", "models/org/name")[0].name == f"{server.urls[0]}/org/name/resolve/{NEW}/data/a.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("repository", "files", "token", "error", "text"),
+    [
+        ("datasets/org/name", "data/*.csv", TOKEN, EmptyListingError, r"no file matches 'data/\*.csv'"),
+        ("datasets/org/name", "nowhere/*", TOKEN, EmptyListingError, "no file matches"),
+        ("datasets/org/name@v9", "*", TOKEN, ObjectNotFoundError, "Revision Not Found"),
+        ("datasets/org/other", "*", TOKEN, ObjectNotFoundError, "may read it"),
+        ("datasets/org/name", "*", False, hr.StoreError, "A private repository needs a token .* HF_TOKEN"),
+        ("org/name", "*", TOKEN, ValueError, "must be datasets/…, spaces/… or models/…"),
+        ("datasets/org//name", "*", TOKEN, ValueError, "org//name"),
+    ],
+)
+def test_refused_listings_say_what_to_do(hub, server, repository, files, token, error, text):
+    server.private_token = TOKEN
+    with pytest.raises(error, match=text) as caught:
+        hub(files, repository, token=token)
+    assert TOKEN not in repr(caught.value)
+    assert caught.value.__context__ is None or error is not hr.StoreError
+
+
+def test_gated_repository_is_refused_with_its_terms_and_without_the_token(hub, server):
+    shards = hub("data/a.jsonl")
+    server.gated = True
+    with pytest.raises(hr.StoreError, match=r"ask for access.*accepted the terms") as caught:
+        list(hr.LinesDataset(shards))
+    assert caught.value.status == 403
+    assert TOKEN not in f"{caught.value!r} {shards!r} {shards[0].store!r} {shards[0].store.store_id}"
+
+
+def test_throttled_reads_are_retried_and_counted(hub, server):
+    shards = hub("data/a.jsonl")
+    server.throttled = 3
+    with hr.DataLoader(hr.LinesDataset(shards), batch_size=None) as loader:
+        assert len(list(loader)) == 20
+        assert loader.stats().requests.throttled == 3
+
+
+def test_hub_that_does_not_respond_is_unreachable(hub, server):
+    server.__exit__()
+    with pytest.raises(StoreUnreachableError, match="HF_ENDPOINT"):
+        hub("*")
+
+
+def test_url_of_the_hub_as_a_shard_names_the_function():
+    with pytest.raises(ValueError, match=r"hr\.hub"):
+        hr.ParquetDataset("hf://datasets/org/name/*.parquet")

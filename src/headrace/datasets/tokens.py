@@ -1,13 +1,15 @@
-"""Fixed windows of tokens in shards of integers, map-style, for training language models."""
+"""Windows or documents of tokens in shards of integers, map-style, for training language models."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard, Shards, find_shards
@@ -17,15 +19,19 @@ from headrace._core.store.store import StoreLike
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import positions
 from headrace.datasets.cached import RangedShards
+from headrace.datasets.token_index import read_index
 from headrace.errors import ShardError
 
 __all__ = ["TokenDataset"]
 
-_RAW_TYPES = {".bin": None, ".u16": "uint16", ".u32": "uint32"}  # by the endings of names; .bin may be either
+TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
+
+_RAW_TYPES = {".bin": None, ".ds": None, ".u16": "uint16", ".u32": "uint32"}  # by the endings of names
 _SUFFIXES = (*_RAW_TYPES, ".npy")
 _BEGINNING = 4096  # bytes read of each shard; the header of a one-dimensional array takes 128
-_LLMC_HEADER = 1024  # bytes: 256 numbers of 32 bits, of which the first says the type and the third counts the tokens
-_LLMC_TYPES = {20240520: "uint16", 20240801: "uint32"}
+_LLMC_HEADER = 1024  # bytes: 256 numbers of 32 bits, of which two say the type, and the third counts the tokens
+_LLMC_TYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # by kind and version
+_LLMC_KINDS = {20240520, 20240522, 20240801}  # the second is of examples for evaluations
 _PARALLEL_HEADS = 64  # small requests, of which a store serves many at a time
 
 
@@ -37,38 +43,50 @@ class _TokenFile:
     begin: int
     dtype: np.dtype[np.generic]
     count: int
+    bounds: NDArray[np.int64] | None  # bytes at which documents begin, and at which the last ends, if asked for
 
 
 class TokenDataset(RangedShards[torch.Tensor]):
-    """Windows of `seq_len` tokens, map-style: int64 tensors of shape (seq_len,), read by ranged requests.
+    """Windows of `seq_len` tokens, or documents, map-style: int64 tensors of one dimension, read by ranged requests.
 
     Window `w` of a shard starts at its token ``w × stride``. Windows do not cross shards; tokens at the end of a shard
     that do not fill a window are dropped. Training usually takes ``seq_len=context + 1`` with ``stride=context``:
     inputs are ``window[:-1]``, targets ``window[1:]``.
 
+    Without a `seq_len` the samples are documents, of different lengths, also none: of Megatron's ``.bin`` and
+    datatrove's ``.ds``, by the index beside each. The index is also what says the type of their tokens. Files of
+    Megatron and llm.c have the same ending, and those of numpy and OLMo: so a format is found by what is in a file and
+    beside it, and not chosen.
+
     A loader reads windows of its look-ahead that are near each other by one request. In an order that is random over
     many shards hardly any are: then draw from a few shards at a time (`headrace.BlockShuffleSampler`), with a
     look-ahead (`prefetch_factor`) of thousands of windows.
 
-    The constructor requests the first bytes of each shard; in an async program call it in a thread, as
+    The constructor requests the first bytes of each shard, and its index; in an async program call it in a thread, as
     ``await asyncio.to_thread(TokenDataset, ...)``.
 
     Args:
-        shards: URLs or paths, as for `TarDataset`: one-dimensional ``.npy``, or raw little-endian integers, ``.bin``,
-            ``.u16`` or ``.u32``; of a file or a glob also with another ending, which needs `dtype`.
-        seq_len: tokens in a window.
+        shards: URLs or paths, as for `TarDataset`: one-dimensional ``.npy``, llm.c's ``.bin``, Megatron's ``.bin`` with
+            ``.idx``, datatrove's ``.ds``, or raw little-endian integers, ``.bin``, ``.npy``, ``.u16`` or ``.u32``; of a
+            file or a glob also with another ending, which needs `dtype`.
+        seq_len: tokens in a window; None for documents. All sequences of a document of Megatron are one sample; modes
+            of several modalities are not read.
         stride: tokens from the start of a window to that of the next; by default `seq_len`.
-        dtype: type of raw shards, ``"uint16"`` or ``"uint32"``; those with a header, of numpy or llm.c, have their own.
-            None: by the ending of each name, where ``.bin`` is ``"uint16"``. Megatron's int32 is ``"uint32"``.
+        dtype: type of raw shards, as ``"uint32"``; those with a header, of numpy or llm.c, have their own, and an index
+            has to agree. None: by the ending of each name, where ``.bin`` without an index is ``"uint16"``.
         store: store of all shards, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
             By default each URL's own store is opened with default options.
 
     Raises:
         EmptyListingError: a glob or a directory has no shard, or there is no such file or directory.
-        ShardError: a shard is not such an array, is compressed, or is truncated within a token.
+        ShardError: a shard is not such an array, is compressed, or is truncated within a token; or an index is missing,
+            malformed, or of another shard.
         StoreError: a request failed.
-        ValueError: an invalid argument, no shard is long enough for a window, or the ending of a name contradicts
-            `dtype`.
+        ValueError: an invalid argument, no shard is long enough for a window, or the ending of a name, or an index,
+            contradicts `dtype`.
+
+    Warns:
+        UserWarning: raw tokens look like those of 32 bits, and are read as 16.
 
     Example:
         >>> import pathlib, tempfile
@@ -83,58 +101,70 @@ class TokenDataset(RangedShards[torch.Tensor]):
         self,
         shards: Shards,
         *,
-        seq_len: int,
+        seq_len: int | None,
         stride: int | None = None,
-        dtype: Literal["uint16", "uint32"] | None = None,
+        dtype: TokenType | None = None,
         store: StoreLike | None = None,
     ) -> None:
-        self._seq_len = seq_len
-        self._stride = seq_len if stride is None else stride
-        if self._seq_len < 1 or self._stride < 1:
+        if seq_len is None and stride is not None:
+            raise ValueError(f"stride={stride} is of windows, which need seq_len=")
+        self._seq_len = seq_len or 0
+        self._stride = self._seq_len if stride is None else stride
+        if seq_len is not None and (seq_len < 1 or self._stride < 1):
             raise ValueError(f"seq_len={seq_len} and stride={stride} must be at least 1")
-        if dtype not in (None, "uint16", "uint32"):
-            raise ValueError(f"dtype={dtype!r} must be 'uint16' or 'uint32'")
+        if dtype is not None and dtype not in get_args(TokenType):
+            raise ValueError(f"dtype={dtype!r} must be one of {', '.join(get_args(TokenType))}")
         found = find_shards(shards, suffixes=_SUFFIXES, store=store)
-        types = [(shard, _raw_type(shard, dtype)) for shard in found]  # before any request
+        types = [(shard, _raw_type(shard, dtype), seq_len is None) for shard in found]  # before any request
         files = background_loop().run(map_all(_open_file, types, _PARALLEL_HEADS))
-        super().__init__(
-            [file.shard for file in files], [max(0, (file.count - seq_len) // self._stride + 1) for file in files]
-        )
+        bounds = [file.bounds for file in files if file.bounds is not None]
+        # Of all shards, one more for each than it has documents; None for windows.
+        self._bounds = np.concatenate(bounds) if bounds else None
+        counts = [
+            max(0, (file.count - self._seq_len) // self._stride + 1) if file.bounds is None else len(file.bounds) - 1
+            for file in files
+        ]
+        super().__init__([file.shard for file in files], counts)
         if not len(self):
-            raise ValueError(f"none of {len(found)} shards has the {seq_len} tokens of a window")
+            kind = "a document" if seq_len is None else f"the {seq_len} tokens of a window"
+            raise ValueError(f"none of {len(found)} shards has {kind}")
         self._begins = np.array([file.begin for file in files], dtype=np.int64)
         self._dtypes = tuple(file.dtype for file in files)
         self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], dtype=np.int64)
         self._dtype = self._dtypes[0] if len(set(self._dtypes)) == 1 else None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} windows of {self._seq_len})"
+        kind = f"windows of {self._seq_len}" if self._seq_len else "documents"
+        return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} {kind})"
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
-        """The bytes of the windows at `indices`; negative indices count from the end. Objects are numbered as shards.
+        """The bytes of the samples at `indices`; negative indices count from the end. Objects are numbered as shards.
 
         Raises:
-            IndexError: there is no such window.
+            IndexError: there is no such sample.
         """
         places = positions(indices, len(self))
         shards = np.searchsorted(self._ends, places, side="right")
+        if self._bounds is not None:
+            places = places + shards
+            return Ranges(shards, self._bounds[places], self._bounds[places + 1])
         within = places - np.concatenate(([0], self._ends))[shards]
         starts = self._begins[shards] + within * self._stride * self._sizes[shards]
         return Ranges(shards, starts, starts + self._seq_len * self._sizes[shards])
 
     def sample_key(self, index: int) -> str:
-        """The shard and the byte range of the window at `index`."""
+        """The shard and the byte range of the sample at `index`."""
         number, start, stop = self.range(index)
         return f"{self._shards[number].key}[{start}:{stop}]"
 
     def sample_of(self, index: int, data: memoryview) -> torch.Tensor:
-        """The tokens in `data`, int64, of shape (seq_len,)."""
+        """The tokens in `data`, int64."""
         dtype = self._dtype or self._dtypes[self.range(index)[0]]
         return torch.from_numpy(np.frombuffer(data, dtype=dtype).astype(np.int64))
 
     def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> Sequence[torch.Tensor] | torch.Tensor:
-        """The windows of a batch, as a tensor of shape (len(data), seq_len)."""
-        if self._dtype is None or type(self).sample_of is not TokenDataset.sample_of:
+        """The samples of a batch; windows as a tensor of shape (len(data), seq_len)."""
+        if self._dtype is None or not self._seq_len or type(self).sample_of is not TokenDataset.sample_of:
             return super().samples_of(indices, data)
         tokens = np.frombuffer(b"".join(data), self._dtype).reshape(len(data), self._seq_len)
         return torch.from_numpy(tokens.astype(np.int64))
@@ -149,38 +179,62 @@ def _raw_type(shard: Shard, dtype: str | None) -> str | None:
     """
     refuse_compressed(shard.name)
     key = shard.key.lower()
-    if key.endswith(".npy"):
-        return dtype
-    for ending, named in _RAW_TYPES.items():
-        if key.endswith(ending):
-            if named is not None and dtype not in (None, named):
-                raise ValueError(f"dtype={dtype!r}, but {shard.name} is {named!r} by its ending {ending}")
-            return named or dtype or "uint16"
-    if dtype is None:
+    named = next((named for ending, named in _RAW_TYPES.items() if named and key.endswith(ending)), None)
+    if named is not None and dtype not in (None, named):
+        raise ValueError(f"dtype={dtype!r}, but {shard.name} is {named!r} by its ending")
+    if named is None and dtype is None and not key.endswith(_SUFFIXES):
         raise ValueError(f"the ending of {shard.name} does not name a type; give dtype='uint16' or dtype='uint32'")
-    return dtype
+    return named or dtype
 
 
-async def _open_file(shard_and_type: tuple[Shard, str | None]) -> _TokenFile:
-    """Find the layout of a shard: of numpy or llm.c by its first bytes, else raw."""
-    shard, raw = shard_and_type
+async def _open_file(of: tuple[Shard, str | None, bool]) -> _TokenFile:
+    """Find the layout of a shard: by its first bytes, as of numpy or llm.c, else by the index beside it, else raw."""
+    shard, raw, documents = of
     read = await shard.read_start(_BEGINNING)
     first, size = bytes(read.data[:_BEGINNING]), read.head.size
-    if raw is None or first.startswith(np.lib.format.MAGIC_PREFIX):
+    shard, key, begin, index = replace(shard, head=read.head), shard.key.lower(), 0, None
+    if first.startswith(np.lib.format.MAGIC_PREFIX) or (raw is None and key.endswith(".npy")):
         begin, dtype, shape, _ = npy_layout(first, shard, "; raw tokens need dtype=")
         if len(shape) != 1 or dtype.kind not in "ui":
             what = f"an array of shape {shape} and type {dtype}; tokens are one-dimensional unsigned or signed integers"
             raise ShardError(what, shard=shard.name)
         count = shape[0]
-    elif len(first) >= _LLMC_HEADER and (kind := _LLMC_TYPES.get(int.from_bytes(first[:4], "little"))):
-        begin, dtype, count = _LLMC_HEADER, np.dtype(kind).newbyteorder("<"), int.from_bytes(first[8:12], "little")
+    elif int.from_bytes(first[:4], "little") in _LLMC_KINDS:
+        begin, dtype, count = _llmc_layout(first, shard)
+    elif index := await read_index(shard, size, raw, documents):
+        dtype, count = index.dtype, index.count
+    elif raw is None and key.endswith(".ds"):
+        raise ShardError("neither .metadata nor .index beside it says the type; give dtype=", shard=shard.name)
     else:
-        begin, dtype = 0, np.dtype(raw).newbyteorder("<")
+        dtype = np.dtype(raw or "uint16").newbyteorder("<")
         count, rest = divmod(size, dtype.itemsize)
         if rest:
             what = f"truncated: {size} bytes are not a whole number of {dtype.name} tokens"
             raise ShardError(what, shard=shard.name)
+        _check_width(first, raw or "", shard)
     if begin + count * dtype.itemsize != size:
         there = (size - begin) // dtype.itemsize
         raise ShardError(f"{there} tokens, but {count} in the header", shard=shard.name, offset=begin)
-    return _TokenFile(replace(shard, head=read.head), begin, dtype, count)
+    if documents and index is None:
+        what = "no index of its documents, as Megatron's .bin and datatrove's .ds have beside them; give seq_len="
+        raise ShardError(what, shard=shard.name)
+    return _TokenFile(shard, begin, dtype, count, None if index is None else index.bounds)
+
+
+def _check_width(first: bytes, raw: str, shard: Shard) -> None:
+    """Notice raw tokens of 32 bits, whose upper halves are nearly 0, that would be read as 16 bits."""
+    pairs = np.frombuffer(first[: len(first) // 4 * 4], "<u2").reshape(-1, 2)
+    if raw not in ("", "uint16", "int16") or len(pairs) < 64 or not pairs[:, 1].max() < 16 <= pairs[:, 0].max():
+        return
+    what = "these look like tokens of 32 bits, but are read as 16"
+    if not raw:
+        raise ShardError(f"{what}; give dtype='uint32', or 'uint16' if it is right", shard=shard.name)
+    warnings.warn(f"{what}: {shard.name}", UserWarning, stacklevel=1)
+
+
+def _llmc_layout(first: bytes, shard: Shard) -> tuple[int, np.dtype[np.generic], int]:
+    kind, version, count = np.frombuffer(first[:12].ljust(12, b"\0"), "<u4").tolist()
+    if len(first) < _LLMC_HEADER or (kind, version) not in _LLMC_TYPES:
+        what = f"not a header of llm.c's tokens: kind {kind}, version {version}, {len(first)} bytes"
+        raise ShardError(what, shard=shard.name)
+    return _LLMC_HEADER, np.dtype(_LLMC_TYPES[kind, version]).newbyteorder("<"), count

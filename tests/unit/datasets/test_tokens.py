@@ -1,7 +1,12 @@
-"""`TokenDataset` gives fixed windows of tokens, near ones of one call by one ranged request."""
+"""`TokenDataset` gives windows or documents of tokens, near ones of one call by one ranged request."""
 
 import asyncio
 import io
+import json
+import shutil
+import struct
+from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +32,10 @@ OBJECTS = {
     "b/0.npy": npy(TOKENS[0].astype(np.uint32)),
     "b/1.npy": npy(TOKENS[1].astype(">u2")),
 }
+
+
+FIXTURES = Path(__file__).parents[2] / "fixtures/tokens"
+DOCUMENTS = json.loads((FIXTURES / "expected.json").read_text())  # of each shard, by its original reader
 
 
 def opened(server, shards, **options):
@@ -84,25 +93,28 @@ def test_dtype_is_that_of_raw_shards_whose_ending_names_none(tmp_path):
         assert hr.TokenDataset(shards, seq_len=10, dtype="uint32")[0].tolist() == [*range(70_000, 70_010)]
 
 
-def llmc(magic, tokens):
-    return np.array([magic, 1, len(tokens), *[0] * 253], "<i4").tobytes() + tokens.tobytes()
+def llmc(magic, tokens, version=1):
+    return np.array([magic, version, len(tokens), *[0] * 253], "<i4").tobytes() + tokens.tobytes()
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "content"),
     [
         ("a.bin", None, llmc(20240520, np.arange(700, dtype="<u2"))),  # of llm.c, GPT-2
-        ("a.bin", "uint16", llmc(20240801, np.arange(700, dtype="<u4"))),  # of llm.c, Llama 3
+        ("a.bin", "uint16", llmc(20240801, np.arange(700, dtype="<u4"), 7)),  # of llm.c, Llama 3
         ("a.bin", None, npy(np.arange(700, dtype="<u4"))),
         ("a.npy", "uint16", np.arange(700, dtype="<u2").tobytes()),  # of OLMo
         ("a.npy", "uint16", npy(np.arange(700, dtype="<u4"))),
-        ("a.bin", "uint32", np.arange(700, dtype="<i4").tobytes()),  # of Megatron
+        ("a.npy", "uint8", (np.arange(700) % 256).astype("u1").tobytes()),
+        ("a.bin", "int32", np.arange(700, dtype="<i4").tobytes()),  # of Megatron, without its index
+        ("a.bin", "int64", np.arange(700, dtype="<i8").tobytes()),
     ],
 )
 def test_first_bytes_say_the_layout_before_the_name_and_dtype(tmp_path, name, dtype, content):
     (tmp_path / name).write_bytes(content)
     dataset = hr.TokenDataset(tmp_path, seq_len=100, dtype=dtype)
-    assert torch.cat([dataset[i] for i in range(len(dataset))]).tolist() == [*range(700)]
+    wanted = np.arange(700) % (256 if dtype == "uint8" else 700)
+    assert torch.cat([dataset[i] for i in range(len(dataset))]).tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize(
@@ -123,12 +135,12 @@ def test_ending_that_contradicts_the_type_or_names_none_is_refused(tmp_path, nam
 
 
 @pytest.mark.counts
-def test_window_is_one_request_and_opening_is_one_per_shard(server):
+def test_window_is_one_request_and_opening_is_one_per_shard_and_one_for_an_index(server):
     names = [f"{server.url}/a/{i}.bin" for i in range(3)]
     dataset = hr.TokenDataset(names, seq_len=10, store=hr.Store(server.url, options=server.store_options))
-    assert (server.requests()["HEAD"], server.requests()["GET"]) == (0, 3)
+    assert (server.requests()["HEAD"], server.requests()["GET"]) == (0, 6)
     dataset[5]
-    assert server.requests()["GET"] == 4
+    assert server.requests()["GET"] == 7
     assert dataset.range(101) == (1, 20, 40)
     assert dataset.sample_key(101) == "a/1.bin[20:40]"
 
@@ -145,6 +157,11 @@ def test_window_is_one_request_and_opening_is_one_per_shard(server):
         ("a.npy", npy(np.zeros(100, np.uint16))[:-2], "99 tokens, but 100 in the header"),
         ("a.bin", llmc(20240520, np.zeros(100, "<u2"))[:-2], "99 tokens, but 100 in the header"),
         ("a.npy", bytes(20), "not a .npy file.*raw tokens need dtype="),
+        ("a.bin", llmc(20240801, np.zeros(100, "<u4")), "not a header of llm.c's tokens: kind 20240801, version 1"),
+        ("a.bin", llmc(20240522, np.zeros(100, "<u2")), "not a header of llm.c's tokens: kind 20240522"),
+        ("a.bin", llmc(20240520, np.zeros(100, "<u2"))[:1000], "not a header of llm.c's tokens.*1000 bytes"),
+        ("a.bin", np.arange(100_000, 100_100, dtype="<u4").tobytes(), "look like tokens of 32 bits.*give dtype="),
+        ("a.ds", bytes(20), "neither .metadata nor .index beside it says the type; give dtype="),
     ],
 )
 def test_file_without_tokens_is_refused(tmp_path, name, content, what):
@@ -158,8 +175,12 @@ def test_too_few_tokens_for_a_window_are_an_error(server):
         opened(server, "a", seq_len=1001)
     with pytest.raises(ValueError, match="at least 1"):
         opened(server, "a", seq_len=0)
-    with pytest.raises(ValueError, match="dtype='int64'"):
-        opened(server, "a", seq_len=1, dtype="int64")
+    with pytest.raises(ValueError, match="dtype='float32' must be one of uint8"):
+        opened(server, "a", seq_len=1, dtype="float32")
+    with pytest.raises(ValueError, match="stride=2 is of windows"):
+        opened(server, "a", seq_len=None, stride=2)
+    with pytest.raises(ShardError, match=r"no index of its documents.*give seq_len= \(shard .*a/0\.bin"):
+        opened(server, "a", seq_len=None)
 
 
 @pytest.mark.counts
@@ -185,3 +206,123 @@ async def test_deleted_shard_raises_with_its_key_and_leaves_no_task(server):
         await dataset.agets([0, 1, 101, 102])
     assert asyncio.all_tasks() == before
     assert [len(window) for window in await dataset.agets([0, 1])] == [10, 10]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_files_of_the_original_writers_are_read_by_document_and_by_window(name, tmp_path):
+    tokens = [*chain(*DOCUMENTS[name])]
+    windows = hr.TokenDataset(FIXTURES / name, seq_len=11, stride=3)
+    assert [windows[i].tolist() for i in range(len(windows))] == [tokens[i : i + 11] for i in range(0, 90, 3)]
+    for dataset in (documents := hr.TokenDataset(FIXTURES / name, seq_len=None), documents.cache(tmp_path)):
+        for _ in range(2):
+            with hr.DataLoader(dataset, batch_size=4, collate_fn=list) as loader:
+                assert [each.tolist() for batch in loader for each in batch] == DOCUMENTS[name]
+    assert repr(documents) == "TokenDataset(1 shards, 7 documents)"
+    assert documents[0].dtype == torch.int64
+
+
+def test_documents_of_several_shards_and_types_follow_each_other():
+    dataset = hr.TokenDataset([FIXTURES / name for name in DOCUMENTS], seq_len=None)
+    wanted = [*chain(*DOCUMENTS.values())]
+    with hr.DataLoader(dataset, batch_size=5, shuffle=True, seed=0, collate_fn=list) as loader:
+        given = [each.tolist() for batch in loader for each in batch]
+    assert sorted(given) == sorted(wanted)
+    assert [dataset[i].tolist() for i in range(-len(wanted), 0)] == wanted
+    with pytest.raises(IndexError):
+        dataset[len(wanted)]
+
+
+@pytest.mark.counts
+def test_windows_read_only_the_ends_of_an_index():
+    names = ("int32.bin", "int32.idx", "bare4.ds", "bare4.ds.index")
+    with ObjectServer({name: (FIXTURES / name).read_bytes() for name in names}) as server:
+        server.misbehave()  # counts from here on
+        for number, name in ((4, "int32.bin"), (7, "bare4.ds")):
+            hr.TokenDataset(name, seq_len=1, store=hr.Store(server.url, options=server.store_options))
+            assert server.requests()["GET"] == number
+
+
+def patch(at, format, *values):
+    return lambda data: data[:at] + struct.pack(f"<{format}", *values) + data[at + struct.calcsize(f"<{format}") :]
+
+
+@pytest.mark.parametrize(
+    ("shard", "file", "change", "seq_len", "what"),
+    [
+        ("int32.bin", "int32.bin", lambda data: data[:-4], 1, "396 bytes, but 100 tokens of int32 by .*int32.idx"),
+        ("int32.bin", "int32.bin", lambda data: data + data, None, "800 bytes, but 100 tokens.*another shard"),
+        ("int32.bin", "int32.idx", lambda data: (FIXTURES / "uint16.idx").read_bytes(), 1, "400 bytes, but 100 tokens"),
+        ("int32.bin", "int32.idx", lambda data: data[:-1], 1, "181 bytes are not those of 7 sequences and 8 bounds"),
+        ("int32.bin", "int32.idx", lambda data: data[:20], 1, "20 bytes are not|not an index"),
+        ("int32.bin", "int32.idx", patch(0, "8s", b"TNTIDX"), 1, "not an index of Megatron's tokens.*TNTIDX"),
+        ("int32.bin", "int32.idx", patch(9, "Q", 2), 1, "version 2"),
+        ("int32.bin", "int32.idx", patch(16, "B", 1), 1, "version 72057594037927937"),
+        ("int32.bin", "int32.idx", patch(17, "B", 7), 1, "type 7"),
+        ("int32.bin", "int32.idx", patch(18, "Q", 2**63), None, "bytes are not those of 9223372036854775808"),
+        ("int32.bin", "int32.idx", patch(34, "i", 8), None, "sequence 1 does not begin where .*offset 70"),
+        ("int32.bin", "int32.idx", patch(34, "i", -1), None, "sequence 0 does not begin"),
+        ("int32.bin", "int32.idx", patch(62 + 8 * 6, "q", 288), 1, "400 bytes, but 101 tokens"),
+        ("int32.bin", "int32.idx", patch(62 + 8 * 6, "q", 285), 1, "a sequence of 29 tokens begins at byte 285"),
+        ("int32.bin", "int32.idx", patch(118, "q", 1), None, "its documents are not all of its 7 sequences"),
+        ("int32.bin", "int32.idx", patch(118 + 8, "q", 5), None, "its documents are not all"),
+        ("int32.bin", "int32.idx", patch(118 + 56, "q", 6), None, "its documents are not all"),
+        ("int32.bin", "int32.idx", patch(118 + 56, "q", 2**40), None, "its documents are not all"),
+        ("int32.bin", "int32.idx", None, None, "no index of its documents"),
+        ("4.ds", "4.ds", lambda data: data[:-4], 1, "396 bytes, but 100 tokens of uint32 by .*metadata"),
+        ("4.ds", "4.ds.metadata", lambda data: b"gpt2|2\n100\n100 T", 1, "400 bytes, but 100 tokens of uint16"),
+        ("4.ds", "4.ds.metadata", lambda data: b"gpt2|8\n50\n100 T", 1, "tokens of 8 bytes"),
+        ("4.ds", "4.ds.metadata", lambda data: b"gpt2\n100", 1, "not the bytes of a token"),
+        ("4.ds", "4.ds.index", lambda data: data[:-8], None, "ends at 71, but 100 tokens by .metadata"),
+        ("4.ds", "4.ds.index", lambda data: data[:-1], None, "55 bytes are not whole numbers"),
+        ("4.ds", "4.ds.index", patch(8, "Q", 6), None, "document 1 ends before it begins .*offset 8"),
+        ("4.ds", "4.ds.index", patch(0, "Q", 2**63), None, "document 0 ends before it begins"),
+        ("4.ds", "4.ds.index", None, None, "no index of its documents"),
+        ("bare4.ds", "bare4.ds", lambda data: data[:-4], 1, "tokens of 3 bytes|396 bytes, but 100"),
+        ("bare4.ds", "bare4.ds.index", lambda data: data[:-8], 1, "tokens of 5 bytes"),
+    ],
+)
+def test_index_that_contradicts_its_shard_is_refused(tmp_path, shard, file, change, seq_len, what):
+    shutil.copytree(FIXTURES, tmp_path, dirs_exist_ok=True)
+    data = (tmp_path / file).read_bytes()
+    (tmp_path / file).unlink()
+    if change is not None:
+        (tmp_path / file).write_bytes(change(data))
+    with pytest.raises(ShardError, match=what) as caught:
+        hr.TokenDataset(tmp_path / shard, seq_len=seq_len)
+    assert Path(caught.value.shard).name.startswith(shard.partition(".")[0])
+
+
+def test_dtype_has_to_agree_with_an_index_and_does_without_an_unusable_one(tmp_path):
+    shutil.copytree(FIXTURES, tmp_path, dirs_exist_ok=True)
+    for shard, other in (("int32.bin", "int16"), ("4.ds", "uint16")):
+        for seq_len in (1, None):
+            with pytest.raises(ValueError, match=f"dtype='{other}', but .*{shard} is 'u?int32' by .*leave dtype= out"):
+                hr.TokenDataset(tmp_path / shard, seq_len=seq_len, dtype=other)
+    assert len(hr.TokenDataset(tmp_path / "int32.bin", seq_len=1, dtype="int32")) == 100
+    (tmp_path / "int32.idx").write_bytes(b"of another program")
+    assert len(hr.TokenDataset(tmp_path / "int32.bin", seq_len=1, dtype="int32")) == 100
+    with pytest.raises(ShardError, match=r"not an index of Megatron.*raw tokens need dtype="):
+        hr.TokenDataset(tmp_path / "int32.bin", seq_len=1)
+    for name in ("4.ds.metadata", "4.ds.index"):
+        (tmp_path / name).unlink()
+    assert len(hr.TokenDataset(tmp_path / "4.ds", seq_len=1, dtype="uint32")) == 100
+
+
+def test_raw_tokens_of_32_bits_that_are_read_as_16_warn(tmp_path):
+    np.arange(70_000, 70_100, dtype="<u4").tofile(tmp_path / "a.npy")
+    with pytest.warns(UserWarning, match=r"look like tokens of 32 bits, but are read as 16: .*a\.npy"):
+        hr.TokenDataset(tmp_path / "a.npy", seq_len=1, dtype="uint16")
+
+
+def test_shard_without_documents_gives_none_and_alone_is_an_error(tmp_path):
+    (tmp_path / "a.ds").write_bytes(b"")
+    (tmp_path / "a.ds.index").write_bytes(b"")
+    (tmp_path / "b.bin").write_bytes(b"")
+    (tmp_path / "b.idx").write_bytes(struct.pack("<9sQBQQq", b"MMIDIDX", 1, 8, 0, 1, 0))
+    shutil.copy(FIXTURES / "2.ds", tmp_path / "c.ds")
+    shutil.copy(FIXTURES / "2.ds.index", tmp_path / "c.ds.index")
+    dataset = hr.TokenDataset(tmp_path, seq_len=None)
+    assert [dataset[i].tolist() for i in range(len(dataset))] == DOCUMENTS["2.ds"]
+    assert len(hr.TokenDataset(tmp_path, seq_len=1)) == 100
+    with pytest.raises(ValueError, match="none of 2 shards has a document"):
+        hr.TokenDataset([tmp_path / "a.ds", tmp_path / "b.bin"], seq_len=None)

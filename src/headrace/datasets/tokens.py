@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.npy import npy_layout
+from headrace._core.shards.token_index import read_index
 from headrace._core.store.ranges import Ranges, map_all
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import positions
 from headrace.datasets.cached import RangedShards
-from headrace.datasets.token_index import read_index
 from headrace.errors import ShardError
 
 __all__ = ["TokenDataset"]
@@ -204,7 +204,7 @@ async def _open_file(of: tuple[Shard, str | None, bool]) -> _TokenFile:
     elif index := await read_index(shard, size, raw, documents):
         dtype, count = index.dtype, index.count
     elif raw is None and key.endswith(".ds"):
-        raise ShardError("neither .metadata nor .index beside it says the type; give dtype=", shard=shard.name)
+        raise ShardError("its .index or .metadata is missing; for windows, give dtype=", shard=shard.name)
     else:
         dtype = np.dtype(raw or "uint16").newbyteorder("<")
         count, rest = divmod(size, dtype.itemsize)

@@ -161,7 +161,7 @@ def test_window_is_one_request_and_opening_is_one_per_shard_and_one_for_an_index
         ("a.bin", llmc(20240522, np.zeros(100, "<u2")), "not a header of llm.c's tokens: kind 20240522"),
         ("a.bin", llmc(20240520, np.zeros(100, "<u2"))[:1000], "not a header of llm.c's tokens.*1000 bytes"),
         ("a.bin", np.arange(100_000, 100_100, dtype="<u4").tobytes(), "look like tokens of 32 bits.*give dtype="),
-        ("a.ds", bytes(20), "neither .metadata nor .index beside it says the type; give dtype="),
+        ("a.ds", bytes(20), r"its \.index or \.metadata is missing; .*give dtype="),
     ],
 )
 def test_file_without_tokens_is_refused(tmp_path, name, content, what):
@@ -276,7 +276,7 @@ def patch(at, format, *values):
         ("4.ds", "4.ds.index", lambda data: data[:-1], None, "55 bytes are not whole numbers"),
         ("4.ds", "4.ds.index", patch(8, "Q", 6), None, "document 1 ends before it begins .*offset 8"),
         ("4.ds", "4.ds.index", patch(0, "Q", 2**63), None, "document 0 ends before it begins"),
-        ("4.ds", "4.ds.index", None, None, "no index of its documents"),
+        ("4.ds", "4.ds.index", None, None, "its .index or .metadata is missing"),
         ("bare4.ds", "bare4.ds", lambda data: data[:-4], 1, "tokens of 3 bytes|396 bytes, but 100"),
         ("bare4.ds", "bare4.ds.index", lambda data: data[:-8], 1, "tokens of 5 bytes"),
     ],

@@ -3,95 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Literal
-from urllib.parse import unquote
 
-from headrace._core.ranks.distributed import RankChoice, Remainder
+from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions
 from headrace._core.shards.discovery import Shards, find_shards
 from headrace._core.shards.division import Part
 from headrace._core.shards.parquet import Footer, RowGroup, RowGroupStream, read_footers
 from headrace._core.shards.stream import PartStream
+from headrace._core.shards.tables import as_expression, filter_text, select_columns
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import AsyncDataset
-from headrace.errors import ShardError
 
 __all__ = ["ParquetDataset", "RowGroupDataset"]
 
 _SUFFIXES = (".parquet", ".pq", ".parq")
-_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 def _open_row_groups(
-    shards: Shards, columns: Sequence[str] | None, store: StoreLike | None, *, as_rows: bool = False
+    shards: Shards, columns: Sequence[str] | None, filters: Any, store: StoreLike | None, *, as_rows: bool = False
 ) -> list[RowGroup]:
-    """Find the files, read their footers, check that their columns agree; row groups without rows are left out."""
+    """Find the files, read their footers, check that their columns agree."""
     require_pyarrow("reading Parquet")
     if isinstance(columns, str):
         raise TypeError("columns= must be several names, not one str")
     names = None if columns is None else tuple(columns)
     if names is not None and (not names or len(set(names)) < len(names)):
         raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
+    expression = as_expression(filters)
     found = find_shards(shards, suffixes=_SUFFIXES, store=store)
     footers = background_loop().run(read_footers(found, _SUFFIXES))
-    partitions = _hive_values([footer.shard.key for footer in footers])
-    first = _column_types(footers[0], names, partitions[0])
-    groups = []
-    for footer, values in zip(footers, partitions, strict=True):
-        types = _column_types(footer, names, values)
-        # Rows are Python objects, the same ones of string and large_string.
-        if types != first and not (as_rows and types.keys() == first.keys()):
-            listed, expected = (", ".join(f"{n} {t}" for n, t in each.items()) for each in (types, first))
-            what = f"columns {listed}, but {expected} in {footers[0].shard.name}; give columns= that all files have"
-            remedy = "" if as_rows else " with the same types, or read rows (format='rows'), whose types may differ"
-            raise ShardError(what + remedy, shard=footer.shard.name)
-        read = (name for name in footer.schema.names if names is None or name in names)
-        if as_rows and (twice := [name for name, times in Counter(read).items() if times > 1]):
-            what = f"{footer.shard.name} has several columns called {twice[0]!r}, of which a dict could have one"
-            raise ValueError(f"{what}; use format='arrow', or leave it out of columns=")
-        added = {name: value for name, value in values.items() if name in types and name not in footer.schema.names}
-        stored = None if names is None else tuple(name for name in names if name not in added)
-        groups += [RowGroup(footer, number, stored, added) for number, rows in enumerate(footer.rows) if rows]
-    return groups
-
-
-def _hive_values(keys: Sequence[str]) -> list[dict[str, int | str | None]]:
-    """For each key, the values of its directories named ``column=value``, as Hive and Spark write partitions.
-
-    Those of a column are integers, if all are.
-    """
-    parts = [dict(part.split("=", 1) for part in key.split("/")[:-1] if part.find("=") > 0) for key in keys]
-    found: list[dict[str, int | str | None]] = [{} for _ in keys]
-    for name in dict.fromkeys(chain.from_iterable(parts)):
-        texts = [None if of_key.get(name) in (None, _HIVE_NULL) else unquote(of_key[name]) for of_key in parts]
-        whole = all(text is None or re.fullmatch(r"-?[0-9]{1,18}", text) for text in texts)
-        for values, of_key, text in zip(found, parts, texts, strict=True):
-            if name in of_key:
-                values[unquote(name)] = int(text) if whole and text is not None else text
-    return found
-
-
-def _column_types(footer: Footer, columns: tuple[str, ...] | None, values: Mapping[str, object]) -> dict[str, str]:
-    there = {**dict.fromkeys(values, "of its directory"), **{field.name: str(field.type) for field in footer.schema}}
-    if columns is None:
-        return there
-    unknown = [column for column in columns if column not in there and not footer.leaves([column])]
-    if unknown:
-        raise ValueError(f"{footer.shard.name} has no column {unknown[0]!r}; it has {', '.join(map(repr, there))}")
-    # A part of a nested column counts with the type of the whole: parts agree where the wholes do.
-    return {column: there.get(column) or there[column.partition(".")[0]] for column in columns}
+    selections = select_columns(footers, names, expression, as_rows=as_rows)
+    return [*chain.from_iterable(map(Footer.row_groups, footers, selections))]
 
 
 class ParquetDataset(PartStream[Any]):
     """A stream of the rows of Parquet files, or of their row groups as Arrow tables. Needs ``headrace[parquet]``.
 
-    Files must have the same columns; for tables, of the same types. Only the bytes of the requested columns are read,
-    neighbours by one request, some row groups ahead of the consumer.
+    Files must have the same columns. Tables have the types that hold those of all files (`pyarrow.unify_schemas`,
+    permissive: int32 and int64 give int64); a dictionary in some files only gives its values. Only the bytes of the
+    requested columns are read, neighbours by one request, some row groups ahead of the consumer.
     Rows are in the order of the files, or with `shuffle` and `buffer_size` in one derived from the seed and the epoch.
     The constructor reads the footers, one request for each file; they are pickled with the dataset, so that no other
     process reads them again. In an async program use ``await asyncio.to_thread(ParquetDataset, ...)``.
@@ -110,7 +64,12 @@ class ParquetDataset(PartStream[Any]):
         shards: URLs or paths, as for `TarDataset`; in a directory, files ending in ``.parquet``, ``.pq`` or ``.parq``.
         columns: names of columns to read, ``"a.b"`` for a part of a nested one; None for all. A directory called
             ``label=cat`` on the way to a file (Hive partitions) is a column `label` of its rows.
-        format: ``"rows"``: dicts. ``"arrow"``: a `pyarrow.Table` for each row group.
+        filters: rows to give, as for `pyarrow.parquet.read_table`: an expression of `pyarrow.compute`, or conditions
+            (``[("x", ">", 3), ("label", "in", ["cat"])]``). Row groups without such rows by their statistics are not
+            read; as in pyarrow, these leave out NaN, which only a negation would let pass. Columns that are not in
+            `columns` are read and not given. Numbers of rows are then unknown: there is no `len`, and several ranks
+            need ``split="rows"``, or ``remainder="keep"`` and the loader's ``coordinated=True``.
+        format: ``"rows"``: dicts. ``"arrow"``: a `pyarrow.Table` for each row group with rows to give.
         table_rows: maximum rows of a table, for ``format="arrow"``; None for whole row groups, where pyarrow cannot
             decode nested strings of more than 2 GiB. Each table has memory of its own.
         shuffle: whether to shuffle the row groups at each epoch, equally on all ranks.
@@ -122,7 +81,7 @@ class ParquetDataset(PartStream[Any]):
         split: ``"groups"``: each rank reads some row groups. ``"rows"``: each rank reads all and yields every n-th
             sample, for fewer row groups than ranks.
         remainder: policy for ranks with unequal numbers of samples: ``"drop"``, ``"pad"``, ``"repeat"`` or ``"keep"``,
-            as for `TarDataset`. The numbers are known from the footers.
+            as for `TarDataset`. The numbers are known from the footers, without `filters`.
         prefetch_row_groups: maximum row groups read at once; they are ahead of the one whose samples are given out.
         prefetch_bytes: maximum compressed bytes of all these; at least one row group is read whatever its size.
         store: store of all files, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
@@ -131,9 +90,10 @@ class ParquetDataset(PartStream[Any]):
     Raises:
         MissingExtraError: pyarrow is not installed.
         ShardError: a file is not Parquet, corrupt, encrypted, or has other columns than the first; for tables, also
-            columns of other types.
+            columns of types that no one type holds.
         StoreError: a request failed.
-        ValueError: an invalid argument, or a file lacks a column.
+        ValueError: an invalid argument, or a file lacks a column. If `rank` is not given, that ranks would be unequal
+            is raised when reading starts.
 
     Example:
         >>> import pathlib, tempfile, pyarrow, pyarrow.parquet
@@ -153,6 +113,7 @@ class ParquetDataset(PartStream[Any]):
         shards: Shards,
         *,
         columns: Sequence[str] | None = None,
+        filters: Any = None,
         format: Literal["rows", "arrow"] = "rows",
         table_rows: int | None = None,
         shuffle: bool = False,
@@ -177,30 +138,50 @@ class ParquetDataset(PartStream[Any]):
         super().__init__(RankChoice(rank, world_size), shuffle, buffer_size, seed, split == "rows", remainder)
         self._format, self._table_rows = format, table_rows
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
-        self._groups = _open_row_groups(shards, columns, store, as_rows=format == "rows")
+        filters = as_expression(filters)
+        self._filters = filter_text(filters)
+        if self._ranks.given is not None:
+            self._check_ranks(self._ranks.given)
+        self._groups = _open_row_groups(shards, columns, filters, store, as_rows=format == "rows")
 
     @staticmethod
     def groups(
-        shards: Shards, *, columns: Sequence[str] | None = None, store: StoreLike | None = None
+        shards: Shards, *, columns: Sequence[str] | None = None, filters: Any = None, store: StoreLike | None = None
     ) -> RowGroupDataset:
         """The row groups of Parquet files as `pyarrow.Table`, map-style; for your own samplers.
 
-        Arguments and errors are those of the class. Blocks: in an async program use ``await
-        asyncio.to_thread(ParquetDataset.groups, ...)``.
+        Arguments and errors are those of the class; with `filters`, a table may be empty. Blocks: in an async program
+        use ``await asyncio.to_thread(ParquetDataset.groups, ...)``.
         """
-        return RowGroupDataset(_open_row_groups(shards, columns, store))
+        return RowGroupDataset(_open_row_groups(shards, columns, filters, store))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._groups)} row groups, {sum(g.rows for g in self._groups)} rows)"
+        rows = sum(group.rows for group in self._groups)
+        passing = "" if self._filters is None else f", those with {self._filters}"
+        return f"{type(self).__name__}({len(self._groups)} row groups, {rows} rows{passing})"
 
     def _part_count(self) -> int:
         return len(self._groups)
 
-    def _sample_counts(self) -> Sequence[int]:
-        return [self._samples_of(group) for group in self._groups]
+    def _sample_counts(self) -> Sequence[int] | None:
+        return None if self._filters is not None else [self._samples_of(group) for group in self._groups]
+
+    def _check_ranks(self, rank: ShardOptions) -> None:
+        if self._filters is not None and self._needs_equal_length(rank):
+            raise ValueError(
+                f"{rank.count} ranks would get unequal numbers of samples, since only reading shows how many pass "
+                f"filters=, and training would hang at the end of an epoch. Set split='rows', or allow it by "
+                f"remainder='keep', with coordinated=True of the loader"
+            )
+
+    def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
+        self._check_ranks(rank)
+        return super()._length(rank, shard, order)
 
     def _name_of(self, part: int, number: int) -> str:
         group = self._groups[part]
+        if self._filters is not None:
+            return f"{group.footer.shard.name}, row group {group.number}, sample {number + 1:,} that passes filters="
         rows = 1 if self._format == "rows" else self._table_rows or group.rows
         return f"{group.footer.shard.name}, row {sum(group.footer.rows[: group.number]) + number * rows:,} from 0"
 
@@ -208,7 +189,8 @@ class ParquetDataset(PartStream[Any]):
         return (f"{group.footer.shard.name} {group.number} {group.rows}" for group in self._groups)
 
     def _options(self) -> dict[str, object]:
-        return {**super()._options(), "format": self._format, "table_rows": self._table_rows}
+        own = {"format": self._format, "table_rows": self._table_rows, "filters": self._filters}
+        return {**super()._options(), **own}
 
     def _read(self, parts: Sequence[Part]) -> RowGroupStream:
         return RowGroupStream(
@@ -255,7 +237,7 @@ class RowGroupDataset(AsyncDataset[Any]):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of rows in each row group."""
+        """The number of rows in each row group, before filters."""
         return tuple(group.rows for group in self._groups)
 
     async def aget(self, index: int) -> Any:

@@ -6,16 +6,18 @@ import asyncio
 import io
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from itertools import chain
+from operator import and_
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace._core.failure import as_exception
 from headrace._core.shards.discovery import Shard, list_inside
 from headrace._core.shards.division import Part, PartPosition
 from headrace._core.shards.reading import Block, BlockReader, PartReader
+from headrace._core.shards.tables import Selection
 from headrace._core.store.ranges import LARGEST_SPAN, Ranges, map_all, plan_spans
 from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
 
@@ -74,6 +76,33 @@ class Footer:
             what = f"corrupt footer: {self.metadata.num_rows} rows, but row groups of {self.rows}"
             raise ShardError(what, shard=self.shard.name)
 
+    def selected(self, columns: Sequence[str]) -> Any:
+        """The schema of what is read of `columns`; raises `KeyError` with the first that there is not."""
+        import pyarrow.parquet
+
+        for column in columns:
+            if not self.leaves([column]):
+                raise KeyError(column)
+        source = pyarrow.BufferReader(_MAGIC + self._data)
+        file = pyarrow.parquet.ParquetFile(source, metadata=self.metadata)
+        return file.read_row_groups([], columns=[*columns]).schema.remove_metadata()
+
+    def row_groups(self, selection: Selection) -> list[RowGroup]:
+        """The row groups that have rows, and of which statistics do not show that no row passes the filter."""
+        import pyarrow.dataset
+        from pyarrow.compute import field
+
+        numbers: Iterable[int] = range(len(self.rows))
+        if selection.filters is not None:
+            added = selection.added.items()
+            values = (field(name) == value if value.is_valid else field(name).is_null() for name, value in added)
+            fragment = pyarrow.dataset.ParquetFileFormat().make_fragment(
+                pyarrow.BufferReader(_MAGIC + self._data), partition_expression=reduce(and_, values) if added else None
+            )
+            schema = pyarrow.schema([*self.schema, *(pyarrow.field(name, value.type) for name, value in added)])
+            numbers = [group.id for group in fragment.subset(selection.filters, schema=schema).row_groups]
+        return [RowGroup(self, number, selection) for number in numbers if self.rows[number]]
+
     def leaves(self, columns: Sequence[str] | None) -> list[int]:
         """Numbers of the stored columns of `columns`; a nested column has several."""
         paths = [self.metadata.schema.column(number).path for number in range(self.metadata.num_columns)]
@@ -88,8 +117,7 @@ class RowGroup:
 
     footer: Footer  # footer of the file
     number: int  # number of the row group in the file
-    columns: tuple[str, ...] | None  # names of the columns to read; None for all
-    added: Mapping[str, object] = field(default_factory=dict)  # columns with one value, which are not in the file
+    selection: Selection
 
     @property
     def rows(self) -> int:
@@ -112,7 +140,9 @@ class RowGroup:
     def decoded_bytes(self) -> int:
         """Unpacked size; of columns with a dictionary as they are encoded."""
         stored = self.footer.metadata.row_group(self.number)
-        return sum(int(stored.column(leaf).total_uncompressed_size) for leaf in self.footer.leaves(self.columns))
+        return sum(
+            int(stored.column(leaf).total_uncompressed_size) for leaf in self.footer.leaves(self.selection.columns)
+        )
 
     async def fetch(self) -> Pieces:
         """Read the bytes of the columns: neighbours by one request, large chunks by several.
@@ -130,7 +160,7 @@ class RowGroup:
         return [(start, part) for (start, _), part in zip(bounds, parts, strict=True)]
 
     def decode(self, pieces: Pieces, rows: int) -> Iterator[Any]:
-        """Decode record batches of `rows` rows; the last may be shorter.
+        """Decode record batches of `rows` rows before the filter; the last may be shorter.
 
         Raises:
             ShardError: a page is corrupt, or rows are missing.
@@ -145,26 +175,16 @@ class RowGroup:
             file = pyarrow.parquet.ParquetFile(
                 source, metadata=footer.metadata, pre_buffer=False, page_checksum_verification=True
             )
-            columns = None if self.columns is None else list(self.columns)
+            columns = None if self.selection.columns is None else list(self.selection.columns)
             for batch in file.iter_batches(rows, row_groups=[self.number], columns=columns, use_threads=False):
                 left -= batch.num_rows
-                yield self._with_added(batch) if self.added else batch
+                yield self.selection.apply(batch)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             large = isinstance(error, NotImplementedError)  # more than 2 GiB of nested strings
             remedy = "; ParquetDataset with format='arrow', table_rows=256 reads less at once" if large else ""
             raise self.error(f"cannot decode: {_line(error)}{remedy}") from None
         if left:
             raise self.error(f"cannot decode: {left} of {self.rows} rows are missing")
-
-    def _with_added(self, batch: Any) -> Any:
-        import pyarrow
-
-        columns, fields = batch.columns, list(batch.schema)
-        for name, value in self.added.items():
-            kind = pyarrow.int64() if type(value) is int else pyarrow.string()
-            columns.append(pyarrow.repeat(pyarrow.scalar(value, kind), batch.num_rows))
-            fields.append(pyarrow.field(name, kind))
-        return pyarrow.RecordBatch.from_arrays(columns, schema=pyarrow.schema(fields, batch.schema.metadata))
 
     def error(self, what: str) -> ShardError:
         return ShardError(what, shard=self.footer.shard.name, member=f"row group {self.number}")
@@ -174,7 +194,7 @@ class RowGroup:
         metadata, size = self.footer.metadata, self.footer.size
         stored = metadata.row_group(self.number)
         ranges = []
-        for leaf in self.footer.leaves(self.columns):
+        for leaf in self.footer.leaves(self.selection.columns):
             chunk = stored.column(leaf)
             start, length = chunk.dictionary_page_offset or chunk.data_page_offset, chunk.total_compressed_size
             start = min(start, chunk.data_page_offset)
@@ -325,7 +345,7 @@ class _RowGroupReader(BlockReader):
             for batch in self._batches:
                 samples.extend(self._samples_of(batch))
                 size += batch.nbytes
-                self._undecoded -= batch.num_rows
+                self._undecoded -= self._rows
                 if samples and size >= self._bytes_at_once and self._undecoded > 0:
                     return Block(samples, self._decoded)
         except Exception as error:
@@ -337,7 +357,7 @@ class _RowGroupReader(BlockReader):
             dropped = min(self._drop, batch.num_rows)
             samples: list[object] = self._to_dicts(batch.slice(dropped))
         else:
-            tables = _tables(batch, self._table_rows)
+            tables = _tables(batch, self._table_rows) if batch.num_rows else []
             dropped = min(self._drop, len(tables))
             samples = tables[dropped:]
         self._drop -= dropped

@@ -85,7 +85,8 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             return length
         counts = self._sample_counts()
         if counts is None:
-            raise TypeError(f"the length of this {type(self).__name__} is unknown: it has neither counts nor an index")
+            what = f"the length of this {type(self).__name__} is unknown"
+            raise TypeError(f"{what}, since the numbers of samples in its {self.parts_name} are")
         return self._samples_in(rank, shard, order, counts)
 
     @property

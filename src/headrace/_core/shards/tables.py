@@ -1,0 +1,230 @@
+"""The rows and columns that a stream gives of files of tables: filters, Hive partitions, one schema for all files."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+from headrace._core.shards.discovery import Shard
+from headrace._core.shards.division import names_digest
+from headrace._core.store.listing import require_pyarrow
+from headrace._core.text import short_repr
+from headrace.errors import ShardError
+
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+_LONGEST_TEXT = 500  # characters of a filter in a state
+
+
+class TableFile(Protocol):
+    """A file of tables."""
+
+    shard: Shard
+    schema: Any
+
+    def selected(self, columns: Sequence[str]) -> Any:
+        """The schema of what is read of `columns`; raises `KeyError` with the first that there is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a stream gives of the rows of a file."""
+
+    columns: tuple[str, ...] | None  # names of the columns to read; None for all
+    filters: Any  # a `pyarrow.compute.Expression` that rows must pass; None for all
+    names: tuple[str, ...] | None  # the columns to give; None for all that are read
+    added: Mapping[str, Any]  # columns of one value (an Arrow scalar), which are not in the file
+    schema: Any = None  # the types to give, in order; None for those of the file
+
+    def apply(self, batch: Any) -> Any:
+        """Select of a record batch; raises errors of pyarrow."""
+        import pyarrow
+
+        if self.added:
+            columns, fields = batch.columns, list(batch.schema)
+            for name, value in self.added.items():
+                columns.append(pyarrow.repeat(value, batch.num_rows))
+                fields.append(pyarrow.field(name, value.type))
+            batch = pyarrow.RecordBatch.from_arrays(columns, schema=pyarrow.schema(fields, batch.schema.metadata))
+        if self.filters is not None:
+            table = filter_rows(pyarrow.Table.from_batches([batch]), self.filters).combine_chunks()
+            batch = next(iter(table.to_batches()), batch.slice(0, 0))
+        if self.names is not None:
+            batch = batch.select([number for number, name in enumerate(batch.schema.names) if name in self.names])
+        if self.schema is not None:
+            columns = [batch.column(name).cast(self.schema.field(name).type) for name in self.schema.names]
+            batch = pyarrow.RecordBatch.from_arrays(columns, schema=self.schema)
+        return batch
+
+
+def as_expression(filters: Any) -> Any:
+    """Filters as one `pyarrow.compute.Expression`; None for none.
+
+    Raises:
+        ValueError: they are neither an expression nor lists of conditions, or name a column by its number.
+    """
+    if filters is None:
+        return None
+    parquet = require_pyarrow("filters=")
+    from pyarrow.compute import Expression
+
+    if not isinstance(filters, Expression):
+        try:
+            lists = [filters] if isinstance(filters[0][0], str) else filters
+            # The order of a set changes with the process, and with it the text of the expression.
+            filters = parquet.filters_to_expression(
+                [[(n, op, sorted(v, key=repr) if isinstance(v, set) else v) for n, op, v in each] for each in lists]
+            )
+        except (TypeError, ValueError, LookupError) as error:
+            what = "must be an expression of pyarrow.compute or conditions as [('x', '>', 3)]"
+            raise ValueError(f"filters={short_repr(filters)} {what}: {error}") from None
+    if "FieldPath(" in str(filters):
+        raise ValueError(f"filters={filters} must name columns; their numbers change with columns=")
+    return filters
+
+
+def filter_text(filters: Any) -> str | None:
+    """An expression in words, with a checksum if they are shortened."""
+    if filters is None:
+        return None
+    text = " ".join(str(filters).split())
+    shortened = "..." in text or len(text) > _LONGEST_TEXT
+    return f"{text[:_LONGEST_TEXT]} {names_digest([pickle.dumps(filters, 4).hex()])}" if shortened else text
+
+
+def filter_rows(table: Any, filters: Any) -> Any:
+    """The rows of a table that pass a filter, in their order, which `pyarrow.Table.filter` does not promise."""
+    from pyarrow import acero
+
+    source = acero.Declaration("table_source", acero.TableSourceNodeOptions(table))
+    return acero.Declaration("filter", acero.FilterNodeOptions(filters), [source]).to_table(use_threads=False)
+
+
+def select_columns(
+    files: Sequence[TableFile], columns: tuple[str, ...] | None, filters: Any, *, as_rows: bool
+) -> list[Selection]:
+    """What to read and to give of each file.
+
+    Raises:
+        ShardError: files have other columns, or, if not `as_rows`, columns of types that cannot be unified.
+        ValueError: there is no such column, or the filter does not fit.
+    """
+    import pyarrow
+
+    found: list[tuple[Selection, Any]] = []
+    made: dict[Any, tuple[Selection, Any]] = {}  # by the columns of a file and its directories
+    first = unified = None
+    for file, values in zip(files, _hive_values([file.shard.key for file in files]), strict=True):
+        added = {name: value for name, value in values.items() if name not in file.schema.names}
+        fields = [pyarrow.field(name, value.type) for name, value in added.items()]
+        there = pyarrow.schema([*file.schema, *fields])
+        if there not in made:
+            selection, given = made[there] = _select(file, there, added, columns, filters)
+            if as_rows and (twice := [name for name, times in Counter(given.names).items() if times > 1]):
+                what = f"{file.shard.name} has several columns called {twice[0]!r}, of which a dict could have one"
+                raise ValueError(f"{what}; use format='arrow', or leave it out of columns=")
+            first = given if first is None else first
+            try:
+                if {*given.names} != {*first.names}:
+                    raise ValueError("give columns= that all files have")
+                # Rows are Python objects, the same ones of string and large_string.
+                unified = None if as_rows else given if unified is None else _unify(unified, given)
+            except (ValueError, TypeError, LookupError) as error:
+                listed, expected = (", ".join(f"{f.name} {f.type}" for f in each) for each in (given, first))
+                what = f"columns {listed}, but {expected} in {files[0].shard.name}; {error}"
+                raise ShardError(what, shard=file.shard.name) from None
+        selection, given = made[there]
+        found.append((replace(selection, added={name: added[name] for name in selection.added}), given))
+    if unified is not None and any(given != unified for _, given in found):
+        unified = unified.with_metadata(files[0].schema.metadata)
+        return [replace(selection, schema=unified) for selection, _ in found]
+    return [selection for selection, _ in found]
+
+
+def _select(
+    file: TableFile, there: Any, added: Mapping[str, Any], columns: tuple[str, ...] | None, filters: Any
+) -> tuple[Selection, Any]:
+    """What to read of files with the columns `there`, and the schema of what is given of it."""
+    import pyarrow
+
+    needed = [] if filters is None else _columns_of(filters, there, file.shard.name)
+    if columns is None:
+        return Selection(None, filters, None, added), there
+    needed = [name for name in needed if name not in columns]
+    wanted = {name: value for name, value in added.items() if name in columns or name in needed}
+    read = tuple(name for name in (*columns, *needed) if name not in added)
+    for name in columns:
+        if name.partition(".")[0] in needed and name not in there.names:
+            raise ValueError(f"columns= has only a part of a column that filters= needs, {name!r}; give all of it")
+    try:
+        selected = file.selected(read)
+    except KeyError as error:
+        names = ", ".join(map(repr, there.names))
+        raise ValueError(f"{file.shard.name} has no column {error.args[0]!r}; it has {names}") from None
+    fields = [*selected, *(pyarrow.field(name, value.type) for name, value in wanted.items())]
+    given = pyarrow.schema([field for field in fields if field.name not in needed])
+    return Selection(read, filters, tuple(given.names) if needed else None, wanted), given
+
+
+def _columns_of(filters: Any, there: Any, name: str) -> list[str]:
+    """The columns that an expression refers to: those without which it has no meaning."""
+    import pyarrow
+
+    def refused(fields: Sequence[Any]) -> Exception | None:
+        try:
+            filter_rows(pyarrow.schema(fields).empty_table(), filters)
+        except pyarrow.ArrowException as error:
+            return error  # type: ignore[no-any-return]
+        return None
+
+    if (error := refused(there)) is not None:
+        raise ValueError(f"filters={filters} does not fit {name}: {' '.join(str(error).split())}")
+    text = str(filters)
+    names = [each for each in dict.fromkeys(there.names) if each in text]
+    return [each for each in names if refused([field for field in there if field.name != each])]
+
+
+def _unify(one: Any, other: Any) -> Any:
+    """One schema for both; of a dictionary and plain values the plain ones."""
+    import pyarrow
+    from pyarrow.types import is_dictionary, is_null
+
+    if len(one) != len(other):
+        raise ValueError("columns of one name are in some files only")
+    schemas: tuple[list[Any], list[Any]] = ([], [])
+    for fields in zip(one, map(other.field, one.names), strict=True):
+        kinds = [field.type for field in fields]
+        plain = not (any(map(is_null, kinds)) or all(map(is_dictionary, kinds)))
+        for schema, field in zip(schemas, fields, strict=True):
+            kind = field.type.value_type if plain and is_dictionary(field.type) else field.type
+            schema.append(field.with_type(kind))
+    try:
+        return pyarrow.unify_schemas([*map(pyarrow.schema, schemas)], promote_options="permissive")
+    except pyarrow.ArrowException as error:
+        remedy = "read rows (format='rows'), whose types may differ"
+        raise ValueError(f"{' '.join(str(error).split())}: give columns= of the same types, or {remedy}") from None
+
+
+def _hive_values(keys: Sequence[str]) -> list[dict[str, Any]]:
+    """For each key, the values of its directories named ``column=value``, as Hive and Spark write partitions.
+
+    Those of a column are integers, if all are.
+    """
+    import pyarrow
+
+    parts = [dict(part.split("=", 1) for part in key.split("/")[:-1] if part.find("=") > 0) for key in keys]
+    found: list[dict[str, Any]] = [{} for _ in keys]
+    for name in dict.fromkeys(chain.from_iterable(parts)):
+        texts = [None if of_key.get(name) in (None, _HIVE_NULL) else unquote(of_key[name]) for of_key in parts]
+        whole = all(text is None or re.fullmatch(r"-?[0-9]{1,18}", text) for text in texts)
+        kind = pyarrow.int64() if whole and any(text is not None for text in texts) else pyarrow.string()
+        for values, of_key, text in zip(found, parts, texts, strict=True):
+            if name in of_key:
+                value = int(text) if text is not None and kind == pyarrow.int64() else text
+                values[unquote(name)] = pyarrow.scalar(value, kind)
+    return found

@@ -1,0 +1,224 @@
+"""`filters=` gives the rows that pyarrow gives for it, and reads no row group without any; one schema for all files."""
+
+import datetime
+import functools
+import json
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+import headrace as hr
+from headrace.errors import ShardError, StateError
+from object_server import ObjectServer
+from tests.unit.shards.resuming import resumes_at_every_position
+from tests.unit.shards.test_division import read_in_stages
+
+X = pc.field("x")
+FILTERS = [
+    X > 33,
+    (X > 5) & (X <= 41) & (pc.field("year") == 2025),
+    (pc.field("label") == "cat") | (X == 17),
+    pc.field("label").is_null(),
+    pc.field("text").isin(["row 3", "row 50"]),
+    pc.field("pair", "b") == "1",
+    pc.starts_with(pc.field("text"), "row 4") & ~(X == 44),
+    pc.scalar(value=True),
+    X < 0,
+    [("x", ">", 33)],
+    [("label", "=", "cat"), ("x", "not in", {3, 4})],
+    [[("x", "<", 4)], [("year", "=", 2026), ("text", "in", ["row 5", "row 8"])]],
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """60 rows in row groups of 3 rows, in one file for each label and year."""
+    path = tmp_path_factory.mktemp("table")
+    table = pa.table(
+        {
+            "x": range(60),
+            "text": [f"row {i}" for i in range(60)],
+            "pair": [{"a": i, "b": str(i % 2)} for i in range(60)],
+            "part": np.arange(60) / 4,
+            "label": ["cat", "a b/c", None] * 20,
+            "year": np.repeat([2024, 2025, 2026], 20),
+        }
+    )
+    pq.write_to_dataset(table, path, partition_cols=["label", "year"], row_group_size=3)
+    return path
+
+
+def by_x(rows):
+    return sorted(rows, key=lambda row: row["x"])
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("columns", [None, ["x"], ["part", "label", "x"]], ids=str)
+def test_rows_and_tables_are_those_of_pyarrow(folder, filters, columns):
+    expected = by_x(pq.read_table(folder, filters=filters, columns=columns).to_pylist())
+    options = {"filters": filters, "columns": columns}
+    assert by_x(hr.ParquetDataset(folder, **options)) == expected
+    for table_rows in (None, 2):
+        tables = list(hr.ParquetDataset(folder, format="arrow", table_rows=table_rows, **options))
+        assert by_x(row for table in tables for row in table.to_pylist()) == expected
+        assert all(0 < table.num_rows <= (table_rows or 3) for table in tables)
+    groups = hr.ParquetDataset.groups(folder, **options)
+    assert by_x(row for number in range(len(groups)) for row in groups[number].to_pylist()) == expected
+
+
+def test_rows_stay_in_order_in_large_row_groups(tmp_path):
+    pq.write_table(pa.table({"x": range(300_000)}), tmp_path / "0.parquet")
+    (table,) = hr.ParquetDataset(tmp_path, filters=pc.bit_wise_and(X, 3) == 0, format="arrow")
+    assert table["x"].to_pylist() == list(range(0, 300_000, 4))
+
+
+def test_row_groups_and_columns_that_the_filter_does_not_need_are_not_read(tmp_path):
+    count = 60_000  # columns of more than 64 KiB in each row group
+    columns = {name: np.random.default_rng(0).integers(1 << 62, size=count) for name in "abc"}
+    pq.write_table(pa.table({"x": range(count), **columns}), tmp_path / "0.parquet", row_group_size=count // 3)
+    with ObjectServer({"0.parquet": (tmp_path / "0.parquet").read_bytes()}) as server:
+        store = hr.Store(server.url, options=server.store_options)
+        dataset = hr.ParquetDataset(["0.parquet"], columns=["b"], filters=[("x", ">=", 59_990)], store=store)
+        server.misbehave()
+        assert [row["b"] for row in dataset] == columns["b"][-10:].tolist()
+        assert len(server.seen()) == 2, "columns x and b of the last row group"
+    assert "1 row groups" in repr(dataset)
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "arrow"}, {"format": "arrow", "table_rows": 2}], ids=str)
+def test_stream_continues_at_every_position(folder, options):
+    make = functools.partial(hr.ParquetDataset, folder, filters=pc.bit_wise_and(X, 3) == 0, shuffle=True, **options)
+    assert resumes_at_every_position(make)
+
+
+@pytest.mark.parametrize("split", ["groups", "rows"])
+@pytest.mark.parametrize("worlds", [(2, 3), (3, 1)], ids=str)
+def test_rows_left_are_given_once_by_another_number_of_ranks(folder, split, worlds):
+    def make(rank, world):
+        return hr.ParquetDataset(
+            folder, filters=X > 20, shuffle=True, rank=rank, world_size=world, split=split, remainder="keep"
+        )
+
+    for step in range(0, 12, 3):
+        stages = read_in_stages(make, worlds, [step])
+        assert sorted(row["x"] for stage in stages for rank in stage for row in rank) == [*range(21, 60)]
+
+
+def test_ranks_of_unknown_length_are_refused(folder, monkeypatch):
+    make = functools.partial(hr.ParquetDataset, folder, filters=X > 20)
+    for remainder in ("drop", "pad", "repeat"):
+        with pytest.raises(ValueError, match=r"unequal numbers of samples.*split='rows'.*coordinated=True"):
+            make(rank=0, world_size=2, remainder=remainder)
+    with pytest.raises(TypeError, match="length of this ParquetDataset is unknown"):
+        len(make())
+    lengths = {len(list(make(rank=rank, world_size=4, split="rows"))) for rank in range(4)}
+    assert lengths == {9}
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="unequal numbers of samples"):
+        list(make())
+    with pytest.raises(ValueError, match="unequal numbers of samples"):
+        len(make())
+
+
+def test_loader_gives_the_rows_of_the_filter(folder):
+    dataset = pickle.loads(pickle.dumps(hr.ParquetDataset(folder, columns=["x"], filters=[("x", ">", 20)])))
+    with hr.DataLoader(dataset, batch_size=7) as loader:
+        for _ in range(2):
+            assert sorted(x for batch in loader for x in batch["x"].tolist()) == [*range(21, 60)]
+
+
+def test_state_refuses_another_filter(folder):
+    values = list(range(100))
+    state = aiter(hr.ParquetDataset(folder, filters=X.isin(values))).state_dict()
+    again = [[("x", "in", {str(i) for i in values})], [("x", "in", set(values))]]
+    aiter(hr.ParquetDataset(folder, filters=X.isin(values))).load_state_dict(json.loads(json.dumps(state)))
+    for other in (X.isin([*values[:50], 1000, *values[51:]]), X >= 0, None):
+        with pytest.raises(StateError, match=r"filters was 'is_in\(x"):
+            aiter(hr.ParquetDataset(folder, filters=other)).load_state_dict(state)
+    texts = {aiter(hr.ParquetDataset(folder, filters=again[1])).state_dict()["of"]["filters"] for _ in range(2)}
+    assert len(texts) == 1
+
+
+def test_filters_that_do_not_fit_are_errors(folder):
+    for filters, says in [
+        ([("z", ">", 3)], r"No match for FieldRef.Name\(z\)"),
+        (X > "a", "no kernel matching input types"),
+        (X + 1, "must evaluate to bool"),
+        (pc.field(0) > 3, "must name columns"),
+        ([("x", "like", 3)], r"must be an expression of pyarrow.compute or conditions"),
+        ([], "must be an expression"),
+        ("x > 3", "must be an expression"),
+    ]:
+        for make in (hr.ParquetDataset, hr.ParquetDataset.groups):
+            with pytest.raises(ValueError, match=says):
+                make(folder, filters=filters)
+    with pytest.raises(ValueError, match=r"only a part of a column that filters= needs, 'pair.a'"):
+        hr.ParquetDataset(folder, columns=["pair.a"], filters=pc.field("pair", "b") == "1")
+
+
+# One schema for all files
+
+
+@pytest.mark.parametrize(
+    ("types", "value", "unified"),
+    [
+        ((pa.string(), pa.large_string()), "a", pa.large_string()),
+        ((pa.dictionary(pa.int32(), pa.string()), pa.string()), "a", pa.string()),
+        ((pa.dictionary(pa.int32(), pa.string()), pa.large_string()), None, pa.large_string()),
+        ((pa.int32(), pa.int64()), 7, pa.int64()),
+        ((pa.int64(), pa.float64()), 7, pa.float64()),
+        ((pa.list_(pa.int64()), pa.large_list(pa.int64())), [1, 2], pa.large_list(pa.int64())),
+        ((pa.null(), pa.string()), None, pa.string()),
+        ((pa.list_(pa.null()), pa.list_(pa.int64())), [], pa.list_(pa.int64())),
+        ((pa.timestamp("us"), pa.timestamp("ns")), datetime.datetime(2026, 1, 2), pa.timestamp("ns")),
+        ((pa.list_(pa.field("item", pa.int64(), nullable=False)), pa.list_(pa.int64())), [1], pa.list_(pa.int64())),
+        (
+            (pa.struct({"a": pa.int8(), "b": pa.string()}), pa.struct({"b": pa.string(), "a": pa.int8()})),
+            {"a": 1, "b": ""},
+            None,
+        ),
+    ],
+    ids=str,
+)
+def test_files_of_different_types_give_equal_rows_and_tables_of_one_schema(tmp_path, types, value, unified):
+    for order in (types, types[::-1]):
+        for number, kind in enumerate(order):
+            columns = {"x": pa.array([value], kind), "n": [number]}
+            names = sorted(columns, reverse=bool(number))  # another order of columns
+            pq.write_table(pa.table(columns).select(names), tmp_path / f"{number}.parquet")
+        assert list(hr.ParquetDataset(tmp_path)) == [{"x": value, "n": number} for number in range(2)]
+        groups = hr.ParquetDataset.groups(tmp_path)
+        for tables in ([groups[0], groups[1]], list(hr.ParquetDataset(tmp_path, format="arrow", columns=["x", "n"]))):
+            assert tables[0].schema.equals(tables[1].schema, check_metadata=True)
+            assert unified in (None, tables[0].schema.field("x").type)
+            assert [row for table in tables for row in table.to_pylist()] == list(hr.ParquetDataset(tmp_path))
+        assert groups[1].column_names == ["n", "x"]
+
+
+def test_types_that_no_type_holds_are_an_error_that_names_both_files(tmp_path):
+    for number, value in enumerate([1, "a"]):
+        pq.write_table(pa.table({"x": [value], "n": [number]}), tmp_path / f"{number}.parquet")
+    assert [row["x"] for row in hr.ParquetDataset(tmp_path)] == [1, "a"]
+    for tables in (hr.ParquetDataset.groups, functools.partial(hr.ParquetDataset, format="arrow")):
+        with pytest.raises(ShardError, match=r"x string.*x int64.*0\.parquet.*or read rows.*1\.parquet"):
+            tables(tmp_path)
+        assert [table["n"].to_pylist() for table in tables(tmp_path, columns=["n"])] == [[0], [1]]
+
+
+def test_value_that_the_common_type_cannot_hold_is_an_error(tmp_path):
+    pq.write_table(pa.table({"x": [2**63]}, pa.schema({"x": pa.uint64()})), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "1.parquet")
+    with pytest.raises(ShardError, match=r"cannot decode: Integer value .*0\.parquet.*row group 0"):
+        next(iter(hr.ParquetDataset(tmp_path, format="arrow")))
+
+
+def test_partition_without_a_value_has_the_type_of_the_others(tmp_path):
+    pq.write_to_dataset(pa.table({"x": [1, 2], "year": [2024, None]}), tmp_path, partition_cols=["year"])
+    tables = list(hr.ParquetDataset(tmp_path, format="arrow"))
+    assert {str(table.schema.field("year").type) for table in tables} == {"int64"}
+    assert [row["x"] for row in hr.ParquetDataset(tmp_path, filters=pc.field("year").is_null())] == [2]

@@ -329,6 +329,47 @@ class DataLoader(TorchDataLoader[T_co]):
         """
         self._control.restore(self, states_from_dict(state_dict), strict=strict)
 
+    def batch_at(self, epoch: int, step: int, *, rank: int | None = None, world_size: int | None = None) -> T_co:
+        """The batch that was, or will be, delivered at a step of an epoch, read and transformed again, bit for bit.
+
+        It can be computed on any machine, also of a rank of a large job in a single process, since order, position and
+        randomness follow from `seed`. A stream is read from the beginning of its epoch. Steps that `on_error="skip"`
+        left out count; batches that replaced lost ones are not found. The iteration under way is not affected.
+
+        Args:
+            epoch: its number.
+            step: number of the batch in the epoch, from 0, on each rank.
+            rank: whose batch it is; by default that of this process.
+            world_size: number of ranks, for steps that the loaded state does not know of; by default that of now.
+
+        Raises:
+            IndexError: the epoch has not so many steps.
+            StateError: ranks or batch size were others then, and cannot be taken into account.
+            ValueError: the loader has no `seed`, or its order does not follow from it.
+
+        Example:
+            >>> import headrace as hr
+            >>> loader = hr.DataLoader([1, 2, 3, 4], batch_size=2, shuffle=True, seed=0)
+            >>> batches = list(loader)
+            >>> loader.batch_at(0, 1).equal(batches[1]), loader.samples_at(0, [0, 1])
+            (True, [[1, 3], [2, 0]])
+        """
+        from headrace._core.consumer.rewind import batch_at
+
+        batch: T_co = batch_at(self, epoch, step, rank, world_size)
+        return batch
+
+    def samples_at(
+        self, epoch: int, steps: Iterable[int], *, rank: int | None = None, world_size: int | None = None
+    ) -> list[list[Any]]:
+        """The keys of the samples of some steps, without reading them: of a dataset without keys, the indices.
+
+        Arguments and errors are those of `batch_at`; streams are a `TypeError`.
+        """
+        from headrace._core.consumer.rewind import samples_at
+
+        return samples_at(self, epoch, steps, rank, world_size)
+
     def stats(self) -> LoaderStats:
         """The raw numbers: counts of batches, samples, skips, requests and waiting, over all epochs so far."""
         return self._control.counters.snapshot()

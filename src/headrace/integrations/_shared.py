@@ -36,7 +36,7 @@ def copied(loader: DataLoader[Any], device: torch.device | None) -> DataLoader[A
     if spec.options["device"] is None and target is not None:
         made.__dict__.setdefault("device", device)  # a subclass may have an attribute of this name
         options = cast(LoaderOptions, {**spec.options, "device": device})
-        made._control = made._control.on_device(dataclasses.replace(spec, options=options, device=target))
+        made._control = made._control.with_spec(dataclasses.replace(spec, options=options, device=target))
     return made
 
 

@@ -50,7 +50,7 @@ from headrace._core.order.restore import (
     of_rank,
 )
 from headrace._core.order.spec import LoaderSpec, TorchLoader
-from headrace._core.order.state import Fingerprint, LoaderState, encoded
+from headrace._core.order.state import Fingerprint, LoaderState, Run, encoded
 from headrace._core.pool.launch import start_early
 from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
@@ -110,6 +110,7 @@ class LoaderControl:
         self.resumed: tuple[LoaderState, ...] = ()
         self.progress: EpochProgress | None = None
         self._next_epoch = 0
+        self._history: tuple[tuple[int, ...], ...] = ()
         self._seeds = EpochSeeds(spec)
         self._checked: set[str] = set()  # of the warnings that are given once
         self._lanes = LaneChoice(spec)
@@ -134,10 +135,11 @@ class LoaderControl:
         self._seeds, self.counters = copy.copy(self._seeds), copy.copy(self.counters)
         self._reset()
 
-    def on_device(self, spec: LoaderSpec) -> LoaderControl:
-        """A copy whose batches go to the device of another `spec`."""
+    def with_spec(self, spec: LoaderSpec) -> LoaderControl:
+        """A copy with another `spec` of the same dataset."""
         clone = copy.copy(self)
         clone.spec = spec
+        clone._reset()
         return clone
 
     # The position.
@@ -166,7 +168,7 @@ class LoaderControl:
 
     def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...], *, strict: bool) -> None:
         """Continue from a state of all ranks, or this rank's among those of each, at the next `iter()`."""
-        now = self._fingerprint(loader, self._order(loader))
+        now = self._fingerprint(loader, self.order(loader))
         try:
             for state in states:
                 check_fit(state, now)
@@ -188,12 +190,17 @@ class LoaderControl:
             propagate_epoch(part, epoch)
         self._placements.set_epoch(self.spec.source, epoch, only_wanted=False)
 
-    def skip(self, loader: TorchLoader, batches: int, ranks: int) -> None:
-        """Let the next `iter()`, of a map-style dataset, begin after as many batches on each rank."""
-        order = self._order(loader)
+    def skip(self, loader: TorchLoader, batches: int, ranks: int, since: Run | None = None) -> None:
+        """Let the next `iter()`, of a map-style dataset, begin after as many batches on each rank.
+
+        They count from the beginning of the epoch, or of a run of other ranks.
+        """
+        order = self.order(loader)
         samples = 0 if order.sampler is None else batches * (order.batch_size or 1)  # a batch sampler draws batches
-        cursor = samples * ranks if order.shared else samples
+        cursor = samples * order.sampler.num_replicas if order.shared else samples
         fresh = self._next_state(loader)
+        if since is not None:
+            batches, cursor = since.batches + batches, since.cursor + cursor
         self.resumed = (fresh._replace(batches=batches, samples=samples, cursor=cursor, ranks=ranks, base_seed=None),)
 
     def skip_rest(self) -> None:
@@ -205,7 +212,7 @@ class LoaderControl:
         """Whether each rank has a state of its own; the same on all ranks."""
         if self.spec.kind.is_iterable:
             return not getattr(self.spec.source, "divides_samples", False)
-        order = self._order(loader)
+        order = self.order(loader)
         of_all_ranks = order.is_by_arithmetic or isinstance(order.sampler, DistributedSampler)
         return not (loader.in_order and of_all_ranks)
 
@@ -213,10 +220,10 @@ class LoaderControl:
         """The number of batches of the restored epoch that are left on this rank; None if it is unknown."""
         state = of_rank(self.resumed, rank, remainder_of(self.spec.source))
         with self.counted():
-            before = batches_before(loader, self._order(loader), state, rank)
+            before = batches_before(loader, self.order(loader), state, rank)
             return None if before is None else len(loader) - before
 
-    def _order(self, loader: TorchLoader) -> EpochOrder:
+    def order(self, loader: TorchLoader) -> EpochOrder:
         return EpochOrder(loader, stream=self.spec.kind.is_iterable)
 
     def _state_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
@@ -230,13 +237,16 @@ class LoaderControl:
 
     def _next_state(self, loader: TorchLoader) -> LoaderState:
         """The state before the next epoch."""
-        order = self._order(loader)
+        order = self.order(loader)
         sampler, generator = order.sampler_between_epochs(), encoded(order.generator)
         drawn = {"base_seed": self._seeds.ahead(loader), "kept_seed": self._seeds.kept}
         return self._fresh(loader, order, self._next_epoch, generator=generator, sampler=sampler, **drawn)
 
     def _fresh(self, loader: TorchLoader, order: EpochOrder, epoch: int, **drawn: Any) -> LoaderState:
-        return LoaderState(epoch, self._fingerprint(loader, order), sampler_epoch=order.sampler_epoch, **drawn)
+        sampler_epoch, history = order.sampler_epoch, self._history
+        return LoaderState(
+            epoch, self._fingerprint(loader, order), sampler_epoch=sampler_epoch, history=history, **drawn
+        )
 
     def _fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
         """The properties of the loader that a state has to fit."""
@@ -284,13 +294,13 @@ class LoaderControl:
         if self.spec.options["coordinated"] and rank.world_size > 1:
             agreement = begin_agreement(self._agreements, rank, self.group, loader.timeout or None)
         try:
-            return self._open(kind, loader, self._next_spec(loader, rank, late_epoch=late_epoch), agreement)
+            return self.open(kind, loader, self.next_spec(loader, rank, late_epoch=late_epoch), agreement)
         except Exception as error:
             if agreement is not None:  # the other ranks would wait for it
                 agreement.leave(error)
             raise
 
-    def _next_spec(self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool) -> EpochSpec:
+    def next_spec(self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool) -> EpochSpec:
         seed, stream = self.spec.options["seed"], self.spec.kind.is_iterable
         skipped = 0 if self.resumed else batches_skipped_by_hook(loader)
         if skipped:
@@ -329,13 +339,16 @@ class LoaderControl:
                 begun = begun._replace(streams=resumed.streams)
         else:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=base_seed)
+        history = self._history if resumed is None else resumed.history
         begun = begun._replace(lanes=self._lanes.of_epoch(continued))
+        begun = begun.noted(history, order.rank_of(rank).world_size, loader.batch_size or 0)
+        self._history = begun.history
         spec = epoch_spec(begun, order, drawn, rank)
         if resumed is None and self.progress is not None:  # what the dataset has already
             spec = replace(spec, begun=begun._replace(streams=self.progress.kept_streams))
         return spec
 
-    def _open(self, iterator: type[E], loader: TorchLoader, spec: EpochSpec, agreement: StepGroup | None) -> E:
+    def open(self, iterator: type[E], loader: TorchLoader, spec: EpochSpec, agreement: StepGroup | None) -> E:
         kind, rank = self.spec.kind, spec.rank
         self.counters.begin()
         session = self._open_session(loader, spec)
@@ -455,7 +468,7 @@ class LoaderControl:
         if not self.spec.kind.is_iterable or translates_epochs(self.spec.source):
             yield
             return
-        under_way = [number for epoch, number in list(self._open_epochs.items()) if not epoch.closed]
+        under_way = [number for epoch, number in self.open_epochs if not epoch.closed]
         epoch, seed = under_way[-1] if under_way else self.next_epoch, self.spec.options["seed"]
         with bound(counted_epoch, epoch), bound(session_seed, seed):
             yield
@@ -501,6 +514,11 @@ class LoaderControl:
                 *(getattr(type(part), "_remedies", ()) for part in walk_datasets(self.spec.source))
             ),
         )
+
+    @property
+    def open_epochs(self) -> list[tuple[Epoch, int]]:
+        """The iterations of this loader that were begun and are still there, with the numbers of their epochs."""
+        return list(self._open_epochs.items())
 
     def close_epochs(self) -> None:
         """Close the open epochs; does not wait."""

@@ -21,6 +21,7 @@ from torch.utils.data import (
 from headrace._core.order.samplers import CursorSampler, SeededRandomSampler, SeededRankSampler
 from headrace._core.order.spec import TorchLoader
 from headrace._core.order.state import LoaderState, checksum, decoded
+from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.resumable import Stateful
 from headrace.errors import StateError
 
@@ -147,6 +148,17 @@ class EpochOrder:
         self._walked_last: Sequence[Any] = ()  # the last draws before the resume point, of an order that is walked
         if resumed is None and self.is_walked and self._generator is not None:
             self.generator = self._generator.get_state()
+
+    @property
+    def is_drawn_anew(self) -> bool:
+        """Whether an epoch's order depends on a generator, or on a sampler's own state, and not on its number alone."""
+        has_state = self._own_state is not None and not getattr(self._own_state, "wants_epoch", False)
+        return self.is_walked and (type(self.sampler) in _WHOLE or has_state)
+
+    def rank_of(self, process: RankInfo) -> RankInfo:
+        """The rank whose part is drawn: that of a `DistributedSampler`, which may be given one, or of this process."""
+        part = self._decides
+        return RankInfo(part.rank, part.num_replicas, "") if isinstance(part, DistributedSampler) else process
 
     @property
     def is_of_one_rank(self) -> bool:

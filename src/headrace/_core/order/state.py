@@ -63,6 +63,16 @@ class Fingerprint(NamedTuple):
         return [f"{name} was {old}, and is {new}" for name, old, new in pairs if old != new]
 
 
+class Run(NamedTuple):
+    """The steps from one on, up to the next entry of a history: they were read by as many ranks, in such batches."""
+
+    epoch: int
+    batches: int  # number of the first step in the epoch
+    cursor: int  # that of the state before it
+    ranks: int
+    batch_size: int  # 0 if a batch sampler decides
+
+
 class LoaderState(NamedTuple):
     """The position in an epoch, and all that is needed to continue after it."""
 
@@ -93,6 +103,8 @@ class LoaderState(NamedTuple):
     # Batches given out after others that were not: number, first sample and number of samples of each, and of a stream
     # the first and last position.
     delivered: tuple[tuple[int, ...], ...] = ()
+    # Where the number of ranks or the size of a batch changed, from the run's first epoch on; see `Run`.
+    history: tuple[tuple[int, ...], ...] = ()
     # Counts of `on_error`: delivered and skipped samples, those in a row, lost batches to be replaced, and replacements
     # among `batches`. With a user's sampler that has a state also the indices of a batch to be repeated.
     skipped: tuple[Any, ...] = (0, 0, 0, 0, 0)
@@ -100,9 +112,25 @@ class LoaderState(NamedTuple):
     @property
     def is_between_epochs(self) -> bool:
         """Whether it is one before an epoch, for which nothing has been drawn."""
-        kept = {"rank", "ranks", "base_seed", "kept_seed", "sampler_epoch", "generator", "sampler", "streams"}
+        kept = {
+            "rank",
+            "ranks",
+            "base_seed",
+            "kept_seed",
+            "sampler_epoch",
+            "generator",
+            "sampler",
+            "streams",
+            "history",
+        }
         fields = self._asdict() | {name: self._field_defaults[name] for name in kept}
         return fields == LoaderState(self.epoch, self.fingerprint)._asdict()
+
+    def noted(self, history: tuple[tuple[int, ...], ...], ranks: int, batch_size: int) -> LoaderState:
+        """With the history before it, and with this beginning if its ranks or batches differ from those before."""
+        if not history or history[-1][3:] != (ranks, batch_size):
+            history = (*history, Run(self.epoch, self.batches, self.cursor, ranks, batch_size))
+        return self._replace(history=history)
 
     def to_dict(self) -> State:
         """The state to be saved, of one rank or of all."""
@@ -144,6 +172,7 @@ class LoaderState(NamedTuple):
             streams=dict(values["streams"]),
             merged=tuple(values["merged"]),
             delivered=tuple(map(tuple, values["delivered"])),
+            history=tuple(map(tuple, values.get("history", ()))),
             skipped=tuple(values["skipped"]),
         )
 

@@ -1,0 +1,144 @@
+"""The batch of any step of any epoch, computed again, as it follows from the seed and the position."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DistributedSampler
+
+from headrace._core.consumer.control import LoaderControl
+from headrace._core.consumer.epoch import BatchIterator
+from headrace._core.order.order import EpochOrder
+from headrace._core.order.restore import EpochSpec
+from headrace._core.order.samplers import RankSampler
+from headrace._core.order.state import Run
+from headrace._core.ranks.distributed import RankChoice
+from headrace._core.ranks.rankinfo import RankInfo, provided_rank
+from headrace._core.streams.kinds import DatasetKind, capabilities, sample_key, walk_datasets
+from headrace._core.streams.resumable import is_stateful
+from headrace.errors import StateError
+
+
+def batch_at(loader: Any, epoch: int, step: int, rank: int | None, world_size: int | None) -> Any:
+    """The batch of a step; the work of `DataLoader.batch_at`."""
+    with _loader_at(loader, epoch, step, rank, world_size) as (clone, spec):
+        before = step if spec.order.is_stream else 0  # a stream is read from its start
+        spec = replace(spec, draws=itertools.islice(spec.draws, before + 1))
+        batches = clone._control.open(BatchIterator, clone, spec, None)
+        for batch in itertools.islice(batches, before, None):
+            return batch
+    raise _no_step(epoch, step)
+
+
+def samples_at(
+    loader: Any, epoch: int, steps: Iterable[int], rank: int | None, world_size: int | None
+) -> list[list[Any]]:
+    """The keys of the samples of steps; the work of `DataLoader.samples_at`."""
+    source = loader._control.spec.source
+    if loader._control.spec.kind.is_iterable:
+        raise TypeError("the samples of a stream are known only when it is read: use batch_at()")
+    found = []
+    for step in steps:
+        with _loader_at(loader, epoch, step, rank, world_size) as (clone, spec):
+            drawn = next(spec.draws, None)
+        if drawn is None:
+            raise _no_step(epoch, step)
+        indices = drawn if clone._auto_collation else [drawn]
+        found.append([index if (key := sample_key(source, index)) is None else key for index in indices])
+    return found
+
+
+def _no_step(epoch: int, step: int) -> IndexError:
+    return IndexError(f"epoch {epoch} ends before step {step}")
+
+
+@contextlib.contextmanager
+def _loader_at(
+    loader: Any, epoch: int, step: int, rank: int | None, world_size: int | None
+) -> Iterator[tuple[Any, EpochSpec]]:
+    """A copy of the loader whose epoch begins with a step; a stream's with the epoch."""
+    if epoch < 0 or step < 0:
+        raise ValueError(f"epoch={epoch} and step={step} must not be negative")
+    control: LoaderControl = loader._control
+    order = control.order(loader)
+    _check_computable(loader, order, epoch)
+    with control.ranked() as here:
+        own = order.rank_of(here)
+    run, present = _run_of(loader, epoch, step, world_size or own.world_size)
+    place = RankInfo(own.rank if rank is None else rank, run.ranks, "batch_at")
+    if not 0 <= place.rank < run.ranks:
+        raise ValueError(f"rank={place.rank}, but step {step} of epoch {epoch} is of {run.ranks} ranks")
+    clone = _copy(loader, place)
+    order = clone._control.order(clone)
+    if run.batch_size != present and not order.is_stream:
+        raise StateError(f"step {step} had batches of {run.batch_size} samples: give the loader batch_size=")
+    if run.batches and order.is_stream:
+        raise StateError(f"epoch {epoch} was read by other ranks up to step {run.batches}, and a stream from its start")
+    if run.batches and not order.is_by_arithmetic:
+        raise StateError(
+            f"the ranks or the batch size changed at step {run.batches}, and {order.sampler_name} is drawn"
+        )
+    reader = here if place == own else place
+    clone._control.resumed = ()
+    clone._control.set_epoch(clone, epoch)
+    if not order.is_stream:
+        clone._control.skip(clone, step - run.batches, reader.world_size, run)
+    with provided_rank(reader), contextlib.closing(clone):
+        yield clone, clone._control.next_spec(clone, reader, late_epoch=False)
+
+
+def _check_computable(loader: Any, order: EpochOrder, epoch: int) -> None:
+    """Raise `ValueError` where the order or the randomness of a step does not follow from the seed."""
+    control: LoaderControl = loader._control
+    if control.spec.options["seed"] is None:
+        raise ValueError("a batch can be computed again only if all its randomness has a seed: give the loader seed=")
+    if not loader.in_order:
+        raise ValueError("with in_order=False the number of a step does not say which batch it was")
+    if order.is_drawn_anew:
+        name = order.sampler_name
+        raise ValueError(f"the order of {name} does not follow from the seed: use shuffle=True or an ElasticSampler")
+    if epoch and any(is_stateful(part) for part in walk_datasets(control.spec.source)):
+        raise ValueError(f"{type(control.spec.source).__name__} has a state of its own, which later epochs begin with")
+    under_way = {number for open, number in control.open_epochs if not open.closed}
+    follows = any(capabilities(part).set_epoch for part in walk_datasets(control.spec.source))
+    if follows and under_way - {epoch}:
+        raise RuntimeError(f"the dataset is read in epoch {max(under_way)}: look at epoch {epoch} after that iteration")
+
+
+def _run_of(loader: Any, epoch: int, step: int, ranks: int) -> tuple[Run, int]:
+    """The ranks and the batch size that a step has, since which step; and the batch size now."""
+    control: LoaderControl = loader._control
+    (present, *_), size = control.states(loader, 0), loader.batch_size or 0
+    history = [Run(*run) for run in present.noted(present.history, ranks, size).history]
+    begun = [run for run in history if run[:2] <= (epoch, step)]
+    run = begun[-1] if begun else Run(epoch, 0, 0, ranks, size)
+    return (run if run.epoch == epoch else run._replace(epoch=epoch, batches=0, cursor=0)), size
+
+
+def _copy(loader: Any, rank: RankInfo) -> Any:
+    """A copy of the loader, on another rank, that shares nothing with it but the dataset and its functions."""
+    clone: Any = copy.copy(loader)
+    spec = clone._control.spec
+    options = {**spec.options, "coordinated": False, "data_parallel": None}
+    if spec.kind is DatasetKind.ASYNC_MAP:  # of which a batch is the same wherever it is read
+        options.update(placement="thread", engines=1)
+        clone.__dict__["num_workers"] = 0 if loader.worker_init_fn is None else min(1, loader.num_workers)
+    clone._control = clone._control.with_spec(replace(spec, options=options))
+    batches, sampler = copy.copy(loader.batch_sampler), copy.copy(loader.sampler)
+    if getattr(batches, "sampler", None) is not None:
+        batches.sampler = sampler = copy.copy(batches.sampler)
+    clone.__dict__.update(batch_sampler=batches, sampler=sampler)
+    for part in (sampler, batches):
+        if isinstance(part, RankSampler):
+            part._ranks = RankChoice(rank.rank, rank.world_size)
+        elif isinstance(part, DistributedSampler) and (part.rank, part.num_replicas) != (rank.rank, rank.world_size):
+            made = f"rank {part.rank} of {part.num_replicas}"
+            raise ValueError(
+                f"{type(part).__name__} was made for {made}: make one for {rank.rank} of {rank.world_size}"
+            )
+    return clone

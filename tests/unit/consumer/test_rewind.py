@@ -1,0 +1,151 @@
+"""Batches and keys of any step, computed again: they are those that were delivered, whatever read them."""
+
+import hashlib
+import itertools
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler
+
+import headrace as hr
+from tests.datasets import Numbers
+
+
+def noisy(sample):
+    return torch.tensor([float(sample), torch.rand(()), np.random.random(), random.random()])
+
+
+def digest(batch):
+    return hashlib.sha256(batch.numpy().tobytes()).hexdigest()
+
+
+def numbers_of(batches):
+    return [batch[:, 0].int().tolist() for batch in batches]
+
+
+def loader_of(kind, **options):
+    data = Numbers(2400)
+    sampler = {"elastic": hr.ElasticSampler, "blocks": lambda d, seed: hr.BlockShuffleSampler(
+        d, block_size=10, blocks_at_once=6, seed=seed)}[kind](data, seed=5)  # fmt: skip
+    return hr.DataLoader(data, batch_size=4, sampler=sampler, seed=5, transform=noisy, **options)
+
+
+@pytest.mark.parametrize("kind", ["elastic", "blocks"])
+def test_batches_of_steps_read_by_changing_numbers_of_ranks_are_computed_again(kind, as_rank):
+    draw = random.Random(kind)
+    delivered, state, steps = {}, None, 0
+    while steps < 2000:  # of all ranks; each turn ends as a job that is killed
+        ranks, limit = draw.randint(1, 3), draw.randint(5, 60)
+        states = []
+        for rank in range(ranks):
+            as_rank(rank, ranks)
+            with loader_of(kind) as loader:
+                if state is not None:
+                    loader.load_state_dict(state)
+                epoch = loader._control.next_epoch
+                step = state["state"][0]["batches"] if state is not None else 0
+                for number, batch in enumerate(itertools.islice(loader, limit), step):
+                    delivered[epoch, number, rank] = digest(batch)
+                    steps += 1
+                states.append(json.loads(json.dumps(loader.state_dict())))
+        assert all(each == states[0] for each in states)
+        state = states[0]
+    assert len(state["state"][0]["history"]) > 10
+    as_rank(0, 1)
+    with loader_of(kind, num_workers=1, executor="thread") as loader:
+        loader.load_state_dict(state)
+        for epoch, step, rank in draw.sample(sorted(delivered), 100):
+            assert digest(loader.batch_at(epoch, step, rank=rank)) == delivered[epoch, step, rank]
+
+
+def test_steps_to_come_are_those_that_follow():
+    with loader_of("elastic") as loader:
+        batches = iter(loader)
+        expected = [next(batches) for _ in range(5)]
+        later = [loader.batch_at(0, step) for step in range(5, 8)]
+        keys = loader.samples_at(0, range(8))
+        expected += [next(batches) for _ in range(3)]
+        assert all(map(torch.equal, later, expected[5:]))
+        assert keys == numbers_of(expected)
+
+
+def test_rank_of_a_job_that_this_process_is_not_part_of(as_rank):
+    as_rank(3, 4)
+    with loader_of("elastic") as loader:
+        expected = next(itertools.islice(loader, 7, None))
+    as_rank(0, 1)
+    with loader_of("elastic") as loader:
+        assert torch.equal(loader.batch_at(0, 7, rank=3, world_size=4), expected)
+        with pytest.raises(ValueError, match="rank=3, but step 7 of epoch 0 is of 1 ranks"):
+            loader.batch_at(0, 7, rank=3)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_torch_dataset(num_workers):
+    with hr.DataLoader(list(range(40)), 4, shuffle=True, seed=1, transform=noisy, num_workers=num_workers) as loader:
+        epochs = [list(loader), list(loader)]
+        for epoch, step in itertools.product(range(2), (0, 3, 9)):
+            assert torch.equal(loader.batch_at(epoch, step), epochs[epoch][step])
+        with pytest.raises(IndexError, match="epoch 1 ends before step 10"):
+            loader.batch_at(1, 10)
+
+
+def test_torchs_distributed_sampler():
+    data = Numbers(40)
+    sampler = DistributedSampler(data, num_replicas=2, rank=1, seed=1)
+    with hr.DataLoader(data, 4, sampler=sampler, seed=1, transform=noisy) as loader:
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            expected = list(loader)
+        assert torch.equal(loader.batch_at(1, 3), expected[3])
+        with pytest.raises(ValueError, match="was made for rank 1 of 2"):
+            loader.batch_at(1, 3, rank=0)
+
+
+def test_stream_is_read_from_its_beginning():
+    async def numbers():
+        for number in range(100):
+            yield number
+
+    stream = hr.from_async_iterable(numbers).shuffle(20)
+    with hr.DataLoader(stream, batch_size=4, seed=1, transform=noisy) as loader:
+        epochs = [list(loader), list(loader)]
+        assert torch.equal(loader.batch_at(1, 9), epochs[1][9])
+        assert torch.equal(loader.batch_at(0, 2), epochs[0][2])
+        with pytest.raises(TypeError, match="batch_at"):
+            loader.samples_at(0, [1])
+
+
+def test_keys_of_samples(tmp_path):
+    for number in range(6):
+        (tmp_path / f"{number}.bin").write_bytes(bytes([number]))
+    loader = hr.DataLoader(hr.ObjectDataset(tmp_path), 2, seed=0, collate_fn=list)
+    assert loader.samples_at(0, [1]) == [["2.bin", "3.bin"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"shuffle": True}, "give the loader seed="),
+        ({"seed": 0, "in_order": False}, "in_order=False"),
+        ({"seed": 0, "sampler": RandomSampler(range(10))}, "the order of RandomSampler does not follow from the seed"),
+    ],
+)
+def test_steps_that_cannot_be_computed_are_refused(options, problem):
+    loader = hr.DataLoader(Numbers(10), **options)
+    with pytest.raises(ValueError, match=problem):
+        loader.batch_at(0, 0)
+
+
+def test_batch_size_that_has_changed_is_refused():
+    first = hr.DataLoader(Numbers(40), 4, shuffle=True, seed=0)
+    next(iter(first))
+    second = hr.DataLoader(Numbers(40), 2, shuffle=True, seed=0)
+    second.load_state_dict(first.state_dict())
+    numbers = [next(iter(second)).tolist()]
+    with pytest.raises(hr.StateError, match="step 0 had batches of 4 samples"):
+        second.batch_at(0, 0)
+    assert second.samples_at(0, [1]) == numbers

@@ -352,7 +352,7 @@ class DataLoader(TorchDataLoader[T_co]):
             >>> loader = hr.DataLoader([1, 2, 3, 4], batch_size=2, shuffle=True, seed=0)
             >>> batches = list(loader)
             >>> loader.batch_at(0, 1).equal(batches[1]), loader.samples_at(0, [0, 1])
-            (True, [[1, 3], [2, 0]])
+            (True, [[3, 2], [1, 0]])
         """
         from headrace._core.consumer.rewind import batch_at
 
@@ -369,6 +369,37 @@ class DataLoader(TorchDataLoader[T_co]):
         from headrace._core.consumer.rewind import samples_at
 
         return samples_at(self, epoch, steps, rank, world_size)
+
+    def exclude(self, *, steps: Mapping[int, Iterable[int]] | None = None, keys: Iterable[Any] = ()) -> None:
+        """Leave samples out, such as those of steps at which the loss has spiked; from the next iteration on.
+
+        The next iteration continues after the last batch, or after the state that was loaded. What is left moves up,
+        so that batches stay full, and is numbered anew; exclusions are part of the state. Call it on every rank, with
+        the same arguments.
+
+        Args:
+            steps: for each epoch, numbers of batches, on all ranks; as `batch_at` counts them.
+            keys: of samples, as `samples_at` gives them, or their indices; they are left out of all epochs. Each epoch
+                then begins with a pass over its order, of 30 ms for a million samples.
+
+        Raises:
+            IndexError: there is no such step or index.
+            KeyError: there is no such key.
+            ValueError: the order does not follow from a seed, or this is a stream: `.filter` it.
+
+        Example:
+            >>> import headrace as hr
+            >>> loader = hr.DataLoader(range(8), batch_size=2, shuffle=True, seed=0)
+            >>> [batch.tolist() for batch in loader]
+            [[3, 7], [1, 0], [4, 6], [2, 5]]
+            >>> loader.set_epoch(0)
+            >>> loader.exclude(steps={0: [1]}, keys=[7])
+            >>> [batch.tolist() for batch in loader]
+            [[3, 4], [6, 2], [5]]
+        """
+        from headrace._core.consumer.rewind import exclude
+
+        exclude(self, steps or {}, keys)
 
     def stats(self) -> LoaderStats:
         """The raw numbers: counts of batches, samples, skips, requests and waiting, over all epochs so far."""

@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Sized
 
 from headrace._core.order.blocks import BlockOrder
-from headrace._core.order.samplers import Order, RankSampler
+from headrace._core.order.exclusion import BaseOrder
+from headrace._core.order.samplers import RankSampler
 from headrace._core.permutation import Permutation
 
 __all__ = ["BlockShuffleSampler", "ElasticSampler", "Permutation", "permutation"]
@@ -150,7 +151,7 @@ class BlockShuffleSampler(RankSampler):
         """A rank's samples of two groups of blocks: one is delivered while the other is read."""
         return min(-(-2 * self.block_size * self.blocks_at_once // self.num_replicas), self._length)
 
-    def _order(self, epoch: int) -> Order:
+    def _order(self, epoch: int) -> BaseOrder:
         ranks = self._shard().count
         if self.blocks_at_once % ranks and not self._warned:
             self._warned = True

@@ -149,3 +149,101 @@ def test_batch_size_that_has_changed_is_refused():
     with pytest.raises(hr.StateError, match="step 0 had batches of 4 samples"):
         second.batch_at(0, 0)
     assert second.samples_at(0, [1]) == numbers
+
+
+def plain_loader(kind, **options):
+    return loader_of(kind, **options) if kind != "seed" else hr.DataLoader(
+        Numbers(2400), 4, shuffle=True, seed=5, transform=noisy, **options
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["elastic", "blocks"])
+def test_steps_and_keys_are_left_out_on_all_ranks_and_after_restarts(kind, as_rank):
+    draw = random.Random(kind)
+    whole = list(loader_of(kind).sampler)
+    state, given, left_out = None, [], set()
+    for turn in range(12):
+        ranks, limit = draw.randint(1, 3), draw.randint(5, 40)
+        bad, step = draw.sample(range(2400), 3), draw.randint(1, 4)
+        parts, states = [], []
+        for rank in range(ranks):
+            as_rank(rank, ranks)
+            with loader_of(kind) as loader:
+                if state is not None:
+                    loader.load_state_dict(state)
+                begins = state["state"][0]["batches"] if state is not None else 0
+                if turn % 3 == 1:
+                    keys = [loader.samples_at(0, [begins + step], rank=each)[0] for each in range(ranks)]
+                    loader.exclude(steps={0: [begins + step]}, keys=bad)
+                parts.append(numbers_of(itertools.islice(loader, limit)))
+                states.append(json.loads(json.dumps(loader.state_dict())))
+        assert all(each == states[0] for each in states)
+        state = states[0]
+        if turn % 3 == 1:
+            left_out |= {*bad, *itertools.chain(*keys)}
+        steps = [zip(*batches, strict=True) for batches in zip(*parts, strict=True)]  # rank by rank in each row
+        given += [number for step in steps for row in step for number in row]
+    expected = []
+    for number in whole:
+        if number in left_out and number not in given:
+            continue
+        expected.append(number)
+    assert given == expected[: len(given)]
+    assert left_out - set(given)
+
+
+@pytest.mark.parametrize("kind", ["seed", "elastic", "blocks"])
+def test_batches_stay_full_and_are_found_again(kind):
+    with plain_loader(kind) as loader:
+        before = list(loader)
+        loader.set_epoch(0)
+        loader.exclude(steps={0: [1, 5]}, keys=[7, 8])
+        assert len(loader) in (597, 598)
+        after = list(loader)
+        left = [number for number in itertools.chain(*numbers_of(before)) if number not in (7, 8)]
+        gone = set(itertools.chain(*numbers_of([before[1], before[5]])))
+        assert list(itertools.chain(*numbers_of(after))) == [number for number in left if number not in gone]
+        assert {len(batch) for batch in after[:-1]} == {4}
+        assert torch.equal(loader.batch_at(0, 6), after[6])
+        assert not {7, 8} & set(itertools.chain(*numbers_of(loader)))  # of the next epoch, which has the rest
+        assert len(loader) in (599, 600)
+
+
+def test_checkpoint_from_before_a_spike_continues_without_its_steps():
+    with plain_loader("seed") as loader:
+        batches, checkpoint = iter(loader), None
+        trained = []
+        for step, batch in enumerate(batches):
+            trained.append(batch)
+            if step == 9:
+                checkpoint = loader.state_dict()
+            if step == 20:
+                break
+        loader.load_state_dict(checkpoint)
+        loader.exclude(steps={0: range(12, 18)})
+        again = list(itertools.islice(loader, 5))
+        assert numbers_of(again) == numbers_of([*trained[10:12], *trained[18:21]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "problem"),
+    [
+        ({"steps": {0: [600]}}, IndexError, "epoch 0 ends before step 600"),
+        ({"keys": ["x", 2400]}, KeyError, "no sample 'x'"),
+        ({"keys": [2400]}, IndexError, "2400"),
+    ],
+)
+def test_unknown_steps_and_keys_are_refused(arguments, error, problem):
+    loader = plain_loader("seed")
+    with pytest.raises(error, match=problem):
+        loader.exclude(**arguments)
+    assert len(loader) == 600
+
+
+def test_orders_that_are_drawn_cannot_leave_samples_out():
+    with pytest.raises(ValueError, match="use shuffle=True with seed="):
+        hr.DataLoader(Numbers(10), 2).exclude(keys=[1])
+    loader = hr.DataLoader(Numbers(10), 2, shuffle=True, seed=0)
+    loader.exclude(keys=[1])
+    with pytest.raises(hr.StateError):
+        hr.DataLoader(Numbers(10), 2, seed=0).load_state_dict(loader.state_dict())

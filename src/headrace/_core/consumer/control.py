@@ -50,7 +50,7 @@ from headrace._core.order.restore import (
     of_rank,
 )
 from headrace._core.order.spec import LoaderSpec, TorchLoader
-from headrace._core.order.state import Fingerprint, LoaderState, Run, encoded
+from headrace._core.order.state import Fingerprint, LoaderState, Past, Run, encoded
 from headrace._core.pool.launch import start_early
 from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
@@ -101,6 +101,7 @@ class LoaderControl:
         spec: the same.
         counters: the loader's counts.
         resumed: states that the next `iter()` continues, one of all ranks or one of each; empty if it begins an epoch.
+        past: what is known of the steps before the epoch begun last, and what is left out of it.
         progress: of the epoch begun last; None before the first.
     """
 
@@ -110,7 +111,7 @@ class LoaderControl:
         self.resumed: tuple[LoaderState, ...] = ()
         self.progress: EpochProgress | None = None
         self._next_epoch = 0
-        self._history: tuple[tuple[int, ...], ...] = ()
+        self.past = Past()
         self._seeds = EpochSeeds(spec)
         self._checked: set[str] = set()  # of the warnings that are given once
         self._lanes = LaneChoice(spec)
@@ -178,7 +179,12 @@ class LoaderControl:
             epoch = states[0].epoch
             warnings.warn(f"{error.args[0]} Epoch {epoch} begins anew.", UserWarning, stacklevel=users_stacklevel())
             states = (LoaderState(epoch, now),)
+        self.continue_from(loader, states)
+
+    def continue_from(self, loader: TorchLoader, states: tuple[LoaderState, ...]) -> None:
+        """Continue from states that fit, at the next `iter()`."""
         self.resumed = states
+        self.order(loader).leave_out(states[0].excluded)
 
     def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
         """Set the next epoch's number, also of samplers and of the dataset; not while a restored epoch is pending."""
@@ -243,10 +249,8 @@ class LoaderControl:
         return self._fresh(loader, order, self._next_epoch, generator=generator, sampler=sampler, **drawn)
 
     def _fresh(self, loader: TorchLoader, order: EpochOrder, epoch: int, **drawn: Any) -> LoaderState:
-        sampler_epoch, history = order.sampler_epoch, self._history
-        return LoaderState(
-            epoch, self._fingerprint(loader, order), sampler_epoch=sampler_epoch, history=history, **drawn
-        )
+        drawn |= {"sampler_epoch": order.sampler_epoch, **self.past._asdict()}
+        return LoaderState(epoch, self._fingerprint(loader, order), **drawn)
 
     def _fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
         """The properties of the loader that a state has to fit."""
@@ -326,8 +330,10 @@ class LoaderControl:
             renumbered = (bool(resumed.merged) and not resumed.streams) or resumed.ranks != rank.world_size
         order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered, at_once=late_epoch)
         if resumed is not None:
+            self.past = resumed.past
             check_rank(resumed, order, rank)
             check_fit(resumed, self._fingerprint(loader, order))
+        order.leave_out(self.past.excluded)
         continued = order.resumed
         drawn = self._seeds.draw(loader, epoch, order, resumed)
         base_seed = drawn[1] if seed is None else None
@@ -339,10 +345,9 @@ class LoaderControl:
                 begun = begun._replace(streams=resumed.streams)
         else:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=base_seed)
-        history = self._history if resumed is None else resumed.history
         begun = begun._replace(lanes=self._lanes.of_epoch(continued))
-        begun = begun.noted(history, order.rank_of(rank).world_size, loader.batch_size or 0)
-        self._history = begun.history
+        begun = begun.noted(self.past, order.rank_of(rank).world_size, loader.batch_size or 0)
+        self.past = begun.past
         spec = epoch_spec(begun, order, drawn, rank)
         if resumed is None and self.progress is not None:  # what the dataset has already
             spec = replace(spec, begun=begun._replace(streams=self.progress.kept_streams))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,15 @@ from torch.utils.data import DistributedSampler
 
 from headrace._core.consumer.control import LoaderControl
 from headrace._core.consumer.epoch import BatchIterator
-from headrace._core.order.order import EpochOrder
+from headrace._core.order.exclusion import Exclusion, excluded_indices
+from headrace._core.order.order import COMPUTED, EpochOrder
 from headrace._core.order.restore import EpochSpec
 from headrace._core.order.samplers import RankSampler
-from headrace._core.order.state import Run
+from headrace._core.order.state import LoaderState, Past, Run
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.streams.kinds import DatasetKind, capabilities, sample_key, walk_datasets
+from headrace._core.streams.map_style import positions
 from headrace._core.streams.resumable import is_stateful
 from headrace.errors import StateError
 
@@ -53,6 +55,50 @@ def samples_at(
     return found
 
 
+def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]) -> None:
+    """Leave samples out from the next `iter()` on; the work of `DataLoader.exclude`."""
+    control: LoaderControl = loader._control
+    order, states = control.order(loader), control.states(loader, 0)
+    (state, *others), sampler = states, copy.copy(order.computed)
+    if sampler is None or others or state.delivered:
+        why = "batches were given out of order" if sampler is not None else f"{order.sampler_name} is drawn"
+        raise ValueError(f"nothing can be left out of this order, since {why}: {COMPUTED}")
+    with control.ranked() as here:
+        ranks = order.rank_of(here).world_size
+    size = loader.batch_size or 1
+    left_out = excluded_indices(_indices_of(control.spec.source, keys))
+    for epoch, numbers in steps.items():
+        for step in numbers:
+            run = _run_of(state, epoch, step, ranks, size)
+            first = run.cursor + (step - run.batches) * size * (run.ranks if order.shared else 1)
+            stop = first + run.batch_size * (run.ranks if order.shared else 1)
+            sampler.exclusions = tuple(Exclusion(*each) for each in state.excluded[: run.exclusions])
+            if first >= len(sampler.order_in(epoch)):
+                raise _no_step(epoch, step)
+            left_out.append(Exclusion(epoch, *(sampler.whole(epoch, position) for position in (first, stop))))
+    sampler.exclusions = tuple(Exclusion(*each) for each in state.excluded)
+    place = sampler.whole(state.epoch, state.cursor)
+    sampler.exclusions += tuple(left_out)
+    cursor = sampler.left(state.epoch, place)
+    samples = state.samples if order.shared else cursor
+    state = state._replace(cursor=cursor, samples=samples, excluded=sampler.exclusions)
+    control.continue_from(loader, (state,))
+
+
+def _indices_of(source: Any, keys: Iterable[Any]) -> list[int]:
+    wanted = dict.fromkeys(keys)
+    indices = [key for key in wanted if isinstance(key, int)]
+    if names := {str(key) for key in wanted if not isinstance(key, int)}:
+        found = {index: key for index in range(len(source)) if (key := sample_key(source, index)) in names}
+        if missing := names - set(found.values()):
+            raise KeyError(
+                f"{type(source).__name__} has no sample {min(missing)!r}, of {len(missing)} that are unknown"
+            )
+        indices += found
+    positions(indices, len(source))  # or an IndexError
+    return indices
+
+
 def _no_step(epoch: int, step: int) -> IndexError:
     return IndexError(f"epoch {epoch} ends before step {step}")
 
@@ -69,13 +115,15 @@ def _loader_at(
     _check_computable(loader, order, epoch)
     with control.ranked() as here:
         own = order.rank_of(here)
-    run, present = _run_of(loader, epoch, step, world_size or own.world_size)
+    present = control.states(loader, 0)[0]
+    excluded = present.excluded
+    run = _run_of(present, epoch, step, world_size or own.world_size, loader.batch_size or 0)
     place = RankInfo(own.rank if rank is None else rank, run.ranks, "batch_at")
     if not 0 <= place.rank < run.ranks:
         raise ValueError(f"rank={place.rank}, but step {step} of epoch {epoch} is of {run.ranks} ranks")
     clone = _copy(loader, place)
     order = clone._control.order(clone)
-    if run.batch_size != present and not order.is_stream:
+    if run.batch_size != (loader.batch_size or 0) and not order.is_stream:
         raise StateError(f"step {step} had batches of {run.batch_size} samples: give the loader batch_size=")
     if run.batches and order.is_stream:
         raise StateError(f"epoch {epoch} was read by other ranks up to step {run.batches}, and a stream from its start")
@@ -84,6 +132,7 @@ def _loader_at(
             f"the ranks or the batch size changed at step {run.batches}, and {order.sampler_name} is drawn"
         )
     reader = here if place == own else place
+    clone._control.past = Past(excluded=excluded[: run.exclusions])
     clone._control.resumed = ()
     clone._control.set_epoch(clone, epoch)
     if not order.is_stream:
@@ -110,14 +159,12 @@ def _check_computable(loader: Any, order: EpochOrder, epoch: int) -> None:
         raise RuntimeError(f"the dataset is read in epoch {max(under_way)}: look at epoch {epoch} after that iteration")
 
 
-def _run_of(loader: Any, epoch: int, step: int, ranks: int) -> tuple[Run, int]:
-    """The ranks and the batch size that a step has, since which step; and the batch size now."""
-    control: LoaderControl = loader._control
-    (present, *_), size = control.states(loader, 0), loader.batch_size or 0
-    history = [Run(*run) for run in present.noted(present.history, ranks, size).history]
+def _run_of(present: LoaderState, epoch: int, step: int, ranks: int, batch_size: int) -> Run:
+    """The ranks, batch size and exclusions that a step has, and since which step; by `ranks` from the present on."""
+    history = [Run(*run) for run in present.noted(present.past, ranks, batch_size).history]
     begun = [run for run in history if run[:2] <= (epoch, step)]
-    run = begun[-1] if begun else Run(epoch, 0, 0, ranks, size)
-    return (run if run.epoch == epoch else run._replace(epoch=epoch, batches=0, cursor=0)), size
+    run = begun[-1] if begun else Run(epoch, 0, 0, ranks, batch_size)
+    return run if run.epoch == epoch else run._replace(epoch=epoch, batches=0, cursor=0)
 
 
 def _copy(loader: Any, rank: RankInfo) -> Any:

@@ -55,13 +55,22 @@ class BlockOrder:
             yield self._group(number, size, np.arange(within.start, within.stop, within.step))
             positions = positions[len(within) :]
 
-    def _group(self, number: int, size: int, within: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The indices at positions within a group."""
+    def at(self, positions: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        """The indices at some positions, ascending, as an array for each group."""
+        numbers, within = np.divmod((positions + self._shift) % self._n, self._group_size)
+        for part in np.split(np.arange(len(positions)), np.flatnonzero(np.diff(numbers)) + 1):
+            if len(part):
+                number = int(numbers[part[0]])
+                size = min(self._group_size, self._n - number * self._group_size)
+                yield self._group(number, size, within[part], regular=False)
+
+    def _group(self, number: int, size: int, within: NDArray[np.int64], *, regular: bool = True) -> NDArray[np.int64]:
+        """The indices at positions within a group, which are at equal distances if `regular`."""
         lanes, each = self._lanes, -(-size // self._lanes)
         draws = np.random.Philox(key=batch_seed(self._seed, 0, number)).random_raw(lanes * (each + 1))
         ranges = _ranks_of(draws[:lanes])  # which part of the group a lane is
         steps, lane = np.divmod(within, lanes)
-        own = np.unique(lane[:lanes])  # later ones repeat these
+        own = np.unique(lane[:lanes] if regular else lane)  # later ones repeat these
         draws = draws[lanes:].reshape(lanes, each)[own]
         shorter = each * lanes - size  # lanes, the last ones, have one sample less
         sizes = np.full(lanes, each)

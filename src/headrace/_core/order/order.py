@@ -18,6 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from headrace._core.order.exclusion import Exclusion
 from headrace._core.order.samplers import CursorSampler, SeededRandomSampler, SeededRankSampler
 from headrace._core.order.spec import TorchLoader
 from headrace._core.order.state import LoaderState, checksum, decoded
@@ -81,6 +82,9 @@ def _load(part: Stateful, state: object) -> None:
 _WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # torch's that are not divided among ranks
 # Arguments of samplers that decide on the order, and do not depend on the number of ranks.
 _RANKS = "num_replicas"
+COMPUTED = (
+    "use shuffle=True with seed=, an ElasticSampler (shuffle=False for the dataset's order), or a BlockShuffleSampler"
+)
 _ARGUMENTS = ("order_of", "shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once")
 
 
@@ -120,11 +124,11 @@ class EpochOrder:
             self.sampler = None
         self._decides: Any = self._batch_sampler if self.sampler is None else self.sampler  # on the order
         self.sampler_name = type(self._decides).__name__
-        self._computed: CursorSampler | None = self.sampler if isinstance(self.sampler, CursorSampler) else None
+        self.computed: CursorSampler | None = self.sampler if isinstance(self.sampler, CursorSampler) else None
         # Whether the ranks share one order, of which each takes its part, so that positions are of all ranks.
-        self.shared = self._computed is not None and isinstance(self.sampler, DistributedSampler)
+        self.shared = self.computed is not None and isinstance(self.sampler, DistributedSampler)
         # Whether every position in the order is computed; or is found only by drawing all indices before it.
-        self.is_by_arithmetic = self._computed is not None or type(self.sampler) is SequentialSampler
+        self.is_by_arithmetic = self.computed is not None or type(self.sampler) is SequentialSampler
         self.is_walked = not (stream or self.is_by_arithmetic)
         # Whether each rank may draw other indices, in a way that depends on the number of ranks.
         self.may_be_divided = self.is_walked and type(self.sampler) not in _WHOLE
@@ -198,12 +202,27 @@ class EpochOrder:
         """The number of samples that the order is over; None if unknown, or of a stream."""
         if self.is_stream:
             return None
-        if self._computed is not None:
-            return self._computed.epoch_size
+        if self.computed is not None:
+            return self.computed.epoch_size
         try:
             return len(self._dataset)
         except Exception:  # user code: torch does not ask for the dataset's length where there is a sampler
             return None
+
+    def samples_in(self, epoch: int) -> int | None:
+        """The number of samples of an epoch of all ranks, without exclusions; None if unknown, or of a stream."""
+        return self.size() if self.computed is None else len(self.computed.order_in(epoch))
+
+    def leave_out(self, exclusions: Sequence[Sequence[int]]) -> None:
+        """Leave samples out of the order, from now on.
+
+        Raises:
+            StateError: it is no order in which positions are computed.
+        """
+        if self.computed is not None:
+            self.computed.exclusions = tuple(Exclusion(*each) for each in exclusions)
+        elif exclusions:
+            raise StateError(f"samples were left out of the order, which {self.sampler_name} cannot: {COMPUTED}")
 
     def draws(self) -> Iterator[object]:
         """The draws of the loader's index sampler, or those after the resume point.
@@ -211,9 +230,9 @@ class EpochOrder:
         Raises:
             StateError: the sampler's order is not that of the state.
         """
-        if self._computed is not None and self._computed._restored is not None:
+        if self.computed is not None and self.computed._restored is not None:
             raise StateError(
-                f"{type(self._computed).__name__} was restored by its own load_state_dict, which the loader's position "
+                f"{type(self.computed).__name__} was restored by its own load_state_dict, which the loader's position "
                 f"does not include: save loader.state_dict() instead, and give it to loader.load_state_dict(state)."
             )
         if self.resumed is not None and self.resumed.over and not self.is_stream:
@@ -256,8 +275,8 @@ class EpochOrder:
         ranks = self.sampler.num_replicas if self.shared else 1
         done = -(-resumed.cursor // ranks) if self.shared else resumed.samples
         first = max(0, done // size - CANDIDATES) * size
-        if self._computed is not None:
-            indices: Sequence[object] = list(itertools.islice(self._computed.indices_from(first * ranks), done - first))
+        if self.computed is not None:
+            indices: Sequence[object] = list(itertools.islice(self.computed.indices_from(first * ranks), done - first))
         elif type(self.sampler) is SequentialSampler:
             indices = range(first, done)
         else:
@@ -321,8 +340,8 @@ class EpochOrder:
         sampler = self.sampler
         if self.is_stream:
             return iter(sampler)
-        if self._computed is not None:
-            return self._computed.indices_from(resumed.cursor if self.shared else resumed.samples)
+        if self.computed is not None:
+            return self.computed.indices_from(resumed.cursor if self.shared else resumed.samples)
         if type(sampler) is SequentialSampler:
             return iter(range(resumed.samples, len(sampler.data_source)))
         if resumed.sampler is not None:

@@ -277,7 +277,7 @@ def batches_before(loader: TorchLoader, order: EpochOrder, state: LoaderState, r
     """
     ranks = order.sampler.num_replicas if order.shared else rank.world_size if order.is_stream else 1
     try:
-        batches, size = len(loader), order.size() or len(loader.dataset) * ranks  # type: ignore[arg-type]
+        batches, size = len(loader), order.samples_in(state.epoch) or len(loader.dataset) * ranks  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):  # a dataset or sampler without a length
         return None
     if (state.ranks == rank.world_size) if order.is_stream else not order.is_by_arithmetic:

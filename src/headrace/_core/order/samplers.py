@@ -5,18 +5,15 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from headrace._core.order.blocks import BlockOrder
+from headrace._core.order.exclusion import BaseOrder, Exclusion, Order, OrderWithout, without
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
 from headrace._core.streams.resumable import expect
-
-Order: TypeAlias = Permutation | BlockOrder | range
-"""An order of the samples of one epoch, over all ranks."""
 
 
 def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool) -> Iterator[int]:
@@ -50,6 +47,7 @@ class CursorSampler(ABC):
     Attributes:
         epoch: number of the epoch whose order is sampled next.
         drop_last: whether samples that cannot be divided evenly are dropped.
+        exclusions: samples that are left out; set by a loader.
     """
 
     wants_epoch = True
@@ -57,13 +55,15 @@ class CursorSampler(ABC):
 
     epoch: int = 0
     drop_last: bool = False
+    exclusions: tuple[Exclusion, ...] = ()
+    _left: tuple[object, Order] = (), range(0)  # the order determined last, and of what
     _position: tuple[int, int] | None = None  # epoch and cursor of the iterator that was advanced last
     _restored: int | None = None  # the cursor at which the next iterator begins
 
     @property
     @abstractmethod
     def epoch_size(self) -> int:
-        """Number of samples in the order of all ranks, without padding."""
+        """Number of samples in the order of all ranks, without padding and exclusions."""
 
     @property
     def dealt_at_once(self) -> int:
@@ -71,14 +71,33 @@ class CursorSampler(ABC):
         return 1
 
     @abstractmethod
-    def _order(self, epoch: int) -> Order: ...
+    def _order(self, epoch: int) -> BaseOrder: ...
+
+    def order_in(self, epoch: int) -> Order:
+        """The order of an epoch, without the exclusions."""
+        if not self.exclusions:
+            return self._order(epoch)
+        key = epoch, self.exclusions
+        if self._left[0] != key:
+            self._left = key, without(self._order(epoch), epoch, self.exclusions)
+        return self._left[1]
+
+    def whole(self, epoch: int, position: int) -> int:
+        """The position in the order without exclusions, of one in what they leave."""
+        order = self.order_in(epoch)
+        return order.whole(position) if isinstance(order, OrderWithout) else position
+
+    def left(self, epoch: int, position: int) -> int:
+        """The number of samples that the exclusions leave before a position of the order without them."""
+        order = self.order_in(epoch)
+        return order.left(position) if isinstance(order, OrderWithout) else position
 
     def _shard(self) -> ShardOptions:
         return ShardOptions(0, 1)
 
     def indices_from(self, cursor: int) -> Iterator[int]:
         """This rank's indices of the current epoch from a position of all ranks on; changes no state."""
-        return self._dealt(self._order(self.epoch), self._shard(), cursor)
+        return self._dealt(self.order_in(self.epoch), self._shard(), cursor)
 
     def _dealt(self, order: Order, shard: ShardOptions, cursor: int) -> Iterator[int]:
         return dealt(order, shard, cursor, drop_last=self.drop_last)
@@ -95,7 +114,7 @@ class CursorSampler(ABC):
     def _counted(self, shard: ShardOptions) -> Iterator[int]:
         # Now, at the first `next()`: torch's loader calls iter() twice for an epoch, and draws from one of the two.
         epoch = self._start_epoch()
-        order = self._order(epoch)
+        order = self.order_in(epoch)
         cursor, self._restored = self._restored or 0, None
         for index in self._dealt(order, shard, cursor):
             cursor += shard.count
@@ -142,7 +161,7 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
     def _shard(self) -> ShardOptions:
         return self._ranks.shard()
 
-    def _order(self, epoch: int) -> Order:
+    def _order(self, epoch: int) -> BaseOrder:
         return Permutation(self._length, self.seed, epoch) if self.shuffle else range(self._length)
 
     @property
@@ -163,8 +182,8 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
     @property
     def num_samples(self) -> int:  # type: ignore[override]
         """The number of samples of each rank in a whole epoch."""
-        count = self.num_replicas
-        return self._length // count if self.drop_last else -(-self._length // count)
+        count, length = self.num_replicas, len(self.order_in(self.epoch)) if self.exclusions else self._length
+        return length // count if self.drop_last else -(-length // count)
 
     @property
     def total_size(self) -> int:  # type: ignore[override]
@@ -199,6 +218,9 @@ class SeededRandomSampler(CursorSampler, RandomSampler):
     def epoch_size(self) -> int:
         """The number of samples."""
         return len(self.data_source)
+
+    def __len__(self) -> int:
+        return len(self.order_in(self.epoch)) if self.exclusions else super().__len__()
 
     def _order(self, epoch: int) -> Permutation:
         return Permutation(self.epoch_size, self.seed, epoch)

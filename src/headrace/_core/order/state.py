@@ -71,6 +71,14 @@ class Run(NamedTuple):
     cursor: int  # that of the state before it
     ranks: int
     batch_size: int  # 0 if a batch sampler decides
+    exclusions: int = 0  # how many of the state's are in force
+
+
+class Past(NamedTuple):
+    """What a state knows of the steps before it."""
+
+    history: tuple[tuple[int, ...], ...] = ()  # see `Run`
+    excluded: tuple[tuple[int, ...], ...] = ()  # see `Exclusion`
 
 
 class LoaderState(NamedTuple):
@@ -105,6 +113,7 @@ class LoaderState(NamedTuple):
     delivered: tuple[tuple[int, ...], ...] = ()
     # Where the number of ranks or the size of a batch changed, from the run's first epoch on; see `Run`.
     history: tuple[tuple[int, ...], ...] = ()
+    excluded: tuple[tuple[int, ...], ...] = ()  # samples that are left out; see `Exclusion`
     # Counts of `on_error`: delivered and skipped samples, those in a row, lost batches to be replaced, and replacements
     # among `batches`. With a user's sampler that has a state also the indices of a batch to be repeated.
     skipped: tuple[Any, ...] = (0, 0, 0, 0, 0)
@@ -126,11 +135,17 @@ class LoaderState(NamedTuple):
         fields = self._asdict() | {name: self._field_defaults[name] for name in kept}
         return fields == LoaderState(self.epoch, self.fingerprint)._asdict()
 
-    def noted(self, history: tuple[tuple[int, ...], ...], ranks: int, batch_size: int) -> LoaderState:
-        """With the history before it, and with this beginning if its ranks or batches differ from those before."""
-        if not history or history[-1][3:] != (ranks, batch_size):
-            history = (*history, Run(self.epoch, self.batches, self.cursor, ranks, batch_size))
-        return self._replace(history=history)
+    def noted(self, past: Past, ranks: int, batch_size: int) -> LoaderState:
+        """With the past, and in its history this beginning, if ranks, batches or exclusions are others than before."""
+        history, read_by = past.history, (ranks, batch_size, len(past.excluded))
+        if not history or history[-1][3:] != read_by:
+            history = (*history, Run(self.epoch, self.batches, self.cursor, *read_by))
+        return self._replace(history=history, excluded=past.excluded)
+
+    @property
+    def past(self) -> Past:
+        """What is known of the steps before."""
+        return Past(self.history, self.excluded)
 
     def to_dict(self) -> State:
         """The state to be saved, of one rank or of all."""
@@ -144,6 +159,8 @@ class LoaderState(NamedTuple):
             "fingerprint": tuple(self.fingerprint),
             "streams": tuple((reader, dict(state)) for reader, state in streams),
             "merged": tuple(map(dict, self.merged)),
+            "history": tuple(map(tuple, self.history)),
+            "excluded": tuple(map(tuple, self.excluded)),
         }
         return {**values, "checksum": _checksum(values)}
 
@@ -173,6 +190,7 @@ class LoaderState(NamedTuple):
             merged=tuple(values["merged"]),
             delivered=tuple(map(tuple, values["delivered"])),
             history=tuple(map(tuple, values.get("history", ()))),
+            excluded=tuple(map(tuple, values.get("excluded", ()))),
             skipped=tuple(values["skipped"]),
         )
 

@@ -249,7 +249,7 @@ def sweep(measure: Callable[[int, float], Trial], most: int, seconds_left: Calla
         setting = min(most, factor * setting)
     while seconds_left() > 2 * seconds:
         best = choose(trials)
-        around = {round(best * STEP**step) for step in range(-3, 4)}
+        around = {best} | {round(STEP ** (round(math.log(best, STEP)) + step)) for step in range(-3, 4)}
         counts = {each: sum(t.concurrency == each for t in trials) for each in around if 1 <= each <= most}
         setting = min(counts, key=lambda each: (counts[each], abs(math.log(each / best))))
         if counts[setting] >= TRIALS:

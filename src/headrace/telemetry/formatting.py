@@ -7,10 +7,8 @@ __all__ = ["digits", "rate", "seconds", "share"]
 
 def seconds(value: float) -> str:
     """Seconds as text, with two digits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= size:
-            return f"{digits(value / size)} {unit}"
-    return f"{digits(value / 1e-6)} µs"
+    unit, size = ("s", 1.0) if value >= 1 else ("ms", 1e-3) if value >= 1e-3 else ("µs", 1e-6)
+    return f"{digits(value / size)} {unit}"
 
 
 def share(value: float) -> str:
@@ -25,4 +23,4 @@ def rate(value: float) -> str:
 
 def digits(value: float) -> str:
     """With two or three digits."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.2g}"
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}"

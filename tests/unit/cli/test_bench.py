@@ -2,9 +2,11 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import pty
+import random
 import signal
 import subprocess
 import sys
@@ -106,6 +108,14 @@ def test_the_smallest_of_the_best_settings_is_found_up_to_the_highest(knee):
     assert knee * 0.95 <= best <= knee * 1.2
     best, tried = swept(lambda setting: 50.0 * setting, most=100)
     assert (best >= 97, max(tried)) == (True, 100)
+
+
+def test_settings_that_are_tried_differ_by_more_than_rounding():
+    for seed in range(20):
+        random.seed(seed)
+        _, tried = swept(lambda setting: min(setting, 700) * random.uniform(0.5, 1.0))
+        pairs = itertools.pairwise(sorted({setting for setting in tried if setting >= 16}))
+        assert all(more >= 1.15 * less for less, more in pairs)
 
 
 def test_a_slow_store_is_asked_for_more_while_the_rate_grows(capsys, monkeypatch):

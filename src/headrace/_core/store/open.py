@@ -175,7 +175,7 @@ def endpoint_of(url: str, options: Mapping[str, object]) -> str | None:
     if traits.web_server:
         return url
     found = (option(url, options, *names) for names in traits.endpoint_options)
-    return next((str(value) for value in found if value), None)
+    return next((str(value) for value in found if value is not None), None)
 
 
 def uses_proxy(url: str, options: Mapping[str, object]) -> bool:
@@ -214,6 +214,8 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
     own = (ALLOW_REDIRECTS, PROFILE) if traits.prefix == "aws_" else (ALLOW_REDIRECTS,)
     chosen = {name: value for name, value in options.items() if name not in own}
     if traits.remote:
+        if (endpoint := endpoint_of(url, chosen)) is not None and not re.match("https?://", endpoint, re.IGNORECASE):
+            raise ValueError(f"cannot open a store for {redact_url(url)}: its endpoint must begin with http:// or https://")
         chosen = merged_options(url, chosen)
         seconds = timedelta(seconds=timeout)
         chosen["client_options"] = {

@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .DEFAULT_GOAL := help
 PARTS  := $(addprefix test-,faults unit-engine unit-data unit-others others contract)
 .PHONY: help demo test $(PARTS) test-integrations test-all coverage environment-integrations azurite parity-table
-.PHONY: docs lint newest bench bench-quick clean
+.PHONY: docs docs-links lint newest bench bench-quick clean
 
 # Without bytecode each of some hundred interpreters that tests start would compile headrace again, in half a second.
 unexport PYTHONDONTWRITEBYTECODE
@@ -81,6 +81,9 @@ parity-table: $(VENV)/.dev ## docs/parity.md, from the tests that prove it
 docs: $(VENV)/.dev ## the site, into out/site; runs the examples that have changed; a warning is an error
 	@# One thread for torch: on busy cores several wait for each other, and their sums differ in the last bit.
 	@OMP_NUM_THREADS=1 $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs out/site
+
+docs-links: $(VENV)/.dev ## whether the site's links to other sites lead somewhere; needs the network
+	@HEADRACE_DOCS_ONLINE=1 $(BIN)/python -m sphinx --quiet --keep-going -b linkcheck -D plot_gallery=0 docs out/links
 
 lint: $(VENV)/.dev ## ruff, mypy, and the check of words
 	$(BIN)/ruff check .

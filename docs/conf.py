@@ -1,5 +1,6 @@
 """The site, which `make docs` builds: the README as its first page, the pages of this folder, and the reference."""
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -18,6 +19,14 @@ html_theme = "furo"
 html_copy_source = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.mermaid"]
 extensions += ["sphinx_gallery.gen_gallery"]
+if os.environ.get("HEADRACE_DOCS_ONLINE") == "1":  # names of others in signatures become links
+    extensions += ["sphinx.ext.intersphinx"]
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3/", None),
+    "numpy": ("https://numpy.org/doc/stable/", None),
+    "torch": ("https://docs.pytorch.org/docs/stable/", None),
+}
+linkcheck_ignore = [re.escape(REPOSITORY)]  # a placeholder; its files are checked by tests/test_documents.py
 myst_heading_anchors = 3
 myst_fence_as_directive = ["mermaid"]
 highlight_language = "text"  # of blocks without one

@@ -40,6 +40,8 @@ RANKS, TENSOR_PARALLEL, ENGINES, _ = python_blocks("docs/ranks.md")
 (ON_DEVICE,) = python_blocks("docs/devices.md")
 FROM_TORCH, FROM_WEBDATASET, FROM_LITDATA, FROM_MOSAIC, FROM_TORCHDATA = python_blocks("docs/coming-from.md")
 KILLED, *RESUMING = python_blocks("docs/resuming.md")
+(ON_ERROR,) = python_blocks("docs/reference/errors.md")
+RANDOMIZED, SEEDED = python_blocks("docs/reference/options.md")
 
 
 def located(program, written, real):
@@ -219,6 +221,7 @@ EXPECTED = """
 import warnings
 warnings.filterwarnings("ignore", "from_async_iterable.* has no state_dict")
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
+warnings.filterwarnings("ignore", "a sample was skipped")
 """
 
 
@@ -296,6 +299,35 @@ def test_programs_on_photos_read_each_once(run, photos, program):
     for written, here in [*fewer, ('device="cuda"', 'device="auto"')]:
         program = program.replace(written, here)
     assert sorted(numbers_in(" ".join(run(located(program, "s3://bucket/train", photos))))) == list(range(50))
+
+
+def test_function_for_on_error_leaves_out_the_sample_that_is_no_image(run, photos, tmp_path):
+    (tmp_path / "7/photo.jpg").write_bytes(b"no image")
+    begin = "import io, headrace as hr\nfrom PIL import UnidentifiedImageError\nquarantine = io.StringIO()\n"
+    end = f"""
+photos = hr.ObjectDataset({photos!r}, labels="folder")
+for images, labels in hr.DataLoader(photos, 50, transform=hr.decode.image(size=8), on_error=on_error):
+    print(len(labels), quarantine.getvalue())
+"""
+    assert run(EXPECTED + begin + ON_ERROR + end) == ["49", "7/photo.jpg"]
+
+
+def test_functions_of_the_page_of_options_draw_the_same_in_a_second_loader(run):
+    begin = """
+import random, types, torch, headrace as hr
+images = torch.rand(8, 3, 256, 256, generator=torch.Generator().manual_seed(0))
+class Augmenter:
+    def reset_rng(self, seed):
+        self.rng = random.Random(seed)
+    def __call__(self, sample):
+        return sample[0, 0] + self.rng.random()
+some_library = types.SimpleNamespace(Augmenter=Augmenter)
+"""
+    seeded = located(RANDOMIZED.splitlines()[-1], "transform=augment", "transform=Augment()")
+    programs = [RANDOMIZED + "print(sum(loader).mean())\n", f"{seeded}\nprint(sum(loader).mean())\n"]
+    first, again, other, same = run(begin + 2 * programs[0] + SEEDED + 2 * programs[1])
+    assert (first, other) == (again, same)
+    assert first != other
 
 
 def test_programs_that_replace_those_of_other_loaders_read_their_data(run, photos, tmp_path):

@@ -26,12 +26,14 @@ class Collected:
 
 
 def cells_of_document():
-    """The cells of its tables, by (column, row)."""
+    """The cells of its tables, by (column, row): ✓, or why not."""
     cells = {}
     for table in re.findall(r"<!-- table: \w+ -->(.*?)<!-- end of table", DOCUMENT.read_text("utf-8"), re.DOTALL):
-        lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()]
-        (_, *columns), _, *rows = lines
-        cells |= {(column, row): cell for row, *of_row in rows for column, cell in zip(columns, of_row, strict=True)}
+        columns = re.search(r"^In (.*):$", table, re.MULTILINE)[1].split("; ")
+        for row, missing in re.findall(r"^\| ([^|]+?) \| ?(.*?) ?\|$", table, re.MULTILINE):
+            reasons = dict(each.split(": ") for each in missing.split("; ") if each)
+            assert reasons.keys() <= set(columns)
+            cells |= {(column, row): reasons.get(column, "✓") for column in columns}
     return cells
 
 

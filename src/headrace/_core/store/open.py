@@ -215,7 +215,7 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
     chosen = {name: value for name, value in options.items() if name not in own}
     if traits.remote:
         if (endpoint := endpoint_of(url, chosen)) is not None and not re.match("https?://", endpoint, re.IGNORECASE):
-            raise ValueError(f"cannot open a store for {redact_url(url)}: its endpoint must begin with http:// or https://")
+            raise ValueError(f"cannot open {redact_url(url)}: its endpoint must begin with http:// or https://")
         chosen = merged_options(url, chosen)
         seconds = timedelta(seconds=timeout)
         chosen["client_options"] = {

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import zarr
 
 import headrace as hr
 
@@ -88,4 +89,16 @@ def _tar() -> Format:
     return Format(files, hr.TarDataset.index, samples)
 
 
-FORMATS = {"tokens": _tokens(), "tar index": _tar()}
+def _zarr(**layout: Any) -> Format:
+    values = np.arange(30 * 2 * 3, dtype=np.float32).reshape(30, 2, 3) ** 2
+    files: dict[str, Any] = {}
+    zarr.create_array(zarr.storage.MemoryStore(files), shape=values.shape, dtype="f4", **layout)[:] = values
+    return Format({key: data.to_bytes() for key, data in files.items()}, hr.ZarrDataset, [*torch.from_numpy(values)])
+
+
+FORMATS = {
+    "zarr, sharded": _zarr(chunks=(2, 2, 3), shards=(12, 2, 3)),
+    "zarr 2": _zarr(chunks=(8, 2, 3), zarr_format=2),
+    "tokens": _tokens(),
+    "tar index": _tar(),
+}

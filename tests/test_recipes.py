@@ -11,11 +11,11 @@ import boto3
 import numpy as np
 import pyarrow.parquet
 import pytest
-import zarr
 from moto.server import ThreadedMotoServer
 
 from tests.documents import programs_with_output, python_blocks
 from tests.hub_server import HubServer
+from tests.unit.datasets.formats import video_file
 
 TRAINING = python_blocks("README.md")[0]
 RECIPES = [each for each in programs_with_output("docs/recipes.md") if "from datasets" not in each[0]]
@@ -23,13 +23,23 @@ RECIPES = [each for each in programs_with_output("docs/recipes.md") if "from dat
 
 def write_data(folder):
     """The data of the README and of docs/recipes.md."""
-    for name in ("clips", "code", "shards", "table", "text", "tokens", "train/disc", "train/square", "train/triangle"):
+    for name in (
+        "clips",
+        "code",
+        "shards",
+        "table",
+        "text",
+        "tokens",
+        "train/disc",
+        "train/square",
+        "train/triangle",
+        "videos",
+    ):
         (folder / name).mkdir(parents=True)
     importlib.import_module("05_image_folder").draw_shapes(folder, 1200)
     importlib.import_module("09_padded_audio").record(folder / "clips", 16)
-    fields = zarr.open_group(folder / "fields.zarr", mode="w")
-    fields.create_array("wind", shape=(365, 2, 32, 64), chunks=(10, 2, 32, 64), dtype="f4")[:] = 1.5
-    fields.create_array("time", data=np.arange(365), chunks=(100,))
+    for name, frames in (("a", 150), ("b", 130)):
+        (folder / f"videos/{name}.mp4").write_bytes(video_file(frames))
     with open(folder / "labels.csv", newline="") as labels:
         rows = [row for row in csv.DictReader(labels) if row["file"].endswith(".jpg")]
     for row in rows:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from headrace.datasets.parquet import ParquetDataset as ParquetDataset
     from headrace.datasets.tar import TarDataset as TarDataset
     from headrace.datasets.tokens import TokenDataset as TokenDataset
-    from headrace.datasets.zarr import ZarrDataset as ZarrDataset
+    from headrace.datasets.video import VideoDataset as VideoDataset
     from headrace.errors import HeadraceError as HeadraceError
     from headrace.errors import StateError as StateError
     from headrace.errors import StoreError as StoreError
@@ -88,7 +88,7 @@ _NAMES = {
     "headrace.datasets.parquet": ("ParquetDataset",),
     "headrace.datasets.tar": ("TarDataset",),
     "headrace.datasets.tokens": ("TokenDataset",),
-    "headrace.datasets.zarr": ("ZarrDataset",),
+    "headrace.datasets.video": ("VideoDataset",),
     "headrace.errors": ("HeadraceError", "StateError", "StoreError"),
     "headrace.loader": ("DataLoader",),
     "headrace.samplers": ("BlockShuffleSampler", "ElasticSampler", "permutation"),

@@ -1,10 +1,14 @@
-"""Decoders for the loader's `transform=`: images, and the fields of tar shards. Needs ``headrace[image]``."""
+"""Decoders for the loader's `transform=`: images, videos, audio, and the fields of tar shards.
+
+They need ``headrace[image]``, ``headrace[video]`` or ``headrace[audio]``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import io
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +20,7 @@ from headrace.errors import MissingExtraError
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["fields", "image"]
+__all__ = ["audio", "fields", "image", "video"]
 
 _MODES = {"rgb": "RGB", "rgba": "RGBA", "gray": "L"}
 
@@ -57,15 +61,62 @@ def image(
         import PIL.Image  # noqa: F401
     except ImportError:
         raise MissingExtraError(what="headrace.decode.image", package="pillow", extra="image") from None
-    if isinstance(size, int):
-        size = (size, size)
-    if size is not None and min(size) < 1:
-        raise ValueError(f"size must be positive, but got {size}")
+    size = _checked(size)
     if mode not in _MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, but got {mode!r}")
     if dtype != torch.uint8 and not dtype.is_floating_point:
         raise ValueError(f"dtype must be torch.uint8 or a floating dtype, but got {dtype}")
     return functools.partial(_decode_sample, size=size and (size[1], size[0]), mode=_MODES[mode], dtype=dtype)
+
+
+def video(size: int | tuple[int, int] | None = None, *, frames: int | None = None) -> Callable[[Any], Any]:
+    """Make a decoder of videos, by PyAV: of the clips of a `headrace.VideoDataset`, and of whole files.
+
+    Frames are those that PyAV decodes of the file, turned upright in quarters as the file says.
+
+    Args:
+        size: height and width, or one number for both. Frames are scaled to cover it, and cropped about the middle.
+            None for their own size.
+        frames: number of frames to give, evenly spaced from the first to the last; None for all.
+
+    Returns:
+        A function for `transform=`, or to call in yours. Of a clip, or of bytes, it makes a uint8 tensor [T, C, H, W];
+        of an `ObjectSample` or `FileSample` that has a label, ``(tensor, label)``. It raises `ValueError` if a frame is
+        missing or damaged, as far as the codec shows it.
+
+    Raises:
+        MissingExtraError: PyAV is not installed.
+        ValueError: `size` or `frames` is not positive.
+    """
+    try:
+        import av  # noqa: F401
+    except ImportError:
+        raise MissingExtraError(what="headrace.decode.video", package="av", extra="video") from None
+    if frames is not None and frames < 1:
+        raise ValueError(f"frames must be positive, but got {frames}")
+    return functools.partial(_decode_video, size=_checked(size), count=frames)
+
+
+def audio(sample_rate: int | None = None, *, mono: bool = False) -> Callable[[Any], Any]:
+    """Make a decoder of whole audio files, by soundfile: WAV, FLAC, Ogg, MP3 and others.
+
+    Args:
+        sample_rate: what the rate of each file must be, in Hz; nothing is resampled. None for any.
+        mono: whether to average the channels.
+
+    Returns:
+        A function for `transform=`, or to call in yours. Of bytes it makes a float32 tensor [channels, samples], of
+        values from -1 to 1; of an `ObjectSample` or `FileSample` that has a label, ``(tensor, label)``. It raises
+        `ValueError` if the file has another rate, is truncated, or is no audio.
+
+    Raises:
+        MissingExtraError: soundfile is not installed.
+    """
+    try:
+        import soundfile  # noqa: F401
+    except ImportError:
+        raise MissingExtraError(what="headrace.decode.audio", package="soundfile", extra="audio") from None
+    return functools.partial(_decode_audio, rate=sample_rate, mono=mono)
 
 
 def fields(**decoders: Callable[[Any], object]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -106,8 +157,67 @@ def _decode_sample(sample: Any, size: tuple[int, int] | None, mode: str, dtype: 
     tensor = torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
     if dtype != torch.uint8:
         tensor = tensor.to(dtype) / 255
+    return _labelled(tensor, sample)
+
+
+def _labelled(tensor: torch.Tensor, sample: Any) -> Any:
     label = getattr(sample, "label", None)
     return tensor if label is None else (tensor, label)
+
+
+def _checked(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    size = (size, size) if isinstance(size, int) else size
+    if size is not None and min(size) < 1:
+        raise ValueError(f"size must be positive, but got {size}")
+    return size
+
+
+def _decode_video(sample: Any, size: tuple[int, int] | None, count: int | None) -> Any:
+    import av
+
+    with av.open(io.BytesIO(getattr(sample, "data", sample)), "r") as container:
+        container.streams.video[0].codec_context.thread_count = 1  # workers share the cores
+        shown = [*container.decode(video=0)]
+    expected = len(getattr(sample, "times", shown))
+    if not shown or len(shown) != expected or any(frame.is_corrupt for frame in shown):
+        raise ValueError(f"a damaged video: {len(shown)} frames, where there should be {expected or 'some'}")
+    if count is not None:
+        shown = [shown[round(place)] for place in np.linspace(0, len(shown) - 1, count)]
+    return _labelled(torch.from_numpy(np.stack([_upright(frame, size) for frame in shown])), sample)
+
+
+def _upright(frame: Any, size: tuple[int, int] | None) -> np.ndarray[Any, Any]:
+    """The pixels [3, H, W] of a decoded frame, scaled and cropped to a height and a width."""
+    quarters = round(frame.rotation / 90) % 4
+    if size is None:
+        pixels = frame.to_ndarray(format="rgb24")
+    else:
+        height, width = size if quarters % 2 == 0 else size[::-1]
+        scale = max(height / frame.height, width / frame.width)
+        new = max(height, round(frame.height * scale)), max(width, round(frame.width * scale))
+        top, left = (new[0] - height) // 2, (new[1] - width) // 2
+        pixels = frame.to_ndarray(format="rgb24", height=new[0], width=new[1])
+        pixels = pixels[top : top + height, left : left + width]
+    upright: np.ndarray[Any, Any] = np.rot90(pixels, quarters).transpose(2, 0, 1)
+    return upright
+
+
+def _decode_audio(sample: Any, rate: int | None, mono: bool) -> Any:
+    import soundfile
+
+    try:
+        with soundfile.SoundFile(io.BytesIO(getattr(sample, "data", sample))) as file:
+            wave, log = file.read(dtype="float32", always_2d=True).T, file.extra_info
+            stated, found = file.frames, file.samplerate
+    except soundfile.SoundFileError as error:
+        raise ValueError(f"no audio, or damaged: {error}") from None
+    # Where less is there than a header states, libsndfile reads less and says so in its log only.
+    less = any(int(a) > int(b) for a, b in re.findall(r": (\d+) \(should be (\d+)\)", log))
+    if less or "end-of-stream" in log.lower() or wave.shape[1] != stated:
+        raise ValueError("truncated, or written without its length (to a pipe)")
+    if rate not in (None, found):
+        raise ValueError(f"{found} Hz, but sample_rate={rate}: resample it")
+    return _labelled(torch.from_numpy(wave.mean(0, keepdims=True) if mono else np.ascontiguousarray(wave)), sample)
 
 
 def _pixels(data: Any, size: tuple[int, int] | None, mode: str) -> np.ndarray[Any, Any]:

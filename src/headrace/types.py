@@ -6,6 +6,7 @@ from headrace._core.randomized import Randomized
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace.datasets.files import FileSample
 from headrace.datasets.objects import ObjectSample
+from headrace.datasets.video import VideoClip
 from headrace.samplers import Permutation
 from headrace.telemetry.counters import LoaderStats, SkipRecord
 from headrace.telemetry.headspace import Headspace
@@ -25,4 +26,5 @@ __all__ = [
     "RequestCounts",
     "SkipRecord",
     "Stage",
+    "VideoClip",
 ]

@@ -5,18 +5,21 @@ An entry is a `Format` in `FORMATS`: at most about 40 samples in three shards or
 
 from __future__ import annotations
 
+import fractions
 import io
 import tarfile
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import torch
-import zarr
 
 import headrace as hr
+from tests.unit.shards.resuming import in_memory
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -89,16 +92,57 @@ def _tar() -> Format:
     return Format(files, hr.TarDataset.index, samples)
 
 
-def _zarr(**layout: Any) -> Format:
-    values = np.arange(30 * 2 * 3, dtype=np.float32).reshape(30, 2, 3) ** 2
-    files: dict[str, Any] = {}
-    zarr.create_array(zarr.storage.MemoryStore(files), shape=values.shape, dtype="f4", **layout)[:] = values
-    return Format({key: data.to_bytes() for key, data in files.items()}, hr.ZarrDataset, [*torch.from_numpy(values)])
+def video_file(
+    count: int,
+    *,
+    codec: str = "libx264",
+    times: Sequence[int] | None = None,
+    audio: int = 1,
+    rotation: int = 0,
+    options: Mapping[str, str] | None = None,
+    movflags: str = "faststart",
+    container: str = "mp4",
+) -> bytes:
+    """A video of PyAV, of 30 frames a second (or at `times`, in 120ths), with key frames 12 apart and B-frames."""
+    random = np.random.default_rng(count)
+    noise = random.integers(0, 255, (48, 64, 3), dtype=np.uint8)
+    flags = {"movflags": movflags} if movflags else {}
+    with (
+        tempfile.NamedTemporaryFile() as file,  # faststart reads it again by its name
+        av.open(file.name, "w", format=container, options=flags) as output,
+    ):
+        video = output.add_stream(codec, rate=30, options={**(options or {})}, width=64, height=48, pix_fmt="yuv420p")
+        video.codec_context.gop_size, video.codec_context.max_b_frames = 12, 2
+        video.codec_context.time_base = fractions.Fraction(1, 120)
+        if rotation:
+            video.set_display_rotation(rotation)
+        sounds = [output.add_stream("aac", rate=16_000) for _ in range(audio)]
+        for number in range(count):
+            picture = np.roll(noise, (2 * number, number), (0, 1))
+            picture[:8, :8] = number % 256
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format="yuv420p")
+            frame.pts, frame.time_base = times[number] if times else 4 * number, fractions.Fraction(1, 120)
+            output.mux(video.encode(frame))
+            for sound in sounds if number % 2 else ():
+                samples = random.standard_normal((1, 1024)).astype(np.float32) / 10
+                wave = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
+                wave.sample_rate, wave.pts = 16_000, number // 2 * 1024
+                output.mux(sound.encode(wave))
+        for stream in (video, *sounds):
+            output.mux(stream.encode())
+        output.close()
+        return Path(file.name).read_bytes()
 
 
-FORMATS = {
-    "zarr, sharded": _zarr(chunks=(2, 2, 3), shards=(12, 2, 3)),
-    "zarr 2": _zarr(chunks=(8, 2, 3), zarr_format=2),
-    "tokens": _tokens(),
-    "tar index": _tar(),
-}
+def _video() -> Format:
+    """What the frames of clips are is tested in `test_video`."""
+    counts, movflags = (20, 3, 30, 14), ("faststart", "", "", "faststart")
+    files = {f"{n}.mp4": video_file(counts[n], movflags=movflags[n]) for n in range(4)}
+
+    def clips(store: hr.Store) -> hr.VideoDataset:
+        return hr.VideoDataset(store, frames=5, stride=4)
+
+    return Format(files, clips, [*clips(in_memory(files))])
+
+
+FORMATS = {"tokens": _tokens(), "tar index": _tar(), "video": _video()}

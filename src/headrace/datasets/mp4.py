@@ -1,0 +1,177 @@
+"""The index of an mp4 or mov file: where each frame of its video is; and a small mp4 file of some of these frames."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headrace._core.shards.discovery import Shard
+from headrace.errors import ShardError, TruncatedShardError
+
+__all__ = ["VideoTrack", "clip_file", "read_track"]
+
+Array = np.ndarray[Any, Any]
+
+_FRAME = np.dtype("<i8,<i8,<u4,<u4,?,?")
+_FRAME.names = ("pts", "offset", "size", "duration", "sync", "shown")
+_FIRST, _REST = 16 << 10, 1 << 20  # bytes of the first request; so many at the end of a file are one request
+_MOST_BYTES, _MOST_FRAMES, _MOST_SECONDS = 1 << 28, 1 << 24, 4e6  # of an index, and what it may state
+_PARENTS = (b"mdia", b"minf", b"stbl", b"edts", b"dinf")
+_NEEDED = {b"tkhd", b"mdhd", b"hdlr", b"stsd", b"stts", b"stsc", b"stsz"}
+_COPIED = ((b"tkhd",), (b"mdhd", b"hdlr"), (b"vmhd", b"dinf"), (b"stsd",))  # into clips, at each depth
+
+
+class VideoTrack(NamedTuple):
+    """The first video track of a file."""
+
+    frames: Array  # of _FRAME, in decoding order; `pts` is the time at which one is shown, in ticks, as FFmpeg has it
+    timescale: int  # ticks a second
+    boxes: tuple[bytes, ...]  # those that a clip has too
+
+
+async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
+    """Read the index of a file by one to three requests; the shard is returned with its size and version."""
+    read = await shard.read_start(_FIRST)
+    shard, size, data = replace(shard, head=read.head), read.head.size, memoryview(read.data)
+    base, at, kind, header, length = 0, 0, b"", 0, 0
+    for _ in range(1000):
+        if (at := at + length) + 8 > size or kind == b"moof":
+            break
+        if min(at + 16, size) > base + len(data):
+            base, data = at, await shard.read(at, size if size - at <= _REST else at + _FIRST)
+        kind, header, length = _header(data[at - base :], size - at)
+        if kind == b"moov" or length < header:
+            break
+    if kind != b"moov" or not header <= length <= min(size - at, _MOST_BYTES):
+        raise ShardError("not an mp4 or mov file with a whole index (moov)", shard=shard.name, offset=at)
+    if (there := base + len(data)) < at + length:
+        data = memoryview(b"".join((data, await shard.read(there, at + length))))
+    try:
+        track = _parse(data[at - base + header : at - base + length])
+    except (ValueError, RecursionError, struct.error) as error:
+        remedy = "ffmpeg -i OLD -c copy -movflags +faststart NEW.mp4 may write a file that can be read"
+        raise ShardError(f"{error}; {remedy}", shard=shard.name, offset=at) from None
+    if (end := int(track.frames["offset"][-1]) + int(track.frames["size"][-1])) > size:
+        raise TruncatedShardError(f"{size} bytes, but its video ends at {end}", shard=shard.name, offset=size)
+    return shard, track
+
+
+def _check(good: object, what: str) -> None:
+    if not good:
+        raise ValueError(what)
+
+
+def _header(data: memoryview, left: int) -> tuple[bytes, int, int]:
+    """Kind of a box, length of its header, and length of all; 0 stands for all that is left."""
+    length, kind = struct.unpack_from(">I4s", data)
+    return (kind, 16, *struct.unpack_from(">Q", data, 8)) if length == 1 else (kind, 8, length or left)
+
+
+def _walk(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
+    while len(data) >= 8:
+        kind, header, length = _header(data, len(data))
+        _check(header <= length <= len(data), f"box {kind!r} of {length} bytes where there are {len(data)}")
+        yield kind, data[header:length]
+        yield from _walk(data[header:length]) if kind in _PARENTS else ()
+        data = data[length:]
+
+
+def _rows(box: memoryview, dtype: str, at: int = 4) -> Array:
+    """The rows of a table, whose number is at that place before them."""
+    stop = at + 4 + np.dtype(dtype).itemsize * struct.unpack_from(">I", box, at)[0]
+    _check(stop <= len(box), f"a table of {stop} bytes where there are {len(box)}")
+    return np.frombuffer(box[at + 4 : stop], dtype)
+
+
+def _runs(box: memoryview, dtype: str, count: int) -> Array:
+    """The values of a table whose rows are a number of times and a value."""
+    rows = _rows(box, dtype)
+    _check(rows["f0"].sum(dtype=float) == count, f"a table of times that is not for {count} frames")
+    return np.repeat(rows["f1"].astype(np.int64), rows["f0"])
+
+
+def _parse(moov: memoryview) -> VideoTrack:
+    movie = dict(_walk(moov))
+    tracks = [dict(reversed([*_walk(box)])) for kind, box in _walk(moov) if kind == b"trak"]  # the first of each kind
+    track = next((each for each in tracks if bytes(each.get(b"hdlr", b"")[8:12]) == b"vide"), dict[bytes, memoryview]())
+    _check(b"mvex" not in movie, "fragmented mp4, whose index is not in one place")
+    _check(track and b"mvhd" in movie and track.keys() >= _NEEDED, "no video track with all its tables")
+    codecs = bytes(track[b"stsd"][4:16])
+    _check(codecs[:4] == b"\0\0\0\1" and codecs[8:] != b"encv", "encrypted, or of several codecs")
+    _check(b"dref" not in track or bytes(track[b"dref"][19:20]) == b"\1", "the frames are in another file")
+    mvhd, mdhd, (constant, count) = movie[b"mvhd"], track[b"mdhd"], struct.unpack_from(">II", track[b"stsz"], 4)
+    at, (scale,) = 20 if mvhd[0] else 12, struct.unpack_from(">I", mdhd, 20 if mdhd[0] else 12)
+    _check(0 < count <= _MOST_FRAMES and scale, f"{count} frames of {scale} ticks a second")
+    frames = np.zeros(count, _FRAME)
+    frames["size"] = constant or _rows(track[b"stsz"], ">u4", 8)
+    frames["offset"] = _offsets(track, frames["size"].astype(np.int64))
+    frames["duration"] = durations = _runs(track[b"stts"], ">u4,>u4", count)
+    pts, shift, shown = np.cumsum(durations) - durations, 0, np.ones(count, bool)
+    if b"ctts" in track:
+        pts += (delays := _runs(track[b"ctts"], ">u4,>i4", count))
+        _check(np.abs(delays).max() <= 1 << 28, "a delay that is out of range")
+    syncs = _rows(track[b"stss"], ">u4").astype(np.int64) - 1 if b"stss" in track else np.arange(count)
+    _check(((syncs >= 0) & (syncs < count)).all(), "a sync sample that is not there")
+    frames["sync"][syncs] = True
+    if b"elst" in track:
+        edits = _rows(track[b"elst"], ">u8,>i8,>u4" if track[b"elst"][0] else ">u4,>i4,>u4")
+        plain = (edits["f1"][:-1] == -1).all() and (edits["f1"][-1:] >= 0).all() and (edits["f2"][-1:] == 1 << 16).all()
+        _check(len(edits) and plain, "an edit list of several parts, or of another speed")
+        movie_scale = max(1, *struct.unpack_from(">I", mvhd, at))
+        *empty, length = ((2 * int(each) * scale + movie_scale) // (2 * movie_scale) for each in edits["f0"])
+        shown = (pts >= edits["f1"][-1]) & (pts - int(edits["f1"][-1]) < length)
+        _check(shown.any(), "an edit list that shows no frame")
+        shift = sum(empty) - int(pts[shown].min())  # not the edit's begin: FFmpeg shows the first frame at once
+    _check(np.ptp(pts) + abs(shift) <= _MOST_SECONDS * scale, "times that are out of range")
+    frames["pts"], frames["shown"] = pts + shift, shown
+    head = _box(b"mvhd", mvhd[:at], struct.pack(">I", scale), mvhd[at + 4 :])  # edits of clips are in ticks
+    copied = (b"".join(_box(kind, track[kind]) for kind in kinds if kind in track) for kinds in _COPIED)
+    return VideoTrack(frames, scale, (head, *copied))
+
+
+def _offsets(track: dict[bytes, memoryview], sizes: Array) -> Array:
+    """Where each frame is: in chunks, whose places and numbers of frames are known."""
+    _check(track.keys() & {b"co64", b"stco"}, "no table of chunks")
+    places = _rows(track[b"co64"], ">u8") if b"co64" in track else _rows(track[b"stco"], ">u4")
+    rows = _rows(track[b"stsc"], ">u4,>u4,>u4")
+    runs, inside = np.diff(rows["f0"], append=len(places) + 1).astype(np.int64), rows["f1"].astype(np.int64)
+    counted = (rows["f0"][:1] == 1).any() and (runs > 0).all() and runs.astype(float) @ inside == len(sizes)
+    _check(counted and places.max() < 1 << 60, "tables of chunks and sizes that contradict each other")
+    inside, before = np.repeat(inside, runs), np.cumsum(sizes) - sizes
+    first = np.repeat(before[np.minimum(np.cumsum(inside) - inside, len(sizes) - 1)], inside)
+    offsets: Array = np.repeat(places.astype(np.int64), inside) + before - first
+    _check((offsets[1:] >= offsets[:-1] + sizes[:-1]).all(), "frames that overlap, or are not in the order of decoding")
+    return offsets
+
+
+def _box(kind: bytes, *parts: bytes | memoryview) -> bytes:
+    return b"".join((struct.pack(">I4s", 8 + sum(map(len, parts)), kind), *parts))
+
+
+def _table(kind: bytes, *columns: Any, extra: bytes = b"") -> bytes:
+    rows = np.stack(np.broadcast_arrays(*columns), axis=-1).astype(">u4")
+    return _box(kind, bytes(4), extra, struct.pack(">I", len(rows)), rows.tobytes())
+
+
+def clip_file(boxes: tuple[bytes, ...], frames: Array, begin: int, end: int, data: memoryview) -> bytes:
+    """Make an mp4 file of `frames`, in decoding order, and their `data`, that shows those from `begin` up to `end`."""
+    head, track, media, info, description = boxes
+    durations, ftyp = frames["duration"].astype(np.int64), _box(b"ftyp", b"isom", bytes(4), b"isom")
+    delays = frames["pts"] - frames["pts"][0] - (np.cumsum(durations) - durations)
+    least = min(0, int(delays.min()))
+    edit = struct.pack(">IIQqI", 1 << 24, 1, end - begin, begin - int(frames["pts"][0]) - least, 1 << 16)
+    tables = (
+        _table(b"stts", 1, durations),
+        _table(b"ctts", 1, delays - least),
+        _table(b"stss", np.flatnonzero(frames["sync"]) + 1),
+        _table(b"stsc", [1], 1, 1),
+        _table(b"stsz", frames["size"], extra=bytes(4)),
+        _table(b"stco", frames["offset"] - frames["offset"][0] + len(ftyp) + 8),
+    )
+    media += _box(b"minf", info, _box(b"stbl", description, *tables))
+    trak = _box(b"trak", track, _box(b"edts", _box(b"elst", edit)), _box(b"mdia", media))
+    return b"".join((ftyp, _box(b"mdat", data), _box(b"moov", head, trak)))

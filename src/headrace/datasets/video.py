@@ -1,0 +1,152 @@
+"""Clips of the videos in mp4 and mov files, map-style, read by ranged requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from headrace._core.shards.discovery import Shards, find_shards
+from headrace._core.store.ranges import Ranges, map_all
+from headrace._core.store.store import StoreLike
+from headrace._core.streams.blocking import background_loop
+from headrace._core.streams.map_style import positions
+from headrace.datasets.cached import RangedShards
+from headrace.datasets.mp4 import Array, VideoTrack, clip_file, read_track
+from headrace.errors import ShardError
+
+__all__ = ["VideoClip", "VideoDataset"]
+
+_PARALLEL_HEADS = 64  # small requests, of which a store serves many at a time
+_CLIP = np.dtype("<i8,<i8,<i8,<i8,<i8,<i8,<f8")
+_CLIP.names = ("first", "last", "begin", "end", "start", "stop", "seconds")  # frames, shown ticks, bytes
+
+
+class VideoClip(NamedTuple):
+    """Consecutive frames of a video, not decoded.
+
+    Attributes:
+        key: key of the file.
+        start: seconds from the beginning of the video to that of the clip.
+        times: the time of each frame in the video, in seconds, float64.
+        data: an mp4 file that shows these frames alone, for `headrace.decode.video`.
+    """
+
+    key: str
+    start: float
+    times: torch.Tensor
+    data: bytes
+
+
+class VideoDataset(RangedShards[VideoClip]):
+    """Clips of the first video track of mp4 and mov files, map-style: `VideoClip`, to be decoded in ``transform=``.
+
+    A clip is one ranged request, from the key frame before it to the last byte that its frames need, with the audio in
+    between. Frames that overlap its time belong to it. What does not fill a clip at the end of a video is dropped, so
+    that a video shorter than one has none.
+
+    The constructor reads the index of each file by one to three requests, in each program anew, and keeps 26 bytes for
+    each frame. Fragmented files, and edit lists that do more than cut and delay, are refused.
+
+    Args:
+        objects: URLs or paths, as the shards of `TarDataset`; in a directory, ``.mp4``, ``.m4v`` and ``.mov``.
+        clip_seconds: length of a clip. Numbers of frames differ: batches need ``hr.decode.video(frames=…)``.
+        frames: number of frames of a clip, in place of `clip_seconds`.
+        stride: from the start of a clip to that of the next, in the same unit; by default the length of a clip.
+        store: store of all files, a `headrace.Store` or its URL, as for `TokenDataset`.
+
+    Raises:
+        EmptyListingError: a glob or a directory has no such file, or there is no such file or directory.
+        ShardError: a file has no video that can be read by ranges, or is truncated.
+        StoreError: a request failed.
+        ValueError: an invalid argument, or no video is long enough for a clip.
+
+    Example:
+        >>> clips = VideoDataset("s3://bucket/videos/", clip_seconds=2, stride=1)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        objects: Shards,
+        *,
+        clip_seconds: float | None = None,
+        frames: int | None = None,
+        stride: float | None = None,
+        store: StoreLike | None = None,
+    ) -> None:
+        if (clip_seconds is None) is (frames is None):
+            raise ValueError("give either clip_seconds= or frames=")
+        length = frames or clip_seconds or 0
+        stride = length if stride is None else stride
+        if not 0 < length < 1e6 or not 0 < stride < 1e6 or (frames is not None and (length % 1 or stride % 1)):
+            raise ValueError(f"a length of {length} or stride={stride} is not positive, or no whole number of frames")
+        found = find_shards(objects, suffixes=(".mp4", ".m4v", ".mov"), store=store)
+        read = background_loop().run(map_all(read_track, found, _PARALLEL_HEADS))
+        clips = [_clips(shard.name, track, length, stride, frames is not None) for shard, track in read]
+        super().__init__([shard for shard, _ in read], [*map(len, clips)])
+        self._tracks, self._clips = tuple(track for _, track in read), np.concatenate(clips)
+        if not len(self):
+            raise ValueError(f"none of {len(found)} videos is long enough for a clip")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._shards)} videos, {len(self)} clips)"
+
+    def ranges(self, indices: Sequence[int]) -> Ranges:
+        """The bytes of the clips at `indices`; negative indices count from the end. Objects are numbered as files.
+
+        Raises:
+            IndexError: there is no such clip.
+        """
+        rows = positions(indices, len(self))
+        clips = self._clips[rows]
+        return Ranges(np.searchsorted(self._ends, rows, side="right"), clips["start"], clips["stop"])
+
+    def sample_key(self, index: int) -> str:
+        """The file and the start of the clip at `index`."""
+        return f"{self._shards[self.range(index)[0]].key}[{self._clips[index]['seconds']:.3f} s]"
+
+    def sample_of(self, index: int, data: memoryview) -> VideoClip:
+        """The clip at `index`, of its bytes."""
+        number, (first, last, begin, end, _, _, seconds) = self.range(index)[0], self._clips[index].tolist()
+        track = self._tracks[number]
+        frames = track.frames[first:last]
+        times = np.sort(frames["pts"][(frames["pts"] >= begin) & (frames["pts"] < end)]) / track.timescale
+        file = clip_file(track.boxes, frames, begin, end, data)
+        return VideoClip(self._shards[number].key, seconds, torch.from_numpy(times), file)
+
+
+def _clips(name: str, track: VideoTrack, length: float, stride: float, count: bool) -> Array:
+    """The clips of a video; `length` and `stride` are numbers of frames, or seconds."""
+    frames, pts, scale = track.frames, track.frames["pts"], track.timescale
+    shown = np.flatnonzero(frames["shown"])
+    shown = shown[np.argsort(pts[shown], kind="stable")]
+    times = pts[shown]
+    ends = min(times[-1] + frames["duration"][shown[-1]], pts[pts > times[-1]].min(initial=1 << 62))
+    if (np.diff(times) == 0).any():
+        raise ShardError("two frames have the same time", shard=name)
+    if count:
+        low = np.arange(0, len(shown) - int(length) + 1, int(stride))
+        high, starts = low + int(length), times[low]
+    else:
+        ticks = round(length * scale)
+        room = (ends - times[0] - ticks) / (stride * scale)
+        starts = times[0] + np.round(np.arange(int(room + 1 + 1e-9) if room >= 0 else 0) * (stride * scale))
+        low, high = np.searchsorted(times, starts, side="right") - 1, np.searchsorted(times, starts + ticks)
+    clips = np.zeros(len(low), _CLIP)
+    if not len(low):
+        return clips
+    slices = np.stack((low, high), axis=1).ravel()
+    lowest = np.minimum.reduceat(np.append(shown, len(pts)), slices)[::2]
+    clips["last"] = last = np.maximum.reduceat(np.append(shown, -1), slices)[::2] + 1
+    # Of an open group, frames are decoded after a key frame, shown before it, and need the frames before both.
+    syncs = np.union1d(0, np.flatnonzero(frames["sync"]))
+    by_time = np.searchsorted(np.maximum.accumulate(pts[syncs]), times[low], side="right")
+    clips["first"] = first = syncs[np.maximum(np.minimum(by_time, np.searchsorted(syncs, lowest, side="right")), 1) - 1]
+    clips["begin"], clips["end"], clips["seconds"] = times[low], np.append(times, ends)[high], starts / scale
+    clips["start"], clips["stop"] = frames["offset"][first], frames["offset"][last - 1] + frames["size"][last - 1]
+    needed = np.append(0, np.cumsum(frames["size"], dtype=np.int64))
+    if (clips["stop"] - clips["start"] > (16 << 20) + 8 * (needed[last] - needed[first])).any():
+        raise ShardError("the frames of a clip are spread over the file", shard=name)
+    return clips

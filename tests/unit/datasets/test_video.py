@@ -1,0 +1,219 @@
+"""Clips of `VideoDataset` have the frames that PyAV decodes of the whole file, and read only the bytes for them."""
+
+import functools
+import io
+import struct
+
+import av
+import numpy as np
+import pytest
+import torch
+
+import headrace as hr
+from headrace.errors import MissingExtraError, ShardError
+from object_server import ObjectServer
+from tests.unit.datasets.formats import video_file
+from tests.unit.shards.resuming import in_memory
+
+OPEN = {"x264-params": "open-gop=1:keyint=12:bframes=3:b-pyramid=normal"}
+OPEN_HEVC = {"x265-params": "open-gop=1:keyint=12:bframes=3:log-level=none"}
+PAUSES = np.cumsum(np.random.default_rng(1).integers(1, 15, 60)).tolist()
+
+
+def with_edit(data, begin=None, length=None):
+    """The file with its edit list changed: ticks at which the edit begins, its length in ms; None: without a list."""
+    data, at = bytearray(data), data.index(b"elst")
+    assert struct.unpack_from(">I", data, at + 8) == (1,)
+    if begin is None:
+        data[at - 8 : at - 4] = b"free"
+    else:
+        struct.pack_into(">Ii", data, at + 12, length, begin)
+    return bytes(data)
+
+
+PLAIN = video_file(60)
+MAKE = {
+    "h264": lambda: PLAIN,
+    "h264, index at the end, two tracks of audio": lambda: video_file(60, movflags="", audio=2),
+    "h264, open groups": lambda: video_file(60, options=OPEN),
+    "h264, variable rate, begins late": lambda: video_file(60, times=PAUSES),
+    "h264, negative delays": lambda: video_file(60, movflags="negative_cts_offsets"),
+    "h264, mov, turned": lambda: video_file(60, container="mov", rotation=90),
+    "no edit list": lambda: with_edit(PLAIN),
+    "edit begins and ends within groups": lambda: with_edit(PLAIN, 1024 + 512 * 17, 900),
+    "edit begins between frames": lambda: with_edit(PLAIN, 1100 + 512 * 5, 1234),
+    "edit begins before the first frame": lambda: with_edit(PLAIN, 500, 1777),
+    "hevc, open groups": lambda: video_file(60, codec="libx265", options=OPEN_HEVC),
+    "mpeg4": lambda: video_file(60, codec="mpeg4"),
+    "av1": lambda: video_file(60, codec="libsvtav1", options={"preset": "12"}),
+    "vp9": lambda: video_file(60, codec="libvpx-vp9", options={"deadline": "realtime"}),
+}
+
+
+@functools.cache
+def file(name):
+    return MAKE[name]()
+
+
+def decoded(data):
+    """Times and pixels of all frames of a file."""
+    with av.open(io.BytesIO(data)) as container:
+        container.streams.video[0].codec_context.thread_count = 1
+        return [(frame.time, frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
+
+
+def same(some, others):
+    return len(some) == len(others) and all(map(np.array_equal, (one for _, one in some), (one for _, one in others)))
+
+
+def opened(data, **options):
+    return hr.VideoDataset(in_memory({"a.mp4": data}), **options)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_clips_have_the_frames_of_the_whole_file_at_their_times(name):
+    frames = decoded(file(name))
+    times = [time for time, _ in frames]
+    for length, stride in ((5, 5), (9, 4), (25, 11)):
+        clips = [*opened(file(name), frames=length, stride=stride)]
+        assert [clip.times.tolist() for clip in clips] == [
+            times[at : at + length] for at in range(0, len(times) - length + 1, stride)
+        ]
+        for number, clip in enumerate(clips):
+            assert same(decoded(clip.data), frames[stride * number :][:length])
+            assert (clip.key, clip.start) == ("a.mp4", clip.times[0])
+
+
+@pytest.mark.parametrize("name", ["h264", "h264, variable rate, begins late", "edit begins and ends within groups"])
+def test_clips_by_time_have_the_frames_that_are_shown_in_it(name):
+    frames = decoded(file(name))
+    times = np.array([time for time, _ in frames])
+    for seconds, stride in ((0.5, 0.5), (0.31, 0.173)):
+        clips = [*opened(file(name), clip_seconds=seconds, stride=stride)]
+        assert 0 <= times[-1] - clips[-1].start - seconds + 0.15 < stride + 0.15
+        for number, clip in enumerate(clips):
+            assert clip.start == pytest.approx(times[0] + number * stride, abs=1e-4)
+            first = np.searchsorted(times, clip.start + 1e-6) - 1
+            wanted = frames[first : np.searchsorted(times, clip.start + seconds - 1e-4)]
+            assert clip.times.tolist() == [time for time, _ in wanted]
+            assert same(decoded(clip.data), wanted)
+
+
+def test_groups_are_open_and_turned_files_are_where_they_should_be():
+    """The files above have what their names say."""
+    for name in ("h264, open groups", "hevc, open groups"):
+        index = opened(file(name), frames=1)._tracks[0].frames
+        assert any(frame["pts"] < index["pts"][: number][index["sync"][:number]].max(initial=-1)
+                   for number, frame in enumerate(index))  # fmt: skip
+    assert len(np.unique(np.diff([time for time, _ in decoded(file("h264, variable rate, begins late"))]))) > 5
+
+
+@pytest.mark.counts
+@pytest.mark.parametrize(("movflags", "requests"), [("faststart", 1), ("", 2)])
+def test_only_the_index_and_the_bytes_of_groups_are_read(movflags, requests):
+    data = video_file(300, movflags=movflags, options={"x264-params": "qp=1"})
+    with ObjectServer({"a.mp4": data}) as server:
+        server.misbehave()
+        store = hr.Store(server.url, options=server.store_options)
+        clips = hr.VideoDataset("a.mp4", frames=12, store=store)
+        spans = [tuple(map(int, seen.span[6:].split("-"))) for seen in server.seen()]
+        assert (len(spans), server.requests()["HEAD"]) == (requests, 0)
+        assert sum(stop + 1 - start for start, stop in spans) < (16 << 10) * 2
+        assert len(decoded(clips[10].data)) == 12
+        with av.open(io.BytesIO(data)) as container:
+            packets = [one for one in container.demux(video=0) if one.size]
+        needed = [at for at, one in enumerate(packets) if 4 <= one.pts * one.time_base < 4.39]
+        assert len(needed) == 12
+        key = max(at for at, one in enumerate(packets) if one.is_keyframe and at <= needed[0])
+        last = packets[max(needed)]
+        assert [seen.span for seen in server.seen()[requests:]] == [
+            f"bytes={packets[key].pos}-{last.pos + last.size - 1}"
+        ]
+        assert clips.sample_key(10) == "a.mp4[4.000 s]"
+        assert repr(clips) == "VideoDataset(1 videos, 25 clips)"
+
+
+def test_loader_gives_batches_of_clips_decoded_in_workers(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(PLAIN)
+    (tmp_path / "b.MOV").write_bytes(file("h264, mov, turned"))
+    clips = hr.VideoDataset(tmp_path, clip_seconds=0.5)
+    decode = hr.decode.video(size=(24, 20), frames=4)
+    with hr.DataLoader(clips, batch_size=4, num_workers=2, transform=decode) as loader:
+        batches = [*loader]
+    assert [(*batch.shape, batch.dtype) for batch in batches] == [(4, 4, 3, 24, 20, torch.uint8)] * 2
+    with hr.DataLoader(clips, batch_size=4, collate_fn=list) as loader:
+        assert torch.equal(torch.cat(batches), torch.stack([decode(clip) for batch in loader for clip in batch]))
+
+
+def test_decoder_gives_upright_frames_of_clips_and_of_whole_files():
+    frames = torch.from_numpy(np.stack([frame for _, frame in decoded(PLAIN)])).permute(0, 3, 1, 2)
+    assert torch.equal(hr.decode.video()(PLAIN), frames)
+    assert torch.equal(
+        hr.decode.video(frames=3)(hr.types.ObjectSample("a", memoryview(PLAIN), 5))[0], frames[[0, 30, 59]]
+    )
+    turned = opened(file("h264, mov, turned"), frames=2)[3]
+    assert torch.equal(hr.decode.video()(turned), torch.rot90(frames[6:8], 1, (2, 3)))
+    assert hr.decode.video(size=(40, 20))(turned).shape == (2, 3, 40, 20)
+    with pytest.raises(ValueError, match="frames must be positive"):
+        hr.decode.video(frames=0)
+    with pytest.raises(ValueError, match="size must be positive"):
+        hr.decode.video(size=0)
+
+
+def test_damaged_frames_are_an_error_of_the_decoder():
+    clip = opened(PLAIN, frames=12)[1]
+    middle = clip.data.index(b"mdat") + 1000
+    for damaged in (clip.data[:middle] + bytes(3000) + clip.data[middle + 3000 :], b"no video"):
+        with pytest.raises(ValueError):
+            hr.decode.video()(clip._replace(data=damaged))
+    with pytest.raises(ValueError, match="12 frames, where there should be 11"):
+        hr.decode.video()(clip._replace(times=clip.times[1:]))
+
+
+def test_decoders_without_their_package_say_which_to_install(monkeypatch):
+    for package, make in (("av", hr.decode.video), ("soundfile", hr.decode.audio)):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
+        with pytest.raises(MissingExtraError, match="pip install 'headrace"):
+            make()
+
+
+def patched(old, new):
+    assert old in PLAIN
+    return PLAIN.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (video_file(20, movflags="frag_keyframe+empty_moov"), "fragmented"),
+        (PLAIN[: len(PLAIN) // 2], "its video ends at"),
+        (video_file(20, movflags="")[:-9], "whole index"),
+        (b"", "whole index"),
+        (b"RIFF" * 10, "whole index"),
+        (patched(b"vide", b"soun"), "no video track"),
+        (patched(b"avc1\0", b"encv\0"), "encrypted"),
+        (patched(b"stts", b"sttz"), "no video track with all its tables"),
+        (with_edit(PLAIN, -1, 100), "edit list"),
+        (with_edit(PLAIN, 1 << 30, 100), "edit list that shows no frame"),
+    ],
+)
+def test_file_that_cannot_be_read_by_ranges_is_one_error_with_its_name(data, what):
+    with pytest.raises(ShardError, match=rf"{what}.*a\.mp4"):
+        opened(data, frames=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({}, "either clip_seconds= or frames="),
+        ({"frames": 1, "clip_seconds": 1}, "either clip_seconds= or frames="),
+        ({"frames": 1.5}, "no whole number"),
+        ({"frames": 2, "stride": 0.5}, "no whole number"),
+        ({"clip_seconds": -1}, "not positive"),
+        ({"clip_seconds": 1, "stride": 0}, "not positive"),
+        ({"frames": 61}, "none of 1 videos is long enough"),
+    ],
+)
+def test_invalid_arguments(options, what):
+    with pytest.raises(ValueError, match=what):
+        opened(PLAIN, **options)

@@ -9,6 +9,7 @@ import tarfile
 
 import boto3
 import numpy as np
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from moto.server import ThreadedMotoServer
@@ -26,6 +27,7 @@ def write_data(folder):
     for name in (
         "clips",
         "code",
+        "saved/train",
         "shards",
         "table",
         "text",
@@ -57,6 +59,7 @@ def write_data(folder):
         np.arange(20_000, dtype=np.uint16).tofile(folder / f"tokens/{shard}.bin")
         table = {"id": range(100), "label": [1] * 100, "features": [[0.5, 1.5]] * 100}
         pyarrow.parquet.write_table(pyarrow.table(table), folder / f"table/{shard}.parquet", row_group_size=50)
+    pyarrow.feather.write_feather(pyarrow.table({"id": range(200), "label": [1] * 200}), folder / "saved/train/0.arrow")
 
 
 @pytest.fixture(scope="module")

@@ -3,44 +3,155 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from itertools import chain
-from typing import Any, Literal
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, ClassVar, Literal
 
 from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions
-from headrace._core.shards.discovery import Shards, find_shards
+from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.division import Part
-from headrace._core.shards.parquet import Footer, RowGroup, RowGroupStream, read_footers
+from headrace._core.shards.parquet import SUFFIXES, RowGroup, RowGroupStream, read_footers
 from headrace._core.shards.stream import PartStream
-from headrace._core.shards.tables import as_expression, filter_text, select_columns
+from headrace._core.shards.tables import TableFile, as_expression, filter_text, select_columns
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import AsyncDataset
 
-__all__ = ["ParquetDataset", "RowGroupDataset"]
-
-_SUFFIXES = (".parquet", ".pq", ".parq")
+__all__ = ["ParquetDataset", "RowGroupDataset", "TableStream"]
 
 
-def _open_row_groups(
-    shards: Shards, columns: Sequence[str] | None, filters: Any, store: StoreLike | None, *, as_rows: bool = False
-) -> list[RowGroup]:
-    """Find the files, read their footers, check that their columns agree."""
-    require_pyarrow("reading Parquet")
-    if isinstance(columns, str):
-        raise TypeError("columns= must be several names, not one str")
-    names = None if columns is None else tuple(columns)
-    if names is not None and (not names or len(set(names)) < len(names)):
-        raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
-    expression = as_expression(filters)
-    found = find_shards(shards, suffixes=_SUFFIXES, store=store)
-    footers = background_loop().run(read_footers(found, _SUFFIXES))
-    selections = select_columns(footers, names, expression, as_rows=as_rows)
-    return [*chain.from_iterable(map(Footer.row_groups, footers, selections))]
+class TableStream(PartStream[Any]):
+    """Base of `ParquetDataset` and `ArrowDataset`; its options are described in the former."""
+
+    parts_name = "row groups"
+    split_by_sample = "rows"
+    _remedies = ("prefetch_row_groups",)
+
+    _suffixes: ClassVar[tuple[str, ...]]
+    _read_files: Callable[[Sequence[Shard]], Coroutine[Any, Any, Sequence[TableFile]]]
+
+    def __init__(
+        self,
+        shards: Shards,
+        *,
+        columns: Sequence[str] | None = None,
+        filters: Any = None,
+        format: Literal["rows", "arrow"] = "rows",
+        table_rows: int | None = None,
+        shuffle: bool = False,
+        buffer_size: int = 0,
+        seed: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        split: Literal["groups", "rows"] = "groups",
+        remainder: Remainder = "drop",
+        prefetch_row_groups: int = 4,
+        prefetch_bytes: int = 256 << 20,
+        store: StoreLike | None = None,
+    ) -> None:
+        if format not in ("rows", "arrow"):
+            raise ValueError(f"format={format!r} must be 'rows' or 'arrow'")
+        if split not in ("groups", "rows"):
+            raise ValueError(f"split={split!r} must be 'groups' or 'rows'")
+        if table_rows is not None and (table_rows < 1 or format == "rows"):
+            raise ValueError(f"table_rows={table_rows} must be at least 1, and goes with format='arrow'")
+        if buffer_size < 0 or (seed or 0) < 0 or prefetch_row_groups < 1 or prefetch_bytes < 1:
+            raise ValueError("buffer_size, seed must be at least 0, prefetch_row_groups, prefetch_bytes at least 1")
+        super().__init__(RankChoice(rank, world_size), shuffle, buffer_size, seed, split == "rows", remainder)
+        self._format, self._table_rows = format, table_rows
+        self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
+        filters = as_expression(filters)
+        self._filters = filter_text(filters)
+        if self._ranks.given is not None:
+            self._check_ranks(self._ranks.given)
+        self._groups = self._open(shards, columns, filters, store, as_rows=format == "rows")
+
+    @classmethod
+    def groups(
+        cls,
+        shards: Shards,
+        *,
+        columns: Sequence[str] | None = None,
+        filters: Any = None,
+        store: StoreLike | None = None,
+    ) -> RowGroupDataset:
+        """The row groups as `pyarrow.Table`, map-style; for your own samplers.
+
+        Arguments and errors are those of the class; with `filters`, a table may be empty. Blocks: in an async program
+        use ``await asyncio.to_thread(ParquetDataset.groups, ...)``.
+        """
+        return RowGroupDataset(cls._open(shards, columns, as_expression(filters), store))
+
+    @classmethod
+    def _open(
+        cls, shards: Shards, columns: Sequence[str] | None, filters: Any, store: StoreLike | None, as_rows: bool = False
+    ) -> list[RowGroup]:
+        """Find the files, read their footers, check that their columns agree."""
+        require_pyarrow(f"reading {cls.__name__}")
+        if isinstance(columns, str):
+            raise TypeError("columns= must be several names, not one str")
+        names = None if columns is None else tuple(columns)
+        if names is not None and (not names or len(set(names)) < len(names)):
+            raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
+        found = find_shards(shards, suffixes=cls._suffixes, store=store)
+        files = background_loop().run(cls._read_files(found))
+        selections = select_columns(files, names, filters, as_rows=as_rows)
+        return [group for file, one in zip(files, selections, strict=True) for group in file.row_groups(one)]
+
+    def __repr__(self) -> str:
+        rows = sum(group.rows for group in self._groups)
+        passing = "" if self._filters is None else f", those with {self._filters}"
+        return f"{type(self).__name__}({len(self._groups)} {self.parts_name}, {rows} rows{passing})"
+
+    def _part_count(self) -> int:
+        return len(self._groups)
+
+    def _sample_counts(self) -> Sequence[int] | None:
+        return None if self._filters is not None else [self._samples_of(group) for group in self._groups]
+
+    def _check_ranks(self, rank: ShardOptions) -> None:
+        if self._filters is not None and self._needs_equal_length(rank):
+            raise ValueError(
+                f"{rank.count} ranks would get unequal numbers of samples, since only reading shows how many pass "
+                f"filters=, and training would hang at the end of an epoch. Set split='rows', or allow it by "
+                f"remainder='keep', with coordinated=True of the loader"
+            )
+
+    def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
+        self._check_ranks(rank)
+        return super()._length(rank, shard, order)
+
+    def _name_of(self, part: int, number: int) -> str:
+        group = self._groups[part]
+        if self._filters is not None:
+            return f"{group.footer.shard.name}, {group.kind} {group.number}, sample {number + 1:,} that passes filters="
+        rows = 1 if self._format == "rows" else self._table_rows or group.rows
+        return f"{group.footer.shard.name}, row {sum(group.footer.rows[: group.number]) + number * rows:,} from 0"
+
+    def _part_names(self) -> Iterator[str]:
+        return (f"{group.footer.shard.name} {group.number} {group.rows}" for group in self._groups)
+
+    def _options(self) -> dict[str, object]:
+        own = {"format": self._format, "table_rows": self._table_rows, "filters": self._filters}
+        return {**super()._options(), **own}
+
+    def _read(self, parts: Sequence[Part]) -> RowGroupStream:
+        return RowGroupStream(
+            self._groups,
+            parts,
+            rows=self._table_rows,
+            as_rows=self._format == "rows",
+            prefetch_row_groups=self._prefetch_row_groups,
+            prefetch_bytes=self._prefetch_bytes,
+        )
+
+    def _samples_of(self, group: RowGroup) -> int:
+        if self._format == "rows":
+            return group.rows
+        return -(-group.rows // (self._table_rows or group.rows))
 
 
-class ParquetDataset(PartStream[Any]):
+class ParquetDataset(TableStream):
     """A stream of the rows of Parquet files, or of their row groups as Arrow tables. Needs ``headrace[parquet]``.
 
     Files must have the same columns. Tables have the types that hold those of all files (`pyarrow.unify_schemas`,
@@ -104,108 +215,8 @@ class ParquetDataset(PartStream[Any]):
         [{'x': 1, 'y': 'a'}, {'x': 2, 'y': 'b'}, {'x': None, 'y': 'c'}]
     """
 
-    parts_name = "row groups"
-    split_by_sample = "rows"
-    _remedies = ("prefetch_row_groups",)
-
-    def __init__(
-        self,
-        shards: Shards,
-        *,
-        columns: Sequence[str] | None = None,
-        filters: Any = None,
-        format: Literal["rows", "arrow"] = "rows",
-        table_rows: int | None = None,
-        shuffle: bool = False,
-        buffer_size: int = 0,
-        seed: int | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-        split: Literal["groups", "rows"] = "groups",
-        remainder: Remainder = "drop",
-        prefetch_row_groups: int = 4,
-        prefetch_bytes: int = 256 << 20,
-        store: StoreLike | None = None,
-    ) -> None:
-        if format not in ("rows", "arrow"):
-            raise ValueError(f"format={format!r} must be 'rows' or 'arrow'")
-        if split not in ("groups", "rows"):
-            raise ValueError(f"split={split!r} must be 'groups' or 'rows'")
-        if table_rows is not None and (table_rows < 1 or format == "rows"):
-            raise ValueError(f"table_rows={table_rows} must be at least 1, and goes with format='arrow'")
-        if buffer_size < 0 or (seed or 0) < 0 or prefetch_row_groups < 1 or prefetch_bytes < 1:
-            raise ValueError("buffer_size, seed must be at least 0, prefetch_row_groups, prefetch_bytes at least 1")
-        super().__init__(RankChoice(rank, world_size), shuffle, buffer_size, seed, split == "rows", remainder)
-        self._format, self._table_rows = format, table_rows
-        self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
-        filters = as_expression(filters)
-        self._filters = filter_text(filters)
-        if self._ranks.given is not None:
-            self._check_ranks(self._ranks.given)
-        self._groups = _open_row_groups(shards, columns, filters, store, as_rows=format == "rows")
-
-    @staticmethod
-    def groups(
-        shards: Shards, *, columns: Sequence[str] | None = None, filters: Any = None, store: StoreLike | None = None
-    ) -> RowGroupDataset:
-        """The row groups of Parquet files as `pyarrow.Table`, map-style; for your own samplers.
-
-        Arguments and errors are those of the class; with `filters`, a table may be empty. Blocks: in an async program
-        use ``await asyncio.to_thread(ParquetDataset.groups, ...)``.
-        """
-        return RowGroupDataset(_open_row_groups(shards, columns, filters, store))
-
-    def __repr__(self) -> str:
-        rows = sum(group.rows for group in self._groups)
-        passing = "" if self._filters is None else f", those with {self._filters}"
-        return f"{type(self).__name__}({len(self._groups)} row groups, {rows} rows{passing})"
-
-    def _part_count(self) -> int:
-        return len(self._groups)
-
-    def _sample_counts(self) -> Sequence[int] | None:
-        return None if self._filters is not None else [self._samples_of(group) for group in self._groups]
-
-    def _check_ranks(self, rank: ShardOptions) -> None:
-        if self._filters is not None and self._needs_equal_length(rank):
-            raise ValueError(
-                f"{rank.count} ranks would get unequal numbers of samples, since only reading shows how many pass "
-                f"filters=, and training would hang at the end of an epoch. Set split='rows', or allow it by "
-                f"remainder='keep', with coordinated=True of the loader"
-            )
-
-    def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
-        self._check_ranks(rank)
-        return super()._length(rank, shard, order)
-
-    def _name_of(self, part: int, number: int) -> str:
-        group = self._groups[part]
-        if self._filters is not None:
-            return f"{group.footer.shard.name}, row group {group.number}, sample {number + 1:,} that passes filters="
-        rows = 1 if self._format == "rows" else self._table_rows or group.rows
-        return f"{group.footer.shard.name}, row {sum(group.footer.rows[: group.number]) + number * rows:,} from 0"
-
-    def _part_names(self) -> Iterator[str]:
-        return (f"{group.footer.shard.name} {group.number} {group.rows}" for group in self._groups)
-
-    def _options(self) -> dict[str, object]:
-        own = {"format": self._format, "table_rows": self._table_rows, "filters": self._filters}
-        return {**super()._options(), **own}
-
-    def _read(self, parts: Sequence[Part]) -> RowGroupStream:
-        return RowGroupStream(
-            self._groups,
-            parts,
-            rows=self._table_rows,
-            as_rows=self._format == "rows",
-            prefetch_row_groups=self._prefetch_row_groups,
-            prefetch_bytes=self._prefetch_bytes,
-        )
-
-    def _samples_of(self, group: RowGroup) -> int:
-        if self._format == "rows":
-            return group.rows
-        return -(-group.rows // (self._table_rows or group.rows))
+    _suffixes = SUFFIXES
+    _read_files = staticmethod(read_footers)
 
 
 class RowGroupDataset(AsyncDataset[Any]):

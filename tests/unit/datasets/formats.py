@@ -16,6 +16,7 @@ from typing import Any
 
 import av
 import numpy as np
+import pyarrow as pa
 import torch
 
 import headrace as hr
@@ -92,6 +93,29 @@ def _tar() -> Format:
     return Format(files, hr.TarDataset.index, samples)
 
 
+def _arrow() -> Format:
+    """Streams and files, one with a dictionary, compressed ones, and one without rows."""
+    files, samples = {}, []
+    for number, (count, compression) in enumerate([(7, None), (0, None), (9, "zstd"), (10, "lz4")]):
+        columns = {"id": [*range(number * 100, number * 100 + count)], "text": [f"{n % 3}" * 40 for n in range(count)]}
+        table = pa.table(columns, pa.schema({"id": pa.int64(), "text": pa.string()}))
+        samples += table.to_pylist()
+        if number == 3:
+            table = table.set_column(1, "text", table["text"].dictionary_encode())
+        stream, options = io.BytesIO(), pa.ipc.IpcWriteOptions(compression=compression)
+        new = pa.ipc.new_file if number % 2 else pa.ipc.new_stream
+        with new(stream, table.schema, options=options) as writer:
+            writer.write_table(table, 4)
+        files[f"{number}.arrow"] = stream.getvalue()
+
+    def stream(store: hr.Store, **options: Any) -> Any:
+        split = {"shards": "groups", "samples": "rows"}[options.pop("split", "shards")]
+        names = ("shuffle", "buffer_size", "seed", "rank", "world_size", "remainder")
+        return hr.ArrowDataset(store, split=split, **{name: options[name] for name in names if name in options})
+
+    return Format(files, None, samples, stream)
+
+
 def video_file(
     count: int,
     *,
@@ -145,4 +169,4 @@ def _video() -> Format:
     return Format(files, clips, [*clips(in_memory(files))])
 
 
-FORMATS = {"tokens": _tokens(), "tar index": _tar(), "video": _video()}
+FORMATS = {"tokens": _tokens(), "tar index": _tar(), "video": _video(), "arrow": _arrow()}

@@ -8,21 +8,23 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from itertools import chain
 from operator import and_
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from headrace._core.failure import as_exception
 from headrace._core.shards.discovery import Shard, list_inside
 from headrace._core.shards.division import Part, PartPosition
 from headrace._core.shards.reading import Block, BlockReader, PartReader
-from headrace._core.shards.tables import Selection
+from headrace._core.shards.tables import Selection, TableFile
 from headrace._core.store.ranges import LARGEST_SPAN, Ranges, map_all, plan_spans
 from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+SUFFIXES = (".parquet", ".pq", ".parq")
 
 # Bytes of the first read. A footer takes about 100 bytes for a column of a row group, so this covers some 600 of them;
 # a larger one takes a second read.
@@ -46,7 +48,7 @@ Pieces = list[tuple[int, memoryview]]
 """Parts of a file, each with its offset; in order, not overlapping."""
 
 
-class Footer:
+class Footer(TableFile):
     """A file's footer, with the eight bytes after it; pickled as its bytes, so that no other process reads it again.
 
     Its shard is the file in the version of the footer.
@@ -77,7 +79,6 @@ class Footer:
             raise ShardError(what, shard=self.shard.name)
 
     def selected(self, columns: Sequence[str]) -> Any:
-        """The schema of what is read of `columns`; raises `KeyError` with the first that there is not."""
         import pyarrow.parquet
 
         for column in columns:
@@ -115,7 +116,9 @@ class Footer:
 class RowGroup:
     """A row group of a file."""
 
-    footer: Footer  # footer of the file
+    kind: ClassVar[str] = "row group"
+
+    footer: Any  # `Footer` of the file, or in a subclass another `TableFile`
     number: int  # number of the row group in the file
     selection: Selection
 
@@ -125,7 +128,7 @@ class RowGroup:
 
     @property
     def name(self) -> str:
-        return f"{self.footer.shard.key}, row group {self.number}"
+        return f"{self.footer.shard.key}, {self.kind} {self.number}"
 
     @property
     def stored_bytes(self) -> int:
@@ -165,18 +168,11 @@ class RowGroup:
         Raises:
             ShardError: a page is corrupt, or rows are missing.
         """
-        import pyarrow.parquet
+        import pyarrow
 
-        footer, left = self.footer, self.rows
-        source = pyarrow.PythonFile(SparseFile(pieces, footer.size), mode="r")
+        left = self.rows
         try:
-            # The bytes are in memory already, so pre-buffering would only copy. Checksums exist if the writer was asked
-            # for them.
-            file = pyarrow.parquet.ParquetFile(
-                source, metadata=footer.metadata, pre_buffer=False, page_checksum_verification=True
-            )
-            columns = None if self.selection.columns is None else list(self.selection.columns)
-            for batch in file.iter_batches(rows, row_groups=[self.number], columns=columns, use_threads=False):
+            for batch in self._batches(pieces, rows):
                 left -= batch.num_rows
                 yield self.selection.apply(batch)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -186,8 +182,20 @@ class RowGroup:
         if left:
             raise self.error(f"cannot decode: {left} of {self.rows} rows are missing")
 
+    def _batches(self, pieces: Pieces, rows: int) -> Iterator[Any]:
+        import pyarrow.parquet
+
+        source = pyarrow.PythonFile(SparseFile(pieces, self.footer.size), mode="r")
+        # The bytes are in memory already, so pre-buffering would only copy. Checksums exist if the writer was asked for
+        # them.
+        file = pyarrow.parquet.ParquetFile(
+            source, metadata=self.footer.metadata, pre_buffer=False, page_checksum_verification=True
+        )
+        columns = None if self.selection.columns is None else list(self.selection.columns)
+        yield from file.iter_batches(rows, row_groups=[self.number], columns=columns, use_threads=False)
+
     def error(self, what: str) -> ShardError:
-        return ShardError(what, shard=self.footer.shard.name, member=f"row group {self.number}")
+        return ShardError(what, shard=self.footer.shard.name, member=f"{self.kind} {self.number}")
 
     def _ranges(self) -> Ranges:
         """The byte ranges of the columns; raises `ShardError` if they lie outside the file."""
@@ -204,24 +212,24 @@ class RowGroup:
         return Ranges.of(ranges)
 
 
-async def read_footers(shards: Sequence[Shard], suffixes: tuple[str, ...]) -> list[Footer]:
+async def read_footers(shards: Sequence[Shard]) -> list[Footer]:
     """Read the footers of files, each by one request, or by two if it is larger than 64 KiB.
 
-    A shard that is not there may be a directory, whose files end in `suffixes`.
+    A shard that is not there may be a directory of such files.
 
     Raises:
         ShardError: a file is not Parquet, corrupt or encrypted.
         StoreError: a request failed.
     """
-    footers = await map_all(partial(_read_footers, suffixes=suffixes), shards, _PARALLEL_FOOTERS)
+    footers = await map_all(_read_footers, shards, _PARALLEL_FOOTERS)
     return [*chain.from_iterable(footers)]
 
 
-async def _read_footers(shard: Shard, suffixes: tuple[str, ...]) -> list[Footer]:
+async def _read_footers(shard: Shard) -> list[Footer]:
     try:
         return [await _read_footer(shard)]
     except ObjectNotFoundError:
-        if shard.store.traits.web_server or not (inside := await list_inside(shard.store, shard.key, suffixes)):
+        if shard.store.traits.web_server or not (inside := await list_inside(shard.store, shard.key, SUFFIXES)):
             raise
     return await map_all(_read_footer, inside, _PARALLEL_FOOTERS)
 

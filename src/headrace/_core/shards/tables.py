@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote
 
 from headrace._core.shards.discovery import Shard
@@ -21,14 +21,20 @@ _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _LONGEST_TEXT = 500  # characters of a filter in a state
 
 
-class TableFile(Protocol):
-    """A file of tables."""
+class TableFile:
+    """A file of tables in groups of rows."""
 
-    shard: Shard
+    shard: Shard  # in the version that was opened
     schema: Any
+    rows: tuple[int, ...]  # of each group
+
+    def row_groups(self, selection: Selection) -> Sequence[Any]:
+        """The groups that may have rows to give."""
+        raise NotImplementedError
 
     def selected(self, columns: Sequence[str]) -> Any:
         """The schema of what is read of `columns`; raises `KeyError` with the first that there is not."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,117 @@
+"""`ArrowDataset` gives what pyarrow and Hugging Face's datasets wrote; see also `test_formats` and `test_mutations`."""
+
+import datetime
+import decimal
+import io
+import shutil
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+import headrace as hr
+from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
+from object_server import ObjectServer
+from tests.unit.datasets.formats import FIXTURES
+from tests.unit.shards.resuming import in_memory
+
+
+def written(*tables, new=pa.ipc.new_stream, **options):
+    stream = io.BytesIO()
+    with new(stream, tables[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        for table in tables:
+            writer.write_table(table)
+    return stream.getvalue()
+
+
+def opened(data, **options):
+    return hr.ArrowDataset(["0.arrow"], store=in_memory({"0.arrow": data}), **options)
+
+
+def test_split_that_datasets_saved_is_read_without_its_cached_results(tmp_path):
+    shutil.copytree(FIXTURES / "save_to_disk/splits", tmp_path / "splits")
+    rows = [{"id": n, "text": f"text {n} " * (n % 3), "vector": [n / 2, None], "label": n % 3} for n in range(25)]
+    train = tmp_path / "splits/train"
+    assert [*train.glob("cache-*.arrow")]
+    assert list(hr.ArrowDataset(train)) == list(hr.ArrowDataset(hr.Store(train.as_uri()))) == rows
+    assert list(hr.ArrowDataset(f"{train}/data-0000[01]-of-*.arrow")) == rows[:17]
+    for both in (tmp_path / "splits", f"{tmp_path}/splits/*/data*.arrow"):
+        with pytest.raises(ValueError, match=r"splits/? has the splits \['train', 'test'\]: give the folder of one"):
+            hr.ArrowDataset(both)
+    files = [f"{tmp_path}/splits/{name}.arrow" for name in ("test/data-00000-of-00001", "train/data-00000-of-00003")]
+    assert list(hr.ArrowDataset(files)) == rows[20:] + rows[:9]
+    (train / "data-00001-of-00003.arrow").unlink()
+    with pytest.raises(ObjectNotFoundError, match="data-00001-of-00003"):
+        hr.ArrowDataset(train)
+    (train / "state.json").write_text("{")
+    with pytest.raises(ShardError, match=r"no JSON object.*state\.json"):
+        hr.ArrowDataset(train)
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
+@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"compression": "lz4"}], ids=str)
+def test_every_type_and_selection_equals_pyarrows(new, options):
+    table = pa.table(
+        {
+            "id": range(3),
+            "null": pa.nulls(3),
+            "list": pa.array([[1, 2], [], None]),
+            "struct": pa.array([{"x": 1, "y": "a"}, {"x": None, "y": "b"}, None]),
+            "category": pa.array(["a", "b", "a"]).dictionary_encode(),
+            "nested": pa.array([["p"], ["q", "p"], []], pa.list_(pa.dictionary(pa.int8(), pa.string()))),
+            "decimal": pa.array([decimal.Decimal("1.20"), None, decimal.Decimal("-3.00")]),
+            "time": pa.array([datetime.datetime(2024, 2, 29, 12), None, None], pa.timestamp("us", tz="UTC")),
+            "view": pa.array(["a long text in a view", "", None], pa.string_view()),
+            "half": pa.array([1.5, None, -2.0], pa.float16()),
+        }
+    )
+    data = written(table, table, new=new, **options)
+    rows = table.to_pylist()
+    assert list(opened(data)) == rows * 2
+    assert pa.concat_tables(opened(data, format="arrow")).equals(pa.concat_tables([table, table]))
+    assert [part.to_pylist() for part in opened(data, format="arrow", table_rows=2)] == [rows[:2], rows[2:]] * 2
+    for columns in (["nested"], ["struct", "id"], ["category", "half"]):
+        assert list(opened(data, columns=columns)) == table.select(columns).to_pylist() * 2
+        assert (
+            list(opened(data, columns=columns, filters=pc.field("id") == 1))
+            == [{name: rows[1][name] for name in columns}] * 2
+        )
+    with pytest.raises(ValueError, match=r"has no column 'struct\.x'"):
+        opened(data, columns=["struct.x"])
+
+
+def test_dictionaries_that_grow_and_are_replaced():
+    texts = [["a", "b"], ["a", "b", "c"], ["x"]]
+    tables = [pa.table({"t": pa.array(each).dictionary_encode()}) for each in texts]
+    expected = [text for each in texts for text in each]
+    for deltas in (False, True):
+        data = written(*tables, emit_dictionary_deltas=deltas)
+        assert [row["t"] for row in opened(data)] == expected
+        groups = hr.ArrowDataset.groups(["0.arrow"], store=in_memory({"0.arrow": data}))
+        assert [groups[number]["t"].to_pylist() for number in (2, 0, 1)] == [texts[2], texts[0], texts[1]]
+
+
+def test_record_batch_is_one_request():
+    table = pa.table({"id": range(40_000), "text": [f"{n}" * 4 for n in range(40_000)]})
+    with ObjectServer({"0.feather": written(*(table.slice(at, 10_000) for at in range(0, 40_000, 10_000)))}) as server:
+        server.misbehave()
+        dataset = hr.ArrowDataset(["0.feather"], store=hr.Store(server.url, options=server.store_options))
+        assert len(server.seen()) == 5, "the beginning, and the end of each record batch"
+        server.misbehave()
+        assert sum(row["id"] for row in dataset) == sum(range(40_000))
+        assert len(server.seen()) == 4
+
+
+def test_files_that_are_cut_or_no_arrow_files_are_refused():
+    table = pa.table({"x": [1, 2]})
+    stream, file = written(table, table), written(table, new=pa.ipc.new_file)
+    for data, error, says in [
+        (stream[:-8], TruncatedShardError, "truncated"),  # at the border of two messages
+        (stream + stream, ShardError, "bytes after the end of the stream"),
+        (file[:-6], TruncatedShardError, "does not end in b'ARROW1'"),
+        (b"FEA1" + bytes(100), ShardError, r"Feather 2"),
+        (b"PAR1" + bytes(100), ShardError, "not Arrow IPC"),
+        (b"", TruncatedShardError, "truncated"),
+    ]:
+        with pytest.raises(error, match=rf"{says}.*0\.arrow"):
+            opened(data)

@@ -162,6 +162,11 @@ def _decode_sample(sample: Any, size: tuple[int, int] | None, mode: str, dtype: 
 
 def _labelled(tensor: torch.Tensor, sample: Any) -> Any:
     label = getattr(sample, "label", None)
+    expected = label.get("size", [None]) if isinstance(label, dict) and "boxes" in label else [None]
+    if None not in expected and expected != [*tensor.shape[1:]]:
+        raise ValueError(
+            f"the boxes are for an image of {expected}, not {[*tensor.shape[1:]]}: scale both, after decoding"
+        )
     return tensor if label is None else (tensor, label)
 
 

@@ -28,44 +28,38 @@ def hub(
     files: str | Sequence[str],
     *,
     token: str | bool | None = None,
-    endpoint: str | None = None,
     timeout: float = 30.0,
     retry: RetryPolicy | int | None = None,
 ) -> tuple[Shard, ...]:
     """List files of a repository on the Hugging Face Hub, for the `shards` of any dataset. Needs ``headrace[hub]``.
 
-    `huggingface_hub` lists them, with the token and the settings of its environment (``hf auth login``, ``HF_TOKEN``,
-    ``HF_ENDPOINT``); a `Store` reads them. A branch or tag is resolved to its commit here, so that later pushes change
-    nothing, and files are checked by their sizes only. Between ranks and restarts a branch may move on: name a commit,
-    or list on one rank and broadcast the result, which has the token. A state of another commit is a `StateError`.
+    `huggingface_hub` lists them, with the token and settings of its environment (``hf auth login``, ``HF_TOKEN``,
+    ``HF_ENDPOINT``); a `Store` reads them. A branch or tag is resolved to its commit here: later pushes change nothing,
+    and files are checked by their sizes only. Between ranks and restarts a branch may move on: name a commit, or list
+    on one rank and broadcast the result, which has the token. A state of another commit is a `StateError`.
 
-    Each read is a request to the hub, whose rate limits count it, and one to the host of the files that it redirects
-    to, which never gets the token. Blocks; in an async program call it by `asyncio.to_thread`.
+    Each read is a request to the hub, which its rate limits count, and one to the host that it redirects to, which
+    never gets the token. Blocks; in an async program call it by `asyncio.to_thread`.
 
     Args:
         repository: ``"datasets/owner/name"``, ``"spaces/…"`` or ``"models/…"``, also after ``hf://``; then ``@`` and a
             branch, tag, commit or ``refs/…``, or the main branch.
         files: path in the repository, or several, with braces and globs as for `TarDataset`.
         token: an access token; None for that of the environment, False for none.
-        endpoint: URL of the hub; None for ``HF_ENDPOINT``, else ``https://huggingface.co``.
         timeout: as for `Store`.
-        retry: as for `Store`, for reading; a limit of requests in five minutes may need a `deadline` of as long.
+        retry: as for `Store`, whose requests it is for.
 
     Returns:
         Shards in the order of their paths, each once.
 
     Raises:
         EmptyListingError: no file matches.
-        MissingExtraError: huggingface_hub is not installed.
-        ObjectNotFoundError: there is no such repository or revision.
-        StoreUnreachableError: the hub does not respond.
-        StoreError: the hub refused or failed.
+        StoreError: the hub refused, failed or does not respond; `ObjectNotFoundError` if it has no such repository.
         ValueError: the name is not that of a repository.
 
     Example:
         >>> import headrace as hr
         >>> shards = hr.hub("datasets/org/name@v1.0", "data/train-*.parquet")  # doctest: +SKIP
-        >>> dataset = hr.ParquetDataset(shards, shuffle=True)  # doctest: +SKIP
     """
     try:
         from huggingface_hub import HfApi
@@ -77,7 +71,7 @@ def hub(
     kind, _, name = name.strip("/").partition("/")
     if kind not in _KINDS or not name:
         raise ValueError(f"{repository!r} must be datasets/…, spaces/… or models/…, and files= the paths in it")
-    api = HfApi(endpoint=endpoint, token=token, library_name="headrace", library_version=__version__)
+    api = HfApi(token=token, library_name="headrace", library_version=__version__)
     page = f"{api.endpoint}/{'' if kind == 'models' else kind + '/'}{name}"
     try:
         commit = api.repo_info(name, revision=revision or None, repo_type=_KINDS[kind], timeout=timeout).sha
@@ -87,7 +81,11 @@ def hub(
     except (HFValidationError, EmptyListingError):
         raise
     except Exception as error:  # of huggingface_hub, or of the HTTP client of its version
-        failure = _failure(error, page)
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        failed = {None: StoreUnreachableError, 404: ObjectNotFoundError}.get(status, StoreError)
+        remedy = "Check the network, and HF_ENDPOINT" if status is None else HUB_REMEDY * (status in (401, 403, 404))
+        text = " ".join(redact_text(str(error)).split())[:400].rstrip(".")
+        failure = failed(f"listing: {text}. {remedy}".rstrip(), url=page, status=status)
     if failure is not None:
         raise failure  # here, so that the request, which has the token, is not its context
     headers = build_hf_headers(token=token, library_name="headrace", library_version=__version__)
@@ -116,12 +114,3 @@ def _list(api: HfApi, name: str, patterns: Sequence[str], where: dict[str, Any],
             raise EmptyListingError(f"no file matches {pattern!r}; * and ? match within one directory", url=url)
         found |= matching
     return found
-
-
-def _failure(error: Exception, page: str) -> StoreError:
-    """The exception for an error of the listing, without its headers."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    kind = {None: StoreUnreachableError, 404: ObjectNotFoundError}.get(status, StoreError)
-    remedy = HUB_REMEDY if status in (401, 403, 404) else "Check the network and HF_ENDPOINT" if status is None else ""
-    said = " ".join(redact_text(str(error)).split())[:400]
-    return kind(". ".join(filter(None, (f"listing: {said.rstrip('.')}", remedy))), url=page, status=status)

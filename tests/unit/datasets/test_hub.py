@@ -53,10 +53,9 @@ def server():
 
 
 @pytest.fixture
-def hub(server):
-    return lambda files, repository="datasets/org/name", token=TOKEN: hr.hub(
-        repository, files, endpoint=server.urls[0], token=token
-    )
+def hub(server, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.urls[0])  # of HF_ENDPOINT, at its import
+    return lambda files, name="datasets/org/name", token=TOKEN: hr.hub(name, files, token=token)
 
 
 @pytest.mark.parametrize(

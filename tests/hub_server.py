@@ -37,6 +37,8 @@ class _Handler(BaseHTTPRequestHandler):
         files = hub.commits[commit]
         if what == "tree":
             return self.send_page(files, key, parse_qs(url.query))
+        if what == "resolve" and key not in files:
+            return self.answer(404, "EntryNotFound")
         if what == "resolve" and len(files[key]) >= LARGE:
             hub.signed[signature := f"Expires=1&Signature={uuid.uuid4()}"] = files[key]
             return self.answer(302, headers={"Location": f"{hub.urls[1]}/{uuid.uuid4()}?{signature}"})
@@ -62,8 +64,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_file(self, data, etag):
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        headers = {"Content-Range": f"bytes {first}-{last}/{len(data)}", "ETag": etag}
-        self.answer(206, body=data[first : last + 1], headers=headers)
+        body = data[first : last + 1]
+        headers = {"Content-Range": f"bytes {first}-{first + len(body) - 1}/{len(data)}", "ETag": etag}
+        self.answer(206, body=body, headers=headers)
 
     def answer(self, status, code="", body=b"", headers=()):
         self.send_response(status)

@@ -46,6 +46,11 @@ def write_data(folder):
         rows = [row for row in csv.DictReader(labels) if row["file"].endswith(".jpg")]
     for row in rows:
         (folder / row["file"]).rename(folder / "train" / row["label"] / row["file"])
+    classes = sorted({row["label"] for row in rows})
+    coco = {"images": [{"id": n, "file_name": f"{row['label']}/{row['file']}"} for n, row in enumerate(rows)]}
+    coco["categories"] = [{"id": n, "name": name} for n, name in enumerate(classes)]
+    marks = [{"id": n, "image_id": n, "category_id": n % 3, "bbox": [10, 20, 20, 30]} for n in range(0, len(rows), 2)]
+    (folder / "coco.json").write_text(json.dumps(coco | {"annotations": marks}))
     for shard in range(4):
         with tarfile.open(folder / f"shards/{shard:04d}.tar", "w") as tar:
             for row in rows[shard::4][:50]:

@@ -78,6 +78,8 @@ def test_each_dataset_of_shards_reads_them_by_signed_urls_that_never_get_the_tok
     assert sorted(row["x"] for row in lines) == [*range(340)]
     rows = hr.ParquetDataset(hub("table/*.parquet"))
     assert [row["x"] for row in rows] == [*range(1000)]
+    files = hr.ObjectDataset(hub("*")[0].store, keys=["README.md", "tokens/0.bin"])
+    assert [bytes(files[0].data), bytes(files[1].data)] == [FILES["README.md"], FILES["tokens/0.bin"]]
     windows = hr.TokenDataset(hub("tokens/*.bin"), seq_len=100)
     with hr.DataLoader(windows, batch_size=5, shuffle=True, num_workers=1) as loader:
         assert sorted(token for batch in loader for token in batch.flatten().tolist()) == [*range(2000)]

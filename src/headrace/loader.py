@@ -410,9 +410,12 @@ class DataLoader(TorchDataLoader[T_co]):
 
         It covers the last 4,096 batches at most, and may be called during an iteration; see docs/my-gpu-waits.md.
         """
+        from headrace._core.streams.operators import drawn_of_mixes
         from headrace.telemetry.report import make_report
 
-        return make_report(self._control.counters.records(), self._control.setup(self))
+        progress = self._control.progress
+        mixed = {} if progress is None else drawn_of_mixes(progress.streams)
+        return make_report(self._control.counters.records(), self._control.setup(self), mixed)
 
     def close(self) -> None:
         """End every iteration, the workers and the engine; blocks until they have ended.

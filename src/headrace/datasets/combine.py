@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+import functools
+import itertools
+import math
+import operator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast, get_args
 
 from headrace._core.streams.iterable_style import AsyncIterableDataset, ConcatenatedStreams, OperatedStream
 from headrace._core.streams.map_style import IndexedParts
-from headrace._core.streams.operators import Mix, Stop
+from headrace._core.streams.operators import Mix, Schedule, Stop
 from headrace._core.streams.resumable import is_stateful, start_stream
 from headrace._core.streams.torch_views import require_async
-from headrace._core.text import function_name
+from headrace._core.text import function_name, shorten
 
 __all__ = ["concat", "from_async_iterable", "mix"]
 
@@ -47,22 +51,40 @@ def concat(datasets: Sequence[object]) -> Any:
     return ConcatenatedStreams(datasets) if are_streams else IndexedParts(datasets)
 
 
-def mix(datasets: Sequence[object], weights: Sequence[float], *, seed: int | None = None, stop: Stop = "first") -> Any:
+def mix(
+    datasets: Sequence[object] | Mapping[str, object],
+    weights: MixWeights | Sequence[tuple[int, MixWeights]] | Callable[[int], MixWeights],
+    *,
+    temperature: float = 1.0,
+    seed: int | None = None,
+    stop: Stop = "first",
+    strict: bool = True,
+) -> Any:
     """A stream that draws each sample from one of several streams, by weight.
 
     The choice of streams depends only on `seed` and the epoch, so all ranks make the same one; if each stream gives
-    every rank the same number of samples, so does the mix.
+    every rank the same number of samples, so does the mix. A dataset that occurs twice is shuffled differently the
+    second time. `repeat` those that are to start again whatever `stop` is.
 
     Args:
-        datasets: streams, at least one.
-        weights: how often each is drawn from; they need not add up to 1.
+        datasets: streams, at least one; as a dict with names, by which states and reports know them.
+        weights: how often each is drawn from; they need not add up to 1. A dict for a dict of streams. Or a schedule:
+            a list of ``(step, weights)`` that ascends from step 0, or a function of the step, called every 1,024
+            steps. Steps are samples of this mix so far, those that raised an error included. Weights in a schedule may
+            be zero.
+        temperature: draw by ``weight ** (1 / temperature)``: for sizes as weights, by size with 1, more evenly above.
         seed: seed of the order, combined with the epoch; None for that of the loader, else 0.
         stop: ``"first"``: the mix ends when a stream that is drawn has ended. ``"all"``: a stream that has ended starts
             again, in another order if headrace shuffles it, until each has ended once. One that ends without a sample
-            is not drawn from any more.
+            is not drawn from any more. ``"once"``: neither is one that has ended, and the mix ends with the last of
+            those that have a weight.
+        strict: whether a state that was saved with other streams or weights is an error. Otherwise the mix continues
+            with those of now, and logs what has changed: streams are matched by name, or else by position, and new
+            ones start.
 
     Raises:
-        ValueError: a weight is not positive, there is not one for each stream, or `stop` is unknown.
+        ValueError: a weight is not positive, there is not one for each stream, steps do not ascend from 0, or another
+            argument is unknown.
         TypeError: a dataset is not an async stream.
 
     Example:
@@ -73,16 +95,54 @@ def mix(datasets: Sequence[object], weights: Sequence[float], *, seed: int | Non
         >>> mixed = list(mix([from_async_iterable(a), from_async_iterable(b)], [3, 1]))
         >>> mixed.count("a") > 2 * mixed.count("b") > 0
         True
+        >>> parts = {"a": from_async_iterable(a), "b": from_async_iterable(b)}
+        >>> list(mix(parts, [(0, {"a": 1, "b": 0}), (2, {"a": 0, "b": 1})]).take(4))
+        ['a', 'a', 'b', 'b']
     """
-    datasets, are_streams = require_async(datasets)
+    named = datasets if isinstance(datasets, Mapping) else {str(number): each for number, each in enumerate(datasets)}
+    names = list(named)
+    streams, are_streams = require_async([*named.values()])
     if not are_streams:
         raise TypeError("mix() draws from streams; of map-style datasets, give a weighted sampler concat(...)")
-    if len(weights) != len(datasets) or not all(weight > 0 for weight in weights):
-        raise ValueError(f"weights={list(weights)!r} must be {len(datasets)} numbers above zero")
-    if stop not in ("first", "all"):
-        raise ValueError(f"stop={stop!r} must be 'first' or 'all'")
-    shown = f"mix({{}}, {list(weights)}, seed={seed}, stop={stop!r})"
-    return OperatedStream(tuple(datasets), shown, Mix, weights=tuple(weights), stop=stop, seed=seed)
+    if stop not in get_args(Stop) or not temperature > 0:
+        raise ValueError(f"stop={stop!r} must be one of {get_args(Stop)}, and temperature={temperature!r} above zero")
+    schedule: Schedule
+    shown: Any
+    steps = cast("Sequence[tuple[int, MixWeights]]", weights)
+    if callable(weights):
+        schedule, shown = functools.partial(_weights_at, weights, names, temperature), function_name(weights)
+    elif not isinstance(weights, Mapping) and any(isinstance(each, Sequence) for each in weights):
+        schedule = [(operator.index(step), _weights_of(each, names, temperature)) for step, each in steps]
+        shown = [list(each) for each in schedule]
+        if schedule[0][0] or any(one[0] >= other[0] for one, other in itertools.pairwise(schedule)):
+            raise ValueError(f"the steps {[step for step, _ in schedule]} must ascend from 0")
+    else:
+        shown = _weights_of(cast("MixWeights", weights), names, temperature)
+        schedule = [(0, shown)]
+        if not all(shown):
+            raise ValueError(f"weights={weights!r} must be above zero, but in a schedule")
+    said = shown if callable(weights) else shorten(repr(weights)).replace("{", "{{").replace("}", "}}")
+    options = {"names": names, "weights": schedule, "shown_weights": shown, "stop": stop, "strict": strict}
+    return OperatedStream(tuple(streams), f"mix({{}}, {said}, seed={seed}, stop={stop!r})", Mix, **options, seed=seed)
+
+
+MixWeights = Sequence[float] | Mapping[str, float]
+
+
+def _weights_of(weights: MixWeights, names: Sequence[str], temperature: float) -> list[float]:
+    """The weights in the order of the streams, checked."""
+    by_name = isinstance(weights, Mapping)
+    found = [weights.get(name, -1) for name in names] if isinstance(weights, Mapping) else weights
+    if len(weights) != len(names) or not all(0 <= each < math.inf for each in found) or not any(found):
+        expected = f"{len(names)} numbers of at least zero, not all zero" + f", for {names}" * by_name
+        raise ValueError(f"weights={weights!r} must be {expected}")
+    return [float(weight) ** (1 / temperature) for weight in found]
+
+
+def _weights_at(
+    function: Callable[[int], MixWeights], names: Sequence[str], temperature: float, step: int
+) -> list[float]:
+    return _weights_of(function(step), names, temperature)
 
 
 def from_async_iterable(make: Callable[[], AsyncIterable[T]]) -> AsyncIterableDataset[T]:

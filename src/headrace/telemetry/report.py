@@ -30,6 +30,8 @@ class Report(Figures):
             text names; None if that is not known.
         change: that change as arguments of the loader, ``{"concurrency": 96}``; empty if it is made elsewhere.
         factor: by how much the change makes the limiting stage faster; None if that is not known.
+        mixed: number of samples that `headrace.mix` has drawn from each stream in this epoch, by name, or else by
+            position; up to where a restored loader reads on, and of all ranks if the mix is split.
     """
 
     limit: str
@@ -38,6 +40,7 @@ class Report(Figures):
     predicted: float | None
     change: Mapping[str, Any]
     factor: float | None
+    mixed: Mapping[str, int]
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
@@ -99,11 +102,17 @@ class Report(Figures):
             facts.append(("workers that died", f"{self.worker_deaths:,}"))
         if self.skipped:
             facts.append(("skipped samples", f"{self.skipped:,}"))
+        if total := sum(self.mixed.values()):
+            drawn = sorted(self.mixed.items(), key=lambda each: -each[1])
+            shown = [f"{name} {share(count / total)} ({count:,})" for name, count in drawn[:_SHOWN]]
+            more = f", and {len(drawn) - _SHOWN:,} others" if len(drawn) > _SHOWN else ""
+            facts.append(("mixed", ", ".join(shown) + more))
         requests = dataclasses.asdict(self.requests)
         facts += [(name.replace("_", " "), f"{count:,}") for name, count in requests.items() if count]
         return facts
 
 
+_SHOWN = 8  # streams of a mix
 _HEAD = ("stage", "works", "waits", "blocked", "time of a batch")
 _IN_FLIGHT = "if more fetches at once take no longer each"
 # What limits, and what the prediction assumes.
@@ -135,9 +144,9 @@ def _table(stages: Sequence[StageShare]) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
 
 
-def make_report(records: Sequence[BatchRecord], setup: Setup) -> Report:
+def make_report(records: Sequence[BatchRecord], setup: Setup, mixed: Mapping[str, int] | None = None) -> Report:
     """The report on one iteration, given its batches in the order of delivery."""
     figures = figures_of(records) if records else Figures(0.0)
     diagnosis = diagnose(figures, setup) if records else Diagnosis("start-up", "no batch has been delivered")
     values = {each.name: getattr(figures, each.name) for each in dataclasses.fields(figures)}
-    return Report(**values, **diagnosis._asdict())
+    return Report(**values, **diagnosis._asdict(), mixed=dict(mixed or {}))

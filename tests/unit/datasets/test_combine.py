@@ -88,6 +88,11 @@ def test_wrong_arguments_are_errors():
         lambda: hr.mix([stream()], [0]),
         lambda: hr.mix([stream()], [1, 1]),
         lambda: hr.mix([stream()], [1], stop="odd"),
+        lambda: hr.mix([stream()], [1], temperature=0),
+        lambda: hr.mix({"a": stream()}, {"b": 1}),
+        lambda: hr.mix([stream()], [(1, [1])]),
+        lambda: hr.mix([stream()], [(0, [1]), (0, [2])]),
+        lambda: hr.mix([stream()], [(0, [0])]),
         lambda: hr.batch_by_tokens(stream(), 4, boundaries=[2, 2]),
     ):
         with pytest.raises(ValueError):

@@ -141,6 +141,10 @@ COMPOSITIONS = {
         [Count(4).filter(lambda sample: False), Count(3), Count(0), Count(12, 10, bad=[11])], [2, 1, 1, 2], stop="all"
     ),
     "mix, all, only errors": lambda: hr.mix([Count(2, bad=[0, 1]), Count(6, 10)], [1, 1], stop="all"),
+    "mix, once, by a schedule": lambda: hr.mix(
+        [Count(5, bad=[2]), Count(14, 10), Count(100, 100)], [(0, [1, 0, 1]), (4, [1, 2, 0])], stop="once"
+    ),
+    "mix, a dataset twice": lambda: (lambda part: hr.mix([part, part], lambda step: [1, 2]))(Count(9).shuffle(4)),
     "mix of mixes": lambda: hr.mix(
         [hr.mix([Count(3).shuffle(2), Count(14, 10)], [1, 1], stop="all"), Count(106, 100)], [1, 1], stop="all"
     ),

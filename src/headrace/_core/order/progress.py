@@ -100,6 +100,11 @@ class EpochProgress(Iterator[BatchPlan]):
         """The position after the last batch that was given out: another object after each."""
         return self._points[-1]
 
+    @property
+    def streams(self) -> Mapping[int | None, Mapping[str, object]]:
+        """The states of the streams there, by their reader."""
+        return _Point(*self._points[-1]).loaded_streams()
+
     def __next__(self) -> BatchPlan:
         before = self._samples
         try:

@@ -208,15 +208,13 @@ class AsyncIterableDataset(IterableDataset[T_co]):
 
         Args:
             seq_len: length of a sequence, in tokens.
-            strategy: ``"concat"``: a document continues in the next sequence, and only the last sequence is padded.
-                ``"first_fit"``, ``"best_fit"``: it is placed whole, in the oldest or the fullest open sequence that has
-                room.
+            strategy: ``"concat"``: a document continues in the next sequence, and only the last one is padded.
+                ``"first_fit"``, ``"best_fit"``: it is placed whole, in the oldest or the fullest open one with room.
             window: number of sequences open for them. If all lack room, the fullest is given out; each is after
                 4 × `window` others.
             fields: keys of the per-token values of a dict, the first of them that of the tokens.
-            labels: ``"next"`` adds ``"labels"``, each the token that follows in the document; ``"same"``, the token
-                itself but for the first of a document, for models that shift labels, as those of transformers. -100
-                where there is none.
+            labels: ``"next"`` adds ``"labels"``: the token that follows in the document; ``"same"``: the token itself,
+                but for a document's first, for models that shift them, as those of transformers. -100 elsewhere.
 
         Raises:
             ValueError: an argument is out of range; at a document that is not made of integers, or lacks a field.
@@ -234,13 +232,11 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         if seq_len < 1 or window < 1:
             raise ValueError(f"seq_len={seq_len} and window={window} must be at least 1")
         if strategy not in get_args(PackStrategy) or labels not in (None, *get_args(PackLabels)):
-            raise ValueError(
-                f"strategy={strategy!r} must be one of {get_args(PackStrategy)}, labels={labels!r} one of "
-                f"{get_args(PackLabels)}, or None"
-            )
+            words = f"{get_args(PackStrategy)}, and {get_args(PackLabels)} or None"
+            raise ValueError(f"strategy={strategy!r} and labels={labels!r} must be of {words}")
         made = {"segment_ids", "positions", *(("labels",) if labels else ())}
-        if isinstance(fields, str) or not fields or made & {*fields} or len({*fields}) < len(fields):
-            raise ValueError(f"fields={fields!r} must be different keys, the first that of tokens, without {made}")
+        if isinstance(fields, str) or not fields or made & {*fields}:
+            raise ValueError(f"fields={fields!r} must be keys, that of the tokens first, without {sorted(made)}")
         options = {"seq_len": seq_len, "strategy": strategy, "window": window, "names": tuple(fields), "labels": labels}
         return OperatedStream(self, f"{{}}.pack({seq_len}, {strategy!r})", Pack, **options)
 

@@ -17,10 +17,7 @@ _LONGEST_WAIT = 4  # windows of sequences, which an open one waits at most for m
 _IGNORED = -100  # the label that torch's cross entropy leaves out
 
 
-class _Piece(NamedTuple):
-    columns: Sequence[np.ndarray[Any, Any]]  # of the whole document, one for each field
-    start: int
-    stop: int
+_Piece = tuple[Sequence[np.ndarray[Any, Any]], int, int]  # the columns of a document, one for each field; start, stop
 
 
 class _Sequence(NamedTuple):
@@ -86,7 +83,7 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
                 self._opened.append(self._filled)
             pieces = self._open_ones[place].pieces
             if pieces is not None:
-                pieces.append(_Piece(columns, start, start + count))
+                pieces.append((columns, start, start + count))
             used[place] += count
             if used[place] == size:
                 self._close(place)
@@ -117,35 +114,26 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
     def _columns(self, sample: object) -> list[np.ndarray[Any, Any]]:
         """The fields of a document, checked."""
         names = self._names
-        if isinstance(sample, Mapping):
-            if missing := [name for name in names if name not in sample]:
-                raise ValueError(f"a document has no {missing[0]!r}, only {list(sample)}: set fields= of pack()")
-            columns = [np.asarray(sample[name]) for name in names]
-        elif len(names) > 1:
-            raise ValueError(f"a document is to be a dict with {list(names)}, but is of type {type(sample).__name__}")
-        else:
-            columns = [np.asarray(sample)]
+        parts = [sample.get(name) for name in names] if isinstance(sample, Mapping) else [sample]
+        columns = [np.asarray(part) for part in parts]
         tokens = columns[0]
-        if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
+        flat = tokens.ndim == 1 and all(column.shape == tokens.shape for column in columns)
+        if not flat or len(columns) < len(names) or (tokens.dtype.kind not in "iu" and len(tokens)):
+            found = [f"{name!r}: {column.dtype} {column.shape}" for name, column in zip(names, columns, strict=False)]
             raise ValueError(
-                f"tokens must be integers in one dimension, but are {tokens.dtype} of shape {tokens.shape}: tokenise "
-                f"before pack()"
+                f"a document needs {list(names)} of one length, the first of integers, but has {', '.join(found)}: "
+                f"tokenise before pack(), and set its fields="
             )
-        for name, column in zip(names, columns, strict=True):
-            if column.shape != tokens.shape:
-                raise ValueError(f"{name!r} has the shape {column.shape}, but there are {len(tokens)} tokens")
         return columns
 
     def _tensors(self, pieces: Sequence[_Piece]) -> dict[str, torch.Tensor]:
         size, names = self._seq_len, self._names
         rows = {}
         for number, name in enumerate(names):
-            kinds = {piece.columns[number].dtype for piece in pieces}
-            rows[name] = np.full(
-                size, _IGNORED if name == "labels" else 0, np.result_type(*kinds) if number else np.int64
-            )
+            kind = np.result_type(*{columns[number].dtype for columns, _, _ in pieces}) if number else np.int64
+            rows[name] = np.full(size, _IGNORED if name == "labels" else 0, kind)
         segments, positions = np.zeros(size, np.int32), np.empty(size, np.int32)
-        labels = None if self._labels is None else np.full(size, _IGNORED, np.int64)
+        labels = np.full(size if self._labels else 0, _IGNORED, np.int64)
         at, count = 0, np.arange(size, dtype=np.int32)
         for segment, (columns, start, stop) in enumerate(pieces, 1):
             end = at + stop - start
@@ -155,13 +143,13 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
             positions[at:end] = count[: end - at]
             if self._labels == "next":  # also after the last token of a piece, if the document goes on
                 following = columns[0][start + 1 : stop + 1]
-                labels[at : at + len(following)] = following  # type: ignore[index]
+                labels[at : at + len(following)] = following
             elif self._labels == "same":
-                labels[at + 1 : end] = columns[0][start + 1 : stop]  # type: ignore[index]
+                labels[at + 1 : end] = columns[0][start + 1 : stop]
             at = end
         positions[at:] = count[: size - at]
         rows |= {"segment_ids": segments, "positions": positions}
-        if labels is not None:
+        if self._labels:
             rows["labels"] = labels
         return {name: torch.from_numpy(row) for name, row in rows.items()}
 

@@ -343,10 +343,13 @@ class StreamOperation(ResumableIterator[T]):
             state[name] = value.copy() if type(value) is list else value
         inner = self._inner
         if type(inner) is list:
-            state["inner"] = [stream.state_dict() for stream in inner]
+            state["inner"] = self._inner_states()
         else:
             state["inner"] = None if inner is None else inner.state_dict()
         return state
+
+    def _inner_states(self) -> list[State | None]:
+        return [stream.state_dict() for stream in self._inner]
 
     def load_state_dict(self, state: State) -> None:
         check_operation(state, self.operation)

@@ -1,0 +1,127 @@
+"""Mixes with weights that change, named streams, counts, and streams that have changed since the state was saved."""
+
+import collections
+import itertools
+import json
+import logging
+
+import pytest
+
+import headrace as hr
+from headrace._core.streams.resumable import start_stream
+from tests.unit.streams.reading import Count, outcomes
+
+
+def mix(weights, *, count=2, length=9000, **options):
+    """Samples of stream n begin at n * 10_000."""
+    parts = {f"s{number}": Count(number * 10_000 + length, number * 10_000) for number in range(count)}
+    return hr.mix(parts, weights, **options)
+
+
+def drawn(samples):
+    return collections.Counter(sample // 10_000 for sample in samples)
+
+
+def test_schedule_changes_weights_at_its_steps():
+    samples = list(mix([(0, [1, 0]), (100, [0, 1]), (150, [1, 3])]).take(2150))
+    assert drawn(samples[:100]) == {0: 100}
+    assert drawn(samples[100:150]) == {1: 50}
+    assert 1400 < drawn(samples[150:])[1] < 1600
+
+
+def test_function_gives_weights_every_1024_steps():
+    asked = []
+
+    def weights(step):
+        asked.append(step)
+        return {"s0": 1, "s1": step}
+
+    samples = list(mix(weights).take(3000))
+    assert asked == [0, 1024, 2048]
+    assert drawn(samples[:1024]) == {0: 1024}
+    assert drawn(samples[1024:])[1] > 1950
+
+
+@pytest.mark.parametrize(("temperature", "share"), [(1, 0.9), (2, 0.75), (1e9, 0.5)])
+def test_temperature_evens_out_sizes(temperature, share):
+    assert abs(drawn(mix([9e6, 1e6], temperature=temperature).take(4000))[0] / 4000 - share) < 0.03
+
+
+def test_each_stream_is_read_once():
+    parts = [Count(5), Count(140, 100), Count(0), Count(1001, 1000)]
+    samples = list(hr.mix(parts, [1, 1, 9, 1], stop="once"))
+    assert sorted(samples) == [*range(5), *range(100, 140), 1000]
+    ends = [(0, [1, 1, 1, 1]), (2, [1, 0, 0, 0])]
+    assert set(list(hr.mix(parts, ends, stop="once"))[2:]) <= set(range(5)), "until no stream with a weight is left"
+
+
+def test_dataset_that_occurs_twice_has_another_order_the_second_time():
+    shuffled = Count(50).shuffle(50)
+    pairs = list(hr.mix([shuffled.map(lambda n: ("a", n)), shuffled.map(lambda n: ("b", n))], [1, 1], stop="once"))
+    first, second = ([n for name, n in pairs if name == each] for each in "ab")
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    assert first == list(shuffled)
+
+
+def test_report_and_state_have_the_samples_of_each_stream():
+    parts = {"web": Count(1000), "code": Count(2000, 1000), "none": Count(1)}
+    mixed = hr.mix(parts, [(0, {"web": 3, "code": 1, "none": 0})])
+    with hr.DataLoader(mixed.map(lambda n: n), batch_size=8, seed=0) as loader:
+        samples = [n for batch in itertools.islice(loader, 25) for n in batch.tolist()]
+        report = loader.report()
+        of_web = sum(n < 1000 for n in samples)
+        assert report.mixed == {"web": of_web, "code": 200 - of_web}
+        assert f"({of_web}), code " in str(report)
+        assert loader.state_dict()["state"][0]["streams"]
+        list(loader)
+        assert sum(loader.report().mixed.values()) > 900
+
+
+CHANGES = {
+    "a new stream": ({"a": 1, "b": 2, "c": 1}, "'c' is new"),
+    "a stream less": ({"b": 2}, "'a' is gone"),
+    "another order": ({"b": 2, "a": 1}, "the order of the streams is another one"),
+    "weights": ({"a": 1, "b": 5}, r"the weights were \[1.0, 2.0\], and are \[1.0, 5.0\]"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+async def test_other_streams_or_weights_continue_only_if_asked(name, caplog):
+    firsts = {"a": 0, "b": 1000, "c": 2000}
+
+    def make(weights, **options):
+        parts = {part: Count(firsts[part] + 300, firsts[part]) for part in weights}
+        return start_stream(hr.mix(parts, weights, stop="once", **options))
+
+    iterator = make({"a": 1, "b": 2})
+    before = await outcomes(iterator, 100)
+    state = json.loads(json.dumps(iterator.state_dict()))
+    weights, message = CHANGES[name]
+    with pytest.raises(hr.StateError, match=f"{message}.*strict=False"):
+        make(weights).load_state_dict(state)
+    restored = make(weights, strict=False)
+    with caplog.at_level(logging.WARNING, "headrace"):
+        restored.load_state_dict(state)
+    assert message.replace("\\", "") in caplog.text
+    again = json.loads(json.dumps(restored.state_dict()))
+    rest = await outcomes(restored)
+    kept = [n for n in before if any(firsts[part] <= n < firsts[part] + 300 for part in weights)]
+    assert sorted(kept + rest) == [n for part in sorted(weights) for n in range(firsts[part], firsts[part] + 300)]
+    once_more = make(weights)  # of the streams of now
+    once_more.load_state_dict(again)
+    assert await outcomes(once_more) == rest
+
+
+async def test_state_of_many_streams_asks_only_those_that_were_drawn():
+    iterator = start_stream(mix([1] * 1000, count=1000, length=3))
+    iterator.state_dict()
+    asked = collections.Counter()
+    for number, part in enumerate(iterator._inner):
+        part.state_dict = lambda number=number, state=part.state_dict: asked.update([number]) or state()
+    samples = [await anext(iterator) for _ in range(5)]
+    state = iterator.state_dict()
+    assert set(asked) == set(drawn(samples))
+    restored = start_stream(mix([1] * 1000, count=1000, length=3))
+    restored.load_state_dict(json.loads(json.dumps(state)))
+    assert await outcomes(restored) == await outcomes(iterator)

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
+import zarr
 from moto.server import ThreadedMotoServer
 
 from tests.documents import programs_with_output, python_blocks
@@ -42,6 +43,9 @@ def write_data(folder):
     importlib.import_module("09_padded_audio").record(folder / "clips", 16)
     for name, frames in (("a", 150), ("b", 130)):
         (folder / f"videos/{name}.mp4").write_bytes(video_file(frames))
+    fields = zarr.open_group(folder / "fields.zarr", mode="w")
+    fields.create_array("wind", shape=(365, 2, 32, 64), chunks=(10, 2, 32, 64), dtype="f4")[:] = 1.5
+    fields.create_array("time", data=np.arange(365), chunks=(100,))
     with open(folder / "labels.csv", newline="") as labels:
         rows = [row for row in csv.DictReader(labels) if row["file"].endswith(".jpg")]
     for row in rows:

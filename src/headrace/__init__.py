@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from headrace.datasets.tar import TarDataset as TarDataset
     from headrace.datasets.tokens import TokenDataset as TokenDataset
     from headrace.datasets.video import VideoDataset as VideoDataset
+    from headrace.datasets.zarr import ZarrDataset as ZarrDataset
     from headrace.errors import HeadraceError as HeadraceError
     from headrace.errors import StateError as StateError
     from headrace.errors import StoreError as StoreError
@@ -93,6 +94,7 @@ _NAMES = {
     "headrace.datasets.tar": ("TarDataset",),
     "headrace.datasets.tokens": ("TokenDataset",),
     "headrace.datasets.video": ("VideoDataset",),
+    "headrace.datasets.zarr": ("ZarrDataset",),
     "headrace.errors": ("HeadraceError", "StateError", "StoreError"),
     "headrace.loader": ("DataLoader",),
     "headrace.samplers": ("BlockShuffleSampler", "ElasticSampler", "permutation"),

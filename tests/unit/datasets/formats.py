@@ -18,6 +18,7 @@ import av
 import numpy as np
 import pyarrow as pa
 import torch
+import zarr
 
 import headrace as hr
 from tests.unit.shards.resuming import in_memory
@@ -169,4 +170,18 @@ def _video() -> Format:
     return Format(files, clips, [*clips(in_memory(files))])
 
 
-FORMATS = {"tokens": _tokens(), "tar index": _tar(), "video": _video(), "arrow": _arrow()}
+def _zarr(**layout: Any) -> Format:
+    values = np.arange(30 * 2 * 3, dtype=np.float32).reshape(30, 2, 3) ** 2
+    files: dict[str, Any] = {}
+    zarr.create_array(zarr.storage.MemoryStore(files), shape=values.shape, dtype="f4", **layout)[:] = values
+    return Format({key: data.to_bytes() for key, data in files.items()}, hr.ZarrDataset, [*torch.from_numpy(values)])
+
+
+FORMATS = {
+    "zarr, sharded": _zarr(chunks=(2, 2, 3), shards=(12, 2, 3)),
+    "zarr 2": _zarr(chunks=(8, 2, 3), zarr_format=2),
+    "tokens": _tokens(),
+    "tar index": _tar(),
+    "video": _video(),
+    "arrow": _arrow(),
+}

@@ -1,0 +1,95 @@
+"""A store as zarr-python reads it, and reads that several samples share. Importing this imports zarr."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable
+from functools import partial
+from typing import Any, TypeVar
+
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.storage import ObjectStore
+
+from headrace._core.eventloop.per_loop import PerLoop
+from headrace._core.shards.discovery import Shard
+from headrace._core.store.store import Store
+from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
+
+T = TypeVar("T")
+
+_METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+
+
+class SharedReads:
+    """Results on one event loop, of which the least recently used are dropped beyond `max_bytes`.
+
+    A read under way is shared by all that ask for it; one that fails is not kept.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._reads: dict[Hashable, tuple[asyncio.Future[Any], int]] = {}  # the most recently used is the last
+
+    async def get(self, key: Hashable, size: int, read: Callable[[], Awaitable[T]]) -> T:
+        """The result of `read`, which takes `size` bytes."""
+        if key in self._reads:
+            reading, size = self._reads.pop(key)
+        else:
+            reading = asyncio.ensure_future(read())
+            reading.add_done_callback(partial(self._on_end, key))
+            self._bytes += size
+        self._reads[key] = reading, size
+        while self._bytes > self._max_bytes and self._reads[oldest := next(iter(self._reads))][0].done():
+            self._bytes -= self._reads.pop(oldest)[1]
+        result: T = await asyncio.shield(reading)
+        return result
+
+    def peek(self, key: Hashable) -> Any:
+        """A result that is here, or None."""
+        return self._reads[key][0].result() if key in self._reads and self._reads[key][0].done() else None
+
+    def _on_end(self, key: Hashable, reading: asyncio.Future[Any]) -> None:
+        if (reading.cancelled() or reading.exception() is not None) and key in self._reads:
+            self._bytes -= self._reads.pop(key)[1]
+
+
+class ReadStore(ObjectStore[Any]):
+    """Objects by requests of headrace, with its retries, time-outs, errors and counts.
+
+    With `must_exist`, a chunk that is not there is an error. The indexes of shards are kept in `reads`, and with them
+    the object's version, on which reads of the shard are conditional. Chunks below the keys in `blosc` have its header,
+    whose length is checked: numcodecs reads on beyond the end of a truncated one.
+    """
+
+    def __init__(
+        self, source: Store, must_exist: bool, reads: PerLoop[SharedReads], blosc: tuple[str, ...] = ()
+    ) -> None:
+        self._source, self._must_exist, self._shared, self.blosc = source, must_exist, reads, blosc
+        super().__init__(source.backend(), read_only=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReadStore, (self._source, self._must_exist, self._shared, self.blosc)
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        is_chunk = key.rpartition("/")[2] not in _METADATA
+        try:
+            data = await self._read(key, byte_range)
+        except ObjectNotFoundError as error:
+            if self._must_exist and is_chunk:
+                what = "no such chunk, by zarr.json or .zarray; if it had only the fill value, set missing='fill'"
+                raise ShardError(what, shard=self._source.name(key)) from error
+            return None
+        if is_chunk and key.startswith(self.blosc) and len(data) != int.from_bytes(data[12:16], "little"):
+            raise TruncatedShardError("this Blosc chunk is truncated, or corrupt", shard=self._source.name(key))
+        return prototype.buffer.from_bytes(data)
+
+    async def _read(self, key: str, wanted: ByteRequest | None) -> memoryview:
+        store, reads = self._source, await self._shared()
+        if isinstance(wanted, SuffixByteRequest):
+            index = await reads.get(key, wanted.suffix, partial(store.read_end, key, wanted.suffix))
+            return index.data[-wanted.suffix :]
+        if isinstance(wanted, RangeByteRequest):
+            index = reads.peek(key)
+            return await Shard(store, key, index and index.head).read(wanted.start, wanted.end)
+        return (await store.read_all(key))[wanted.offset if isinstance(wanted, OffsetByteRequest) else 0 :]

@@ -1,0 +1,181 @@
+"""Slices of Zarr arrays."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from headrace._core.eventloop.per_loop import per_loop
+from headrace._core.shards.discovery import split_url
+from headrace._core.store.ranges import map_all
+from headrace._core.store.store import Store, StoreLike, as_store
+from headrace._core.streams.blocking import background_loop
+from headrace._core.streams.map_style import AsyncDataset, positions
+from headrace.errors import HeadraceError, MissingExtraError, ObjectNotFoundError, ShardError
+
+if TYPE_CHECKING:
+    from zarr.abc.store import Store as ZarrStore
+    from zarr.core.array import AsyncArray
+
+__all__ = ["ZarrDataset"]
+
+_LARGEST_BLOCK, _MOST_CHUNKS = 8 << 30, 1 << 16  # bytes, and chunks, that are decoded with a sample
+_NO_ARRAY = "zarr.json or .zarray is not there, or of a group; of a group, name arrays=[...] of it"
+
+
+class ZarrDataset(AsyncDataset[Any]):
+    """Slices of Zarr arrays along an axis, map-style: format 2 or 3, sharded or not, read by zarr-python.
+
+    A sample is a tensor, of a type that torch lacks (strings, dates) a NumPy array; of several `arrays` a dict of
+    these. ``scale_factor`` and other conventions of attributes are not applied.
+
+    Neighbours along the axis share chunks. Decoded chunks are kept, up to `cache_bytes`, so that each is fetched and
+    decoded once in the order of the array, or of ``BlockShuffleSampler(dataset, block_size=dataset.block_size)``, if
+    its `blocks_at_once` fit. Chunks are decoded in threads. `hedge` has no effect.
+
+    Args:
+        url: URL, path or `headrace.Store` of an array or a group; or a store of zarr's, such as the ``store`` of an
+            Icechunk session, which makes its own requests, retries and counts.
+        arrays: names of arrays in the group: one for the array itself as the sample, a list for dicts.
+        axis: the axis of samples, in all arrays, which must agree in its length.
+        missing: what a chunk that does not exist is: an ``"error"``, or ``"fill"``, the array's fill value, since most
+            writers leave out chunks that have only that. A store of zarr's decides itself; Icechunk knows its chunks.
+        cache_bytes: bytes of decoded chunks that each event loop keeps, beside those under way.
+        store: store of the arrays, a `headrace.Store` or its URL; `url` is then a key in it, or under its URL.
+
+    Attributes:
+        block_size: samples in a chunk, of the array with the largest samples.
+
+    Raises:
+        MissingExtraError: zarr is not installed.
+        ObjectNotFoundError: there is no array.
+        ShardError: metadata are damaged, or the array needs the pickle codec. Later: a chunk is missing or damaged.
+        StoreError: a request failed.
+        ValueError: an invalid argument, or arrays of different lengths.
+
+    Example:
+        >>> import pathlib, tempfile, zarr
+        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "images.zarr"
+        >>> zarr.create_array(folder, shape=(100, 8, 8), chunks=(16, 8, 8), dtype="uint8")[:] = 7
+        >>> dataset = ZarrDataset(folder)
+        >>> len(dataset), dataset.block_size, dataset[99].shape
+        (100, 16, torch.Size([8, 8]))
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | Store | ZarrStore,
+        *,
+        arrays: str | Sequence[str] | None = None,
+        axis: int = 0,
+        missing: Literal["error", "fill"] = "error",
+        cache_bytes: int = 256 << 20,
+        store: StoreLike | None = None,
+    ) -> None:
+        if missing not in ("error", "fill"):
+            raise ValueError(f"missing={missing!r} must be 'error' or 'fill'")
+        try:
+            from headrace._core.shards.zarr_store import ReadStore, SharedReads
+        except ImportError:
+            raise MissingExtraError(what="ZarrDataset", package="zarr", extra="zarr") from None
+        self._reads = per_loop(partial(SharedReads, cache_bytes))
+        self._store: Any = url
+        self._path = self._prefix = ""
+        if isinstance(url, Store):
+            url, store = "", url
+        if isinstance(url, str | os.PathLike):
+            opened = None if store is None else as_store(store)
+            base, self._path = split_url(os.fspath(url)) if opened is None else ("", opened.key_of(url))
+            opened = opened or Store(base)
+            self._store, self._prefix = ReadStore(opened, missing == "error", self._reads), opened.name("")
+        self._axis = axis
+        self._names = None if arrays is None or isinstance(arrays, str) else list(arrays)
+        opening = map_all(self._open, [str(arrays or "")] if self._names is None else self._names, 8)
+        self._arrays: list[AsyncArray[Any]] = background_loop().run(opening)
+        lengths = {array.path: array.shape[axis] for array in self._arrays}
+        if len({*lengths.values()}) != 1:
+            raise ValueError(f"arrays must have the same length along axis {axis}, but have {lengths}")
+        self._length = self._arrays[0].shape[axis]
+        self._sizes = [array.nbytes // max(1, self._length) for array in self._arrays]  # of a sample
+        self.block_size = self._arrays[int(np.argmax(self._sizes))].chunks[axis]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def sample_key(self, index: int) -> str:
+        """The array or group, and the index."""
+        return f"{self._prefix}{self._path}[{index}]"
+
+    async def aget(self, index: int) -> Any:
+        """Read the sample at `index`."""
+        place = int(positions([index], self._length)[0])
+        if self._names is None:
+            return await self._row(0, place)
+        rows = await asyncio.gather(*(self._row(number, place) for number in range(len(self._arrays))))
+        return dict(zip(self._names, rows, strict=True))
+
+    async def _open(self, name: str) -> AsyncArray[Any]:
+        from zarr.core.array import AsyncArray
+        from zarr.errors import ArrayNotFoundError, NodeTypeValidationError
+        from zarr.storage import StorePath
+
+        path = "/".join(filter(None, (self._path.strip("/"), name.strip("/"))))
+        where, axis = self._prefix + path, self._axis
+        try:
+            array: AsyncArray[Any] = await AsyncArray.open(StorePath(self._store, path), zarr_format=None)
+            across = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
+            # Of format 2, or of format 3; in the order of decoding.
+            codecs = [getattr(array.metadata, "compressor", None), *(getattr(array.metadata, "filters", None) or ())]
+            codecs = [*getattr(array.metadata, "codecs", ())][::-1] or codecs
+        except HeadraceError:
+            raise
+        except (ArrayNotFoundError, NodeTypeValidationError):
+            raise ObjectNotFoundError(_NO_ARRAY, url=where) from None
+        except Exception as error:  # zarr's, of any kind
+            raise ShardError(f"zarr.json, or .zarray, is not of a Zarr array: {error!r}", shard=where) from error
+        if any(getattr(codec, "codec_id", None) == "pickle" for codec in codecs):
+            raise ShardError("this array is pickled, and unpickling would run its code; write it again", shard=where)
+        if self._prefix and type(codecs[0]).__name__ in ("Blosc", "BloscCodec"):
+            self._store.blosc += (f"{path}/".lstrip("/"),)
+        if not -array.ndim <= axis < array.ndim:
+            raise ValueError(f"axis={axis}, but {where} has {array.ndim} dimensions")
+        blocks = max(1, across[axis])
+        size, chunks = array.nbytes // blocks, math.prod(across) // blocks
+        if size > _LARGEST_BLOCK or chunks > _MOST_CHUNKS:
+            what = f"by zarr.json or .zarray, {size:,} bytes in {chunks:,} chunks are decoded for one of {array.shape}"
+            raise ShardError(f"{what}, which is too much", shard=where)
+        if applied := sorted({"scale_factor", "add_offset"} & {*array.attrs}):
+            warnings.warn(f"{where} has {' and '.join(applied)}: samples are the values before them", stacklevel=2)
+        return array
+
+    async def _row(self, number: int, place: int) -> Any:
+        block_size = self._arrays[number].chunks[self._axis]
+        read = partial(self._read_block, number, block := place // block_size)
+        values = await (await self._reads()).get((number, block), self._sizes[number] * block_size, read)
+        # A copy: a view would keep the block, and torch would pickle all of it.
+        row = np.array(values[place % block_size], dtype=values.dtype.newbyteorder("="), order="C")
+        try:
+            return torch.from_numpy(row)
+        except TypeError:
+            return row if row.ndim else row[()]
+
+    async def _read_block(self, number: int, block: int) -> np.ndarray[Any, Any]:
+        """The samples of a chunk, along the first axis."""
+        array, axis = self._arrays[number], self._axis % self._arrays[number].ndim
+        first = block * array.chunks[axis]
+        try:
+            values = await array.getitem((slice(None),) * axis + (slice(first, first + array.chunks[axis]),))
+        except HeadraceError:
+            raise
+        except Exception as error:  # zarr's and its codecs', of any kind
+            what = f"samples from {first:,} on: a chunk, or zarr.json or .zarray, is damaged: {error!r}"
+            raise ShardError(what, shard=self._prefix + array.path) from error
+        return np.moveaxis(np.asarray(values), axis, 0)

@@ -1,0 +1,205 @@
+"""`ZarrDataset` gives slices of the arrays that zarr-python writes; each chunk is fetched once for its neighbours."""
+
+import json
+import warnings
+
+import icechunk
+import numpy as np
+import pytest
+import torch
+import zarr
+
+import headrace as hr
+from headrace.errors import HeadraceError, ObjectNotFoundError, ShardError
+from headrace.testing import DatasetContract, same
+from object_server import Fault, ObjectServer
+
+IMAGES = np.arange(100 * 3 * 4).reshape(100, 3, 4)
+LAYOUTS = {
+    "v3": {"chunks": (8, 3, 2)},
+    "v2": {"chunks": (8, 3, 2), "zarr_format": 2, "order": "F"},
+    "sharded": {"chunks": (4, 3, 4), "shards": (16, 3, 4)},
+    "raw": {"chunks": (8, 3, 4), "compressors": None},
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("zarr")
+    for name, layout in LAYOUTS.items():
+        group = zarr.open_group(root / name, mode="w", zarr_format=layout.get("zarr_format", 3))
+        layout = {key: value for key, value in layout.items() if key != "zarr_format"}
+        group.create_array("images", shape=IMAGES.shape, dtype=">i4", **layout)[:] = IMAGES
+        group.create_array("labels", shape=(100,), chunks=(50,), dtype="u2")[:] = np.arange(100)
+        group.create_array("short", shape=(99,), chunks=(50,), dtype="f2")[:] = 1
+    return root
+
+
+def objects(root):
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def server(root):
+    with ObjectServer(objects(root)) as server:
+        server.misbehave()  # remembers requests from here on
+        yield server
+
+
+def opened(server, url, **options):
+    return hr.ZarrDataset(url, store=hr.Store(server.url, options=server.store_options), **options)
+
+
+class TestSlices(DatasetContract):
+    @pytest.fixture(autouse=True)
+    def _root(self, root):
+        self.root = root
+
+    def make_dataset(self):
+        return hr.ZarrDataset(self.root / "sharded", arrays=["images", "labels"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_samples_are_slices_along_the_axis(root, layout, axis):
+    dataset = hr.ZarrDataset(root / layout, arrays="images", axis=axis)
+    wanted = torch.from_numpy(np.moveaxis(IMAGES, axis, 0).astype(np.int32))
+    assert dataset.block_size == LAYOUTS[layout]["chunks"][axis]
+    assert same(torch.stack([dataset[i] for i in range(len(dataset))]), wanted)
+    assert same(dataset[-1], wanted[-1])
+    with pytest.raises(IndexError, match="index 100 is out of range"):
+        hr.ZarrDataset(root / layout, arrays="images")[100]
+
+
+# Chunks or shards of images, and indexes of shards; chunks of labels.
+@pytest.mark.parametrize(("layout", "requests"), [("v3", 26 + 2), ("v2", 26 + 2), ("sharded", 25 + 7 + 2), ("raw", 15)])
+@pytest.mark.parametrize("blocks_at_once", [None, 4])
+def test_each_chunk_is_requested_once_for_neighbours(server, layout, requests, blocks_at_once):
+    dataset = opened(server, layout, arrays=["images", "labels"])
+    sampler = blocks_at_once and hr.BlockShuffleSampler(dataset, block_size=8, blocks_at_once=4, seed=0)
+    before = len(server.seen())
+    with hr.DataLoader(dataset, 10, sampler=sampler) as loader:
+        batches = list(loader)
+    order = torch.cat([batch["labels"] for batch in batches])
+    assert order.dtype == torch.uint16
+    assert same(torch.cat([batch["images"] for batch in batches]).numpy(), IMAGES[order.numpy()].astype(np.int32))
+    assert sorted(order.tolist()) == [*range(100)]
+    assert len(server.seen()) - before == loader.stats().requests.requests == requests
+
+
+def test_kept_chunks_are_bounded(server):
+    one = 8 * 3 * 4 * 4  # bytes of a block
+    for cache_bytes, requests in ((one, 2 * 4), (2 * one, 4)):
+        dataset = opened(server, "v3/images", cache_bytes=cache_bytes)
+        before = len(server.seen())
+        for index in (0, 8, 1, 9):  # of two blocks, each of two chunks
+            assert same(dataset[index].numpy(), IMAGES[index].astype(np.int32))
+        assert len(server.seen()) - before == requests
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_missing_chunk_is_an_error_unless_fill_values_are_asked_for(root, layout):
+    lost = {key for key in objects(root) if key.startswith(f"{layout}/images") and not key.endswith(("json", "rray"))}
+    lost = min(lost - {f"{layout}/images/.zattrs"})  # of the first samples
+    with ObjectServer({key: data for key, data in objects(root).items() if key != lost}) as server:
+        dataset = opened(server, f"{layout}/images")
+        assert same(dataset[99].numpy(), IMAGES[99].astype(np.int32))
+        with pytest.raises(ShardError, match=rf"no such chunk.*missing='fill'.*{lost}"):
+            dataset[0]
+        assert (opened(server, f"{layout}/images", missing="fill")[0][:, :2] == 0).all()
+
+
+@pytest.mark.parametrize("layout", ["v3", "v2", "sharded"])
+def test_a_damaged_chunk_is_an_error_that_names_the_array(root, layout):
+    data = objects(root)
+    chunks = [key for key in data if key.startswith(f"{layout}/images") and not key.endswith(("json", "rray", "ttrs"))]
+    data |= {key: data[key][: len(data[key]) // 2] for key in chunks}
+    with ObjectServer(data) as server, pytest.raises(HeadraceError, match=f"{layout}/images"):
+        opened(server, f"{layout}/images")[5]
+
+
+def test_a_shard_that_was_overwritten_is_an_error(server, root):
+    dataset = opened(server, "sharded/images")
+    dataset[0]  # its index is kept
+    key = "sharded/images/c/0/0/0"
+    server.put(key, objects(root)["sharded/images/c/1/0/0"])
+    with pytest.raises(HeadraceError, match="overwritten since"):
+        dataset[5]
+
+
+def test_requests_are_retried(server):
+    server.misbehave(Fault("status", status=503, times=3))
+    assert same(opened(server, "v3/images")[5].numpy(), IMAGES[5].astype(np.int32))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "what"),
+    [
+        ({"arrays": ["images", "short"]}, ValueError, r"same length.*100.*99"),
+        ({"arrays": []}, ValueError, r"same length"),
+        ({"arrays": ["images", "labels"], "axis": 1}, ValueError, r"axis=1, but .*v3/labels has 1 dimensions"),
+        ({"arrays": "none"}, ObjectNotFoundError, r"of a group, name arrays=.*v3/none"),
+        ({}, ObjectNotFoundError, r"of a group, name arrays=.*v3"),
+        ({"missing": None}, ValueError, r"missing=None must be"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(root, options, error, what):
+    with pytest.raises(error, match=what):
+        hr.ZarrDataset(root / "v3", **options)
+
+
+def changed(tmp_path, **changes):
+    """An array of format 2 with other metadata."""
+    zarr.create_array(tmp_path / "x", shape=(4, 4), chunks=(2, 2), dtype="f4", zarr_format=2, overwrite=True)[:] = 1
+    metadata = tmp_path / "x" / ".zarray"
+    metadata.write_text(json.dumps(json.loads(metadata.read_text()) | changes))
+    return tmp_path / "x"
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"filters": [{"id": "pickle", "protocol": 5}]}, "pickle"),
+        ({"compressor": {"id": "pickle", "protocol": 5}}, "pickle"),
+        ({"dtype": "|O", "filters": [{"id": "pickle"}]}, "pickle"),
+        ({"dtype": "|O", "filters": [{"id": "vlen-utf8"}, {"id": "pickle"}]}, "would run its code"),
+        ({"dtype": "|O", "filters": [{"id": "vlen-utf8"}], "compressor": {"id": "pickle"}}, "would run its code"),
+        ({"chunks": [0, 2]}, "is not of a Zarr array"),
+        ({"zarr_format": 4}, "is not of a Zarr array"),
+        ({"shape": [4]}, "is not of a Zarr array"),
+        ({"shape": [4, 1 << 40]}, "too much"),
+        ({"dtype": "<q9"}, "is not of a Zarr array"),
+    ],
+)
+def test_metadata_that_lie_or_would_run_code_are_refused(tmp_path, changes, what):
+    with pytest.raises(ShardError, match=what):
+        hr.ZarrDataset(changed(tmp_path, **changes))
+
+
+def test_types_that_torch_lacks_stay_numpys(tmp_path):
+    dates = np.arange(6).astype("M8[s]").reshape(3, 2)
+    texts = np.array(["a", "bb", "ccc"])
+    with warnings.catch_warnings(action="ignore"):  # zarr's, of types that format 3 does not specify
+        group = zarr.open_group(tmp_path, mode="w", zarr_format=2)
+        group.create_array("dates", data=dates)
+        group.create_array("texts", data=texts)
+    dataset = hr.ZarrDataset(tmp_path, arrays=["dates", "texts"])
+    assert same(dataset[1], {"dates": dates[1], "texts": "bb"})
+
+
+def test_attributes_that_change_the_values_cause_a_warning(tmp_path):
+    zarr.create_array(tmp_path, shape=(4,), dtype="i2", attributes={"scale_factor": 0.1})[:] = 7
+    with pytest.warns(UserWarning, match="has scale_factor: samples are the values before"):
+        dataset = hr.ZarrDataset(tmp_path)
+    assert dataset[0] == 7
+
+
+@pytest.mark.parametrize("options", [{}, {"engines": 2}])
+def test_a_store_of_icechunk_is_read_in_any_process(tmp_path, options):
+    repository = icechunk.Repository.create(icechunk.local_filesystem_storage(str(tmp_path)))
+    session = repository.writable_session("main")
+    zarr.create_array(session.store, name="x", shape=(100, 3), chunks=(8, 3), dtype="f4")[:80] = np.ones((80, 3))
+    session.commit("ones, and chunks that were never written")
+    dataset = hr.ZarrDataset(repository.readonly_session("main").store, arrays="x")
+    with hr.DataLoader(dataset, 10, shuffle=True, seed=0, **options) as loader:
+        assert torch.cat(list(loader)).sum() == 240

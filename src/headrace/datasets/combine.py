@@ -106,18 +106,18 @@ def mix(
         raise TypeError("mix() draws from streams; of map-style datasets, give a weighted sampler concat(...)")
     if stop not in get_args(Stop) or not temperature > 0:
         raise ValueError(f"stop={stop!r} must be one of {get_args(Stop)}, and temperature={temperature!r} above zero")
+    weights_at = functools.partial(_weights_of, names, temperature)
     schedule: Schedule
     shown: Any
-    steps = cast("Sequence[tuple[int, MixWeights]]", weights)
     if callable(weights):
-        schedule, shown = functools.partial(_weights_at, weights, names, temperature), function_name(weights)
+        schedule, shown = functools.partial(weights_at, weights), function_name(weights)
     elif not isinstance(weights, Mapping) and any(isinstance(each, Sequence) for each in weights):
-        schedule = [(operator.index(step), _weights_of(each, names, temperature)) for step, each in steps]
+        schedule = [(operator.index(step), weights_at(each)) for step, each in cast("Sequence[Any]", weights)]
         shown = [list(each) for each in schedule]
         if schedule[0][0] or any(one[0] >= other[0] for one, other in itertools.pairwise(schedule)):
             raise ValueError(f"the steps {[step for step, _ in schedule]} must ascend from 0")
     else:
-        shown = _weights_of(cast("MixWeights", weights), names, temperature)
+        shown = weights_at(weights)
         schedule = [(0, shown)]
         if not all(shown):
             raise ValueError(f"weights={weights!r} must be above zero, but in a schedule")
@@ -129,20 +129,14 @@ def mix(
 MixWeights = Sequence[float] | Mapping[str, float]
 
 
-def _weights_of(weights: MixWeights, names: Sequence[str], temperature: float) -> list[float]:
-    """The weights in the order of the streams, checked."""
-    by_name = isinstance(weights, Mapping)
+def _weights_of(names: Sequence[str], temperature: float, weights: Any, step: int = 0) -> list[float]:
+    """The weights at a step, in the order of the streams, checked."""
+    weights = weights(step) if callable(weights) else weights
     found = [weights.get(name, -1) for name in names] if isinstance(weights, Mapping) else weights
     if len(weights) != len(names) or not all(0 <= each < math.inf for each in found) or not any(found):
-        expected = f"{len(names)} numbers of at least zero, not all zero" + f", for {names}" * by_name
+        expected = f"{len(names)} numbers of at least zero, not all zero" + f" for {names}" * (found is not weights)
         raise ValueError(f"weights={weights!r} must be {expected}")
     return [float(weight) ** (1 / temperature) for weight in found]
-
-
-def _weights_at(
-    function: Callable[[int], MixWeights], names: Sequence[str], temperature: float, step: int
-) -> list[float]:
-    return _weights_of(function(step), names, temperature)
 
 
 def from_async_iterable(make: Callable[[], AsyncIterable[T]]) -> AsyncIterableDataset[T]:

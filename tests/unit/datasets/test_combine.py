@@ -94,6 +94,12 @@ def test_wrong_arguments_are_errors():
         lambda: hr.mix([stream()], [(0, [1]), (0, [2])]),
         lambda: hr.mix([stream()], [(0, [0])]),
         lambda: hr.batch_by_tokens(stream(), 4, boundaries=[2, 2]),
+        lambda: stream().pack(0),
+        lambda: stream().pack(4, "worst_fit"),
+        lambda: stream().pack(4, window=0),
+        lambda: stream().pack(4, labels="other"),
+        lambda: stream().pack(4, fields="tokens"),
+        lambda: stream().pack(4, fields=("tokens", "labels"), labels="next"),
     ):
         with pytest.raises(ValueError):
             wrong()

@@ -294,9 +294,8 @@ class Mix(StreamOperation[object]):
             self._passes[chosen] += 1
         else:
             self._left_out[chosen] = True
-        if self._stop == "first" or (
-            not ended_before and all(map(operator.or_, self._left_out, map(bool, self._passes)))
-        ):
+        all_ended = not ended_before and all(map(operator.or_, self._left_out, map(bool, self._passes)))
+        if self._stop == "first" or all_ended:
             await self._end()
             return
         ended = self._inner[chosen]

@@ -117,7 +117,7 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         parts = [sample.get(name) for name in names] if isinstance(sample, Mapping) else [sample]
         columns = [np.asarray(part) for part in parts]
         tokens = columns[0]
-        flat = tokens.ndim == 1 and all(column.shape == tokens.shape for column in columns)
+        flat = tokens.ndim == 1 and all(each.shape == tokens.shape and each.dtype.kind in "biuf" for each in columns)
         if not flat or len(columns) < len(names) or (tokens.dtype.kind not in "iu" and len(tokens)):
             found = [f"{name!r}: {column.dtype} {column.shape}" for name, column in zip(names, columns, strict=False)]
             raise ValueError(
@@ -130,8 +130,9 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         size, names = self._seq_len, self._names
         rows = {}
         for number, name in enumerate(names):
-            kind = np.result_type(*{columns[number].dtype for columns, _, _ in pieces}) if number else np.int64
-            rows[name] = np.full(size, _IGNORED if name == "labels" else 0, kind)
+            padding, least = (_IGNORED, np.int64) if name == "labels" else (0, np.bool)  # unsigned labels are widened
+            kind = np.result_type(least, *{columns[number].dtype for columns, _, _ in pieces}) if number else np.int64
+            rows[name] = np.full(size, padding, kind)
         segments, positions = np.zeros(size, np.int32), np.empty(size, np.int32)
         labels = np.full(size if self._labels else 0, _IGNORED, np.int64)
         at, count = 0, np.arange(size, dtype=np.int32)

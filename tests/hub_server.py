@@ -30,13 +30,13 @@ class _Handler(BaseHTTPRequestHandler):
         if name != "org/name" or self.token != (hub.private_token or self.token):
             return self.answer(404 if self.token else 401, "RepoNotFound")
         if what == "resolve" and hub.gated:
-            return self.answer(403, "GatedRepo", b"Access is restricted. Visit its page to ask for access.")
-        if revision not in hub.commits:
+            return self.answer(403, "GatedRepo", b"Visit its page to ask for access.")
+        commit = revision if isinstance(hub.commits.get(revision), dict) else hub.commits.get(revision)
+        if commit is None:
             return self.answer(404, "RevisionNotFound")
-        commit = revision if isinstance(hub.commits[revision], dict) else hub.commits[revision]
         files = hub.commits[commit]
         if what == "tree":
-            return self.send_page(files, key, parse_qs(url.query))
+            return self.send_page(files, key and f"{key}/", parse_qs(url.query))
         if what == "resolve" and key not in files:
             return self.answer(404, "EntryNotFound")
         if what == "resolve" and len(files[key]) >= LARGE:
@@ -51,12 +51,12 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def send_page(self, files, folder, query):
-        inside = {path: len(data) for path, data in files.items() if path.startswith(folder and f"{folder}/")}
-        entries = [{"type": "file", "path": path, "size": size, "oid": "0" * 40} for path, size in inside.items()]
-        if query["recursive"][0].lower() == "false":
-            entries = [each for each in entries if "/" not in each["path"].removeprefix(folder and f"{folder}/")]
+        inside = [path for path in files if path.startswith(folder)]
         if not inside:
             return self.answer(404, "EntryNotFound")
+        if query["recursive"][0].lower() == "false":
+            inside = [path for path in inside if "/" not in path.removeprefix(folder)]
+        entries = [{"type": "file", "path": path, "size": len(files[path]), "oid": "0" * 40} for path in inside]
         start = int(query.get("cursor", "0")[0])
         following = f"{self.server.hub.urls[0]}{self.path.partition('&cursor')[0]}&cursor={start + PAGE}"
         headers = {"Link": f'<{following}>; rel="next"'} if start + PAGE < len(entries) else {}

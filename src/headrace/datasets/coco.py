@@ -7,7 +7,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +26,11 @@ class CocoDataset(ObjectDataset):
     """The images of an annotations file of COCO (instances, keypoints, captions), each with its annotations.
 
     A sample is ``ObjectSample(key, data, label)``; its label a dict of `image_id`, `size` ([height, width], or None),
-    `ids` (int64 [N], of the annotations), if they have boxes also `boxes` (float32 [N, 4], pixels), `labels` (int64
-    [N], positions in `classes`, from 0), `area` (float32 [N]; the box's if the file has none) and `iscrowd` (bool [N]),
-    and for each other field, such as `segmentation`, `keypoints` or `caption`, a list of N as in the file, None where
-    it is missing. N differs, and may be 0: batches need a `collate_fn`.
+    `ids` (int64 [N], of the annotations), if they have boxes also `boxes` (float32 [N, 4]: left, top, right, bottom in
+    pixels; in the file they have width and height), `labels` (int64 [N], positions in `classes`, from 0), `area`
+    (float32 [N]; the box's if the file has none) and `iscrowd` (bool [N]), and for each other field, such as
+    `segmentation`, `keypoints` or `caption`, a list of N as in the file, None where it is missing. N differs, and may
+    be 0: batches need a `collate_fn`.
 
     Left out with a warning: annotations of unknown images, or with the id of an earlier one, and boxes without width or
     height. Parsing takes about six times the file's size in memory. Blocks, as `ObjectDataset`.
@@ -37,7 +38,6 @@ class CocoDataset(ObjectDataset):
     Args:
         store: where the images are; each `file_name` is a key in it.
         annotations: path or URL of the file (read by `store` if it is below its URL), shard of `headrace.hub`, or dict.
-        boxes: ``"xyxy"`` for left, top, right, bottom; ``"xywh"`` for left, top, width, height, as in the file.
         keep_empty: whether to keep images without annotations.
         fields: other fields to keep; None for all. They are kept as JSON, the rest as arrays.
 
@@ -61,12 +61,11 @@ class CocoDataset(ObjectDataset):
         store: StoreLike,
         annotations: Shards | Mapping[str, Any],
         *,
-        boxes: Literal["xyxy", "xywh"] = "xyxy",
         keep_empty: bool = True,
         fields: Sequence[str] | None = None,
     ) -> None:
-        if boxes not in ("xyxy", "xywh") or isinstance(fields, str):
-            raise ValueError(f"boxes={boxes!r} must be 'xyxy' or 'xywh', and fields={fields!r} several names")
+        if isinstance(fields, str):
+            raise TypeError("fields= must be several names, not one str")
         self._store, name, content = as_store(store), "annotations", annotations
         try:
             if not isinstance(content, Mapping):
@@ -74,14 +73,14 @@ class CocoDataset(ObjectDataset):
                 (shard,) = find_shards(content, suffixes=(".json",), store=self._store if inside else None)
                 name = shard.name
                 content = json.loads(bytes(background_loop().run(shard.store.read_all(shard.key))))
-            self._hold(self._parse(content, boxes, keep_empty, fields), None, None)
+            self._hold(self._parse(content, keep_empty, fields), None, None)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             what = f"no field, or category, {error}" if isinstance(error, KeyError) else str(error)
             raise ShardError(f"not as annotations of COCO: {what}", shard=name) from None
         if said := [f"{count} {why}" for why, count in self.left_out.items() if not why.startswith("images")]:
             warnings.warn(f"{name}: {', '.join(said)} are left out", stacklevel=2)
 
-    def _parse(self, content: Any, boxes: str, keep_empty: bool, fields: Sequence[str] | None) -> Catalog:
+    def _parse(self, content: Any, keep_empty: bool, fields: Sequence[str] | None) -> Catalog:
         images, categories = content["images"], sorted(content.get("categories", ()), key=lambda each: each["id"])
         rows = {image["id"]: row for row, image in enumerate(images)}
         labels = {category["id"]: label for label, category in enumerate(categories)}
@@ -103,11 +102,11 @@ class CocoDataset(ObjectDataset):
         of, marks = np.array([row for row, _ in pairs], np.int64), [each for _, each in pairs]
         known = {"id", "image_id"}
         self._columns: dict[str, Any] = {"ids": np.array([each["id"] for each in marks], np.int64)}
-        if not marks or "bbox" in marks[0]:
+        if not marks or any("bbox" in each for each in marks):
             known |= {"bbox", "category_id", "area", "iscrowd"}
             corners = np.array([each["bbox"] for each in marks], np.float64).reshape(len(marks), 4)
             areas = [each.get("area", each["bbox"][2] * each["bbox"][3]) for each in marks]
-            corners[:, 2:] += corners[:, :2] * (boxes == "xyxy")
+            corners[:, 2:] += corners[:, :2]
             if not np.isfinite(corners).all():
                 raise ValueError("a box is not finite")
             self._columns["boxes"] = corners.astype(np.float32)
@@ -119,9 +118,7 @@ class CocoDataset(ObjectDataset):
             raise ValueError("it has no images")
         self.left_out["images without annotations"] = len(images) - len(used)
         self._bounds = np.stack([np.searchsorted(of, used, side) for side in ("left", "right")])
-        names = (
-            dict.fromkeys(name for each in marks for name in each if name not in known) if fields is None else fields
-        )
+        names = [*dict.fromkeys(n for each in marks for n in each if n not in known)] if fields is None else fields
         texts = []
         for row, begin, end in zip(used.tolist(), *self._bounds.tolist(), strict=True):
             image = {"image_id": images[row]["id"], "size": [images[row].get("height"), images[row].get("width")]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -98,18 +99,17 @@ def _list(api: HfApi, name: str, patterns: Sequence[str], where: dict[str, Any],
     """The sizes of the files that match, by their paths."""
     from huggingface_hub.errors import EntryNotFoundError
 
-    found: dict[str, int] = {}
-    listed: dict[tuple[str, bool], dict[str, int]] = {}
-    for pattern in (each for files in patterns for each in expand_braces(files)):
-        folder = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
-        at = folder, "/" in pattern[len(folder) :].strip("/")
-        if at not in listed:
-            try:
-                entries = [*api.list_repo_tree(name, folder or None, recursive=at[1], **where)]
-            except EntryNotFoundError:
-                entries = []
-            listed[at] = {entry.path: entry.size for entry in entries if hasattr(entry, "size")}
-        matching = {path: listed[at][path] for path in filter(glob_expression(pattern).fullmatch, listed[at])}
+    patterns = [each for pattern in patterns for each in expand_braces(pattern)]
+    fixed = [re.split(r"[*?\[]", pattern)[0] for pattern in patterns]
+    folder = os.path.commonprefix(fixed).rpartition("/")[0]  # noqa: RUF071  # up to a slash
+    deep = any("/" in each[len(folder) :].strip("/") for each in patterns)
+    try:
+        entries = [*api.list_repo_tree(name, folder or None, recursive=deep, **where)]
+    except EntryNotFoundError:
+        entries = []
+    sizes, found = {entry.path: entry.size for entry in entries if hasattr(entry, "size")}, dict[str, int]()
+    for pattern in patterns:
+        matching = {path: sizes[path] for path in filter(glob_expression(pattern).fullmatch, sizes)}
         if not matching:
             raise EmptyListingError(f"no file matches {pattern!r}; * and ? match within one directory", url=url)
         found |= matching

@@ -29,6 +29,7 @@ def write_data(folder):
         "clips",
         "code",
         "saved/train",
+        "features",
         "shards",
         "table",
         "text",
@@ -65,6 +66,7 @@ def write_data(folder):
         for kind, text in (("text", "Document {}-{}. "), ("code", "def f{}_{}(): pass; ")):
             lines = [json.dumps({"text": text.format(shard, number) * (number % 7)}) for number in range(100)]
             (folder / kind / f"{shard}.jsonl").write_text("\n".join(lines))
+        np.save(folder / f"features/{shard}.npy", np.ones((100, 16, 8), np.float16))
         np.arange(20_000, dtype=np.uint16).tofile(folder / f"tokens/{shard}.bin")
         table = {"id": range(100), "label": [1] * 100, "features": [[0.5, 1.5]] * 100}
         pyarrow.parquet.write_table(pyarrow.table(table), folder / f"table/{shard}.parquet", row_group_size=50)

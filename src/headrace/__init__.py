@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from headrace.collate import default_collate as default_collate
     from headrace.collate import default_convert as default_convert
     from headrace.collate import pad_sequences as pad_sequences
+    from headrace.datasets.arrays import ArrayDataset as ArrayDataset
     from headrace.datasets.arrow import ArrowDataset as ArrowDataset
     from headrace.datasets.batching import batch_by_tokens as batch_by_tokens
     from headrace.datasets.cached import CachedDataset as CachedDataset
@@ -82,6 +83,7 @@ _NAMES = {
     "headrace._core.streams.map_style": ("AsyncDataset", "RangedDataset"),
     "headrace.collate": ("default_collate", "default_convert", "pad_sequences"),
     "headrace.datasets.arrow": ("ArrowDataset",),
+    "headrace.datasets.arrays": ("ArrayDataset",),
     "headrace.datasets.batching": ("batch_by_tokens",),
     "headrace.datasets.cached": ("CachedDataset",),
     "headrace.datasets.coco": ("CocoDataset",),

@@ -177,7 +177,18 @@ def _zarr(**layout: Any) -> Format:
     return Format({key: data.to_bytes() for key, data in files.items()}, hr.ZarrDataset, [*torch.from_numpy(values)])
 
 
+def _arrays() -> Format:
+    parts = np.split(np.arange(40 * 2 * 3, dtype=np.float16).reshape(40, 2, 3), [17, 17, 30])
+    files = {}
+    for number, part in enumerate(parts):
+        stream = io.BytesIO()
+        np.save(stream, part)
+        files[f"{number}.npy"] = stream.getvalue()
+    return Format(files, hr.ArrayDataset, [*torch.from_numpy(np.concatenate(parts))])
+
+
 FORMATS = {
+    "npy rows": _arrays(),
     "zarr, sharded": _zarr(chunks=(2, 2, 3), shards=(12, 2, 3)),
     "zarr 2": _zarr(chunks=(8, 2, 3), zarr_format=2),
     "tokens": _tokens(),

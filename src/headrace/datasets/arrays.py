@@ -1,0 +1,121 @@
+"""Rows of arrays in ``.npy`` files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from headrace._core.shards.compression import refuse_compressed
+from headrace._core.shards.discovery import Shard, Shards, find_shards
+from headrace._core.shards.npy import npy_layout
+from headrace._core.store.ranges import Ranges, map_all
+from headrace._core.store.store import StoreLike
+from headrace._core.streams.blocking import background_loop
+from headrace._core.streams.map_style import positions
+from headrace.datasets.cached import RangedShards
+from headrace.errors import ShardError
+
+__all__ = ["ArrayDataset"]
+
+
+class _File(NamedTuple):
+    shard: Shard
+    begin: int  # of the rows
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+
+
+class ArrayDataset(RangedShards[torch.Tensor]):
+    """Rows of arrays in ``.npy`` files, map-style: sample i is ``array[i]``, a tensor of the array's type.
+
+    Of several files the arrays are concatenated along their first axis. Rows that are near each other are read by one
+    request, those of `headrace.BlockShuffleSampler` too. The constructor requests the first bytes of each file; in an
+    async program call it in a thread, as ``await asyncio.to_thread(ArrayDataset, ...)``.
+
+    Args:
+        shards: URLs or paths of files, as for `TarDataset`; in a directory, those ending in ``.npy``.
+        store: store of all files, as for `TarDataset`.
+
+    Raises:
+        EmptyListingError: a glob or a directory has no file, or there is no such file or directory.
+        ShardError: a file is no ``.npy`` file, is compressed or truncated, has its columns first, a type that torch
+            lacks, or rows of another type or shape than the first file.
+        StoreError: a request failed.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> np.save(folder / "0.npy", np.arange(6.0).reshape(3, 2))
+        >>> ArrayDataset(folder)[2]
+        tensor([4., 5.], dtype=torch.float64)
+    """
+
+    def __init__(self, shards: Shards, *, store: StoreLike | None = None) -> None:
+        found = find_shards(shards, suffixes=(".npy",), store=store)
+        files = background_loop().run(map_all(_open_file, found, 64))
+        _, _, self._dtype, (_, *self._shape) = files[0]
+        for file in files:
+            if (file.dtype, [*file.shape[1:]]) != (self._dtype, self._shape):
+                what = f"{file.dtype} of shape {file.shape}, but the first file has {self._dtype} of {files[0].shape}"
+                raise ShardError(what, shard=file.shard.name)
+        super().__init__([file.shard for file in files], [file.shape[0] for file in files])
+        self._row_bytes = self._dtype.itemsize * math.prod(self._shape)
+        # Of the first row of each file, if it were that of the first row of all.
+        rows = np.concatenate(([0], self._ends[:-1]))
+        self._begins = np.array([file.begin for file in files]) - rows * self._row_bytes
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} rows)"
+
+    def ranges(self, indices: Sequence[int]) -> Ranges:
+        """The bytes of the rows at `indices`; negative indices count from the end. Objects are numbered as shards.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        rows = positions(indices, len(self))
+        shards = np.searchsorted(self._ends, rows, side="right")
+        starts = self._begins[shards] + rows * self._row_bytes
+        return Ranges(shards, starts, starts + self._row_bytes)
+
+    def sample_key(self, index: int) -> str:
+        """The file and the byte range of the row at `index`."""
+        number, start, stop = self.range(index)
+        return f"{self._shards[number].key}[{start}:{stop}]"
+
+    def sample_of(self, index: int, data: memoryview) -> torch.Tensor:
+        """The row in `data`."""
+        return self._tensor(data, self._shape)
+
+    def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> Sequence[torch.Tensor] | torch.Tensor:
+        """The rows of a batch as a tensor."""
+        if type(self).sample_of is not ArrayDataset.sample_of:
+            return super().samples_of(indices, data)
+        return self._tensor(b"".join(data), [len(data), *self._shape])
+
+    def _tensor(self, data: memoryview | bytes, shape: list[int]) -> torch.Tensor:
+        return torch.from_numpy(np.frombuffer(data, self._dtype).reshape(shape).astype(self._dtype.newbyteorder("=")))
+
+
+async def _open_file(shard: Shard) -> _File:
+    refuse_compressed(shard.name)
+    if shard.key.lower().endswith(".npz"):
+        raise ShardError("rows of a zip of arrays have no place of their own; numpy.save each array", shard=shard.name)
+    read = await shard.read_start(4096)
+    begin, dtype, shape, fortran = npy_layout(bytes(read.data[:4096]), shard)
+    try:
+        torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))
+    except TypeError:
+        raise ShardError(f"torch has no type for {dtype}; save a view or a copy of one", shard=shard.name) from None
+    if fortran or not math.prod(shape[1:]) or not shape:
+        what = "columns come first; save numpy.ascontiguousarray(array)" if fortran else f"shape {shape} has no rows"
+        raise ShardError(what, shard=shard.name)
+    if begin + dtype.itemsize * math.prod(shape) != read.head.size:
+        what = f"{read.head.size - begin:,} bytes, but the header has {dtype} of shape {shape}"
+        raise ShardError(what, shard=shard.name, offset=begin)
+    return _File(replace(shard, head=read.head), begin, dtype, shape)

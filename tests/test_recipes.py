@@ -8,6 +8,7 @@ import re
 import tarfile
 
 import boto3
+import lance
 import numpy as np
 import pyarrow.feather
 import pyarrow.parquet
@@ -70,6 +71,7 @@ def write_data(folder):
         np.arange(20_000, dtype=np.uint16).tofile(folder / f"tokens/{shard}.bin")
         table = {"id": range(100), "label": [1] * 100, "features": [[0.5, 1.5]] * 100}
         pyarrow.parquet.write_table(pyarrow.table(table), folder / f"table/{shard}.parquet", row_group_size=50)
+    lance.write_dataset(pyarrow.table({"id": range(200), "label": [1] * 200}), folder / "table.lance")
     pyarrow.feather.write_feather(pyarrow.table({"id": range(200), "label": [1] * 200}), folder / "saved/train/0.arrow")
 
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from headrace.datasets.combine import mix as mix
     from headrace.datasets.files import FileDataset as FileDataset
     from headrace.datasets.hub import hub as hub
+    from headrace.datasets.lance import LanceDataset as LanceDataset
     from headrace.datasets.lines import LinesDataset as LinesDataset
     from headrace.datasets.objects import ObjectDataset as ObjectDataset
     from headrace.datasets.parquet import ParquetDataset as ParquetDataset
@@ -90,6 +91,7 @@ _NAMES = {
     "headrace.datasets.combine": ("concat", "from_async_iterable", "mix"),
     "headrace.datasets.files": ("FileDataset",),
     "headrace.datasets.hub": ("hub",),
+    "headrace.datasets.lance": ("LanceDataset",),
     "headrace.datasets.lines": ("LinesDataset",),
     "headrace.datasets.objects": ("ObjectDataset",),
     "headrace.datasets.parquet": ("ParquetDataset",),

@@ -1,0 +1,104 @@
+"""Rows of Lance datasets, map-style."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace._core.streams.map_style import AsyncDataset, positions
+from headrace.errors import MissingExtraError, StoreError
+
+__all__ = ["LanceDataset"]
+
+
+class LanceDataset(AsyncDataset[Any]):
+    """The rows of a Lance dataset, map-style, as dicts of Python objects. Needs ``headrace[lance]``.
+
+    A loader takes the rows of a batch by one call of lance, which requests only their bytes of the columns. A list of
+    indices as one index gives a `pyarrow.Table`, as do samplers of batches with ``batch_size=None``.
+
+    One version is read, in every process: what is appended, deleted or overwritten later is not seen, and a version
+    that is cleaned up meanwhile is an error. Give a job that is to be resumed its `version`. Requests are lance's own:
+    without headrace's retries, limits and statistics.
+
+    Args:
+        url: URL or path of the dataset.
+        columns: names of columns to read; None for all.
+        version: number or tag of the version; None for the latest.
+        storage_options: for lance: credentials, region, endpoint. Those of `headrace.Store` that are strings.
+
+    Raises:
+        MissingExtraError: pylance is not installed.
+        StoreError: the dataset or the version cannot be opened; when it is read, that a request failed.
+        ValueError: there is no such column.
+
+    Example:
+        >>> import pathlib, tempfile, lance, pyarrow
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "table.lance"
+        >>> _ = lance.write_dataset(pyarrow.table({"x": [1, 2, 3], "y": ["a", "b", "c"]}), path)
+        >>> dataset = LanceDataset(path, columns=["x"])
+        >>> len(dataset), dataset[-1], dataset[[2, 0]]["x"].to_pylist()
+        (3, {'x': 3}, [3, 1])
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        columns: Sequence[str] | None = None,
+        version: int | str | None = None,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        try:
+            import lance
+        except ImportError:
+            raise MissingExtraError(what="LanceDataset", package="pylance", extra="lance") from None
+        if isinstance(columns, str):
+            raise TypeError("columns= must be several names, not one str")
+        try:
+            # Pickled with its manifest, so that each process reads the same files.
+            self._dataset = lance.dataset(os.fspath(url), version, storage_options=dict(storage_options or {}))
+            self._length = self._dataset.count_rows()
+        except (OSError, ValueError) as error:
+            raise StoreError(f"cannot open Lance dataset {os.fspath(url)}: {_line(error)}") from None
+        self._columns = None if columns is None else list(columns)
+        names = self._dataset.schema.names
+        for column in self._columns or ():
+            if column not in names and column.partition(".")[0] not in names:  # lance would end the process's thread
+                raise ValueError(f"{self!r} has no column {column!r}; it has {', '.join(map(repr, names))}")
+
+    @property
+    def version(self) -> int:
+        """The number of the version that is read."""
+        return int(self._dataset.version)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._dataset.uri!r}, version={self.version}, {len(self)} rows)"
+
+    async def aget(self, index: int | list[int]) -> Any:
+        """Take the row at `index`, or a table of the rows at several; negative indices count from the end."""
+        return await self._take(index) if isinstance(index, list) else (await self.agets([index]))[0]
+
+    async def agets(self, indices: Sequence[int]) -> list[Any]:
+        """Take the rows at `indices`, in order."""
+        return list((await self._take(indices)).to_pylist())
+
+    async def _take(self, indices: Sequence[int]) -> Any:
+        rows = positions(indices, len(self)).tolist()
+        try:
+            return await asyncio.to_thread(self._dataset.take, rows, self._columns)
+        except OSError as error:
+            raise StoreError(f"cannot read {self!r}, rows {rows[0]} and others: {_line(error)}") from None
+
+    def sample_key(self, index: int) -> str:
+        """The dataset and the number of the row."""
+        return f"{self._dataset.uri}, row {index}"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).partition(", /")[0].split())  # without the place in lance's own sources

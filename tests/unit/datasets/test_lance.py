@@ -1,0 +1,83 @@
+"""`LanceDataset` takes rows as lance does, of the version that it was made with."""
+
+import pickle
+import shutil
+
+import lance
+import pyarrow as pa
+import pytest
+import torch
+
+import headrace as hr
+from headrace.errors import StoreError
+
+ROWS = 40
+
+
+def table(first=0, count=ROWS):
+    ids = range(first, first + count)
+    return pa.table({"id": ids, "text": [f"row {i}" for i in ids], "pair": [{"a": i, "b": -i} for i in ids]})
+
+
+@pytest.fixture
+def path(tmp_path):
+    lance.write_dataset(table(), tmp_path / "t.lance", max_rows_per_file=7)
+    return tmp_path / "t.lance"
+
+
+def test_rows_and_tables_are_those_that_were_written(path):
+    dataset, rows = hr.LanceDataset(path), table().to_pylist()
+    assert [dataset[n] for n in range(ROWS)] == [dataset[n] for n in range(-ROWS, 0)] == rows
+    assert dataset.__getitems__([5, 39, 5, -1]) == [rows[n] for n in (5, 39, 5, 39)]
+    assert hr.LanceDataset(path, columns=["text", "pair.a"])[3] == {"text": "row 3", "pair": {"a": 3}}
+    assert dataset[[30, 2]].equals(table().take([30, 2]))
+    for index in (ROWS, -ROWS - 1, [0, ROWS]):
+        with pytest.raises(IndexError):
+            dataset[index]
+
+
+def test_loader_shuffles_divides_and_continues(path):
+    def loader(rank=0, world_size=1):
+        dataset = hr.LanceDataset(path, columns=["id"])
+        order = hr.ElasticSampler(dataset, seed=1, rank=rank, world_size=world_size)
+        return hr.DataLoader(dataset, batch_size=4, sampler=order)
+
+    def ids(batches):
+        return [i for batch in batches for i in batch["id"].tolist()]
+
+    with loader() as whole, loader() as first, loader() as rest:
+        every, batches = ids(whole), iter(first)
+        start = ids([next(batches), next(batches)])
+        rest.load_state_dict(first.state_dict())
+        assert start + ids(rest) == every != sorted(every)
+    halves = []
+    for rank in range(2):
+        with loader(rank, 2) as half:
+            halves += ids(half)
+    assert sorted(halves) == sorted(every) == [*range(ROWS)]
+    batches = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(range(ROWS)), 16, drop_last=False)
+    with hr.DataLoader(hr.LanceDataset(path), sampler=batches, batch_size=None, collate_fn=lambda part: part) as tables:
+        assert pa.concat_tables(tables).equals(table())
+
+
+def test_version_stays_in_every_copy(path):
+    dataset = hr.LanceDataset(path)
+    lance.write_dataset(table(100), path, mode="append")
+    lance.dataset(path).delete("id < 10")
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert (copy.version, len(copy), copy[0]["id"]) == (1, ROWS, 0)
+    assert len(hr.LanceDataset(path)) == hr.LanceDataset(path)[0]["id"] * 7 == 70
+    assert hr.LanceDataset(path, version=2)[ROWS]["id"] == 100
+    shutil.rmtree(path)
+    lance.write_dataset(table(500), path)  # version 1 again, and other rows
+    for each in (dataset, copy, pickle.loads(pickle.dumps(copy))):
+        with pytest.raises(StoreError, match=r"cannot read LanceDataset.*row.*Not found"):
+            each[20]
+
+
+def test_what_is_not_there_is_an_error(path):
+    with pytest.raises(ValueError, match="no column 'x'; it has 'id', 'text', 'pair'"):
+        hr.LanceDataset(path, columns=["id", "x"])
+    for place, options in ((path / "no", {}), (path, {"version": 7})):
+        with pytest.raises(StoreError, match=f"cannot open Lance dataset {place}"):
+            hr.LanceDataset(place, **options)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import headrace as hr
 from headrace._core.streams.resumable import start_stream
-from headrace.testing import StreamContract
 from tests.unit.shards.resuming import in_memory
 from tests.unit.streams.reading import Count, outcomes
 
@@ -51,26 +50,11 @@ def numbered(lengths):
     return [list(range(end - length + 1, end + 1)) for length, end in zip(lengths, ends, strict=True)]
 
 
-class TestPack(StreamContract):
-    def make_dataset(self):
-        return stream(*numbered([3, 9, 2, 2, 7])).pack(6, "best_fit").map(str)
-
-
-def test_concat_cuts_documents_and_pads_only_the_last_sequence():
-    packed = pack(numbered([3, 0, 9, 2]), 4)
-    assert [segments(each) for each in packed] == [[[1, 2, 3], [4]], [[5, 6, 7, 8]], [[9, 10, 11, 12]], [[13, 14]]]
-
-
 def test_first_fit_takes_the_oldest_with_room_and_best_fit_the_fullest():
-    documents = numbered([3, 4, 2, 1])
-    assert [segments(each) for each in pack(documents, 6, "first_fit")] == [
-        [[1, 2, 3], [8, 9], [10]],
-        [[4, 5, 6, 7]],
-    ]
-    assert [segments(each) for each in pack(documents, 6, "best_fit")] == [
-        [[4, 5, 6, 7], [8, 9]],
-        [[1, 2, 3], [10]],
-    ]
+    packed = (pack(numbered([3, 4, 2, 1]), 6, strategy) for strategy in ("first_fit", "best_fit"))
+    first, best = ([*map(segments, sequences)] for sequences in packed)
+    assert first == [[[1, 2, 3], [8, 9], [10]], [[4, 5, 6, 7]]]
+    assert best == [[[4, 5, 6, 7], [8, 9]], [[1, 2, 3], [10]]]
 
 
 @settings(max_examples=150, deadline=None)
@@ -167,21 +151,17 @@ async def test_restored_stream_reads_again_only_what_waited():
 
 
 async def test_documents_that_differ_after_a_restore_are_an_error():
-    packed = start_stream(Count(90).map(lambda number: [1] * 3).pack(7, "first_fit", window=2))
-    for _ in range(4):
-        await outcomes(packed, 5)
-        state = packed.state_dict()
-    restored = start_stream(Count(90).map(lambda number: [1] * 7).pack(7, "first_fit", window=2))
-    restored.load_state_dict({**state, "used": [6, 6], "opened": [0, 0], "given": 0})
+    packed = Count(90).map(lambda number: [1] * 7).pack(7, "first_fit", window=2)
+    state, restored = start_stream(packed).state_dict(), start_stream(packed)
+    restored.load_state_dict({**state, "used": [6, 6], "opened": [0, 0]})
     assert "the stream has other documents now" in str(await outcomes(restored))
 
 
-SHARDS = {
-    f"{shard}.txt": "".join(f"{shard * 40 + line}\n" for line in range(40 - shard)).encode() for shard in range(6)
-}
+NUMBERS = [range(shard * 40, shard * 41 + 34) for shard in range(6)]
+SHARDS = {f"{shard}.txt": "\n".join(map(str, numbers)).encode() for shard, numbers in enumerate(NUMBERS)}
 
 
-def documents_of(line):
+def document_of(line):
     number = int(line) + 1
     return np.arange(number * 100, number * 100 + number * 7 % 23)
 
@@ -189,7 +169,7 @@ def documents_of(line):
 def loader_of(strategy, *, split):
     options = {"store": in_memory(SHARDS), "shuffle": True, "seed": 0, "buffer_size": 0, "remainder": "keep"}
     lines = [hr.LinesDataset(keys, **options) for keys in (sorted(SHARDS)[:2], sorted(SHARDS)[2:])]
-    packed = hr.mix(lines, [1, 2], stop="once").map(documents_of).pack(16, strategy, window=3)
+    packed = hr.mix(lines, [1, 2], stop="once").map(document_of).pack(16, strategy, window=3)
     return hr.DataLoader(packed.split(remainder="keep") if split else packed, 2, seed=1)
 
 
@@ -213,5 +193,4 @@ def test_job_continues_on_other_ranks_with_every_token_once(as_rank, strategy, b
         with loader_of(strategy, split=split) as loader:
             loader.load_state_dict(hr.merge_states(states))
             read(loader)
-    expected = [token for shard in SHARDS.values() for line in shard.split() for token in documents_of(line).tolist()]
-    assert sorted(given_out) == sorted(expected)
+    assert sorted(given_out) == np.concatenate([*map(document_of, itertools.chain(*NUMBERS))]).tolist()

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from headrace.datasets.tar import TarDataset as TarDataset
     from headrace.datasets.tokens import TokenDataset as TokenDataset
     from headrace.datasets.video import VideoDataset as VideoDataset
+    from headrace.datasets.wav import WavDataset as WavDataset
     from headrace.datasets.zarr import ZarrDataset as ZarrDataset
     from headrace.errors import HeadraceError as HeadraceError
     from headrace.errors import StateError as StateError
@@ -98,6 +99,7 @@ _NAMES = {
     "headrace.datasets.tar": ("TarDataset",),
     "headrace.datasets.tokens": ("TokenDataset",),
     "headrace.datasets.video": ("VideoDataset",),
+    "headrace.datasets.wav": ("WavDataset",),
     "headrace.datasets.zarr": ("ZarrDataset",),
     "headrace.errors": ("HeadraceError", "StateError", "StoreError"),
     "headrace.loader": ("DataLoader",),

@@ -17,6 +17,7 @@ from typing import Any
 import av
 import numpy as np
 import pyarrow as pa
+import soundfile
 import torch
 import zarr
 
@@ -187,6 +188,18 @@ def _arrays() -> Format:
     return Format(files, hr.ArrayDataset, [*torch.from_numpy(np.concatenate(parts))])
 
 
+def _wav() -> Format:
+    waves = [np.random.default_rng(n).uniform(-1, 1, (size, 2)) for n, size in enumerate((500, 40, 100, 710))]
+    files = {}
+    for number, wave in enumerate(waves):
+        file = io.BytesIO()
+        soundfile.write(file, wave, 8000, format="WAV", subtype="PCM_24")
+        files[f"{number}.wav"] = file.getvalue()
+    read = [soundfile.read(io.BytesIO(data), dtype="float32")[0].T for data in files.values()]
+    samples = [torch.from_numpy(one[:, at : at + 90]) for one in read for at in range(0, one.shape[1] - 89, 60)]
+    return Format(files, lambda store: hr.WavDataset(store, samples=90, stride=60), samples)
+
+
 FORMATS = {
     "npy rows": _arrays(),
     "zarr, sharded": _zarr(chunks=(2, 2, 3), shards=(12, 2, 3)),
@@ -195,4 +208,5 @@ FORMATS = {
     "tar index": _tar(),
     "video": _video(),
     "arrow": _arrow(),
+    "wav": _wav(),
 }

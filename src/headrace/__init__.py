@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from headrace.errors import StateError as StateError
     from headrace.errors import StoreError as StoreError
     from headrace.loader import DataLoader as DataLoader
+    from headrace.packing import pack as pack
     from headrace.samplers import BlockShuffleSampler as BlockShuffleSampler
     from headrace.samplers import ElasticSampler as ElasticSampler
     from headrace.samplers import permutation as permutation
@@ -103,6 +104,7 @@ _NAMES = {
     "headrace.datasets.zarr": ("ZarrDataset",),
     "headrace.errors": ("HeadraceError", "StateError", "StoreError"),
     "headrace.loader": ("DataLoader",),
+    "headrace.packing": ("pack",),
     "headrace.samplers": ("BlockShuffleSampler", "ElasticSampler", "permutation"),
     "headrace.state": ("gather_state", "merge_states"),
     "headrace.telemetry.headspace": ("headspace",),

@@ -92,7 +92,10 @@ def bucket(tmp_path_factory):
             client.upload_file(path, "bucket", path.relative_to(folder).as_posix())
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("t[ae]*/*.*")}
     with HubServer({"main": "a" * 40, "a" * 40: files}) as hub:
-        variables = dict(zip(names, (*keys.values(), url, "true"), strict=True)) | {"HF_ENDPOINT": hub.urls[0]}
+        variables = dict(zip(names, (*keys.values(), url, "true"), strict=True)) | {
+            "HF_ENDPOINT": hub.urls[0],
+            "TQDM_DISABLE": "1",
+        }
         yield f"import os\nos.chdir({str(folder)!r})\nos.environ.update({variables})\n"
     server.stop()
 

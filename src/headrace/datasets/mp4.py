@@ -154,14 +154,9 @@ def clip_file(boxes: tuple[bytes, ...], frames: Array, begin: int, end: int, dat
     delays = frames["pts"] - frames["pts"][0] - (np.cumsum(durations) - durations)
     least = min(0, int(delays.min()))
     edit = struct.pack(">IIQqI", 1 << 24, 1, end - begin, begin - int(frames["pts"][0]) - least, 1 << 16)
-    tables = (
-        _table(b"stts", 1, durations),
-        _table(b"ctts", 1, delays - least),
-        _table(b"stss", np.flatnonzero(frames["sync"]) + 1),
-        _table(b"stsc", [1], 1, 1),
-        _table(b"stsz", frames["size"], extra=bytes(4)),
-        _table(b"stco", frames["offset"] - frames["offset"][0] + len(ftyp) + 8),
-    )
-    media += _box(b"minf", info, _box(b"stbl", description, *tables))
+    times = _table(b"stts", 1, durations) + _table(b"ctts", 1, delays - least)
+    places = _table(b"stco", frames["offset"] - frames["offset"][0] + len(ftyp) + 8) + _table(b"stsc", [1], 1, 1)
+    sizes = _table(b"stsz", frames["size"], extra=bytes(4)) + _table(b"stss", np.flatnonzero(frames["sync"]) + 1)
+    media += _box(b"minf", info, _box(b"stbl", description, times, places, sizes))
     trak = _box(b"trak", track, _box(b"edts", _box(b"elst", edit)), _box(b"mdia", media))
-    return b"".join((ftyp, _box(b"mdat", data), _box(b"moov", head, trak)))
+    return b"".join((ftyp, struct.pack(">I4s", 8 + len(data), b"mdat"), data, _box(b"moov", head, trak)))

@@ -42,12 +42,11 @@ class VideoClip(NamedTuple):
 class VideoDataset(RangedShards[VideoClip]):
     """Clips of the first video track of mp4 and mov files, map-style: `VideoClip`, to be decoded in ``transform=``.
 
-    A clip is one ranged request, from the key frame before it to the last byte that its frames need, with the audio in
-    between. Frames that overlap its time belong to it. What does not fill a clip at the end of a video is dropped, so
-    that a video shorter than one has none.
+    A clip is read from the key frame before it to the last byte that its frames need. It has the frames that are shown
+    at some time in it. What does not fill a clip at the end of a video is dropped: a shorter video has none.
 
-    The constructor reads the index of each file by one to three requests, in each program anew, and keeps 26 bytes for
-    each frame. Fragmented files, and edit lists that do more than cut and delay, are refused.
+    The constructor reads the index of each file by one to three requests, each time anew, and keeps 26 bytes a frame.
+    Fragmented files, and edit lists that do more than cut and delay, are refused.
 
     Args:
         objects: URLs or paths, as the shards of `TarDataset`; in a directory, ``.mp4``, ``.m4v`` and ``.mov``.
@@ -57,9 +56,8 @@ class VideoDataset(RangedShards[VideoClip]):
         store: store of all files, a `headrace.Store` or its URL, as for `TokenDataset`.
 
     Raises:
-        EmptyListingError: a glob or a directory has no such file, or there is no such file or directory.
         ShardError: a file has no video that can be read by ranges, or is truncated.
-        StoreError: a request failed.
+        StoreError: a listing or a request failed, or found nothing.
         ValueError: an invalid argument, or no video is long enough for a clip.
 
     Example:
@@ -88,9 +86,6 @@ class VideoDataset(RangedShards[VideoClip]):
         self._tracks, self._clips = tuple(track for _, track in read), np.concatenate(clips)
         if not len(self):
             raise ValueError(f"none of {len(found)} videos is long enough for a clip")
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._shards)} videos, {len(self)} clips)"
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the clips at `indices`; raises `IndexError` if there is no such clip."""

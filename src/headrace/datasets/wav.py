@@ -40,9 +40,8 @@ class WavDataset(RangedShards[torch.Tensor]):
         sample_rate: of all files, in Hz.
 
     Raises:
-        EmptyListingError: a glob or a directory has no such file, or there is no such file or directory.
         ShardError: a file is no such WAV file, is truncated, or differs from the first.
-        StoreError: a request failed.
+        StoreError: a listing or a request failed, or found nothing.
         ValueError: an invalid argument, or no file is long enough for a window.
 
     Example:
@@ -73,20 +72,12 @@ class WavDataset(RangedShards[torch.Tensor]):
         if not len(self):
             raise ValueError(f"none of {len(files)} files has the {samples} samples of a window")
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._shards)} files, {len(self)} windows of {self._samples})"
-
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the windows at `indices`; raises `IndexError` if there is no such window."""
         rows, step = positions(indices, len(self)), self._channels * self._width
         files = np.searchsorted(self._ends, rows, side="right")
         starts = self._begins[files] + (rows - np.append(0, self._ends)[files]) * self._stride * step
         return Ranges(files, starts, starts + self._samples * step)
-
-    def sample_key(self, index: int) -> str:
-        """The file and the byte range of the window at `index`."""
-        number, start, stop = self.range(index)
-        return f"{self._shards[number].key}[{start}:{stop}]"
 
     def sample_of(self, index: int, data: memoryview) -> torch.Tensor:
         """The window at `index`, of its bytes."""

@@ -130,7 +130,7 @@ def test_only_the_index_and_the_bytes_of_groups_are_read(movflags, requests):
             f"bytes={packets[key].pos}-{last.pos + last.size - 1}"
         ]
         assert clips.sample_key(10) == "a.mp4[4.000 s]"
-        assert repr(clips) == "VideoDataset(1 videos, 25 clips)"
+        assert repr(clips) == "VideoDataset(1 shards, 25 samples)"
 
 
 def test_loader_gives_batches_of_clips_decoded_in_workers(tmp_path):

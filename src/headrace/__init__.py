@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from headrace.datasets.objects import ObjectDataset as ObjectDataset
     from headrace.datasets.parquet import ParquetDataset as ParquetDataset
     from headrace.datasets.tar import TarDataset as TarDataset
+    from headrace.datasets.tfrecord import TFRecordDataset as TFRecordDataset
     from headrace.datasets.tokens import TokenDataset as TokenDataset
     from headrace.datasets.video import VideoDataset as VideoDataset
     from headrace.datasets.wav import WavDataset as WavDataset
@@ -98,6 +99,7 @@ _NAMES = {
     "headrace.datasets.objects": ("ObjectDataset",),
     "headrace.datasets.parquet": ("ParquetDataset",),
     "headrace.datasets.tar": ("TarDataset",),
+    "headrace.datasets.tfrecord": ("TFRecordDataset",),
     "headrace.datasets.tokens": ("TokenDataset",),
     "headrace.datasets.video": ("VideoDataset",),
     "headrace.datasets.wav": ("WavDataset",),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fractions
 import io
+import runpy
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -200,7 +201,24 @@ def _wav() -> Format:
     return Format(files, lambda store: hr.WavDataset(store, samples=90, stride=60), samples)
 
 
+def _tfrecord() -> Format:
+    made = runpy.run_path(str(FIXTURES / "tfrecord/make.py"))["features"]
+    types = {"id": np.int64, "ints": np.int64, "no ints": np.int64, "floats": np.float32}
+
+    def sample(number: int) -> dict[str, Any]:
+        values = sorted(made(number).items())
+        return {name: np.array(value, types[name]) if name in types else value for name, value in values}
+
+    def stream(store: hr.Store, **options: Any) -> Any:
+        counts = {"counts": (14, 0, 9, 11)} if "rank" in options else {}
+        return hr.TFRecordDataset(store, decode=True, **options, **counts)
+
+    files = {key: data for key, data in files_in("tfrecord").items() if not key.endswith(".record")}
+    return Format(files, None, [*map(sample, range(34))], stream, checked=True)
+
+
 FORMATS = {
+    "tfrecord": _tfrecord(),
     "npy rows": _arrays(),
     "zarr, sharded": _zarr(chunks=(2, 2, 3), shards=(12, 2, 3)),
     "zarr 2": _zarr(chunks=(8, 2, 3), zarr_format=2),

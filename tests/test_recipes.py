@@ -5,9 +5,7 @@ import importlib
 import io
 import json
 import re
-import shutil
 import tarfile
-from pathlib import Path
 
 import boto3
 import lance
@@ -31,6 +29,7 @@ def write_data(folder):
     for name in (
         "clips",
         "code",
+        "corpus",
         "saved/train",
         "features",
         "shards",
@@ -47,7 +46,6 @@ def write_data(folder):
     importlib.import_module("09_padded_audio").record(folder / "clips", 16)
     for name, frames in (("a", 150), ("b", 130)):
         (folder / f"videos/{name}.mp4").write_bytes(video_file(frames))
-    shutil.copytree(Path(__file__).parent / "fixtures/tfrecord", folder / "records")
     fields = zarr.open_group(folder / "fields.zarr", mode="w")
     fields.create_array("wind", shape=(365, 2, 32, 64), chunks=(10, 2, 32, 64), dtype="f4")[:] = 1.5
     fields.create_array("time", data=np.arange(365), chunks=(100,))
@@ -72,6 +70,9 @@ def write_data(folder):
             (folder / kind / f"{shard}.jsonl").write_text("\n".join(lines))
         np.save(folder / f"features/{shard}.npy", np.ones((100, 16, 8), np.float16))
         np.arange(20_000, dtype=np.uint16).tofile(folder / f"tokens/{shard}.bin")
+        lengths = np.arange(1, 101)
+        np.arange(lengths.sum(), dtype=np.uint16).tofile(folder / f"corpus/{shard}.ds")
+        np.cumsum(lengths, dtype=np.uint64).tofile(folder / f"corpus/{shard}.ds.index")
         table = {"id": range(100), "label": [1] * 100, "features": [[0.5, 1.5]] * 100}
         pyarrow.parquet.write_table(pyarrow.table(table), folder / f"table/{shard}.parquet", row_group_size=50)
     lance.write_dataset(pyarrow.table({"id": range(200), "label": [1] * 200}), folder / "table.lance")
@@ -95,10 +96,7 @@ def bucket(tmp_path_factory):
             client.upload_file(path, "bucket", path.relative_to(folder).as_posix())
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("t[ae]*/*.*")}
     with HubServer({"main": "a" * 40, "a" * 40: files}) as hub:
-        variables = dict(zip(names, (*keys.values(), url, "true"), strict=True)) | {
-            "HF_ENDPOINT": hub.urls[0],
-            "TQDM_DISABLE": "1",
-        }
+        variables = dict(zip(names, (*keys.values(), url, "true"), strict=True)) | {"HF_ENDPOINT": hub.urls[0]}
         yield f"import os\nos.chdir({str(folder)!r})\nos.environ.update({variables})\n"
     server.stop()
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DistributedSampler, Sampler
+
+from headrace._core.order.balanced import BalancedOrder, Cursor
 from headrace._core.order.blocks import BlockOrder
 from headrace._core.order.exclusion import BaseOrder
 from headrace._core.order.samplers import RankSampler
 from headrace._core.permutation import Permutation
+from headrace._core.ranks.distributed import RankChoice, ShardOptions
+from headrace._core.streams.resumable import expect
 
-__all__ = ["BlockShuffleSampler", "ElasticSampler", "Permutation", "permutation"]
+__all__ = ["BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "Permutation", "permutation"]
 
 
 def permutation(n: int, seed: int, epoch: int = 0) -> Permutation:
@@ -162,3 +170,132 @@ class BlockShuffleSampler(RankSampler):
                 stacklevel=3,
             )
         return BlockOrder(self._length, self.block_size, self.blocks_at_once, self.seed, epoch)
+
+
+class BalancedBatchSampler(DistributedSampler[Any]):
+    """Batches of samples of different lengths, with about the same number of tokens for each rank and step.
+
+    A `batch_sampler` for map-style datasets whose samples are concatenated (`headrace.TokenDataset` by document). The
+    order is a `permutation`. Each window of it is divided into as few batches as hold its tokens, of nearly equal
+    numbers: 99 % of `max_tokens` if samples are many and short, less if most are longer than a third of it. Batches of
+    a window come in random order. Every rank computes the plan of all, in about 1 µs a sample, and takes its part of
+    each step: no rank communicates, and all make the same number of steps. It is a `DistributedSampler`, so that
+    trainers leave it unchanged.
+
+    Each sample comes once in an epoch. In the last step, what is left is dealt to all ranks, in smaller batches; only
+    if there are fewer samples than ranks some come twice. The number of batches is found by planning them, and is
+    another one in each epoch: there is no ``len()``. Give trainers a number of steps.
+
+    The state is the epoch, the window and the number of its batches that were given out, by all ranks. It is the same
+    on every rank, and any number of ranks can continue. With a `headrace.DataLoader`, save that of the loader instead.
+
+    Args:
+        lengths: number of tokens of each sample of the dataset, as an array, which may be memory-mapped: nothing of its
+            size is made. An empty sample counts as 1.
+        max_tokens: the most tokens of a batch, without padding.
+        seed: of the order, with the epoch; the same on all ranks.
+        window: number of samples that are planned together. Fewer than 100 batches in it are less balanced.
+        rank: the rank whose part is drawn; by default that of `headrace.get_rank_info` at `iter()`.
+        world_size: number of ranks.
+
+    Attributes:
+        batch_size: the mean number of samples in a batch, as estimated.
+
+    Raises:
+        StateError: at the first `next()`: the lengths or arguments are not those that the state was saved with.
+        ValueError: a sample has more than `max_tokens`, `lengths` are no whole numbers from 0 on, there are none, or
+            another number is out of range.
+
+    Example:
+        >>> lengths = np.array([5, 1, 3, 2, 4, 3, 6, 2])
+        >>> two = [BalancedBatchSampler(lengths, 7, seed=0, rank=rank, world_size=2) for rank in range(2)]
+        >>> for batches in zip(*two): print(batches, [int(lengths[batch].sum()) for batch in batches])
+        ([2, 5], [4, 3]) [6, 6]
+        ([6, 1], [0, 7]) [7, 7]
+    """
+
+    wants_epoch = True
+    """Loaders call `set_epoch` before each epoch."""
+
+    def __init__(
+        self,
+        lengths: NDArray[np.integer] | Sequence[int],
+        max_tokens: int,
+        *,
+        seed: int = 0,
+        window: int = 32_768,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        Sampler.__init__(self)  # DistributedSampler's needs a process group
+        self._lengths = np.asarray(lengths)
+        if self._lengths.ndim != 1 or self._lengths.dtype.kind not in "iu" or not self._lengths.size:
+            raise ValueError(
+                f"lengths must be whole numbers, at least one, but got an array of type {self._lengths.dtype} and "
+                f"shape {self._lengths.shape}"
+            )
+        if self._lengths.min() < 0 or self._lengths.max() > max_tokens:  # argmin and argmax copy a read-only array
+            index = int(self._lengths.argmin() if self._lengths.min() < 0 else self._lengths.argmax())
+            what = f"sample {index} has {self._lengths[index]} tokens, which must be 0 to max_tokens={max_tokens}"
+            raise ValueError(f"{what}: leave it out, or divide it")
+        if max_tokens < 1 or window < 1:
+            raise ValueError(f"max_tokens={max_tokens} and window={window} must be at least 1")
+        self.max_tokens, self.window, self.seed, self.epoch = max_tokens, window, seed, 0
+        some = self._lengths[Permutation(len(self._lengths), seed, 0)[:1024]]
+        self.batch_size = max(1, int(max_tokens / max(1, some.mean())))
+        self._ranks = RankChoice(rank, world_size)
+        self._position: tuple[int, Cursor] | None = None  # of the iterator that was advanced last
+        self._restored: Cursor | None = None  # at which the next iterator begins
+
+    @property
+    def samples_at_most(self) -> int:
+        """The most samples of a batch: by it a loader numbers samples alike on all ranks, which so have one state."""
+        return self.max_tokens
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """The rank whose batches are drawn."""
+        return self._ranks.shard().index
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        """The number of ranks."""
+        return self._ranks.shard().count
+
+    def __len__(self) -> int:
+        raise TypeError("the number of batches is known only when all are planned: give the trainer a number of steps")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next epoch, by default that after the last; not between a restore and its epoch."""
+        if self._restored is None:
+            self.epoch, self._position = epoch, None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._steps(self._ranks.shard())  # the rank now, not at the first `next()`
+
+    def _steps(self, shard: ShardOptions) -> Iterator[list[int]]:
+        # Now, at the first `next()`: torch's loader calls iter() twice for an epoch, and draws from one of the two.
+        epoch, cursor, self._restored = self.epoch, self._restored or Cursor(), None
+        order = BalancedOrder(self._lengths, self.max_tokens, self.window, self.seed, epoch)
+        for batch, after in order.steps(shard, cursor):
+            self._position = epoch, after
+            yield batch
+        self._position = None
+        if self.epoch == epoch:
+            self.epoch += 1
+
+    def state_dict(self) -> dict[str, object]:
+        """The epoch and the position after the batches drawn so far; after the last one, those of the next epoch."""
+        epoch, cursor = self._position or (self.epoch, self._restored or Cursor())
+        return {"epoch": epoch, **cursor._asdict()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue from a state: the next iterator begins after its batches.
+
+        Raises:
+            StateError: `state` is not one of `state_dict`.
+        """
+        self.epoch, window, batches = (expect(state, name, int) for name in ("epoch", "window", "batches"))
+        checksum = state.get("checksum")
+        self._position = None
+        self._restored = None if checksum is None else Cursor(window, batches, expect(state, "checksum", int))

@@ -137,6 +137,12 @@ class TokenDataset(RangedShards[torch.Tensor]):
         kind = f"windows of {self._seq_len}" if self._seq_len else "documents"
         return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} {kind})"
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each sample, for a `headrace.BalancedBatchSampler`."""
+        shards, starts, stops = self.ranges(np.arange(len(self)))  # type: ignore[arg-type]
+        return (stops - starts) // self._sizes[shards]
+
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the samples at `indices`; negative indices count from the end. Objects are numbered as shards.
 
@@ -151,6 +157,11 @@ class TokenDataset(RangedShards[torch.Tensor]):
         within = places - np.concatenate(([0], self._ends))[shards]
         starts = self._begins[shards] + within * self._stride * self._sizes[shards]
         return Ranges(shards, starts, starts + self._seq_len * self._sizes[shards])
+
+    def sample_key(self, index: int) -> str:
+        """The shard and the byte range of the sample at `index`."""
+        number, start, stop = self.range(index)
+        return f"{self._shards[number].key}[{start}:{stop}]"
 
     def sample_of(self, index: int, data: memoryview) -> torch.Tensor:
         """The tokens in `data`, int64."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fractions
 import io
-import runpy
+import json
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,6 @@ from typing import Any
 import av
 import numpy as np
 import pyarrow as pa
-import soundfile
 import torch
 import zarr
 
@@ -78,6 +77,14 @@ def _tokens() -> Format:
     windows = [shard[at : at + 33] for shard in shards for at in range(0, len(shard) - 32, 20)]
     samples = [torch.from_numpy(window.astype(np.int64)) for window in windows]
     return Format(files, lambda store: hr.TokenDataset(store, seq_len=33, stride=20), samples)
+
+
+def _documents(*shards: str) -> Format:
+    """Of Megatron or datatrove, with the files that lie beside each."""
+    files, tokens = files_in("tokens"), json.loads((FIXTURES / "tokens/expected.json").read_text())
+    samples = [torch.tensor(document, dtype=torch.int64) for shard in shards for document in tokens[shard]]
+    kept = {key: data for key, data in files.items() for shard in shards if key.startswith(shard.removesuffix("bin"))}
+    return Format(kept, lambda store: hr.TokenDataset(store, seq_len=None), samples)
 
 
 def _tar() -> Format:
@@ -189,42 +196,14 @@ def _arrays() -> Format:
     return Format(files, hr.ArrayDataset, [*torch.from_numpy(np.concatenate(parts))])
 
 
-def _wav() -> Format:
-    waves = [np.random.default_rng(n).uniform(-1, 1, (size, 2)) for n, size in enumerate((500, 40, 100, 710))]
-    files = {}
-    for number, wave in enumerate(waves):
-        file = io.BytesIO()
-        soundfile.write(file, wave, 8000, format="WAV", subtype="PCM_24")
-        files[f"{number}.wav"] = file.getvalue()
-    read = [soundfile.read(io.BytesIO(data), dtype="float32")[0].T for data in files.values()]
-    samples = [torch.from_numpy(one[:, at : at + 90]) for one in read for at in range(0, one.shape[1] - 89, 60)]
-    return Format(files, lambda store: hr.WavDataset(store, samples=90, stride=60), samples)
-
-
-def _tfrecord() -> Format:
-    made = runpy.run_path(str(FIXTURES / "tfrecord/make.py"))["features"]
-    types = {"id": np.int64, "ints": np.int64, "no ints": np.int64, "floats": np.float32}
-
-    def sample(number: int) -> dict[str, Any]:
-        values = sorted(made(number).items())
-        return {name: np.array(value, types[name]) if name in types else value for name, value in values}
-
-    def stream(store: hr.Store, **options: Any) -> Any:
-        counts = {"counts": (14, 0, 9, 11)} if "rank" in options else {}
-        return hr.TFRecordDataset(store, decode=True, **options, **counts)
-
-    files = {key: data for key, data in files_in("tfrecord").items() if not key.endswith(".record")}
-    return Format(files, None, [*map(sample, range(34))], stream, checked=True)
-
-
 FORMATS = {
-    "tfrecord": _tfrecord(),
     "npy rows": _arrays(),
     "zarr, sharded": _zarr(chunks=(2, 2, 3), shards=(12, 2, 3)),
     "zarr 2": _zarr(chunks=(8, 2, 3), zarr_format=2),
     "tokens": _tokens(),
+    "megatron": _documents("int32.bin", "int64.bin", "sentences.bin", "uint16.bin"),
+    "datatrove": _documents("2.ds", "4.ds", "bare2.ds", "bare4.ds"),
     "tar index": _tar(),
     "video": _video(),
     "arrow": _arrow(),
-    "wav": _wav(),
 }

@@ -219,7 +219,7 @@ class LoaderControl:
         if self.spec.kind.is_iterable:
             return not getattr(self.spec.source, "divides_samples", False)
         order = self.order(loader)
-        of_all_ranks = order.is_by_arithmetic or isinstance(order.sampler, DistributedSampler)
+        of_all_ranks = order.is_by_arithmetic or isinstance(order.sampler, DistributedSampler) or order.samples_at_most
         return not (loader.in_order and of_all_ranks)
 
     def batches_left(self, loader: TorchLoader, rank: RankInfo) -> int | None:

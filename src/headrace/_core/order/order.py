@@ -85,7 +85,9 @@ _RANKS = "num_replicas"
 COMPUTED = (
     "use shuffle=True with seed=, an ElasticSampler (shuffle=False for the dataset's order), or a BlockShuffleSampler"
 )
-_ARGUMENTS = ("order_of", "shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once")
+_ARGUMENTS = (
+    "order_of", "shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once", "max_tokens", "window",
+)  # fmt: skip
 
 
 class EpochOrder:
@@ -130,8 +132,11 @@ class EpochOrder:
         # Whether every position in the order is computed; or is found only by drawing all indices before it.
         self.is_by_arithmetic = self.computed is not None or type(self.sampler) is SequentialSampler
         self.is_walked = not (stream or self.is_by_arithmetic)
+        # Of a batch sampler any number of ranks can continue. It has one state for all ranks; and so has the loader:
+        # each rank numbers its samples by this most of a batch, and not by those that its own batches have.
+        self.samples_at_most: int | None = getattr(self._batch_sampler, "samples_at_most", None)
         # Whether each rank may draw other indices, in a way that depends on the number of ranks.
-        self.may_be_divided = self.is_walked and type(self.sampler) not in _WHOLE
+        self.may_be_divided = self.is_walked and type(self.sampler) not in _WHOLE and self.samples_at_most is None
         own = getattr(self.sampler, "generator", None)
         self._generator: torch.Generator | None = loader.generator if own is None else own
         self._parts = (self._batch_sampler, self.sampler) if self.is_walked else ()
@@ -192,7 +197,8 @@ class EpochOrder:
             part = part.on_one_rank()
         names: tuple[str, ...] = ()
         if type(part).__module__.partition(".")[0] in ("headrace", "torch"):
-            names = _ARGUMENTS if self.shared or not isinstance(part, DistributedSampler) else (*_ARGUMENTS, _RANKS)
+            of_ranks = isinstance(part, DistributedSampler) and not (self.shared or self.samples_at_most)
+            names = (*_ARGUMENTS, _RANKS) if of_ranks else _ARGUMENTS
         found = [f"{name}={getattr(part, name)!r}" for name in names if hasattr(part, name)]
         if type(part) in (SequentialSampler, *_WHOLE) and (size := self.size()) is not None and len(part) != size:
             found.append(f"length={len(part)}")
@@ -351,14 +357,13 @@ class EpochOrder:
             sampler.generator = torch.Generator().manual_seed(self.order_seed)
         return self._walked(iter(sampler), resumed, resumed.samples)
 
-    @staticmethod
-    def _not_delivered(batches: Iterator[Any], resumed: LoaderState) -> Iterator[Scattered]:
+    def _not_delivered(self, batches: Iterator[Any], resumed: LoaderState) -> Iterator[Scattered]:
         first, delivered = resumed.samples, {batch[0] for batch in resumed.delivered}
         for number, batch in enumerate(batches, resumed.batches):
             indices = tuple(batch)
             if number not in delivered:
                 yield Scattered(indices, tuple(range(first, first + len(indices))))
-            first += len(indices)
+            first += self.samples_at_most or len(indices)
 
     def _continued(self, part: Any, state: object) -> Iterator[object]:
         """The draws of the user's sampler or batch sampler, from a state within an epoch on.

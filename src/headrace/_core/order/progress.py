@@ -115,10 +115,10 @@ class EpochProgress(Iterator[BatchPlan]):
             self._on_exhausted()
             raise
         if type(drawn) is Scattered:
-            self._samples = drawn.samples[-1] + 1
+            self._samples = max(drawn.samples[0] + (self._order.samples_at_most or 0), drawn.samples[-1] + 1)
             return self._plan(drawn.indices, [self._position(number) for number in drawn.samples], before)
         indices = tuple(drawn) if self._batched else (drawn,)
-        self._samples += len(indices)
+        self._samples += self._order.samples_at_most or len(indices)
         return self._plan(indices, self._positions(before, len(indices)), before)
 
     def repeat(self, indices: Sequence[object] | None) -> BatchPlan:

@@ -1,0 +1,201 @@
+"""`BalancedBatchSampler`: every sample once, equal numbers of tokens and steps, and any number of ranks continue."""
+
+import collections
+import itertools
+import json
+import pickle
+import random
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import headrace as hr
+from headrace.errors import StateError
+from tests.datasets import Numbers
+
+RNG = np.random.default_rng(0)
+FILES = [path.stat().st_size // 4 for path in Path(torch.__file__).parent.rglob("*.py")]
+LINES = [len(line) for path in Path(hr.__file__).parent.rglob("*.py") for line in path.read_text().split("\n")]
+LENGTHS = {
+    "log-normal": RNG.lognormal(5.8, 1.2, 100_000).clip(0, 8192).astype(np.int32),
+    "files of torch": RNG.choice(np.minimum(sorted(FILES), 65_536), 40_000),
+    "lines of headrace": RNG.choice(sorted(LINES), 100_000),
+}
+MAX_TOKENS = {"log-normal": 16_384, "files of torch": 65_536, "lines of headrace": 2048}
+MIXED = np.concatenate([RNG.integers(0, 300, 3000), RNG.integers(0, 5000, 100)])
+
+
+def samplers(lengths, max_tokens, ranks, **options):
+    return [
+        hr.BalancedBatchSampler(lengths, max_tokens, rank=rank, world_size=ranks, **options) for rank in range(ranks)
+    ]
+
+
+def repeated(batches):
+    counts = collections.Counter(itertools.chain.from_iterable(batches))
+    return counts.keys(), counts.total() - len(counts)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=150), st.integers(20, 90), st.integers(1, 9), st.integers(1, 60)
+)
+def test_each_sample_comes_once_and_only_fewer_samples_than_ranks_come_twice(lengths, max_tokens, ranks, window):
+    steps = [*zip(*samplers(lengths, max_tokens, ranks, window=window), strict=True)]
+    indices, more = repeated(itertools.chain.from_iterable(steps))
+    assert indices == set(range(len(lengths)))
+    assert repeated(itertools.chain.from_iterable(steps[:-1]))[1] == 0
+    assert more <= repeated(steps[-1])[1] < ranks
+    assert all(0 < len(batch) <= max_tokens for step in steps for batch in step)
+    assert all(sum(lengths[index] for index in batch) <= max_tokens for step in steps for batch in step)
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_ranks_have_nearly_equal_and_full_batches(name, ranks):
+    lengths, max_tokens = LENGTHS[name], MAX_TOKENS[name]
+    batches = [lengths[batch].sum() for batch in hr.BalancedBatchSampler(lengths, max_tokens)]  # of all ranks, in turn
+    steps = np.array(batches[: len(batches) // ranks * ranks]).reshape(-1, ranks)
+    assert len(steps)
+    assert (steps.max(axis=1) / steps.mean(axis=1)).max() <= 1.02
+    assert steps.mean() / max_tokens >= 0.97
+
+
+def test_samples_longer_than_half_of_the_budget_have_batches_of_their_own():
+    assert sorted(hr.BalancedBatchSampler([6] * 10, 10)) == [[index] for index in range(10)]
+    assert {len(batch) for batch in hr.BalancedBatchSampler([34] * 300, 100)} == {1, 2}
+
+
+def test_ranks_take_the_batches_of_one_rank_in_turn_and_epochs_differ():
+    one, *three = (samplers(MIXED, 5000, ranks, seed=2, window=512) for ranks in (1, 3))
+    whole = [*one[0]]
+    parts = [*map(list, three[0])]
+    assert [batch for step in zip(*parts, strict=True) for batch in step][: len(whole) // 3 * 3] == whole[
+        : len(whole) // 3 * 3
+    ]
+    assert one[0].state_dict()["epoch"] == 1
+    assert [*one[0]][:5] != whole[:5]
+    one[0].set_epoch(0)
+    assert [*one[0]] == whole
+    three[0][1].set_epoch(0)
+    assert [*pickle.loads(pickle.dumps(three[0][1]))] == parts[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fifty_restarts_with_other_numbers_of_ranks_give_every_sample_once(seed):
+    lengths, draw, state, given = np.tile(MIXED, 6), random.Random(seed), None, []
+    for restart in range(51):
+        ranks = draw.randint(1, 9)
+        parts = samplers(lengths, 5000, ranks, seed=seed, window=500)
+        for part in parts if state else ():
+            part.load_state_dict(json.loads(json.dumps(state)))
+        steps = zip(*parts, strict=True)
+        for step in itertools.islice(steps, draw.randint(0, 3)) if restart < 50 else steps:
+            given += step
+        states = [part.state_dict() for part in parts]
+        assert states == [states[0]] * ranks
+        state = states[0]
+    indices, more = repeated(given)
+    assert (len(indices), more) == (len(lengths), 0)
+    assert state == {"epoch": 1, "window": 0, "batches": 0, "checksum": None}
+
+
+def noisy(sample):
+    return sample, torch.rand(()).item()
+
+
+def loader_of(rank, ranks, **options):
+    sampler = hr.BalancedBatchSampler(MIXED, 5000, seed=1, window=512, rank=rank, world_size=ranks)
+    dataset = Numbers(len(MIXED))
+    return hr.DataLoader(dataset, batch_sampler=sampler, seed=4, transform=noisy, collate_fn=list, **options)
+
+
+def read(loader, state=None, steps=None):
+    with loader:
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        return [*itertools.islice(loader, steps)], loader.state_dict()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 7, 40])
+def test_loaders_continue_exactly_from_the_state_of_any_rank(as_rank, steps):
+    def on(rank, ranks, *args):
+        as_rank(rank, ranks)
+        return read(loader_of(rank, ranks), *args)
+
+    whole = [on(rank, 2)[0] for rank in range(2)]
+    begun, states = zip(*[on(rank, 2, None, steps) for rank in range(2)], strict=True)
+    assert states[0] == states[1]
+    assert [begun[rank] + on(rank, 2, states[1 - rank])[0] for rank in range(2)] == whole
+    given = [batch for part in begun for batch in part]
+    for rank in range(3):
+        given += on(rank, 3, states[0])[0]
+    assert repeated([index for index, _ in batch] for batch in given) == (set(range(len(MIXED))), 0)
+
+
+def test_loader_counts_epochs_and_continues_after_one():
+    loader = loader_of(0, 1)
+    (first, between), (second, _) = read(loader), read(loader_of(0, 1), None)
+    assert first == second
+    with loader_of(0, 1) as loader:
+        assert [*loader] == first
+        second = [*loader]
+        assert second != first
+    assert read(loader_of(0, 1), between)[0] == second
+    other = hr.BalancedBatchSampler(MIXED, 5001, rank=0, world_size=1)
+    loader = hr.DataLoader(Numbers(len(MIXED)), batch_sampler=other, seed=4)
+    with pytest.raises(StateError, match="max_tokens"):
+        loader.load_state_dict(between)
+
+
+def test_torchs_loader_reads_its_batches():
+    sampler = hr.BalancedBatchSampler(MIXED, 5000)
+    loader = torch.utils.data.DataLoader(range(len(MIXED)), batch_sampler=sampler, collate_fn=list)
+    given = [*loader]
+    sampler.set_epoch(0)
+    assert given == [*sampler]
+
+
+def test_a_hundred_million_lengths_in_a_file_take_the_memory_of_a_window(tmp_path):
+    with open(tmp_path / "lengths", "wb") as file:
+        file.truncate(10**8)
+    lengths = np.memmap(tmp_path / "lengths", np.uint8, mode="r")
+    tracemalloc.start()
+    try:
+        batch = next(iter(hr.BalancedBatchSampler(lengths, 100, window=1000)))
+        assert tracemalloc.get_traced_memory()[1] < 10**6
+    finally:
+        tracemalloc.stop()
+    assert 90 <= len(batch) <= 100
+
+
+@pytest.mark.parametrize("change", [{"lengths": MIXED[::-1]}, {"window": 600}, {"seed": 8}, {"lengths": MIXED[1:]}])
+def test_state_with_other_lengths_or_arguments_is_an_error(change):
+    sampler = hr.BalancedBatchSampler(MIXED, 5000, window=500)
+    next(iter(sampler))
+    other = hr.BalancedBatchSampler(**{"lengths": MIXED, "max_tokens": 5000, "window": 500} | change)
+    other.load_state_dict(sampler.state_dict())
+    with pytest.raises(StateError, match="other lengths, max_tokens=, window= or seed="):
+        next(iter(other))
+
+
+def test_wrong_arguments_are_errors():
+    for lengths, max_tokens, what in (
+        ([3, 9, 4], 8, "sample 1 has 9 tokens, which must be 0 to max_tokens=8"),
+        ([3, -1, 4], 8, "sample 1 has -1 tokens"),
+        ([0, 0], 0, "max_tokens=0 and window=32768 must be at least 1"),
+        ([], 8, "lengths must be whole numbers"),
+        ([0.5], 8, "lengths must be whole numbers"),
+        ([[1]], 8, "lengths must be whole numbers"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            hr.BalancedBatchSampler(lengths, max_tokens)
+    with pytest.raises(TypeError, match="give the trainer a number of steps"):
+        len(hr.BalancedBatchSampler([1], 8))
+    with pytest.raises(StateError):
+        hr.BalancedBatchSampler([1], 8).load_state_dict({"epoch": 0, "cursor": 5})

@@ -13,6 +13,7 @@ from headrace._core.shards.discovery import Shard
 from headrace._core.shards.parquet import Pieces, RowGroup, SparseFile
 from headrace._core.shards.tables import Selection, TableFile
 from headrace._core.store.ranges import Ranges, map_all
+from headrace._core.store.store import Store
 from headrace.datasets.parquet import TableStream
 from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
 
@@ -148,35 +149,30 @@ async def _open(shard: Shard) -> _ArrowFile:
     return _ArrowFile(shard, schema, message, tuple(rows), tuple(extents))
 
 
-async def _read_json(near: Shard, folder: str, name: str) -> dict[str, Any]:
-    key = f"{folder}/{name}".lstrip("/")
+async def _read_json(store: Store, key: str) -> dict[str, Any]:
     try:
-        return dict(json.loads(bytes(await near.store.read_all(key))))
+        return dict(json.loads(bytes(await store.read_all(key))))
     except ObjectNotFoundError:
         return {}
     except (ValueError, TypeError) as error:
-        raise ShardError(f"no JSON object: {error}", shard=near.store.name(key)) from None
-
-
-def _folder(shard: Shard) -> str:
-    return shard.name.rpartition("/")[0]
+        raise ShardError(f"no JSON object: {error}", shard=store.name(key)) from None
 
 
 async def _open_all(shards: Sequence[Shard]) -> list[_ArrowFile]:
     """Open files; of a listed folder of `save_to_disk` only its data, without the results that are cached beside."""
     given = list(shards)
-    saved = [shard for shard in shards if shard.head and _SAVED.fullmatch(shard.key)]
-    folders = {_folder(shard): shard for shard in saved}
-    for folder, shard in folders.items():
-        inside, above = shard.key.rpartition("/")[0], shard.key.rpartition("/")[0].rpartition("/")[0]
-        if len(folders) > 1 and (splits := await _read_json(shard, above, "dataset_dict.json")):
-            what = f"{shard.store.name(above)} has the splits {splits.get('splits')}"
+    saved = {one.name.rpartition("/")[0]: one for one in shards if one.head and _SAVED.fullmatch(one.key)}
+    for url, shard in saved.items():
+        store, folder = shard.store, shard.key.rpartition("data-")[0]
+        above = folder[:-1].rpartition("/")[0]
+        if len(saved) > 1 and (splits := await _read_json(store, f"{above}/dataset_dict.json".lstrip("/"))):
+            what = f"{url} is one of the splits {splits.get('splits')}"
             raise ValueError(f"{what}: give the folder of one, or several by the names of their files")
-        files = (await _read_json(shard, inside, "state.json")).get("_data_files", ())
-        if named := {f"{inside}/{file['filename']}".lstrip("/") for file in files}:
-            given = [each for each in given if _folder(each) != folder or each.key in named]
-            for key in named - {each.key for each in given}:
-                await shard.store.head(key)  # not asked for, or missing
+        files = (await _read_json(store, f"{folder}state.json")).get("_data_files", ())
+        if named := {f"{folder}{file['filename']}" for file in files}:
+            given = [one for one in given if one.name.rpartition("/")[0] != url or one.key in named]
+            for key in named - {one.key for one in given}:
+                await store.head(key)  # not asked for, or missing
     return await map_all(_open, given, _AT_ONCE)
 
 

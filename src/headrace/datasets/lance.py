@@ -65,8 +65,8 @@ class LanceDataset(AsyncDataset[Any]):
             raise StoreError(f"cannot open Lance dataset {os.fspath(url)}: {_line(error)}") from None
         self._columns = None if columns is None else list(columns)
         names = self._dataset.schema.names
-        for column in self._columns or ():
-            if column not in names and column.partition(".")[0] not in names:  # lance would end the process's thread
+        for column in self._columns or ():  # lance would panic
+            if column not in names and column.partition(".")[0] not in names:
                 raise ValueError(f"{self!r} has no column {column!r}; it has {', '.join(map(repr, names))}")
 
     @property

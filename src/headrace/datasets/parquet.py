@@ -263,7 +263,7 @@ class RowGroupDataset(AsyncDataset[Any]):
 
         group = self._group(index)
         pieces = await group.fetch()
-        return await asyncio.to_thread(lambda: pyarrow.Table.from_batches(list(group.decode(pieces, group.rows))))
+        return await asyncio.to_thread(lambda: pyarrow.concat_tables(group.decode(pieces, group.rows)))
 
     def sample_key(self, index: int) -> str:
         """The file and the number of the row group at `index`."""

@@ -144,7 +144,7 @@ def test_state_refuses_another_filter(folder):
     assert len(texts) == 1
 
 
-def test_filters_that_do_not_fit_are_errors(folder):
+def test_filters_that_do_not_fit_are_errors(folder, tmp_path):
     for filters, says in [
         ([("z", ">", 3)], r"No match for FieldRef.Name\(z\)"),
         (X > "a", "no kernel matching input types"),
@@ -157,6 +157,9 @@ def test_filters_that_do_not_fit_are_errors(folder):
         for make in (hr.ParquetDataset, hr.ParquetDataset.groups):
             with pytest.raises(ValueError, match=says):
                 make(folder, filters=filters)
+    pq.write_table(pa.table({"x": pa.array([1, 2**63], pa.uint64())}), tmp_path / "0.parquet")
+    with pytest.raises(ValueError, match=r"does not fit .*0\.parquet: Integer value 9223372036854775808"):
+        hr.ParquetDataset(tmp_path, filters=X > 2)
     with pytest.raises(ValueError, match=r"only a part of a column that filters= needs, 'pair.a'"):
         hr.ParquetDataset(folder, columns=["pair.a"], filters=pc.field("pair", "b") == "1")
 

@@ -101,7 +101,11 @@ class Footer(TableFile):
                 pyarrow.BufferReader(_MAGIC + self._data), partition_expression=reduce(and_, values) if added else None
             )
             schema = pyarrow.schema([*self.schema, *(pyarrow.field(name, value.type) for name, value in added)])
-            numbers = [group.id for group in fragment.subset(selection.filters, schema=schema).row_groups]
+            try:
+                numbers = [group.id for group in fragment.subset(selection.filters, schema=schema).row_groups]
+            except pyarrow.ArrowException as error:  # a value of its statistics is none of the filter's type
+                what = f"filters={selection.filters} does not fit {self.shard.name}"
+                raise ValueError(f"{what}: {_line(error)}") from None
         return [RowGroup(self, number, selection) for number in numbers if self.rows[number]]
 
     def leaves(self, columns: Sequence[str] | None) -> list[int]:
@@ -163,7 +167,7 @@ class RowGroup:
         return [(start, part) for (start, _), part in zip(bounds, parts, strict=True)]
 
     def decode(self, pieces: Pieces, rows: int) -> Iterator[Any]:
-        """Decode record batches of `rows` rows before the filter; the last may be shorter.
+        """Decode tables of `rows` rows before the filter; the last may be shorter.
 
         Raises:
             ShardError: a page is corrupt, or rows are missing.
@@ -176,7 +180,7 @@ class RowGroup:
                 left -= batch.num_rows
                 yield self.selection.apply(batch)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            large = isinstance(error, NotImplementedError)  # more than 2 GiB of nested strings
+            large = "chunked array outputs" in str(error)  # more than 2 GiB of nested strings
             remedy = "; ParquetDataset with format='arrow', table_rows=256 reads less at once" if large else ""
             raise self.error(f"cannot decode: {_line(error)}{remedy}") from None
         if left:
@@ -380,15 +384,14 @@ class _RowGroupReader(BlockReader):
             raise self._group.error(what) from None
 
 
-def _tables(batch: Any, rows: int) -> list[object]:
-    """A record batch as tables of `rows` rows, each with memory of its own.
+def _tables(whole: Any, rows: int) -> list[object]:
+    """A table as tables of `rows` rows, each with memory of its own.
 
     A slice would keep the whole batch alive, and be sent to another process with it. Arrow's stream format copies.
     """
     import pyarrow
 
-    whole = pyarrow.Table.from_batches([batch])
-    if batch.num_rows <= rows:
+    if whole.num_rows <= rows:
         return [whole]
     written = pyarrow.BufferOutputStream()
     with pyarrow.ipc.new_stream(written, whole.schema) as stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,20 +22,20 @@ _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _LONGEST_TEXT = 500  # characters of a filter in a state
 
 
-class TableFile:
+class TableFile(ABC):
     """A file of tables in groups of rows."""
 
     shard: Shard  # in the version that was opened
     schema: Any
     rows: tuple[int, ...]  # of each group
 
+    @abstractmethod
     def row_groups(self, selection: Selection) -> Sequence[Any]:
         """The groups that may have rows to give."""
-        raise NotImplementedError
 
+    @abstractmethod
     def selected(self, columns: Sequence[str]) -> Any:
         """The schema of what is read of `columns`; raises `KeyError` with the first that there is not."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +49,17 @@ class Selection:
     schema: Any = None  # the types to give, in order; None for those of the file
 
     def apply(self, batch: Any) -> Any:
-        """Select of a record batch; raises errors of pyarrow."""
+        """Select of a record batch, as a table; raises errors of pyarrow."""
         import pyarrow
 
-        if self.added:
-            columns, fields = batch.columns, list(batch.schema)
-            for name, value in self.added.items():
-                columns.append(pyarrow.repeat(value, batch.num_rows))
-                fields.append(pyarrow.field(name, value.type))
-            batch = pyarrow.RecordBatch.from_arrays(columns, schema=pyarrow.schema(fields, batch.schema.metadata))
+        table = pyarrow.Table.from_batches([batch])
+        for name, value in self.added.items():
+            table = table.append_column(name, pyarrow.repeat(value, batch.num_rows))
         if self.filters is not None:
-            table = filter_rows(pyarrow.Table.from_batches([batch]), self.filters).combine_chunks()
-            batch = next(iter(table.to_batches()), batch.slice(0, 0))
+            table = filter_rows(table, self.filters).combine_chunks()
         if self.names is not None:
-            batch = batch.select([number for number, name in enumerate(batch.schema.names) if name in self.names])
-        if self.schema is not None:
-            columns = [batch.column(name).cast(self.schema.field(name).type) for name in self.schema.names]
-            batch = pyarrow.RecordBatch.from_arrays(columns, schema=self.schema)
-        return batch
+            table = table.select([number for number, name in enumerate(table.column_names) if name in self.names])
+        return table if self.schema is None else table.select(self.schema.names).cast(self.schema)
 
 
 def as_expression(filters: Any) -> Any:

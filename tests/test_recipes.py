@@ -17,7 +17,7 @@ import zarr
 from moto.server import ThreadedMotoServer
 
 from tests.documents import programs_with_output, python_blocks
-from tests.hub_server import HubServer
+from tests.hub_server import serve_hub
 from tests.unit.datasets.formats import video_file
 
 TRAINING = python_blocks("README.md")[0]
@@ -53,11 +53,10 @@ def write_data(folder):
         rows = [row for row in csv.DictReader(labels) if row["file"].endswith(".jpg")]
     for row in rows:
         (folder / row["file"]).rename(folder / "train" / row["label"] / row["file"])
-    classes = sorted({row["label"] for row in rows})
-    coco = {"images": [{"id": n, "file_name": f"{row['label']}/{row['file']}"} for n, row in enumerate(rows)]}
-    coco["categories"] = [{"id": n, "name": name} for n, name in enumerate(classes)]
+    images = [{"id": n, "file_name": f"{row['label']}/{row['file']}"} for n, row in enumerate(rows)]
+    classes = [{"id": n, "name": name} for n, name in enumerate(("disc", "square", "triangle"))]
     marks = [{"id": n, "image_id": n, "category_id": n % 3, "bbox": [10, 20, 20, 30]} for n in range(0, len(rows), 2)]
-    (folder / "coco.json").write_text(json.dumps(coco | {"annotations": marks}))
+    (folder / "coco.json").write_text(json.dumps({"images": images, "categories": classes, "annotations": marks}))
     for shard in range(4):
         with tarfile.open(folder / f"shards/{shard:04d}.tar", "w") as tar:
             for row in rows[shard::4][:50]:
@@ -95,7 +94,7 @@ def bucket(tmp_path_factory):
         if path.is_file():
             client.upload_file(path, "bucket", path.relative_to(folder).as_posix())
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("t[ae]*/*.*")}
-    with HubServer({"main": "a" * 40, "a" * 40: files}) as hub:
+    with serve_hub({"main": "a" * 40, "a" * 40: files}) as hub:
         variables = dict(zip(names, (*keys.values(), url, "true"), strict=True)) | {"HF_ENDPOINT": hub.urls[0]}
         yield f"import os\nos.chdir({str(folder)!r})\nos.environ.update({variables})\n"
     server.stop()

@@ -25,15 +25,14 @@ __all__ = ["CocoDataset"]
 class CocoDataset(ObjectDataset):
     """The images of an annotations file of COCO (instances, keypoints, captions), each with its annotations.
 
-    A sample is ``ObjectSample(key, data, label)``; its label a dict of `image_id`, `size` ([height, width], or None),
-    `ids` (int64 [N], of the annotations), if they have boxes also `boxes` (float32 [N, 4]: left, top, right, bottom in
-    pixels; in the file they have width and height), `labels` (int64 [N], positions in `classes`, from 0), `area`
-    (float32 [N]; the box's if the file has none) and `iscrowd` (bool [N]), and for each other field, such as
-    `segmentation`, `keypoints` or `caption`, a list of N as in the file, None where it is missing. N differs, and may
-    be 0: batches need a `collate_fn`.
+    A sample is ``ObjectSample(key, data, label)``; its label a dict, for N annotations, which may be none: `image_id`,
+    `size` ([height, width], None where unknown) and `ids` (int64 [N]); of those with boxes also `boxes` (float32 [N, 4]
+    of left, top, right and bottom in pixels), `labels` (int64 [N], positions in `classes`), `area` (float32 [N]; the
+    box's if the file has none) and `iscrowd` (bool [N]); and a list of N for each other field, such as `segmentation`,
+    `keypoints` or `caption`, None where it is missing. Batches need a `collate_fn`.
 
-    Left out with a warning: annotations of unknown images, or with the id of an earlier one, and boxes without width or
-    height. Parsing takes about six times the file's size in memory. Blocks, as `ObjectDataset`.
+    Annotations of unknown images, with the id of an earlier one, or of a box without width or height are left out, with
+    a warning. Parsing takes some six times the file's size in memory. Blocks, as `ObjectDataset`.
 
     Args:
         store: where the images are; each `file_name` is a key in it.
@@ -82,27 +81,32 @@ class CocoDataset(ObjectDataset):
 
     def _parse(self, content: Any, keep_empty: bool, fields: Sequence[str] | None) -> Catalog:
         images, categories = content["images"], sorted(content.get("categories", ()), key=lambda each: each["id"])
-        rows = {image["id"]: row for row, image in enumerate(images)}
         labels = {category["id"]: label for label, category in enumerate(categories)}
-        if len(rows) < len(images) or len(labels) < len(categories):
+        groups: dict[Any, list[dict[str, Any]]] = {image["id"]: [] for image in images}
+        if len(groups) < len(images) or len(labels) < len(categories):
             raise ValueError("several images, or categories, have the same id")
         self._classes, self.category_ids = tuple(each["name"] for each in categories), tuple(labels)
-        self.left_out, kept = Counter[str](), dict[int, tuple[int, dict[str, Any]]]()
+        self.left_out, ids = Counter[str](), set[int]()
         for each in content["annotations"]:
-            row, box = rows.get(each["image_id"]), each.get("bbox", (0, 0, 1, 1))
-            if each["id"] in kept:
+            box = each.get("bbox", (0, 0, 1, 1))
+            if each["id"] in ids:
                 self.left_out["annotations with the id of an earlier one"] += 1
-            elif row is None:
+            elif each["image_id"] not in groups:
                 self.left_out["annotations of unknown images"] += 1
             elif not (box[2] > 0 and box[3] > 0):
                 self.left_out["boxes without width or height"] += 1
             else:
-                kept[operator.index(each["id"])] = row, each
-        pairs = sorted(kept.values(), key=lambda pair: pair[0])
-        of, marks = np.array([row for row, _ in pairs], np.int64), [each for _, each in pairs]
-        known = {"id", "image_id"}
+                ids.add(operator.index(each["id"]))
+                groups[each["image_id"]].append(each)
+        kept = [image for image in images if keep_empty or groups[image["id"]]]
+        if not kept:
+            raise ValueError("it has no images")
+        self.left_out["images without annotations"] = len(images) - len(kept)
+        self._ends = np.cumsum([0, *(len(groups[image["id"]]) for image in kept)])
+        marks = [each for image in kept for each in groups[image["id"]]]
+        names, known = {name for each in marks for name in each}, {"id", "image_id"}
         self._columns: dict[str, Any] = {"ids": np.array([each["id"] for each in marks], np.int64)}
-        if not marks or any("bbox" in each for each in marks):
+        if not marks or "bbox" in names:
             known |= {"bbox", "category_id", "area", "iscrowd"}
             corners = np.array([each["bbox"] for each in marks], np.float64).reshape(len(marks), 4)
             areas = [each.get("area", each["bbox"][2] * each["bbox"][3]) for each in marks]
@@ -113,18 +117,15 @@ class CocoDataset(ObjectDataset):
             self._columns["labels"] = np.array([labels[each["category_id"]] for each in marks], np.int64)
             self._columns["area"] = np.array(areas, np.float32)
             self._columns["iscrowd"] = np.array([each.get("iscrowd", 0) for each in marks], np.bool_)
-        used = np.arange(len(images)) if keep_empty else np.unique(of)
-        if not len(used):
-            raise ValueError("it has no images")
-        self.left_out["images without annotations"] = len(images) - len(used)
-        self._bounds = np.stack([np.searchsorted(of, used, side) for side in ("left", "right")])
-        names = [*dict.fromkeys(n for each in marks for n in each if n not in known)] if fields is None else fields
-        texts = []
-        for row, begin, end in zip(used.tolist(), *self._bounds.tolist(), strict=True):
-            image = {"image_id": images[row]["id"], "size": [images[row].get("height"), images[row].get("width")]}
-            texts.append(json.dumps({name: [each.get(name) for each in marks[begin:end]] for name in names} | image))
+        if marks and (absent := {*(fields or ())} - names):
+            raise ValueError(f"no annotation has the fields {sorted(absent)}")
+        others, texts = sorted(names - known) if fields is None else fields, []
+        for image in kept:
+            text = {name: [each.get(name) for each in groups[image["id"]]] for name in others}
+            text["size"] = [image.get("height"), image.get("width")]
+            texts.append(json.dumps(text | {"image_id": image["id"]}))
         self._fields = StringArray(texts)
-        return Catalog(StringArray(images[row]["file_name"] for row in used.tolist()))
+        return Catalog(StringArray(image["file_name"] for image in kept))
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -134,9 +135,10 @@ class CocoDataset(ObjectDataset):
     def target(self, index: int) -> dict[str, Any]:
         """The label of the sample at `index`, without reading its image."""
         index = range(len(self))[index]
-        columns = {name: column[slice(*self._bounds[:, index])] for name, column in self._columns.items()}
-        fields: dict[str, Any] = json.loads(self._fields[index])
-        return fields | {name: torch.from_numpy(column.copy()) for name, column in columns.items()}
+        target: dict[str, Any] = json.loads(self._fields[index])
+        for name, column in self._columns.items():
+            target[name] = torch.from_numpy(column[self._ends[index] : self._ends[index + 1]].copy())
+        return target
 
     def sample_of(self, index: int, data: memoryview) -> ObjectSample:
         """The sample at `index`, of the bytes of its image."""

@@ -72,6 +72,8 @@ def test_images_without_annotations_are_kept_or_dropped_and_counted():
     dataset = hr.CocoDataset("s3://bucket", CONTENT, keep_empty=False, fields=())
     assert (len(dataset), dataset.left_out["images without annotations"]) == (15, 5)
     assert "segmentation" not in dataset.target(-1)
+    with pytest.raises(ShardError, match=r"no annotation has the fields \['segments'\]"):
+        hr.CocoDataset("s3://bucket", CONTENT, fields=("segments",))
     captions = [{"id": n, "image_id": 90, "caption": f"caption {n}"} for n in range(5)]
     target = hr.CocoDataset("s3://bucket", {"images": IMAGES, "annotations": captions}).target(0)
     assert target.keys() == {"image_id", "size", "ids", "caption"}
@@ -87,17 +89,15 @@ def test_images_without_annotations_are_kept_or_dropped_and_counted():
         (changed(bbox=None), "'bbox'"),
         (changed(bbox=[1, 2, 3, 4, 5]), "inhomogeneous"),
         (changed(bbox=[float("nan"), 2, 3, 4]), "not finite"),
-        (changed(id=1.5), "float.*integer"),
         ({**CONTENT, "images": [*IMAGES, IMAGES[0]]}, "same id"),
-        ({**CONTENT, "images": []}, "no images"),
         ({"images": IMAGES}, "'annotations'"),
     ],
 )
 def test_defects_are_said_in_a_warning_or_an_error(content, said):
-    if not said.startswith("1 "):
+    if said.startswith("1 "):
+        with pytest.warns(UserWarning, match=said):
+            dataset = hr.CocoDataset("s3://bucket", content)
+        assert sum(len(dataset.target(index)["ids"]) for index in range(20)) == 99
+    else:
         with pytest.raises(ShardError, match=said):
             hr.CocoDataset("s3://bucket", content)
-        return
-    with pytest.warns(UserWarning, match=said):
-        dataset = hr.CocoDataset("s3://bucket", content)
-    assert sum(len(dataset.target(index)["ids"]) for index in range(20)) == 99

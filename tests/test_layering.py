@@ -31,7 +31,7 @@ FLOORS = (
     {"_core.order"},
     {"_core.consumer"},
     {"datasets", "samplers", "loader"},
-    {"state"},
+    {"state", "packing"},
     {"integrations"},
     {"types"},
     {"__init__"},

@@ -5,7 +5,9 @@ import importlib
 import io
 import json
 import re
+import shutil
 import tarfile
+from pathlib import Path
 
 import boto3
 import lance
@@ -46,6 +48,7 @@ def write_data(folder):
     importlib.import_module("09_padded_audio").record(folder / "clips", 16)
     for name, frames in (("a", 150), ("b", 130)):
         (folder / f"videos/{name}.mp4").write_bytes(video_file(frames))
+    shutil.copytree(Path(__file__).parent / "fixtures/tfrecord", folder / "records")
     fields = zarr.open_group(folder / "fields.zarr", mode="w")
     fields.create_array("wind", shape=(365, 2, 32, 64), chunks=(10, 2, 32, 64), dtype="f4")[:] = 1.5
     fields.create_array("time", data=np.arange(365), chunks=(100,))
@@ -95,7 +98,8 @@ def bucket(tmp_path_factory):
             client.upload_file(path, "bucket", path.relative_to(folder).as_posix())
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("t[ae]*/*.*")}
     with serve_hub({"main": "a" * 40, "a" * 40: files}) as hub:
-        variables = dict(zip(names, (*keys.values(), url, "true"), strict=True)) | {"HF_ENDPOINT": hub.urls[0]}
+        variables = dict(zip(names, (*keys.values(), url, "true"), strict=True))
+        variables |= {"HF_ENDPOINT": hub.urls[0], "TQDM_DISABLE": "1"}
         yield f"import os\nos.chdir({str(folder)!r})\nos.environ.update({variables})\n"
     server.stop()
 

@@ -52,13 +52,16 @@ if TYPE_CHECKING:
     from headrace.datasets.objects import ObjectDataset as ObjectDataset
     from headrace.datasets.parquet import ParquetDataset as ParquetDataset
     from headrace.datasets.tar import TarDataset as TarDataset
+    from headrace.datasets.tfrecord import TFRecordDataset as TFRecordDataset
     from headrace.datasets.tokens import TokenDataset as TokenDataset
     from headrace.datasets.video import VideoDataset as VideoDataset
+    from headrace.datasets.wav import WavDataset as WavDataset
     from headrace.datasets.zarr import ZarrDataset as ZarrDataset
     from headrace.errors import HeadraceError as HeadraceError
     from headrace.errors import StateError as StateError
     from headrace.errors import StoreError as StoreError
     from headrace.loader import DataLoader as DataLoader
+    from headrace.packing import pack as pack
     from headrace.samplers import BalancedBatchSampler as BalancedBatchSampler
     from headrace.samplers import BlockShuffleSampler as BlockShuffleSampler
     from headrace.samplers import ElasticSampler as ElasticSampler
@@ -97,11 +100,14 @@ _NAMES = {
     "headrace.datasets.objects": ("ObjectDataset",),
     "headrace.datasets.parquet": ("ParquetDataset",),
     "headrace.datasets.tar": ("TarDataset",),
+    "headrace.datasets.tfrecord": ("TFRecordDataset",),
     "headrace.datasets.tokens": ("TokenDataset",),
     "headrace.datasets.video": ("VideoDataset",),
+    "headrace.datasets.wav": ("WavDataset",),
     "headrace.datasets.zarr": ("ZarrDataset",),
     "headrace.errors": ("HeadraceError", "StateError", "StoreError"),
     "headrace.loader": ("DataLoader",),
+    "headrace.packing": ("pack",),
     "headrace.samplers": ("BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "permutation"),
     "headrace.state": ("gather_state", "merge_states"),
     "headrace.telemetry.headspace": ("headspace",),

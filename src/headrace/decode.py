@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import io
 import re
 from collections.abc import Callable, Mapping
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["audio", "fields", "image", "video"]
 
 _MODES = {"rgb": "RGB", "rgba": "RGBA", "gray": "L"}
+
+
+def _require(module: str, *, package: str, extra: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        raise MissingExtraError(what=f"headrace.decode.{extra}", package=package, extra=extra) from None
 
 
 def image(
@@ -57,10 +65,7 @@ def image(
         >>> hr.decode.image(size=(8, 16))(png.getvalue()).shape
         torch.Size([3, 8, 16])
     """
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError:
-        raise MissingExtraError(what="headrace.decode.image", package="pillow", extra="image") from None
+    _require("PIL.Image", package="pillow", extra="image")
     size = _checked(size)
     if mode not in _MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, but got {mode!r}")
@@ -72,26 +77,20 @@ def image(
 def video(size: int | tuple[int, int] | None = None, *, frames: int | None = None) -> Callable[[Any], Any]:
     """Make a decoder of videos, by PyAV: of the clips of a `headrace.VideoDataset`, and of whole files.
 
-    Frames are those that PyAV decodes of the file, turned upright in quarters as the file says.
-
     Args:
-        size: height and width, or one number for both. Frames are scaled to cover it, and cropped about the middle.
-            None for their own size.
+        size: height and width, or one number for both. Frames are turned upright, scaled to cover it, and cropped about
+            the middle. None for their own size.
         frames: number of frames to give, evenly spaced from the first to the last; None for all.
 
     Returns:
-        A function for `transform=`, or to call in yours. Of a clip, or of bytes, it makes a uint8 tensor [T, C, H, W];
-        of an `ObjectSample` or `FileSample` that has a label, ``(tensor, label)``. It raises `ValueError` if a frame is
-        missing or damaged, as far as the codec shows it.
+        A function as of `image`, of tensors [T, C, H, W], uint8. It raises `ValueError` if frames are missing, or
+        damaged so that their codec notices.
 
     Raises:
         MissingExtraError: PyAV is not installed.
         ValueError: `size` or `frames` is not positive.
     """
-    try:
-        import av  # noqa: F401
-    except ImportError:
-        raise MissingExtraError(what="headrace.decode.video", package="av", extra="video") from None
+    _require("av", package="av", extra="video")
     if frames is not None and frames < 1:
         raise ValueError(f"frames must be positive, but got {frames}")
     return functools.partial(_decode_video, size=_checked(size), count=frames)
@@ -105,17 +104,13 @@ def audio(sample_rate: int | None = None, *, mono: bool = False) -> Callable[[An
         mono: whether to average the channels.
 
     Returns:
-        A function for `transform=`, or to call in yours. Of bytes it makes a float32 tensor [channels, samples], of
-        values from -1 to 1; of an `ObjectSample` or `FileSample` that has a label, ``(tensor, label)``. It raises
-        `ValueError` if the file has another rate, is truncated, or is no audio.
+        A function as of `image`, of float32 tensors [channels, samples] from -1 to 1. It raises `ValueError` if a file
+        has another rate, is truncated, or is no audio.
 
     Raises:
         MissingExtraError: soundfile is not installed.
     """
-    try:
-        import soundfile  # noqa: F401
-    except ImportError:
-        raise MissingExtraError(what="headrace.decode.audio", package="soundfile", extra="audio") from None
+    _require("soundfile", package="soundfile", extra="audio")
     return functools.partial(_decode_audio, rate=sample_rate, mono=mono)
 
 
@@ -194,17 +189,12 @@ def _decode_video(sample: Any, size: tuple[int, int] | None, count: int | None) 
 def _upright(frame: Any, size: tuple[int, int] | None) -> np.ndarray[Any, Any]:
     """The pixels [3, H, W] of a decoded frame, scaled and cropped to a height and a width."""
     quarters = round(frame.rotation / 90) % 4
-    if size is None:
-        pixels = frame.to_ndarray(format="rgb24")
-    else:
-        height, width = size if quarters % 2 == 0 else size[::-1]
-        scale = max(height / frame.height, width / frame.width)
-        new = max(height, round(frame.height * scale)), max(width, round(frame.width * scale))
-        top, left = (new[0] - height) // 2, (new[1] - width) // 2
-        pixels = frame.to_ndarray(format="rgb24", height=new[0], width=new[1])
-        pixels = pixels[top : top + height, left : left + width]
-    upright: np.ndarray[Any, Any] = np.rot90(pixels, quarters).transpose(2, 0, 1)
-    return upright
+    height, width = (frame.height, frame.width) if size is None else size[::-1] if quarters % 2 else size
+    scale = max(height / frame.height, width / frame.width)
+    new = max(height, round(frame.height * scale)), max(width, round(frame.width * scale))
+    pixels: np.ndarray[Any, Any] = frame.to_ndarray(format="rgb24", height=new[0], width=new[1])
+    top, left = (new[0] - height) // 2, (new[1] - width) // 2
+    return np.rot90(pixels[top : top + height, left : left + width], quarters).transpose(2, 0, 1).copy()
 
 
 def _decode_audio(sample: Any, rate: int | None, mono: bool) -> Any:

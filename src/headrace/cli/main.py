@@ -60,6 +60,13 @@ def _bench(arguments: argparse.Namespace) -> int:
     return OK
 
 
+def _pack(arguments: argparse.Namespace) -> int:
+    from headrace.cli.pack import run
+
+    run(arguments)
+    return OK
+
+
 def _complain(message: str, status: int) -> int:
     print(f"headrace: {message}", file=sys.stderr)
     return status
@@ -88,6 +95,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print a JSON object, for programs")
     about = "options= of the Store; credentials are taken from the environment too"
     add("--store-options", type=_json_object, default={}, metavar="JSON", help=about)
+    pack = commands.add_parser(
+        "pack",
+        help="write many small objects, or other shards, into shards",
+        description="Reads SRC, transforms the samples in workers, and writes shards to DST. After an interruption the "
+        "same command continues. In a program: headrace.pack.",
+    )
+    pack.set_defaults(run=_pack)
+    add = pack.add_argument
+    add("source", metavar="SRC", help="a directory of objects; or, by their endings, shards: s3://bucket/x/*.tar")
+    add("destination", metavar="DST", help="an empty directory")
+    add("--format", choices=("tar", "parquet", "tokens"), default="tar", help="of the shards (tar)")
+    add("--shard-size", default="256MB", metavar="SIZE", help="bytes, or as 256MB")
+    add("--transform", metavar="MODULE:FUNCTION", help="applied to each sample, in the workers")
+    add("--num-workers", type=int, default=0, metavar="N", help="processes for it (0)")
+    add("--dry-run", action="store_true", help="read some samples, print an estimate, and write nothing")
     doctor = commands.add_parser(
         "doctor",
         help="look for what on this machine a loader will suffer from",

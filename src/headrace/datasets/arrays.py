@@ -69,9 +69,6 @@ class ArrayDataset(RangedShards[torch.Tensor]):
         rows = np.concatenate(([0], self._ends[:-1]))
         self._begins = np.array([file.begin for file in files]) - rows * self._row_bytes
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} rows)"
-
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the rows at `indices`; negative indices count from the end. Objects are numbered as shards.
 
@@ -82,11 +79,6 @@ class ArrayDataset(RangedShards[torch.Tensor]):
         shards = np.searchsorted(self._ends, rows, side="right")
         starts = self._begins[shards] + rows * self._row_bytes
         return Ranges(shards, starts, starts + self._row_bytes)
-
-    def sample_key(self, index: int) -> str:
-        """The file and the byte range of the row at `index`."""
-        number, start, stop = self.range(index)
-        return f"{self._shards[number].key}[{start}:{stop}]"
 
     def sample_of(self, index: int, data: memoryview) -> torch.Tensor:
         """The row in `data`."""

@@ -257,6 +257,14 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} samples)"
+
+    def sample_key(self, index: int) -> str:
+        """The shard and the byte range of the sample at `index`."""
+        number, start, stop = self.range(index)
+        return f"{self._shards[number].key}[{start}:{stop}]"
+
     @property
     def counts(self) -> tuple[int, ...]:
         """The number of samples in each shard."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast, get_args
 
 from headrace._core.streams.iterable_style import AsyncIterableDataset, ConcatenatedStreams, OperatedStream
 from headrace._core.streams.map_style import IndexedParts
-from headrace._core.streams.operators import Mix, Schedule, Stop
+from headrace._core.streams.operators import Mix, Stop
 from headrace._core.streams.resumable import is_stateful, start_stream
 from headrace._core.streams.torch_views import require_async
 from headrace._core.text import function_name, shorten
@@ -107,22 +107,20 @@ def mix(
     if stop not in get_args(Stop) or not temperature > 0:
         raise ValueError(f"stop={stop!r} must be one of {get_args(Stop)}, and temperature={temperature!r} above zero")
     weights_at = functools.partial(_weights_of, names, temperature)
-    schedule: Schedule
-    shown: Any
+    schedule: Any
     if callable(weights):
-        schedule, shown = functools.partial(weights_at, weights), function_name(weights)
+        schedule = functools.update_wrapper(functools.partial(weights_at, weights), weights)
     elif not isinstance(weights, Mapping) and any(isinstance(each, Sequence) for each in weights):
-        schedule = [(operator.index(step), weights_at(each)) for step, each in cast("Sequence[Any]", weights)]
-        shown = [list(each) for each in schedule]
+        schedule = [[operator.index(step), weights_at(each)] for step, each in cast("Sequence[Any]", weights)]
         if schedule[0][0] or any(one[0] >= other[0] for one, other in itertools.pairwise(schedule)):
             raise ValueError(f"the steps {[step for step, _ in schedule]} must ascend from 0")
     else:
-        shown = weights_at(weights)
-        schedule = [(0, shown)]
-        if not all(shown):
+        schedule = [[0, weights_at(weights)]]
+        if not all(schedule[0][1]):
             raise ValueError(f"weights={weights!r} must be above zero, but in a schedule")
-    said = shown if callable(weights) else shorten(repr(weights)).replace("{", "{{").replace("}", "}}")
-    options = {"names": names, "weights": schedule, "shown_weights": shown, "stop": stop, "strict": strict}
+    said = function_name(weights) if callable(weights) else shorten(repr(weights))
+    said = said.replace("{", "{{").replace("}", "}}")  # for `format`
+    options = {"names": names, "weights": schedule, "stop": stop, "strict": strict}
     return OperatedStream(tuple(streams), f"mix({{}}, {said}, seed={seed}, stop={stop!r})", Mix, **options, seed=seed)
 
 

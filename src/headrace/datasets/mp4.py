@@ -5,16 +5,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from headrace._core.shards.discovery import Shard
 from headrace.errors import ShardError, TruncatedShardError
 
-__all__ = ["VideoTrack", "clip_file", "read_track"]
+__all__ = ["clip_file", "read_track"]
 
 Array = np.ndarray[Any, Any]
+# Frames in decoding order, with their times in FFmpeg, in ticks; ticks a second; boxes that a clip has too.
+VideoTrack = tuple[Array, int, tuple[bytes, ...]]
 
 _FRAME = np.dtype("<i8,<i8,<u4,<u4,?,?")
 _FRAME.names = ("pts", "offset", "size", "duration", "sync", "shown")
@@ -25,23 +27,15 @@ _NEEDED = {b"tkhd", b"mdhd", b"hdlr", b"stsd", b"stts", b"stsc", b"stsz"}
 _COPIED = ((b"tkhd",), (b"mdhd", b"hdlr"), (b"vmhd", b"dinf"), (b"stsd",))  # into clips, at each depth
 
 
-class VideoTrack(NamedTuple):
-    """The first video track of a file."""
-
-    frames: Array  # of _FRAME, in decoding order; `pts` is the time at which one is shown, in ticks, as FFmpeg has it
-    timescale: int  # ticks a second
-    boxes: tuple[bytes, ...]  # those that a clip has too
-
-
 async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
     """Read the index of a file by one to three requests; the shard is returned with its size and version."""
     read = await shard.read_start(_FIRST)
     shard, size, data = replace(shard, head=read.head), read.head.size, memoryview(read.data)
     base, at, kind, header, length = 0, 0, b"", 0, 0
     for _ in range(1000):
-        if (at := at + length) + 8 > size or kind == b"moof":
+        if (at := at + length) + 16 > size or kind == b"moof":
             break
-        if min(at + 16, size) > base + len(data):
+        if at + 16 > base + len(data):
             base, data = at, await shard.read(at, size if size - at <= _REST else at + _FIRST)
         kind, header, length = _header(data[at - base :], size - at)
         if kind == b"moov" or length < header:
@@ -52,10 +46,10 @@ async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
         data = memoryview(b"".join((data, await shard.read(there, at + length))))
     try:
         track = _parse(data[at - base + header : at - base + length])
-    except (ValueError, RecursionError, struct.error) as error:
+    except (ValueError, IndexError, RecursionError, struct.error) as error:
         remedy = "ffmpeg -i OLD -c copy -movflags +faststart NEW.mp4 may write a file that can be read"
         raise ShardError(f"{error}; {remedy}", shard=shard.name, offset=at) from None
-    if (end := int(track.frames["offset"][-1]) + int(track.frames["size"][-1])) > size:
+    if (end := int(track[0]["offset"][-1]) + int(track[0]["size"][-1])) > size:
         raise TruncatedShardError(f"{size} bytes, but its video ends at {end}", shard=shard.name, offset=size)
     return shard, track
 
@@ -82,9 +76,7 @@ def _walk(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
 
 def _rows(box: memoryview, dtype: str, at: int = 4) -> Array:
     """The rows of a table, whose number is at that place before them."""
-    stop = at + 4 + np.dtype(dtype).itemsize * struct.unpack_from(">I", box, at)[0]
-    _check(stop <= len(box), f"a table of {stop} bytes where there are {len(box)}")
-    return np.frombuffer(box[at + 4 : stop], dtype)
+    return np.frombuffer(box, dtype, struct.unpack_from(">I", box, at)[0], at + 4)
 
 
 def _runs(box: memoryview, dtype: str, count: int) -> Array:
@@ -114,9 +106,7 @@ def _parse(moov: memoryview) -> VideoTrack:
     if b"ctts" in track:
         pts += (delays := _runs(track[b"ctts"], ">u4,>i4", count))
         _check(np.abs(delays).max() <= 1 << 28, "a delay that is out of range")
-    syncs = _rows(track[b"stss"], ">u4").astype(np.int64) - 1 if b"stss" in track else np.arange(count)
-    _check(((syncs >= 0) & (syncs < count)).all(), "a sync sample that is not there")
-    frames["sync"][syncs] = True
+    frames["sync"][_rows(track[b"stss"], ">u4").astype(np.int64) - 1 if b"stss" in track else slice(None)] = True
     if b"elst" in track:
         edits = _rows(track[b"elst"], ">u8,>i8,>u4" if track[b"elst"][0] else ">u4,>i4,>u4")
         plain = (edits["f1"][:-1] == -1).all() and (edits["f1"][-1:] >= 0).all() and (edits["f2"][-1:] == 1 << 16).all()
@@ -130,7 +120,7 @@ def _parse(moov: memoryview) -> VideoTrack:
     frames["pts"], frames["shown"] = pts + shift, shown
     head = _box(b"mvhd", mvhd[:at], struct.pack(">I", scale), mvhd[at + 4 :])  # edits of clips are in ticks
     copied = (b"".join(_box(kind, track[kind]) for kind in kinds if kind in track) for kinds in _COPIED)
-    return VideoTrack(frames, scale, (head, *copied))
+    return frames, scale, (head, *copied)
 
 
 def _offsets(track: dict[bytes, memoryview], sizes: Array) -> Array:
@@ -164,14 +154,9 @@ def clip_file(boxes: tuple[bytes, ...], frames: Array, begin: int, end: int, dat
     delays = frames["pts"] - frames["pts"][0] - (np.cumsum(durations) - durations)
     least = min(0, int(delays.min()))
     edit = struct.pack(">IIQqI", 1 << 24, 1, end - begin, begin - int(frames["pts"][0]) - least, 1 << 16)
-    tables = (
-        _table(b"stts", 1, durations),
-        _table(b"ctts", 1, delays - least),
-        _table(b"stss", np.flatnonzero(frames["sync"]) + 1),
-        _table(b"stsc", [1], 1, 1),
-        _table(b"stsz", frames["size"], extra=bytes(4)),
-        _table(b"stco", frames["offset"] - frames["offset"][0] + len(ftyp) + 8),
-    )
-    media += _box(b"minf", info, _box(b"stbl", description, *tables))
+    times = _table(b"stts", 1, durations) + _table(b"ctts", 1, delays - least)
+    places = _table(b"stco", frames["offset"] - frames["offset"][0] + len(ftyp) + 8) + _table(b"stsc", [1], 1, 1)
+    sizes = _table(b"stsz", frames["size"], extra=bytes(4)) + _table(b"stss", np.flatnonzero(frames["sync"]) + 1)
+    media += _box(b"minf", info, _box(b"stbl", description, times, places, sizes))
     trak = _box(b"trak", track, _box(b"edts", _box(b"elst", edit)), _box(b"mdia", media))
-    return b"".join((ftyp, _box(b"mdat", data), _box(b"moov", head, trak)))
+    return b"".join((ftyp, struct.pack(">I4s", 8 + len(data), b"mdat"), data, _box(b"moov", head, trak)))

@@ -193,9 +193,6 @@ class IndexedTarDataset(RangedShards[dict[str, Any]]):
         options.setdefault("counts", self.counts)
         return TarDataset(self._shards, fields=self._fields, uniform=uniform, **options)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._indices)} shards, {len(self)} samples)"
-
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the samples at `indices`; negative indices count from the end. Objects are numbered as shards.
 

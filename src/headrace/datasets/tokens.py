@@ -158,11 +158,6 @@ class TokenDataset(RangedShards[torch.Tensor]):
         starts = self._begins[shards] + within * self._stride * self._sizes[shards]
         return Ranges(shards, starts, starts + self._seq_len * self._sizes[shards])
 
-    def sample_key(self, index: int) -> str:
-        """The shard and the byte range of the sample at `index`."""
-        number, start, stop = self.range(index)
-        return f"{self._shards[number].key}[{start}:{stop}]"
-
     def sample_of(self, index: int, data: memoryview) -> torch.Tensor:
         """The tokens in `data`, int64."""
         dtype = self._dtype or self._dtypes[self.range(index)[0]]

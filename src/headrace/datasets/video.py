@@ -19,7 +19,6 @@ from headrace.errors import ShardError
 
 __all__ = ["VideoClip", "VideoDataset"]
 
-_PARALLEL_HEADS = 64  # small requests, of which a store serves many at a time
 _CLIP = np.dtype("<i8,<i8,<i8,<i8,<i8,<i8,<f8")
 _CLIP.names = ("first", "last", "begin", "end", "start", "stop", "seconds")  # frames, shown ticks, bytes
 
@@ -43,12 +42,11 @@ class VideoClip(NamedTuple):
 class VideoDataset(RangedShards[VideoClip]):
     """Clips of the first video track of mp4 and mov files, map-style: `VideoClip`, to be decoded in ``transform=``.
 
-    A clip is one ranged request, from the key frame before it to the last byte that its frames need, with the audio in
-    between. Frames that overlap its time belong to it. What does not fill a clip at the end of a video is dropped, so
-    that a video shorter than one has none.
+    A clip is read from the key frame before it to the last byte that its frames need. It has the frames that are shown
+    at some time in it. What does not fill a clip at the end of a video is dropped: a shorter video has none.
 
-    The constructor reads the index of each file by one to three requests, in each program anew, and keeps 26 bytes for
-    each frame. Fragmented files, and edit lists that do more than cut and delay, are refused.
+    The constructor reads the index of each file by one to three requests, each time anew, and keeps 26 bytes a frame.
+    Fragmented files, and edit lists that do more than cut and delay, are refused.
 
     Args:
         objects: URLs or paths, as the shards of `TarDataset`; in a directory, ``.mp4``, ``.m4v`` and ``.mov``.
@@ -58,9 +56,8 @@ class VideoDataset(RangedShards[VideoClip]):
         store: store of all files, a `headrace.Store` or its URL, as for `TokenDataset`.
 
     Raises:
-        EmptyListingError: a glob or a directory has no such file, or there is no such file or directory.
         ShardError: a file has no video that can be read by ranges, or is truncated.
-        StoreError: a request failed.
+        StoreError: a listing or a request failed, or found nothing.
         ValueError: an invalid argument, or no video is long enough for a clip.
 
     Example:
@@ -83,22 +80,15 @@ class VideoDataset(RangedShards[VideoClip]):
         if not 0 < length < 1e6 or not 0 < stride < 1e6 or (frames is not None and (length % 1 or stride % 1)):
             raise ValueError(f"a length of {length} or stride={stride} is not positive, or no whole number of frames")
         found = find_shards(objects, suffixes=(".mp4", ".m4v", ".mov"), store=store)
-        read = background_loop().run(map_all(read_track, found, _PARALLEL_HEADS))
+        read = background_loop().run(map_all(read_track, found, 64))
         clips = [_clips(shard.name, track, length, stride, frames is not None) for shard, track in read]
         super().__init__([shard for shard, _ in read], [*map(len, clips)])
         self._tracks, self._clips = tuple(track for _, track in read), np.concatenate(clips)
         if not len(self):
             raise ValueError(f"none of {len(found)} videos is long enough for a clip")
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._shards)} videos, {len(self)} clips)"
-
     def ranges(self, indices: Sequence[int]) -> Ranges:
-        """The bytes of the clips at `indices`; negative indices count from the end. Objects are numbered as files.
-
-        Raises:
-            IndexError: there is no such clip.
-        """
+        """The bytes of the clips at `indices`; raises `IndexError` if there is no such clip."""
         rows = positions(indices, len(self))
         clips = self._clips[rows]
         return Ranges(np.searchsorted(self._ends, rows, side="right"), clips["start"], clips["stop"])
@@ -110,17 +100,17 @@ class VideoDataset(RangedShards[VideoClip]):
     def sample_of(self, index: int, data: memoryview) -> VideoClip:
         """The clip at `index`, of its bytes."""
         number, (first, last, begin, end, _, _, seconds) = self.range(index)[0], self._clips[index].tolist()
-        track = self._tracks[number]
-        frames = track.frames[first:last]
-        times = np.sort(frames["pts"][(frames["pts"] >= begin) & (frames["pts"] < end)]) / track.timescale
-        file = clip_file(track.boxes, frames, begin, end, data)
+        frames, scale, boxes = self._tracks[number]
+        frames = frames[first:last]
+        times = np.sort(frames["pts"][(frames["pts"] >= begin) & (frames["pts"] < end)]) / scale
+        file = clip_file(boxes, frames, begin, end, data)
         return VideoClip(self._shards[number].key, seconds, torch.from_numpy(times), file)
 
 
 def _clips(name: str, track: VideoTrack, length: float, stride: float, count: bool) -> Array:
     """The clips of a video; `length` and `stride` are numbers of frames, or seconds."""
-    frames, pts, scale = track.frames, track.frames["pts"], track.timescale
-    shown = np.flatnonzero(frames["shown"])
+    frames, scale, _ = track
+    pts, shown = frames["pts"], np.flatnonzero(frames["shown"])
     shown = shown[np.argsort(pts[shown], kind="stable")]
     times = pts[shown]
     ends = min(times[-1] + frames["duration"][shown[-1]], pts[pts > times[-1]].min(initial=1 << 62))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fractions
 import io
 import json
+import runpy
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import av
 import numpy as np
 import pyarrow as pa
+import soundfile
 import torch
 import zarr
 
@@ -196,7 +198,36 @@ def _arrays() -> Format:
     return Format(files, hr.ArrayDataset, [*torch.from_numpy(np.concatenate(parts))])
 
 
+def _wav() -> Format:
+    waves = [np.random.default_rng(n).uniform(-1, 1, (size, 2)) for n, size in enumerate((500, 40, 100, 710))]
+    files = {}
+    for number, wave in enumerate(waves):
+        file = io.BytesIO()
+        soundfile.write(file, wave, 8000, format="WAV", subtype="PCM_24")
+        files[f"{number}.wav"] = file.getvalue()
+    read = [soundfile.read(io.BytesIO(data), dtype="float32")[0].T for data in files.values()]
+    samples = [torch.from_numpy(one[:, at : at + 90]) for one in read for at in range(0, one.shape[1] - 89, 60)]
+    return Format(files, lambda store: hr.WavDataset(store, samples=90, stride=60), samples)
+
+
+def _tfrecord() -> Format:
+    made = runpy.run_path(str(FIXTURES / "tfrecord/make.py"))["features"]
+    types = {"id": np.int64, "ints": np.int64, "no ints": np.int64, "floats": np.float32}
+
+    def sample(number: int) -> dict[str, Any]:
+        values = sorted(made(number).items())
+        return {name: np.array(value, types[name]) if name in types else value for name, value in values}
+
+    def stream(store: hr.Store, **options: Any) -> Any:
+        counts = {"counts": (14, 0, 9, 11)} if "rank" in options else {}
+        return hr.TFRecordDataset(store, decode=True, **options, **counts)
+
+    files = {key: data for key, data in files_in("tfrecord").items() if not key.endswith(".record")}
+    return Format(files, None, [*map(sample, range(34))], stream, checked=True)
+
+
 FORMATS = {
+    "tfrecord": _tfrecord(),
     "npy rows": _arrays(),
     "zarr, sharded": _zarr(chunks=(2, 2, 3), shards=(12, 2, 3)),
     "zarr 2": _zarr(chunks=(8, 2, 3), zarr_format=2),
@@ -206,4 +237,5 @@ FORMATS = {
     "tar index": _tar(),
     "video": _video(),
     "arrow": _arrow(),
+    "wav": _wav(),
 }

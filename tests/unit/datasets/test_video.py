@@ -102,7 +102,7 @@ def test_clips_by_time_have_the_frames_that_are_shown_in_it(name):
 def test_groups_are_open_and_turned_files_are_where_they_should_be():
     """The files above have what their names say."""
     for name in ("h264, open groups", "hevc, open groups"):
-        index = opened(file(name), frames=1)._tracks[0].frames
+        index = opened(file(name), frames=1)._tracks[0][0]
         assert any(frame["pts"] < index["pts"][: number][index["sync"][:number]].max(initial=-1)
                    for number, frame in enumerate(index))  # fmt: skip
     assert len(np.unique(np.diff([time for time, _ in decoded(file("h264, variable rate, begins late"))]))) > 5
@@ -130,7 +130,7 @@ def test_only_the_index_and_the_bytes_of_groups_are_read(movflags, requests):
             f"bytes={packets[key].pos}-{last.pos + last.size - 1}"
         ]
         assert clips.sample_key(10) == "a.mp4[4.000 s]"
-        assert repr(clips) == "VideoDataset(1 videos, 25 clips)"
+        assert repr(clips) == "VideoDataset(1 shards, 25 samples)"
 
 
 def test_loader_gives_batches_of_clips_decoded_in_workers(tmp_path):

@@ -82,7 +82,7 @@ def test_report_and_state_have_the_samples_of_each_stream():
         ({"a": 1, "b": 2, "c": 1}, "'c' is new"),
         ({"b": 2}, "'a' is gone"),
         ({"b": 2, "a": 1}, "the order of the streams is another one"),
-        ({"a": 1, "b": 5}, "the weights were [1.0, 2.0], and are [1.0, 5.0]"),
+        ({"a": 1, "b": 5}, "the weights were [[0, [1.0, 2.0]]], and are [[0, [1.0, 5.0]]]"),
     ],
 )
 async def test_other_streams_or_weights_continue_only_if_asked(weights, message, caplog):

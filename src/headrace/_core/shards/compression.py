@@ -20,7 +20,7 @@ MAX_OUTPUT = 4 << 20
 _INPUT_BYTES = 64 << 10
 
 
-_FORMATS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".tgz": "gzip", ".tzst": "zstd"}
+_FORMATS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".zlib": "zlib", ".tgz": "gzip", ".tzst": "zstd"}
 
 TAR_SUFFIXES = tuple(suffix for suffix in _FORMATS if suffix.startswith(".t"))
 """Suffixes of compressed tars that replace ``.tar``."""
@@ -33,7 +33,7 @@ _BEGINNINGS = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\
 
 
 class Codec:
-    """Unpacks an object, by the suffix of its name: gzip (RFC 1952), zstd (RFC 8878), or nothing.
+    """Unpacks an object, by the suffix of its name: gzip (RFC 1952), zstd (RFC 8878), zlib, or nothing.
 
     Several compressed streams in a row unpack to one; checksums are verified.
 
@@ -56,7 +56,8 @@ class Codec:
             self._open: Callable[[], Any] = zstd.ZstdDecompressor
             self._error: type[Exception] = zstd.ZstdError
         else:
-            self._open, self._error = lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error
+            wbits = zlib.MAX_WBITS + 16 * (self._format == "gzip")
+            self._open, self._error = lambda: zlib.decompressobj(wbits), zlib.error
 
     def feed(self, data: Buffer) -> Iterator[Buffer]:
         """Unpack the next bytes, in pieces of at most `MAX_OUTPUT`. The iterator must be exhausted."""

@@ -175,14 +175,14 @@ async def _load(shard: Shard) -> TarIndex | None:
 
 async def _build(shard: Shard, uniform: bool) -> TarIndex:
     """Read a whole shard."""
-    reader = InterleavedShards([shard], [0], lambda _: _IndexDecoder(shard.name, uniform=uniform), AHEAD)
+    reader = InterleavedShards([shard], [0], lambda _: IndexDecoder(shard.name, uniform=uniform), AHEAD)
     try:
         return TarIndex.of(shard, [row async for row in reader])
     finally:
         await reader.aclose()
 
 
-class _IndexDecoder(Decoder):
+class IndexDecoder(Decoder):
     """Decoder that yields a row of the index for each sample."""
 
     def __init__(self, shard: str, *, uniform: bool) -> None:

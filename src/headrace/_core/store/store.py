@@ -40,6 +40,8 @@ from headrace._core.store.request_stats import RequestStats, session_stats
 from headrace.errors import ForkedError, NotPicklableError, StoreError, StoreUnreachableError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from obstore import GetResult, ListResult, ObjectMeta
     from obstore.store import ObjectStore
 
@@ -539,8 +541,8 @@ class Store:
         meta = await self._attempt(lambda store: obstore.head_async(store, key), tries)
         return Head.of(key, meta)
 
-    async def put(self, key: str, data: bytes) -> None:
-        """Store an object; raises `StoreError`."""
+    async def put(self, key: str, data: bytes | Path) -> None:
+        """Store an object, a file in parts; raises `StoreError`."""
         await self._attempt(lambda store: obstore.put_async(store, key, data), self._tries(f"writing {key!r}", key))
 
 

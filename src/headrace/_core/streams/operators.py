@@ -47,7 +47,6 @@ from headrace.errors import ShortStreamError, StateError
 T = TypeVar("T")
 _BLOCK = 1024  # random numbers of a mix
 Stop = Literal["first", "all", "once"]
-Schedule = Sequence[tuple[int, Sequence[float]]] | Callable[[int], Sequence[float]]
 _log = logging.getLogger("headrace")
 
 
@@ -191,9 +190,8 @@ class Repeat(Concat):
 class Mix(StreamOperation[object]):
     """Samples drawn from several streams by weight.
 
-    The weights are ascending pairs of the number of draws from which they hold, and a weight for each stream; or a
-    function of the number of draws, called for each block of random numbers. A dataset that occurs again, as a part of
-    any of the streams, has another order there.
+    The weights are ascending pairs of the number of draws from which they hold, and a list; or a function of that
+    number, called for each block of random numbers. A dataset that occurs in several streams has another order in each.
     """
 
     operation = "mix"
@@ -204,8 +202,7 @@ class Mix(StreamOperation[object]):
         self,
         datasets: Sequence[Any],
         names: Sequence[str],
-        weights: Schedule,
-        shown_weights: object,
+        weights: list[Any] | Callable[[int], Sequence[float]],
         stop: Stop,
         strict: bool,
         order: Order,
@@ -215,7 +212,7 @@ class Mix(StreamOperation[object]):
         self._datasets = datasets
         self._names = list(names)
         self._schedule = weights
-        self._weights = shown_weights  # in states
+        self._weights = function_name(weights) if callable(weights) else weights
         self._stop = stop
         self._strict = strict
         self._order = order

@@ -1,0 +1,54 @@
+"""`headrace pack SRC DST`: many small objects, or other shards, into shards."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from typing import Any
+
+from headrace.datasets.lines import LinesDataset
+from headrace.datasets.objects import ObjectDataset
+from headrace.datasets.parquet import ParquetDataset
+from headrace.datasets.tar import TarDataset
+from headrace.packing import pack
+
+__all__ = ["run"]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Pack, and print what was packed.
+
+    Raises:
+        ValueError: there is no such function, or an argument makes no sense.
+        HeadraceError: reading or writing failed.
+    """
+    packed = pack(
+        _dataset(arguments.source),
+        arguments.destination,
+        format=arguments.format,
+        shard_size=arguments.shard_size,
+        num_workers=arguments.num_workers,
+        transform=None if arguments.transform is None else _function(arguments.transform),
+        dry_run=arguments.dry_run,
+    )
+    would = "would be about " if arguments.dry_run else ""
+    print(f"{would}{packed.shards:,} shards, {packed.samples:,} samples, {packed.nbytes:,} bytes")
+
+
+def _dataset(source: str) -> Any:
+    if source.endswith(TarDataset.suffixes):
+        return TarDataset(source, shards_in_parallel=1)  # in the order of the shards
+    if source.endswith(LinesDataset.suffixes):
+        return LinesDataset(source, shards_in_parallel=1)
+    return ParquetDataset(source) if source.endswith((".parquet", ".pq", ".parq")) else ObjectDataset(source)
+
+
+def _function(name: str) -> Any:
+    module, _, function = name.partition(":")
+    sys.path.insert(0, os.getcwd())  # as `python -m`
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--transform {name}: {error}; write module:function") from error

@@ -1,0 +1,416 @@
+"""Pack a dataset into shards: fetch, transform in workers, write in parallel, and go on after a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import struct
+import tarfile
+import tempfile
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple, Unpack, get_args
+
+import numpy as np
+
+from headrace._core.shards.discovery import Shard
+from headrace._core.shards.tar_index import SUFFIX, IndexDecoder, IndexRow, TarIndex
+from headrace._core.store.listing import require_pyarrow
+from headrace._core.store.store import Store, StoreLike, as_store
+from headrace._core.streams.blocking import background_loop
+from headrace.errors import ObjectNotFoundError
+from headrace.loader import DataLoader
+from headrace.options import LoaderOptions
+from headrace.telemetry.progress import progress
+
+__all__ = ["Packed", "pack"]
+
+Format = Literal["tar", "parquet", "tokens"]
+RECORD = "_pack.json"  # written after each shard; readers of directories leave names with an underscore out
+BATCH = 64  # samples
+UPLOADS = 4  # shards at once, each in several parts
+PIECE = 1 << 20  # bytes
+ROW_GROUP = 16 << 20  # bytes of the rows as Arrow has them
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+class Packed(NamedTuple):
+    """What was packed; of a dry run, what would be.
+
+    Attributes:
+        shards: number of shards.
+        samples: number of samples in them.
+        nbytes: their size.
+    """
+
+    shards: int
+    samples: int
+    nbytes: int
+
+
+def pack(
+    dataset: Any,
+    store: StoreLike,
+    *,
+    format: Format = "tar",
+    shard_size: int | str = "256MB",
+    num_workers: int = 0,
+    dry_run: bool = False,
+    **options: Unpack[LoaderOptions],
+) -> Packed:
+    """Write the samples of a dataset into shards, in their order, with a progress bar.
+
+    Samples are fetched and transformed by a `DataLoader`. A shard is written into a temporary file, and uploaded in
+    parts while the next ones are written. ``_pack.json`` beside the shards has the name, number of samples, size and
+    SHA-256 of each; tar shards have the index that `TarDataset.index` reads. The same call after an interruption, also
+    by SIGKILL, continues after the last shard of that record: no sample is lost, or comes twice.
+
+    Args:
+        dataset: map-style or a stream, on one rank.
+        store: the directory for the shards: a URL, a path or a `Store`. Empty, or that of an interrupted call.
+        format: ``"tar"``, for WebDataset and `TarDataset`: samples are dicts of fields (bytes, str, numbers, arrays for
+            ``.npy``) with ``"__key__"``; or an `ObjectSample` or `FileSample`, whose label is the field ``cls``.
+            ``"parquet"``: dicts of columns. ``"tokens"``: sequences of integers, each a document of Megatron's ``.bin``
+            and ``.idx``, as uint16 if the first has that type, else int32.
+        shard_size: bytes, or as ``"256MB"``; a shard ends with the sample that reaches it. About five shards are on the
+            local disk at a time.
+        num_workers: processes for `transform`.
+        dry_run: whether only the first 256 samples are read, for an estimate, and nothing is written.
+        options: of the `DataLoader`: `transform`, whose randomness follows from `seed`, by default 0; `on_error`, ….
+
+    Raises:
+        ValueError: an argument is invalid, the directory has other shards, or was begun with other arguments.
+        TypeError: a sample does not fit the format; the message names it.
+        HeadraceError: reading or writing failed.
+
+    Example:
+        >>> import pathlib, tempfile, headrace as hr
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = [(folder / f"{number}.txt").write_text("x" * number) for number in range(100)]
+        >>> pack(hr.FileDataset(folder), folder / "shards", shard_size="64KB")
+        Packed(shards=2, samples=100, nbytes=112640)
+        >>> len(hr.TarDataset.index(folder / "shards"))
+        100
+    """
+    if format not in get_args(Format):
+        raise ValueError(f"format={format!r} must be one of {', '.join(get_args(Format))}")
+    size = _bytes(shard_size)
+    options.setdefault("seed", 0)
+    loader: DataLoader[list[Any]] = DataLoader(dataset, BATCH, num_workers=num_workers, collate_fn=list, **options)
+    with loader, tempfile.TemporaryDirectory(prefix="headrace-pack-") as folder:
+        if dry_run:
+            return _estimate(loader, Path(folder), format, size)
+        return _Packing(loader, as_store(store), Path(folder), format, size).run()
+
+
+def _bytes(size: int | str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?)B?", str(size).upper())
+    if match is None or not (found := int(float(match[1]) * _UNITS[match[2]])):
+        raise ValueError(f"shard_size={size!r} must be a positive number of bytes, or as '256MB'")
+    return found
+
+
+def _estimate(loader: DataLoader[Any], folder: Path, format: Format, size: int) -> Packed:
+    samples = [sample for batch in islice(loader, 256 // BATCH) for sample in batch]
+    with _WRITERS[format](folder / "0") as writer:
+        for number, sample in enumerate(samples):
+            writer.add(sample, number)
+        writer.close()
+    try:
+        total = len(loader.dataset)
+    except TypeError:
+        total = len(samples)  # a stream without a length
+    times = total / max(1, len(samples))
+    nbytes = (folder / "0").stat().st_size * times  # of Parquet less than is counted for its shards
+    return Packed(math.ceil(writer.nbytes * times / size), total, math.ceil(nbytes))
+
+
+class _Packing:
+    """One call: the shard that is filled, those that are uploaded, and the record of those that are complete."""
+
+    def __init__(self, loader: DataLoader[Any], store: Store, folder: Path, format: Format, size: int) -> None:
+        self._loader, self._store, self._folder = loader, store, folder
+        self._format: Format = format
+        self._size = size
+        self._record = self._begun({"format": format, "shard_size": size})
+        self._uploads: deque[tuple[Future[dict[str, Any]], dict[str, Any], int | None]] = deque()
+
+    def _begun(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The record of a call that was interrupted, or a new one."""
+        loop = background_loop()
+        if (folder := self._store.local_root) is not None:
+            os.makedirs(folder, exist_ok=True)
+        try:
+            record: dict[str, Any] = json.loads(bytes(loop.run(self._store.read_all(RECORD))))
+        except ObjectNotFoundError:
+            there = loop.run(self._store.level(""))["objects"]
+            if there:
+                raise ValueError(
+                    f"{self._store.url} is not empty: it has {there[0]['path']}, and no {RECORD}"
+                ) from None
+            return {"arguments": arguments, "shards": [], "state": None, "skip": 0, "complete": False}
+        if record["arguments"] != arguments:
+            what = f"{record['arguments']}, not {arguments}"
+            raise ValueError(f"{self._store.url} was packed with {what}: continue with the same, or delete its shards")
+        return record
+
+    def run(self) -> Packed:
+        record = self._record
+        if record["state"] is not None:
+            self._loader.load_state_dict(record["state"])  # or an error, if it is another dataset
+        if not record["complete"]:
+            self._write()  # before the first shard, so that this directory is known
+            with ThreadPoolExecutor(UPLOADS, "headrace-pack") as threads:
+                for path, writer, state, skip in self._shards():
+                    self._uploads.append((threads.submit(self._upload, path, writer), state, skip))
+                    self._commit(UPLOADS)
+                self._commit(0)
+            self._write(complete=True)
+        shards = record["shards"]
+        return Packed(len(shards), *(sum(shard[name] for shard in shards) for name in ("samples", "bytes")))
+
+    def _shards(self) -> Iterator[tuple[Path, _ShardWriter, dict[str, Any], int | None]]:
+        """Complete shards, each with a state of the loader and the number of samples to skip after it: None for all."""
+        shards, skip = self._record["shards"], self._record["skip"]
+        number, count = sum(shard["samples"] for shard in shards), len(shards)
+        with contextlib.ExitStack() as stack:  # closes what an error leaves open
+            writer: _ShardWriter | None = None
+            for batch in progress(self._loader, name="pack"):
+                for place, sample in enumerate(batch[skip:], skip):
+                    if writer is None:
+                        path = self._folder / f"{count:06d}"
+                        writer = stack.enter_context(_WRITERS[self._format](path))
+                    writer.add(sample, number)
+                    number += 1
+                    if writer.nbytes >= self._size:
+                        writer.close()
+                        yield path, writer, self._loader.state_dict(lag=1), place + 1
+                        writer, count = None, count + 1
+                skip = 0
+            if writer is not None:
+                writer.close()
+                yield path, writer, self._loader.state_dict(), None
+
+    def _upload(self, path: Path, writer: _ShardWriter) -> dict[str, Any]:
+        """Upload a shard and what belongs beside it; on a thread of its own."""
+        loop, digest = background_loop(), hashlib.sha256()
+        with open(path, "rb") as file:
+            while piece := file.read(PIECE):
+                digest.update(piece)
+        key = path.name + writer.suffix
+        beside = writer.beside()
+        if beside is not None and writer.suffix == ".bin":  # whose size it tells
+            loop.run(self._store.put(path.name + ".idx", beside))
+        loop.run(self._store.put(key, path))
+        if writer.suffix == ".tar":
+            loop.run(self._store.put(key + SUFFIX, self._tar_index(path, key)))
+        size = path.stat().st_size
+        os.unlink(path)
+        return {"name": key, "samples": writer.samples, "bytes": size, "sha256": digest.hexdigest()}
+
+    def _tar_index(self, path: Path, key: str) -> bytes:
+        shard = Shard(self._store, key, background_loop().run(self._store.head(key)))
+        decoder = IndexDecoder(shard.name, uniform=False)
+        rows: list[IndexRow] = []
+        with open(path, "rb") as file:
+            while piece := file.read(PIECE):
+                rows += decoder.feed(piece)
+        return TarIndex.of(shard, [*rows, *decoder.finish()]).dump()
+
+    def _commit(self, most: int) -> None:
+        """Record the shards that are complete, in their order; waits until at most so many are not."""
+        while self._uploads and (len(self._uploads) > most or self._uploads[0][0].done()):
+            shard, state, skip = self._uploads.popleft()
+            self._record["shards"].append(shard.result())
+            self._record |= {"state": state, "skip": skip}
+            self._write(complete=skip is None)
+
+    def _write(self, complete: bool = False) -> None:
+        self._record["complete"] = complete
+        background_loop().run(self._store.put(RECORD, json.dumps(self._record, indent=1).encode()))
+
+
+class _ShardWriter(ABC):
+    """Writes one shard into a file.
+
+    Attributes:
+        samples: number of samples in it.
+        nbytes: about its size so far; the same in each run.
+    """
+
+    suffix: str
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("wb")
+        self.samples = self.nbytes = 0
+
+    def add(self, sample: Any, number: int) -> None:
+        """Write a sample; `number` is its number in the dataset."""
+        try:
+            self._add(sample, number)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise TypeError(f"sample {number} does not fit this format: {error}") from error
+        self.samples += 1
+
+    @abstractmethod
+    def _add(self, sample: Any, number: int) -> None: ...
+
+    def close(self) -> None:
+        self._file.close()
+
+    def beside(self) -> bytes | None:
+        """The content of a file that belongs to the shard."""
+        return None
+
+    def __enter__(self) -> _ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(Exception):  # after an error, which says more
+            self.close()
+        self._file.close()
+
+
+class _TarWriter(_ShardWriter):
+    suffix = ".tar"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._archive = tarfile.TarFile(fileobj=self._file, mode="w")
+        self._last: str | None = None
+
+    def _add(self, sample: Any, number: int) -> None:
+        fields = dict(sample) if isinstance(sample, Mapping) else _fields_of(sample)
+        key = str(fields.pop("__key__", f"{number:09d}"))
+        if key == self._last or "." in key.rpartition("/")[2]:
+            raise ValueError(f"key {key!r} is that of the sample before, or has a dot, from which readers take a field")
+        self._last = key
+        for name, value in fields.items():
+            if not name.startswith("__"):
+                data = _encoded(name, value)
+                info = tarfile.TarInfo(f"{key}.{name}")
+                info.size = len(data)
+                self._archive.addfile(info, io.BytesIO(data))
+        self.nbytes = self._archive.offset
+
+    def close(self) -> None:
+        self._archive.close()
+        super().close()
+
+
+def _fields_of(sample: Any) -> dict[str, Any]:
+    """The fields of a sample with a key, data and a label."""
+    folder, slash, name = sample.key.rpartition("/")
+    stem, _, suffix = name.partition(".")
+    label = {} if sample.label is None else {"cls": sample.label}
+    return {"__key__": folder + slash + stem, suffix or "bin": sample.data, **label}
+
+
+def _encoded(name: str, value: Any) -> bytes | memoryview:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return memoryview(value)
+    if isinstance(value, str):
+        return value.encode()
+    if hasattr(value, "__array__") and name.rpartition(".")[2] == "npy":
+        np.save(stream := io.BytesIO(), np.asarray(value), allow_pickle=False)
+        return stream.getbuffer()
+    if name.rpartition(".")[2] == "json":
+        return json.dumps(value).encode()
+    if isinstance(value, bool | int | float) or getattr(value, "shape", None) == ():
+        return str(value if isinstance(value, bool | int | float) else value.item()).encode()
+    raise TypeError(
+        f"field {name!r} is a {type(value).__name__}; give bytes, a str, a number, or call it .npy or .json"
+    )
+
+
+class _ParquetWriter(_ShardWriter):
+    suffix = ".parquet"
+
+    def __init__(self, path: Path) -> None:
+        require_pyarrow("packing Parquet")
+        super().__init__(path)
+        self._rows: list[dict[str, Any]] = []
+        self._tables: list[Any] = []  # of the next row group
+        self._writer: Any = None
+
+    def _add(self, sample: Any, number: int) -> None:
+        row = dict(sample)
+        if self._writer is not None and row.keys() - self._writer.schema.names:
+            raise ValueError(f"columns {sorted(row)}, but {self._writer.schema.names} in the samples before")
+        self._rows.append(row)
+        if len(self._rows) == BATCH:
+            self._convert()
+
+    def _convert(self) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        schema = None if self._writer is None else self._writer.schema
+        table = pyarrow.Table.from_pylist(self._rows, schema=schema)
+        if self._writer is None:
+            if lacking := {name for row in self._rows for name in row} - set(table.column_names):
+                raise ValueError(f"not every sample has the columns {sorted(lacking)}")
+            self._writer = pyarrow.parquet.ParquetWriter(self._file, table.schema, write_page_checksum=True)
+        self._rows = []
+        self._tables.append(table)
+        self.nbytes += table.nbytes
+        if sum(table.nbytes for table in self._tables) >= ROW_GROUP:
+            self._flush()
+
+    def _flush(self) -> None:
+        import pyarrow
+
+        self._writer.write_table(pyarrow.concat_tables(self._tables))
+        self._tables = []
+
+    def close(self) -> None:
+        if self._rows:
+            self._convert()
+        if self._tables:
+            self._flush()
+        if self._writer is not None:
+            self._writer.close()
+        super().close()
+
+
+class _TokenWriter(_ShardWriter):
+    suffix = ".bin"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._dtype: np.dtype[Any] | None = None
+        self._lengths: list[int] = []
+
+    def _add(self, sample: Any, number: int) -> None:
+        tokens = np.asarray(sample)
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            raise ValueError(f"an array of shape {tokens.shape} and type {tokens.dtype}, not a sequence of integers")
+        if self._dtype is None:
+            self._dtype = np.dtype("<u2" if tokens.dtype == np.uint16 else "<i4")
+        limits = np.iinfo(self._dtype)
+        if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
+            raise ValueError(f"tokens from {tokens.min()} to {tokens.max()} do not fit {self._dtype.name}")
+        self.nbytes += self._file.write(tokens.astype(self._dtype).tobytes())
+        self._lengths.append(len(tokens))
+
+    def beside(self) -> bytes | None:
+        """The index of Megatron-LM's indexed datasets, version 1."""
+        assert self._dtype is not None
+        lengths = np.array(self._lengths, dtype="<i4")
+        pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * self._dtype.itemsize
+        documents = np.arange(len(lengths) + 1, dtype="<i8")
+        code = {"uint16": 8, "int32": 4}[self._dtype.name]
+        head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(documents))
+        return bytes(head + lengths.tobytes() + pointers.tobytes() + documents.tobytes())
+
+
+_WRITERS: dict[Format, type[_ShardWriter]] = {"tar": _TarWriter, "parquet": _ParquetWriter, "tokens": _TokenWriter}

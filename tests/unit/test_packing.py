@@ -1,0 +1,138 @@
+"""Packing: the shards are read by their datasets, and say what does not fit."""
+
+import json
+import re
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+
+import headrace as hr
+from headrace.cli.main import main
+from tests.datasets import SlowDataset
+
+
+def dataset(*samples):
+    return SlowDataset(len(samples), 0, make=samples.__getitem__)
+
+
+def upper(sample):
+    return {"__key__": sample.key.partition(".")[0], "txt": bytes(sample.data).upper(), "n": torch.tensor(1)}
+
+
+def test_objects_become_tar_shards_with_an_index(tmp_path):
+    source = tmp_path / "source"
+    for name in ("cat/1.jpg", "cat/2.jpg", "dog/1.seg.png"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(name.encode())
+    packed = hr.pack(hr.ObjectDataset(source, labels="folder"), tmp_path / "shards", shard_size=1)
+    assert packed == (3, 3, 3 * 10_240)
+    with tarfile.open(tmp_path / "shards/000002.tar") as archive:
+        assert archive.getnames() == ["dog/1.seg.png", "dog/1.cls"]
+    assert (tmp_path / "shards/000002.tar.index.npz").exists()
+    samples = hr.TarDataset.index(tmp_path / "shards", fields=["cls"])
+    assert [samples[index]["cls"] for index in range(3)] == [b"0", b"0", b"1"]
+    record = json.loads((tmp_path / "shards/_pack.json").read_text())
+    assert [shard["samples"] for shard in record["shards"]] == [1, 1, 1]
+
+
+def test_fields_are_encoded(tmp_path):
+    sample = {"npy": np.arange(3), "json": {"a": 1}, "cls": 4, "score": 0.5, "id": torch.tensor(7), "jpg": b"\xff"}
+    hr.pack(dataset(sample), tmp_path)
+    (found,) = hr.TarDataset(tmp_path)
+    assert found["__key__"] == "000000000"
+    assert {name: found[name] for name in ("json", "cls", "score", "id", "jpg")} == {
+        "json": b'{"a": 1}', "cls": b"4", "score": b"0.5", "id": b"7", "jpg": b"\xff",
+    }  # fmt: skip
+    assert found["npy"].startswith(b"\x93NUMPY")
+
+
+def test_rows_become_parquet(tmp_path):
+    rows = [{"n": index, "text": "x" * index} for index in range(300)]
+    packed = hr.pack(dataset(*rows), tmp_path, format="parquet", shard_size="20KB")
+    assert packed.shards > 1
+    assert list(hr.ParquetDataset(tmp_path)) == rows
+
+
+@pytest.mark.parametrize("make", [list, lambda tokens: np.array(tokens, np.uint16)])
+def test_documents_become_token_files(tmp_path, make):
+    documents = [list(range(index)) for index in range(50)]
+    packed = hr.pack(dataset(*map(make, documents)), tmp_path, format="tokens", shard_size=1000)
+    assert packed.shards > 1
+    tokens = b"".join(path.read_bytes() for path in sorted(tmp_path.glob("*.bin")))
+    dtype = np.int32 if make is list else np.uint16
+    assert np.frombuffer(tokens, dtype).tolist() == [token for document in documents for token in document]
+
+
+def test_transform_runs_in_workers_and_skipped_samples_are_left_out(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in "abc":
+        (source / f"{name}.txt").write_text(name)
+
+    def transform(sample):
+        if sample.key == "b.txt":
+            raise ValueError("no b")
+        return upper(sample)
+
+    options = {"num_workers": 1, "executor": "thread", "transform": transform, "on_error": "skip"}
+    packed = hr.pack(hr.ObjectDataset(source), tmp_path / "shards", **options)
+    assert packed.samples == 2
+    assert [sample["txt"] for sample in hr.TarDataset(tmp_path / "shards")] == [b"A", b"C"]
+
+
+def test_dry_run_estimates_and_writes_nothing(tmp_path):
+    packed = hr.pack(dataset(*[{"txt": b"x"}] * 1000), tmp_path / "shards", shard_size=100_000, dry_run=True)
+    assert packed.samples == 1000
+    assert packed.nbytes == pytest.approx(1024 * 1000, rel=0.05)
+    assert packed.shards == 11
+    assert not (tmp_path / "shards").exists()
+
+
+@pytest.mark.parametrize(
+    ("format", "samples", "problem"),
+    [
+        ("tar", [{"txt": b""}, {"txt": object()}], "sample 1 .*field 'txt' is a object"),
+        ("tar", [{"__key__": "a.b", "txt": b""}], "sample 0 .*'a.b'"),
+        ("tar", [{"__key__": "a", "txt": b""}] * 2, "sample 1 .*'a' is that of the sample before"),
+        ("parquet", [{"a": 1}] * 64 + [{"a": 1, "b": 2}], r"sample 64 .*columns \['a', 'b'\]"),
+        ("parquet", [{"a": 1}, {"a": 1, "b": 2}] * 32, r"not every sample has the columns \['b'\]"),
+        ("tokens", [[1], [2**40]], "sample 1 .*do not fit int32"),
+        ("tokens", [[1], [[2]]], "sample 1 .*not a sequence of integers"),
+        ("tokens", [[0.5]], "sample 0 .*not a sequence of integers"),
+    ],
+)
+def test_samples_that_do_not_fit_are_named(format, samples, problem, tmp_path):
+    with pytest.raises(TypeError, match=problem):
+        hr.pack(dataset(*samples), tmp_path, format=format)
+
+
+def test_directory_with_other_content_is_refused(tmp_path):
+    data = dataset({"txt": b"a"})
+    (tmp_path / "precious.tar").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"is not empty: it has precious\.tar"):
+        hr.pack(data, tmp_path)
+    hr.pack(data, tmp_path / "shards")
+    assert hr.pack(data, tmp_path / "shards").samples == 1  # again: there is nothing to do
+    with pytest.raises(ValueError, match="continue with the same, or delete its shards"):
+        hr.pack(data, tmp_path / "shards", format="parquet")
+    with pytest.raises(hr.StateError, match=re.escape("len(dataset) was 1, and is 2")):
+        hr.pack(dataset({"txt": b"a"}, {"txt": b"b"}), tmp_path / "shards")
+    with pytest.raises(ValueError, match="shard_size='many'"):
+        hr.pack(data, tmp_path / "other", shard_size="many")
+
+
+def test_command(tmp_path, capsys):
+    source, shards = tmp_path / "source", tmp_path / "shards"
+    source.mkdir()
+    (source / "a.txt").write_text("a")
+    command = ["pack", str(source), str(shards), "--transform", "tests.unit.test_packing:upper"]
+    assert main([*command, "--dry-run"]) == 0
+    assert capsys.readouterr().out == "would be about 1 shards, 1 samples, 10,240 bytes\n"
+    assert main(command) == 0
+    assert next(iter(hr.TarDataset(shards)))["txt"] == b"A"
+    assert main(["pack", str(shards / "000000.tar"), str(tmp_path / "rows"), "--format", "parquet"]) == 0
+    assert next(iter(hr.ParquetDataset(tmp_path / "rows")))["txt"] == b"A"
+    assert main(["pack", str(source), str(tmp_path / "x"), "--transform", "nothing:here"]) == 2
+    assert "write module:function" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -16,14 +17,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Unpack, get_args
 
 import numpy as np
 
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.tar_index import SUFFIX, IndexDecoder, IndexRow, TarIndex
+from headrace._core.shards.tar_index import SUFFIX, IndexDecoder, TarIndex
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
@@ -120,7 +120,7 @@ def _bytes(size: int | str) -> int:
 
 
 def _estimate(loader: DataLoader[Any], folder: Path, format: Format, size: int) -> Packed:
-    samples = [sample for batch in islice(loader, 256 // BATCH) for sample in batch]
+    samples = [sample for batch in itertools.islice(loader, 256 // BATCH) for sample in batch]
     with _WRITERS[format](folder / "0") as writer:
         for number, sample in enumerate(samples):
             writer.add(sample, number)
@@ -142,6 +142,7 @@ class _Packing:
         self._format: Format = format
         self._size = size
         self._record = self._begun({"format": format, "shard_size": size})
+        self._taken: int | None = None  # samples of the last batch
         self._uploads: deque[tuple[Future[dict[str, Any]], dict[str, Any], int | None]] = deque()
 
     def _begun(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -180,38 +181,38 @@ class _Packing:
 
     def _shards(self) -> Iterator[tuple[Path, _ShardWriter, dict[str, Any], int | None]]:
         """Complete shards, each with a state of the loader and the number of samples to skip after it: None for all."""
-        shards, skip = self._record["shards"], self._record["skip"]
-        number, count = sum(shard["samples"] for shard in shards), len(shards)
-        with contextlib.ExitStack() as stack:  # closes what an error leaves open
-            writer: _ShardWriter | None = None
-            for batch in progress(self._loader, name="pack"):
-                for place, sample in enumerate(batch[skip:], skip):
-                    if writer is None:
-                        path = self._folder / f"{count:06d}"
-                        writer = stack.enter_context(_WRITERS[self._format](path))
+        shards = self._record["shards"]
+        number, samples = sum(shard["samples"] for shard in shards), self._samples()
+        for count, first in zip(itertools.count(len(shards)), samples):
+            path = self._folder / f"{count:06d}"
+            with _WRITERS[self._format](path) as writer:
+                for sample in itertools.chain([first], samples):
                     writer.add(sample, number)
                     number += 1
                     if writer.nbytes >= self._size:
-                        writer.close()
-                        yield path, writer, self._loader.state_dict(lag=1), place + 1
-                        writer, count = None, count + 1
-                skip = 0
-            if writer is not None:
+                        break
                 writer.close()
-                yield path, writer, self._loader.state_dict(), None
+            skip = self._taken  # None after the last batch
+            yield path, writer, self._loader.state_dict(lag=int(skip is not None)), skip
+
+    def _samples(self) -> Iterator[Any]:
+        skip = self._record["skip"]
+        for batch in progress(self._loader, name="pack"):
+            for self._taken, sample in enumerate(batch[skip:], skip + 1):
+                yield sample
+            skip = 0
+        self._taken = None
 
     def _upload(self, path: Path, writer: _ShardWriter) -> dict[str, Any]:
         """Upload a shard and what belongs beside it; on a thread of its own."""
         loop, digest = background_loop(), hashlib.sha256()
-        with open(path, "rb") as file:
-            while piece := file.read(PIECE):
-                digest.update(piece)
+        for piece in _pieces(path):
+            digest.update(piece)
         key = path.name + writer.suffix
-        beside = writer.beside()
-        if beside is not None and writer.suffix == ".bin":  # whose size it tells
-            loop.run(self._store.put(path.name + ".idx", beside))
+        if isinstance(writer, _TokenWriter):  # first, as the shard cannot be read without it
+            loop.run(self._store.put(path.name + ".idx", writer.index()))
         loop.run(self._store.put(key, path))
-        if writer.suffix == ".tar":
+        if isinstance(writer, _TarWriter):
             loop.run(self._store.put(key + SUFFIX, self._tar_index(path, key)))
         size = path.stat().st_size
         os.unlink(path)
@@ -220,10 +221,7 @@ class _Packing:
     def _tar_index(self, path: Path, key: str) -> bytes:
         shard = Shard(self._store, key, background_loop().run(self._store.head(key)))
         decoder = IndexDecoder(shard.name, uniform=False)
-        rows: list[IndexRow] = []
-        with open(path, "rb") as file:
-            while piece := file.read(PIECE):
-                rows += decoder.feed(piece)
+        rows = [row for piece in _pieces(path) for row in decoder.feed(piece)]
         return TarIndex.of(shard, [*rows, *decoder.finish()]).dump()
 
     def _commit(self, most: int) -> None:
@@ -237,6 +235,11 @@ class _Packing:
     def _write(self, complete: bool = False) -> None:
         self._record["complete"] = complete
         background_loop().run(self._store.put(RECORD, json.dumps(self._record, indent=1).encode()))
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from iter(lambda: file.read(PIECE), b"")
 
 
 class _ShardWriter(ABC):
@@ -266,10 +269,6 @@ class _ShardWriter(ABC):
 
     def close(self) -> None:
         self._file.close()
-
-    def beside(self) -> bytes | None:
-        """The content of a file that belongs to the shard."""
-        return None
 
     def __enter__(self) -> _ShardWriter:
         return self
@@ -402,7 +401,7 @@ class _TokenWriter(_ShardWriter):
         self.nbytes += self._file.write(tokens.astype(self._dtype).tobytes())
         self._lengths.append(len(tokens))
 
-    def beside(self) -> bytes | None:
+    def index(self) -> bytes:
         """The index of Megatron-LM's indexed datasets, version 1."""
         assert self._dtype is not None
         lengths = np.array(self._lengths, dtype="<i4")

@@ -20,7 +20,7 @@ from moto.server import ThreadedMotoServer
 
 from tests.documents import programs_with_output, python_blocks
 from tests.hub_server import serve_hub
-from tests.unit.datasets.formats import video_file
+from tests.unit.datasets.formats import FIXTURES, video_file
 
 TRAINING = python_blocks("README.md")[0]
 RECIPES = [each for each in programs_with_output("docs/recipes.md") if "from datasets" not in each[0]]
@@ -44,6 +44,8 @@ def write_data(folder):
         "videos",
     ):
         (folder / name).mkdir(parents=True)
+    shutil.copytree(FIXTURES / "mds/zstd", folder / "mds")
+    shutil.copytree(FIXTURES / "litdata/tokens", folder / "chunks")
     importlib.import_module("05_image_folder").draw_shapes(folder, 1200)
     importlib.import_module("09_padded_audio").record(folder / "clips", 16)
     for name, frames in (("a", 150), ("b", 130)):

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from headrace.datasets.hub import hub as hub
     from headrace.datasets.lance import LanceDataset as LanceDataset
     from headrace.datasets.lines import LinesDataset as LinesDataset
+    from headrace.datasets.litdata import LitDataset as LitDataset
+    from headrace.datasets.mds import MDSDataset as MDSDataset
     from headrace.datasets.objects import ObjectDataset as ObjectDataset
     from headrace.datasets.parquet import ParquetDataset as ParquetDataset
     from headrace.datasets.tar import TarDataset as TarDataset
@@ -97,6 +99,8 @@ _NAMES = {
     "headrace.datasets.hub": ("hub",),
     "headrace.datasets.lance": ("LanceDataset",),
     "headrace.datasets.lines": ("LinesDataset",),
+    "headrace.datasets.litdata": ("LitDataset",),
+    "headrace.datasets.mds": ("MDSDataset",),
     "headrace.datasets.objects": ("ObjectDataset",),
     "headrace.datasets.parquet": ("ParquetDataset",),
     "headrace.datasets.tar": ("TarDataset",),

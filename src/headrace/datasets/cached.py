@@ -283,11 +283,19 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
             ValueError: an option is invalid, or a shard is there twice.
         """
         name = type(self).__name__
-        if not capabilities(self).ranges:
+        if type(self).aget is not RangedShards.aget:
             raise TypeError(f"{name} defines aget, which a stream does not call; define sample_of instead")
         check_keywords(f"{name}.stream", options, [*StreamOptions.__annotations__.keys() - {"counts", "store"}])
         options["counts"] = self.counts
         return RangedStream(self, self._shards, **options)
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The number of the shard of a sample, and its row there; raises `IndexError` if there is none."""
+        length = len(self)
+        if not -length <= index < length:
+            raise IndexError(f"index {index} is out of range for {self!r}")
+        number = int(np.searchsorted(self._ends, index % length, side="right"))
+        return number, index % length - (int(self._ends[number - 1]) if number else 0)
 
     def range(self, index: int) -> tuple[int, int, int]:
         """Shard, start and stop of the bytes of the sample at `index`; raises `IndexError` if there is none."""

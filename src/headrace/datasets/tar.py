@@ -208,7 +208,7 @@ class IndexedTarDataset(RangedShards[dict[str, Any]]):
         Raises:
             ShardError: the checksum of a field is wrong.
         """
-        number, row = self._locate(index)
+        number, row = self.locate(index)
         tar = self._indices[number]
         begin = int(self._starts[int(self._ends[number]) - len(tar.keys) + row])
         sample: dict[str, Any] = {"__key__": tar.keys[row], "__url__": tar.shard.name}
@@ -225,17 +225,9 @@ class IndexedTarDataset(RangedShards[dict[str, Any]]):
 
     def sample_key(self, index: int) -> str:
         """The shard and the key of the sample at `index`."""
-        number, row = self._locate(index)
+        number, row = self.locate(index)
         tar = self._indices[number]
         return f"{tar.shard.key}/{tar.keys[row]}"
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        length = len(self)
-        if not -length <= index < length:
-            raise IndexError(f"index {index} is out of range for {self!r}")
-        index %= length
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        return number, index - int(self._ends[number]) + len(self._indices[number].keys)
 
     def _columns_of(self, index: TarIndex) -> tuple[int, ...]:
         if self._fields is None:

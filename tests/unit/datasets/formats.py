@@ -24,6 +24,8 @@ import torch
 import zarr
 
 import headrace as hr
+from tests.fixtures.litdata import make as litdata
+from tests.fixtures.mds import make as mds
 from tests.unit.shards.resuming import in_memory
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -60,10 +62,10 @@ def files_in(folder: str) -> dict[str, bytes]:
 
 def plain(sample: Any) -> Any:
     """A sample as values that compare by content: of tensors and arrays type, shape and values; without its URL."""
-    if isinstance(sample, torch.Tensor | np.ndarray):
+    if isinstance(sample, torch.Tensor | np.ndarray | np.generic):
         return type(sample).__name__, str(sample.dtype), tuple(sample.shape), repr(sample.tolist())
     if isinstance(sample, dict):
-        return {key: plain(value) for key, value in sample.items() if key != "__url__"}
+        return {key: plain(sample[key]) for key in sorted(sample) if key != "__url__"}
     if isinstance(sample, tuple | list):
         return [*map(plain, sample)]
     return bytes(sample) if isinstance(sample, memoryview | bytearray) else sample
@@ -226,7 +228,30 @@ def _tfrecord() -> Format:
     return Format(files, None, [*map(sample, range(34))], stream, checked=True)
 
 
+def _mds(compression: str) -> Format:
+    return Format(files_in(f"mds/{compression}"), hr.MDSDataset, [*mds.samples(18)])
+
+
+def _litdata(compression: str) -> Format:
+    return Format(files_in(f"litdata/{compression}"), hr.LitDataset, [*map(litdata.sample, range(18))])
+
+
+def _litdata_tokens() -> Format:
+    files = files_in("litdata/tokens")
+    chunks, samples, number = json.loads(files["index.json"])["chunks"], [], 1
+    for chunk in chunks:
+        tokens = np.concatenate([litdata.tokens(number + n) for n in range(chunk["chunk_size"])]).astype(np.int64)
+        number += chunk["chunk_size"]
+        samples += torch.from_numpy(tokens[: len(tokens) // 33 * 33]).split(33)
+    return Format(files, lambda store: hr.LitDataset(store, seq_len=33), samples)
+
+
 FORMATS = {
+    "litdata": _litdata("raw"),
+    "litdata frames": _litdata("frames"),
+    "litdata tokens": _litdata_tokens(),
+    "mds": _mds("raw"),
+    "mds zstd": _mds("zstd"),
     "tfrecord": _tfrecord(),
     "npy rows": _arrays(),
     "zarr, sharded": _zarr(chunks=(2, 2, 3), shards=(12, 2, 3)),

@@ -15,12 +15,14 @@ from headrace._core.shards.discovery import Shard
 from headrace._core.shards.division import Part, PartPosition
 from headrace._core.shards.reading import BadRecord, Block, BlockReader, PartReader
 from headrace._core.shards.stream import ShardedStream, StreamOptions
-from headrace._core.store.ranges import read_ranges
+from headrace._core.store.ranges import map_all, read_ranges
+from headrace._core.streams.kinds import capabilities
 from headrace._core.streams.map_style import RangedDataset
 
 T_co = TypeVar("T_co", covariant=True)
 
 _MOST_SAMPLES = 4096  # of a block
+_MOST_OF_WHOLE = 32  # the same, of a shard that is read as a whole
 _SAMPLES_AT_ONCE = 128  # made on the event loop before other tasks get a turn
 
 
@@ -55,7 +57,8 @@ class _RangedReader(BlockReader):
     async def _next_block(self) -> Block:
         samples: deque[Any] = deque()
         try:
-            indices = self.rest[:_MOST_SAMPLES]
+            joined = capabilities(self._dataset).ranges  # else shards are read as a whole
+            indices = self.rest[: _MOST_SAMPLES if joined else _MOST_OF_WHOLE]
             ranges = self._dataset.ranges(indices)
             ranges.check(len(indices))
             sizes, most = (
@@ -65,7 +68,11 @@ class _RangedReader(BlockReader):
             indices = indices[: max(1, int(np.searchsorted(sizes, most, side="right")))]
             self.rest = self.rest[len(indices) :]
             ranges = ranges.at(np.arange(len(indices)))
-            views = await read_ranges(ranges, self._dataset.read_range, largest=self._ahead.chunk_bytes)
+            if joined:
+                views = await read_ranges(ranges, self._dataset.read_range, largest=self._ahead.chunk_bytes)
+            else:
+                views = await map_all(self._dataset.read_bytes, indices)
+            self._views = views  # of the latest block: an unpacked shard is kept while it is in use
             for number, (index, view) in enumerate(zip(indices, views, strict=True), 1):
                 samples.append(await self._sample(index, view))
                 if not number % _SAMPLES_AT_ONCE:

@@ -1,0 +1,100 @@
+"""Compressed shards that are read as a whole: each is fetched and unpacked once for all samples that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace._core.eventloop.per_loop import end_all
+from headrace.errors import MissingExtraError, ShardError
+
+UNPACKED_BYTES = 256 << 20
+FORMATS = ("br", "bz2", "gz", "snappy", "zstd")
+
+
+def unpacker(format: str) -> Callable[[Any, Any], int]:
+    """The function that unpacks bytes into an array, and returns their number.
+
+    Raises:
+        MissingExtraError: its package is not installed.
+    """
+    try:
+        import cramjam
+    except ImportError:
+        raise MissingExtraError(what=f"reading {format}", package="cramjam", extra="compression") from None
+    modules = {"br": cramjam.brotli, "bz2": cramjam.bzip2, "gz": cramjam.gzip, "zstd": cramjam.zstd}
+    return cramjam.snappy.decompress_raw_into if format == "snappy" else modules[format].decompress_into
+
+
+def unpack(data: memoryview, format: str, size: int, shard: str) -> NDArray[np.uint8]:
+    """Unpack bytes of which an index says that they are `size` bytes unpacked; raises `ShardError` if they are not."""
+    try:
+        output = np.empty(size, np.uint8)
+        found = unpacker(format)(data, output)
+    except (Exception, MemoryError) as error:
+        what = f"not {format} of {size:,} bytes unpacked, as its index says: {error}"
+        raise ShardError(what, shard=shard) from None
+    if found != size:
+        raise ShardError(f"{found:,} bytes unpacked, and {size:,} in its index", shard=shard)
+    return output
+
+
+class UnpackedShards:
+    """Unpacked bytes by a key: the latest, up to `limit` bytes, and those of which views are in use.
+
+    A pickled copy is empty.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._in_use: weakref.WeakValueDictionary[Hashable, NDArray[np.uint8]] = weakref.WeakValueDictionary()
+        self._latest: OrderedDict[Hashable, NDArray[np.uint8]] = OrderedDict()
+        self._latest_bytes = 0
+        self._lock = threading.Lock()  # of all of these, which event loops share
+        self._tasks: dict[Hashable, asyncio.Task[NDArray[np.uint8]]] = {}  # by loop and key
+        self._waiting: Counter[Hashable] = Counter()
+        self._corrupt: dict[Hashable, ShardError] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return UnpackedShards, (self._limit,)
+
+    async def get(self, key: Hashable, load: Callable[[], Coroutine[Any, Any, NDArray[np.uint8]]]) -> memoryview:
+        """A view of what `load` gives, which runs once for all that wait. What was corrupt is not loaded again."""
+        if (data := self._in_use.get(key)) is not None:
+            return self._keep(key, data)
+        if key in self._corrupt:
+            raise copy.deepcopy(self._corrupt[key])  # of each sample its own, which gets notes of it
+        loop = asyncio.get_running_loop()
+        task = self._tasks.get((loop, key)) or self._tasks.setdefault((loop, key), loop.create_task(load()))
+        self._waiting[loop, key] += 1
+        try:
+            await asyncio.wait((task,))
+            return self._keep(key, task.result())
+        except ShardError as error:
+            self._corrupt[key] = error
+            raise copy.deepcopy(error) from None
+        except Exception as error:
+            raise copy.deepcopy(error) from None
+        finally:
+            self._waiting[loop, key] -= 1
+            if not self._waiting[loop, key]:
+                del self._tasks[loop, key], self._waiting[loop, key]
+                await end_all((task,))
+
+    def _keep(self, key: Hashable, data: NDArray[np.uint8]) -> memoryview:
+        with self._lock:
+            self._in_use[key] = data
+            self._latest_bytes += data.nbytes if key not in self._latest else 0
+            self._latest[key] = data
+            self._latest.move_to_end(key)
+            while self._latest_bytes > self._limit and len(self._latest) > 1:
+                self._latest_bytes -= self._latest.popitem(last=False)[1].nbytes
+        return data.data.toreadonly()

@@ -1,0 +1,195 @@
+"""Datasets of chunks that LitData's `optimize` has written."""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace._core.shards.discovery import Shard
+from headrace._core.shards.unpacked import UNPACKED_BYTES, unpack
+from headrace._core.store.store import StoreLike
+from headrace.datasets import offset_tables as tables
+from headrace.errors import ShardError
+
+__all__ = ["LitDataset"]
+
+# By the numbers that LitData gives them, some of them twice.
+_NUMPY_TYPES = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "b1")
+_TORCH_TYPES = ["float32", "float32", "float64", "float64", "complex64", "complex64", "complex128", "complex128"]
+_TORCH_TYPES += [
+    "float16",
+    "float16",
+    "bfloat16",
+    "uint8",
+    "int8",
+    "int16",
+    "int16",
+    "int32",
+    "int32",
+    "int64",
+    "int64",
+]
+_TORCH_TYPES += ["bool", "uint16"]
+_MEDIA = ("bytes", "file", "jpeg", "image", "tifffile", "video", "audio", "pdf", "nifti", "mesh")
+_FRAMES = struct.Struct("<8sHHIII")  # magic, version, flags; the numbers of samples, of those in a frame, of frames
+_FRAME = np.dtype([("first", "<u4"), ("rows", "<u4"), ("start", "<u8"), ("stored", "<u4"), ("size", "<u4")])
+
+
+class LitDataset(tables.OffsetTableDataset[Any]):
+    """The samples of a folder of LitData's chunks, map-style, as the function of `optimize` returned them.
+
+    Media (``jpeg``, ``image``, ``video``, …) are bytes, for `map`; raw PIL images are arrays. Nothing is unpickled.
+    Chunks are read by ranges, compressed ones as a whole, as by `headrace.MDSDataset`. Refused are encrypted chunks,
+    those compressed sample by sample, and rows that LitData keeps as Arrow tables, which may be those of text alone.
+
+    The constructor requests the index and the beginning of each chunk; in an async program call it in a thread.
+
+    Args:
+        url: the folder with the index.json.
+        seq_len: for chunks of LitData's `TokensLoader`: tokens of a sample, which is an int64 tensor. Samples do not
+            cross chunks.
+        unpacked_bytes: bytes of unpacked chunks that each process keeps.
+
+    Raises:
+        MissingExtraError: ``headrace[compression]`` is needed, and not installed.
+        ShardError: the index, or a chunk, is corrupt, they are not of each other, or they are refused.
+        StoreError: a request failed.
+        ValueError: `seq_len` is missing, or is for chunks that are not of tokens.
+    """
+
+    def __init__(self, url: StoreLike, *, seq_len: int | None = None, unpacked_bytes: int = UNPACKED_BYTES) -> None:
+        store, (files, self._config) = tables.read_index(url, "", _parse)
+        self._dims: dict[str, int] = self._config["dims"]
+        if bool(self._dims) is (seq_len is None) or (seq_len is not None and operator.index(seq_len) < 1):
+            raise ValueError(f"seq_len={seq_len}: chunks of tokens need one, and others have none")
+        self._seq_len = seq_len or 0
+        self._width = _decoder(self._config["data_format"][0])(memoryview(b"")).itemsize if seq_len else 0  # of a token
+        counts = [self._dims[file.key] // self._seq_len for file in files] if seq_len else ()
+        super().__init__(store, files, unpacked_bytes, counts)
+
+    def decode(self, number: int, data: memoryview) -> Any:
+        """Make a sample of its bytes."""
+        formats = self._config["data_format"]
+        if self._seq_len:
+            return torch.as_tensor(_decoder(formats[0])(data)).to(torch.int64)
+        fields = [(f"leaf {leaf}, {format}", _decoder(format), None) for leaf, format in enumerate(formats)]
+        return _assemble(self._config["data_spec"], iter(tables.decode_fields(data, fields)))
+
+    def _table(self, file: tables.TableFile, data: memoryview, shard: Shard) -> NDArray[np.int64]:
+        offsets = super()._table(file, data, shard)
+        if not self._seq_len:
+            return offsets
+        tokens, size = self._dims[file.key], int(offsets[-1] - offsets[0])
+        if tokens * self._width != size:
+            raise ShardError(f"{size:,} bytes are not the {tokens:,} tokens of its index", shard=shard.name)
+        return np.arange(tokens // self._seq_len + 1, dtype=np.int64) * (self._seq_len * self._width) + offsets[:1]
+
+    def _row(self, number: int, row: int, data: memoryview) -> tuple[int, int]:
+        begin, end = super()._row(number, 0 if self._seq_len else row, data)
+        step = self._seq_len * self._width
+        return (begin + row * step, begin + (row + 1) * step) if step else (begin, end)
+
+    def _unpack(self, file: tables.TableFile, shard: Shard, data: memoryview) -> NDArray[np.uint8]:
+        """Unpack a chunk; one of several frames as if it had been compressed as a whole."""
+        if not self._config["framed"]:
+            return super()._unpack(file, shard, data)
+        try:
+            magic, version, _, rows, _, count = _FRAMES.unpack_from(data)
+            if (magic, version, rows) != (b"LDFZ01\0\0", 1, file.rows):
+                raise ValueError(f"{magic!r} in version {version} of {rows:,} samples, and {file.rows:,} in its index")
+            offsets = np.frombuffer(data, "<u4", rows + 1, _FRAMES.size) + np.uint32(4 * rows + 8)
+            frames = np.frombuffer(data, _FRAME, count, _FRAMES.size + 4 * rows + 4)[
+                ["start", "stored", "size"]
+            ].tolist()
+        except (ValueError, struct.error) as error:
+            raise ShardError(f"no chunk of compressed frames: {error}", shard=shard.name) from None
+        found = [unpack(data[start : start + stored], "zstd", size, shard.name) for start, stored, size in frames]
+        whole = np.concatenate([np.array([rows, *offsets], "<u4").view(np.uint8), *found])
+        self._table(replace(file, size=len(whole)), whole.data, shard)
+        return whole
+
+
+def _parse(index: Any, folder: str) -> tuple[list[tables.TableFile], dict[str, Any]]:
+    config, files = index["config"], list[tables.TableFile]()
+    loader, level = config.get("item_loader") or "PyTreeLoader", config.get("compression_level") or "chunk"
+    packing = config["compression"].partition(":")[0] if config["compression"] else None
+    if config.get("encryption") or loader not in ("PyTreeLoader", "TokensLoader") or level not in ("chunk", "batch"):
+        raise ValueError(f"chunks of {loader} with compression_level={level!r}, encrypted or not, are not read")
+    config["framed"] = packing is not None and level == "batch"
+    for chunk in index["chunks"]:
+        name, rows, size = chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"]
+        files.append(tables.checked(folder, name, rows, size, packing, stored=size if config["framed"] else None))
+    config["dims"] = {}
+    if loader == "TokensLoader":
+        config["dims"] = {
+            file.key: operator.index(chunk["dim"]) for file, chunk in zip(files, index["chunks"], strict=True)
+        }
+        (leaf,) = config["data_format"]
+        if not leaf.startswith("no_header_") or min(config["dims"].values()) < 0:
+            raise ValueError(f"chunks of {leaf!r} are not of tokens")
+    else:
+        config["data_spec"], leaves = json.loads(config["data_spec"])[1], iter(config["data_format"])
+        _assemble(config["data_spec"], leaves)
+        if (more := next(leaves, None)) is not None:
+            raise ValueError(f"leaf {more!r} has no place in a sample")
+    for leaf in config["data_format"]:
+        _decoder(leaf)
+    return files, config
+
+
+def _assemble(spec: Any, leaves: Iterator[Any]) -> Any:
+    """Nested dicts, lists and tuples of leaves, as the index describes them."""
+    if spec["type"] is None:
+        return next(leaves)
+    parts = [_assemble(child, leaves) for child in spec["children_spec"]]
+    if spec["type"] == "builtins.dict":
+        return dict(zip(json.loads(spec["context"]), parts, strict=True))
+    return {"builtins.list": list, "builtins.tuple": tuple}[spec["type"]](parts)
+
+
+@functools.lru_cache
+def _decoder(format: str) -> Callable[[memoryview], Any]:
+    kind, _, number = format.partition(":")
+    if kind == "pickle":
+        raise ValueError(f"leaf {format!r} is pickled, which can run any code: write it in another type")
+    if kind in ("no_header_tensor", "no_header_numpy"):
+        return functools.partial(_values, kind, int(number), None)
+    return bytes if kind in _MEDIA else _DECODERS[kind]
+
+
+def _values(kind: str, number: int, shape: tuple[int, ...] | None, data: memoryview) -> Any:
+    copied = bytearray(data)
+    if kind.endswith("numpy"):
+        found: Any = np.frombuffer(copied, f"<{_NUMPY_TYPES[number]}")
+    else:
+        dtype = getattr(torch, _TORCH_TYPES[number])
+        found = torch.frombuffer(copied, dtype=dtype) if copied else torch.empty(0, dtype=dtype)
+    return found if shape is None else found.reshape(shape)
+
+
+def _with_header(kind: str, data: memoryview) -> Any:
+    order = "<" if kind == "numpy" else ">"
+    number, rank = struct.unpack_from(f"{order}II", data)
+    return _values(kind, number, struct.unpack_from(f"{order}{rank}I", data, 8), data[8 + 4 * rank :])
+
+
+_DECODERS: dict[str, Callable[[memoryview], Any]] = {
+    "str": lambda data: bytes(data).decode(),
+    "text": lambda data: bytes(data).decode(),
+    "int": lambda data: struct.unpack("<q", data)[0],
+    "float": lambda data: struct.unpack("<d", data)[0],
+    "bool": lambda data: {b"\0": False, b"\1": True}[bytes(data)],
+    "pil": tables.raw_image,
+    "jpeg_array": tables.several,
+    "tensor": functools.partial(_with_header, "tensor"),
+    "numpy": functools.partial(_with_header, "numpy"),
+}

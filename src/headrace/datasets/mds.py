@@ -1,0 +1,137 @@
+"""Datasets in Mosaic's streaming format (MDS)."""
+
+from __future__ import annotations
+
+import decimal
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace._core.shards.unpacked import UNPACKED_BYTES
+from headrace._core.store.store import StoreLike
+from headrace.datasets.offset_tables import (
+    OffsetTableDataset,
+    TableFile,
+    checked,
+    decode_fields,
+    raw_image,
+    read_index,
+    several,
+)
+
+__all__ = ["MDSDataset"]
+
+Columns = tuple[tuple[str, str, int | None], ...]  # their names, encodings, and sizes if these are fixed
+
+_TYPES = {f"{name}{8 * size}": f"{name[0]}{size}" for name in ("uint", "int", "float") for size in (1, 2, 4, 8)}
+del _TYPES["float8"]
+_CODES = {8 * int(code[1]) + "uif".index(code[0]): code for code in _TYPES.values()}
+_DECODERS: dict[str, Callable[[memoryview], Any]] = {
+    "bytes": bytes,
+    "str": lambda data: bytes(data).decode(),
+    "int": lambda data: int(_scalar("int64", data)),
+    "str_int": lambda data: int(bytes(data)),
+    "str_float": lambda data: float(bytes(data)),
+    "str_decimal": lambda data: decimal.Decimal(bytes(data).decode()),
+    "json": lambda data: json.loads(bytes(data)),
+    "jpeg": bytes,
+    "png": bytes,
+    "pil": raw_image,
+    "jpeg_array": several,
+    "jpegarray": several,
+    "list[jpeg]": lambda data: several(data[4:]),
+    "list[png]": lambda data: several(data[4:]),
+    "list[pil]": lambda data: several(data[4:], raw_image),
+}
+
+
+class MDSDataset(OffsetTableDataset[dict[str, Any]]):
+    """The samples of a folder that Mosaic's `MDSWriter` has written, map-style: a dict of the columns of each.
+
+    Columns are decoded as Mosaic does, arrays and scalars in NumPy's types, but for images: ``jpeg`` and ``png`` stay
+    bytes, for `headrace.decode.fields`, and ``pil`` is an array. Nothing is unpickled. Uncompressed shards are read by
+    ranges. A compressed one is fetched and unpacked as a whole, once for all samples that wait for it: read those in
+    an order of whole shards, ``.stream(shuffle=True, buffer_size=...)`` or a `headrace.BlockShuffleSampler` with
+    blocks of a shard. One that is random over all shards unpacks a shard for almost each sample.
+
+    The constructor requests the index and the beginning of each shard; in an async program call it in a thread.
+
+    Args:
+        url: the folder with the index.json; the index of several folders, merged by Mosaic, is read too.
+        split: a folder in it.
+        unpacked_bytes: bytes of unpacked shards that each process keeps.
+        check: algorithm of hashes in the index, as ``"sha1"``, that are compared; all shards are then read as a whole.
+
+    Raises:
+        MissingExtraError: ``headrace[compression]`` is needed, and not installed.
+        ShardError: the index, or a shard, is corrupt, or they are not of each other.
+        StoreError: a request failed.
+        ValueError: a column is pickled, or the index has no such hashes.
+    """
+
+    def __init__(
+        self, url: StoreLike, *, split: str = "", unpacked_bytes: int = UNPACKED_BYTES, check: str | None = None
+    ) -> None:
+        store, parsed = read_index(url, split, functools.partial(_parse, check=check))
+        self._columns = [columns for _, columns in parsed]
+        super().__init__(store, [file for file, _ in parsed], unpacked_bytes)
+
+    def decode(self, number: int, data: memoryview) -> dict[str, Any]:
+        """Make a sample of its bytes."""
+        columns = self._columns[number]
+        values = decode_fields(data, [(name, _decoder(encoding), size) for name, encoding, size in columns])
+        return dict(zip([name for name, _, _ in columns], values, strict=True))
+
+
+def _parse(index: Any, folder: str, check: str | None) -> list[tuple[TableFile, Columns]]:
+    return [_parse_shard(shard, folder, check) for shard in index["shards"]]
+
+
+def _parse_shard(shard: Any, folder: str, check: str | None) -> tuple[TableFile, Columns]:
+    if (shard["format"], shard["version"]) != ("mds", 2):
+        raise ValueError(f"format {shard['format']!r} in version {shard['version']!r}; 'mds' in version 2 is read")
+    raw, packed = shard["raw_data"], shard.get("zip_data")
+    format = shard["compression"].partition(":")[0] if packed else None
+    name, stored = (packed["basename"], packed["bytes"]) if packed else (raw["basename"], None)
+    digest = (check, raw["hashes"][check]) if check else None
+    file = checked(folder, name, shard["samples"], raw["bytes"], format, stored=stored, digest=digest)
+    columns = tuple(zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True))
+    for name, encoding, size in columns:
+        if encoding == "pkl":
+            raise ValueError(f"column {name!r} is pickled, which can run any code: write it in another encoding")
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"column {name!r} has size {size!r}")
+        _decoder(encoding)
+    return file, columns
+
+
+@functools.lru_cache
+def _decoder(encoding: str) -> Callable[[memoryview], Any]:
+    kind, _, options = encoding.partition(":")
+    if kind == "ndarray":
+        type, _, shape = options.partition(":")
+        return functools.partial(_array, type, tuple(map(int, shape.split(","))) if shape else None)
+    if kind in _TYPES:
+        return functools.partial(_scalar, kind)
+    if kind not in _DECODERS:
+        raise ValueError(f"encoding {encoding!r} is unknown")
+    return _DECODERS[kind]
+
+
+def _scalar(type: str, data: memoryview) -> Any:
+    (value,) = np.frombuffer(data, f"<{_TYPES[type]}")
+    return value
+
+
+def _array(type: str, shape: tuple[int, ...] | None, data: memoryview) -> NDArray[Any]:
+    code = _TYPES[type] if type else _CODES[data[0]]
+    data = data if type else data[1:]
+    if shape is None:
+        count, width = data[0] >> 2, 1 << (data[0] & 3)
+        shape = tuple(np.frombuffer(data[1 : 1 + count * width], f"<u{width}").tolist())
+        data = data[1 + count * width :]
+    return np.frombuffer(data, f"<{code}").reshape(shape).copy()

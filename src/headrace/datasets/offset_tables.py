@@ -1,0 +1,223 @@
+"""Shards that begin with a table of offsets, and the index that lists them: of Mosaic's format and LitData's."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace._core.shards.discovery import Shard
+from headrace._core.shards.unpacked import FORMATS, UnpackedShards, unpack, unpacker
+from headrace._core.store.ranges import Ranges, map_all
+from headrace._core.store.store import Store, StoreLike, as_store
+from headrace._core.streams.blocking import background_loop
+from headrace._core.streams.kinds import Capabilities
+from headrace._core.streams.map_style import positions
+from headrace.datasets.cached import Extent, RangedShards
+from headrace.errors import ShardError
+
+__all__ = [
+    "OffsetTableDataset", "TableFile", "checked", "decode_fields", "raw_image", "read_index", "several",
+]  # fmt: skip
+
+T_co = TypeVar("T_co", covariant=True)
+
+_PARALLEL_HEADS = 64  # small requests, of which a store serves many at a time
+_CHANNELS = {"L": 1, "P": 1, "LA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3, "RGBA": 4, "RGBX": 4, "CMYK": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class TableFile:
+    """A shard as its index describes it: a number of 32 bits, the offsets of its rows and of their end, the rows."""
+
+    key: str
+    rows: int
+    size: int  # bytes, unpacked
+    format: str | None = None  # of its compression
+    stored: int | None = None  # bytes of the compressed object, if they are known
+    digest: tuple[str, str] | None = None  # a hash of the unpacked bytes, and its algorithm
+
+
+class OffsetTableDataset(RangedShards[T_co]):
+    """Rows of such shards: define `decode`. If one is compressed, all are read as a whole, else by ranges."""
+
+    def __init__(
+        self, store: Store, files: Sequence[TableFile], unpacked_bytes: int, counts: Sequence[int] = ()
+    ) -> None:
+        self._files = tuple(files)
+        self._whole = any(file.format or file.digest for file in files)
+        for file in files:
+            _ = file.format and unpacker(file.format)  # a missing package is noticed now
+        self._unpacked = UnpackedShards(unpacked_bytes)
+        opened = background_loop().run(map_all(functools.partial(self._open, store), files, _PARALLEL_HEADS))
+        super().__init__([shard for shard, _ in opened], counts or [file.rows for file in files] or [0])
+        self._offsets = np.concatenate([table for _, table in opened] or [np.zeros(1, np.int64)])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} samples)"
+
+    async def _open(self, store: Store, file: TableFile) -> tuple[Shard, NDArray[np.int64]]:
+        shard = Shard(store, file.key)
+        if self._whole:
+            shard, data = replace(shard, head=await store.head(file.key)), None
+        else:
+            read = await shard.read_start(4 * file.rows + 8)
+            shard, data = replace(shard, head=read.head), read.data
+        assert shard.head is not None
+        size = file.stored if file.format else file.size
+        if size not in (None, shard.head.size):
+            raise ShardError(f"{shard.head.size:,} bytes, and {size:,} in its index", shard=shard.name)
+        return shard, np.empty(0, np.int64) if data is None else self._table(file, data, shard)
+
+    def _table(self, file: TableFile, data: memoryview, shard: Shard) -> NDArray[np.int64]:
+        """Where the samples begin, and where the last ends, by the first bytes of a shard, which it checks."""
+        if len(data) < 4 * file.rows + 8:
+            raise ShardError(f"no room for {file.rows:,} samples, which its index says it has", shard=shard.name)
+        rows, offsets = np.split(np.frombuffer(data[: 4 * file.rows + 8], "<u4").astype(np.int64), [1])
+        if rows != file.rows:
+            raise ShardError(f"{rows[0]:,} samples, and {file.rows:,} in its index", shard=shard.name, offset=0)
+        if offsets[0] < 4 * file.rows + 8 or offsets[-1] != file.size or (np.diff(offsets) < 0).any():
+            what = f"its offsets, from {offsets[0]:,} to {offsets[-1]:,}, are not those of {file.size:,} bytes"
+            raise ShardError(what, shard=shard.name, offset=4)
+        return offsets
+
+    def _capabilities(self) -> Capabilities:
+        found = super()._capabilities()  # without ranges one by one: an error is then of one sample, not of its batch
+        return found._replace(ranges=False, agets=False) if self._whole else found
+
+    def ranges(self, indices: Sequence[int]) -> Ranges:
+        """The bytes of the samples at `indices`, or their rows in shards that are read as a whole.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        places = positions(indices, len(self))
+        shards = np.searchsorted(self._ends, places, side="right")
+        if self._whole:
+            rows = places - np.concatenate(([0], self._ends))[shards]
+            return Ranges(shards, rows, rows + 1)
+        at = places + shards  # a table has one offset more than samples
+        return Ranges(shards, self._offsets[at], self._offsets[at + 1])
+
+    def extent(self, index: int) -> Extent:
+        """The bytes of the sample at `index`, for a cache; raises `IndexError` if there is none."""
+        return super().extent(index)._replace(checksum="row of an unpacked shard" if self._whole else None)
+
+    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+        """Read bytes of a shard, or take a row of one that is read as a whole."""
+        if not self._whole:
+            return await super().read_range(number, start, stop, index=index)
+        data = await self._unpacked.get(number, functools.partial(self._load, number))
+        begin, end = self._row(number, start, data)
+        return data[begin:end]
+
+    def _row(self, number: int, row: int, data: memoryview) -> tuple[int, int]:
+        """Where a row begins and ends in a shard that `_load` has checked."""
+        begin, end = np.frombuffer(data, "<u4", 2, 4 * row + 4).tolist()
+        return begin, end
+
+    async def _load(self, number: int) -> NDArray[np.uint8]:
+        file, shard = self._files[number], self._shards[number]
+        assert shard.head is not None
+        try:
+            return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.head.size))
+        except ShardError:  # perhaps damaged in transit: read once more
+            return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.head.size))
+
+    def _unpack(self, file: TableFile, shard: Shard, data: memoryview) -> NDArray[np.uint8]:
+        found = unpack(data, file.format, file.size, shard.name) if file.format else np.frombuffer(data, np.uint8)
+        if file.digest is not None and hashlib.new(file.digest[0], found.data).hexdigest() != file.digest[1]:
+            raise ShardError(f"its {file.digest[0]} is not that of its index", shard=shard.name)
+        self._table(file, found.data, shard)
+        return found
+
+    def sample_of(self, index: int, data: memoryview) -> T_co:
+        """Make the sample at `index` of its bytes.
+
+        Raises:
+            ShardError: they are corrupt.
+        """
+        number, row = self.locate(index)
+        try:
+            return self.decode(number, data)
+        except Exception as error:  # of any decoder
+            what = f"sample {row:,} is corrupt: {type(error).__name__}: {error}"
+            raise ShardError(what, shard=self._shards[number].name) from None
+
+    def decode(self, number: int, data: memoryview) -> T_co:
+        """Make a sample of the shard with that number of its bytes."""
+        raise NotImplementedError
+
+    def sample_key(self, index: int) -> str:
+        """The shard and the row of the sample at `index`."""
+        number, row = self.locate(index)
+        return f"{self._shards[number].key}[{row}]"
+
+
+def read_index(url: StoreLike, folder: str, parse: Callable[[Any, str], T_co]) -> tuple[Store, T_co]:
+    """The store at `url`, and what `parse` makes of the index.json in a folder of it, and the keys in that folder.
+
+    Raises:
+        ShardError: it is none.
+    """
+    store, folder = as_store(url), f"{folder.strip('/')}/".lstrip("/")
+    data = background_loop().run(store.read_all(f"{folder}index.json"))
+    try:
+        return store, parse(json.loads(bytes(data)), folder)
+    except ShardError:
+        raise
+    except Exception as error:  # of a JSON that has something else in a place
+        what = f"no index of such shards: {type(error).__name__}: {error}"
+        raise ShardError(what, shard=store.name(f"{folder}index.json")) from None
+
+
+def checked(folder: str, name: str, rows: int, size: int, format: str | None, **more: Any) -> TableFile:
+    """A shard by the values of an index; raises `ValueError` for those that lie."""
+    if set(name.split("/")) & {"", ".", ".."} or "\\" in name:
+        raise ValueError(f"shard {name!r} is not in the folder")
+    if type(rows) is not int or type(size) is not int or not 0 <= 4 * rows + 8 <= size < 1 << 32:  # 32-bit offsets
+        raise ValueError(f"shard {name!r} has {rows!r} samples in {size!r} bytes")
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"shard {name!r} has compression {format!r}; {', '.join(FORMATS)} are read")
+    return TableFile(folder + name, rows, size, format, **more)
+
+
+def decode_fields(data: memoryview, fields: Sequence[tuple[str, Callable[[memoryview], Any], int | None]]) -> list[Any]:
+    """The values of a sample, of fields with a name, a decoder, and a size; those without a size have it in front."""
+    begin = 4 * sum(not size for _, _, size in fields)
+    sizes, values = iter(np.frombuffer(data[:begin], "<u4").tolist()), []
+    for name, decoder, size in fields:
+        end = begin + (size or next(sizes))
+        try:
+            values.append(decoder(data[begin:end]))
+        except Exception as error:
+            raise ValueError(f"{name}: {type(error).__name__}: {error}") from None
+        begin = end
+    if begin != len(data):
+        raise ValueError(f"{len(data)} bytes in place of {begin}")
+    return values
+
+
+def raw_image(data: memoryview) -> NDArray[np.uint8]:
+    """The pixels of a raw image of PIL: uint8 of shape (height, width), or (height, width, channels)."""
+    width, height, length = np.frombuffer(data[:12], "<u4").tolist()
+    mode, pixels = bytes(data[12 : 12 + length]).decode(), np.frombuffer(data[12 + length :], np.uint8)
+    if mode not in _CHANNELS or pixels.size != width * height * _CHANNELS[mode]:
+        raise ValueError(f"{pixels.size} bytes are no raw image of {width} by {height} pixels in mode {mode!r}")
+    return pixels.reshape((height, width, _CHANNELS[mode])[: 2 + (_CHANNELS[mode] > 1)]).copy()
+
+
+def several(data: memoryview, decode: Callable[[memoryview], Any] = bytes) -> list[Any]:
+    """Values that are preceded by their number and their sizes."""
+    count = int(np.frombuffer(data[:4], "<u4")[0])
+    ends = 4 * count + 4 + np.cumsum(np.frombuffer(data[4 : 4 * count + 4], "<u4"), dtype=np.int64)
+    if len(ends) != count or (count and ends[-1] != len(data)):
+        raise ValueError(f"{len(data)} bytes are not {count} values")
+    return [decode(data[start:end]) for start, end in zip([4 * count + 4, *ends], ends.tolist(), strict=False)]

@@ -1,0 +1,149 @@
+"""MDS and LitData's chunks: every compression, hashes, one request for a compressed shard, and what is refused."""
+
+import asyncio
+import json
+
+import cramjam
+import numpy as np
+import pytest
+import torch
+
+import headrace as hr
+from headrace._core.shards.unpacked import UnpackedShards
+from headrace.errors import ShardError
+from object_server import Fault
+from tests.fixtures.mds import make as mds
+from tests.unit.datasets.formats import files_in, plain
+from tests.unit.shards.resuming import in_memory
+
+MDS = files_in("mds/zstd")
+OBJECTS = {f"mds/{key}": data for key, data in MDS.items()}
+
+
+def served(server):
+    return hr.Store(f"{server.url}/mds", options=server.store_options)
+
+
+@pytest.mark.parametrize("compression", mds.COMPRESSIONS)
+def test_every_compression_of_mosaic(compression):
+    files = files_in(f"mds/{compression}")
+    for check in (None, "sha1"):
+        dataset = hr.MDSDataset(in_memory(files), check=check)
+        assert [plain(sample) for sample in dataset] == [*map(plain, mds.samples(18))]
+    dataset = hr.MDSDataset(in_memory({f"train/{key}": data for key, data in files.items()}), split="train/")
+    assert len(dataset) == 18
+
+
+@pytest.mark.counts
+@pytest.mark.parametrize("read", ["blocks", "stream"])
+def test_compressed_shard_is_requested_once(server, read):
+    dataset = hr.MDSDataset(served(server), unpacked_bytes=1)
+    before = server.requests()["GET"]
+    if read == "blocks":
+        sampler = hr.BlockShuffleSampler(dataset, block_size=18, blocks_at_once=1)
+        loader = hr.DataLoader(dataset, batch_size=18, sampler=sampler, collate_fn=len)
+    else:
+        loader = hr.DataLoader(dataset.stream(), batch_size=18, collate_fn=len)
+    assert sum(loader) == 18
+    assert server.requests()["GET"] - before == 4
+
+
+@pytest.mark.counts
+def test_corrupt_shard_is_requested_twice_however_many_samples_it_has(server):
+    server.misbehave(Fault("flip", key="*00001*", at=200))
+    dataset = hr.MDSDataset(served(server), check="sha1")
+    before = server.requests()["GET"]
+    loader = hr.DataLoader(dataset, batch_size=6, on_error="skip", collate_fn=len)
+    lost = dataset.counts[1]
+    assert sum(loader) == 18 - lost
+    assert server.requests()["GET"] - before == 3 + 2
+    found = []
+    for one in range(dataset.counts[0], dataset.counts[0] + lost):
+        with pytest.raises(ShardError, match=r"shard.00001.mds.zstd") as error:
+            dataset[one]
+        found.append(error.value)
+    assert len({*map(id, found)}) == lost
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 3}, "format 'mds' in version 3"),
+        ({"format": "csv"}, "format 'csv' in version 2"),
+        ({"samples": 3}, "samples, and 3 in its index"),
+        ({"samples": 1 << 40}, "has 1099511627776 samples in"),
+        ({"compression": "lz4"}, "compression 'lz4'"),
+        ({"zip_data": {"basename": "../x", "bytes": 9}}, "'../x' is not in the folder"),
+        ({"zip_data": {"basename": "shard.00000.mds.zstd", "bytes": 9}}, "bytes, and 9 in its index"),
+        (
+            {"raw_data": {"basename": "x", "bytes": 4000, "hashes": {}}},
+            "not zstd of 4,000 bytes|and 4,000 in its index",
+        ),
+        ({"column_encodings": ["pkl", *json.loads(MDS["index.json"])["shards"][0]["column_encodings"][1:]]}, "pickled"),
+    ],
+)
+def test_index_that_lies_is_refused(change, message):
+    index = json.loads(MDS["index.json"])
+    index["shards"][0] |= change
+    with pytest.raises(ShardError, match=message):
+        hr.MDSDataset(in_memory(MDS | {"index.json": json.dumps(index).encode()}))[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data_format": ["pickle"], "item_loader": "PyTreeLoader"}, "leaf 'pickle' is pickled"),
+        ({"data_format": ["no_header_numpy:5", "int"]}, "leaf 'int' has no place|too many values"),
+        ({"encryption": {"algorithm": "fernet"}}, "encrypted or not, are not read"),
+        ({"compression": "zstd", "compression_level": "sample"}, "compression_level='sample'"),
+        ({"item_loader": "PyTreeLoader"}, "bytes in place of|corrupt"),
+    ],
+)
+def test_chunks_that_cannot_be_read_are_refused(change, message):
+    files = files_in("litdata/tokens")
+    index = json.loads(files["index.json"])
+    index["config"] |= change
+    tokens = index["config"]["item_loader"] == "TokensLoader"
+    with pytest.raises(ShardError, match=message):
+        hr.LitDataset(in_memory(files | {"index.json": json.dumps(index).encode()}), seq_len=9 if tokens else None)[0]
+    with pytest.raises(ValueError, match="chunks of tokens need one"):
+        hr.LitDataset(in_memory(files))
+
+
+def test_compressed_chunks_are_those_that_are_not():
+    samples = [plain(sample) for sample in hr.LitDataset(in_memory(files_in("litdata/raw")))]
+    assert [plain(sample) for sample in hr.LitDataset(in_memory(files_in("litdata/zstd")))] == samples
+    raw = files_in("litdata/tokens")
+    index = json.loads(raw["index.json"])
+    index["config"] |= {"compression": "zstd"}
+    packed = {key: bytes(cramjam.zstd.compress(data)) for key, data in raw.items() if key != "index.json"}
+    dataset = hr.LitDataset(in_memory(packed | {"index.json": json.dumps(index).encode()}), seq_len=20)
+    assert torch.equal(torch.stack([*dataset]), torch.stack([*hr.LitDataset(in_memory(raw), seq_len=20)]))
+
+
+def test_unpacked_shard_is_loaded_once_for_all_that_wait_and_kept_while_it_is_in_use():
+    async def run():
+        cache, loads, go = UnpackedShards(150), [], asyncio.Event()
+
+        async def load(key):
+            loads.append(key)
+            await go.wait()
+            return np.full(100, key, np.uint8)
+
+        waiting = [asyncio.create_task(cache.get(key, lambda key=key: load(key))) for key in (1, 1, 2, 1)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        waiting[2].cancel()  # the only one that waits for 2
+        go.set()
+        first, cancelled, other, third = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(first, asyncio.CancelledError), isinstance(other, asyncio.CancelledError)
+        assert bytes(cancelled) == bytes(third) == b"\1" * 100
+        await cache.get(3, lambda: load(3))
+        await cache.get(1, lambda: load(1))  # over the limit, but in use
+        assert loads == [1, 2, 3]
+        del first, cancelled, other, third, waiting
+        await cache.get(3, lambda: load(3))
+        await cache.get(1, lambda: load(1))
+        assert loads == [1, 2, 3, 3, 1]
+
+    asyncio.run(run())

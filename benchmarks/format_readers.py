@@ -23,7 +23,7 @@ from typing import Any
 
 from contents import check_order, check_set, content_of, numbers_of
 
-__all__ = ["READERS", "Reader"]
+__all__ = ["READERS", "Reader", "answer", "import_mosaic", "in_batches"]
 
 BATCH = 64
 SIZE = 56_000  # bytes of an image
@@ -215,21 +215,28 @@ def epoch(reader: Reader, start: Callable[[], Batches], count: int) -> float:
     return count / elapsed
 
 
-def main(name: str, folder: Path, count: int) -> None:
-    """Write, then read an epoch for each line of input."""
+def answer(opened: Callable[[], contextlib.AbstractContextManager[Callable[[], float]]]) -> None:
+    """The rate of an epoch for each line of input, or the error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a reader prints is not an answer
     try:
-        reader = READERS[name]
-        reader.write(folder, count)
-        with reader.open(folder, count) as start:
+        with opened() as run:
             for _ in sys.stdin:
-                print(json.dumps({"rate": epoch(reader, start, count)}), file=answers, flush=True)
+                print(json.dumps({"rate": run()}), file=answers, flush=True)
     except Exception as error:  # the other readers continue
-        message = (str(error).splitlines() or [""])[0]
+        message = (str(error).splitlines() or [""])[-1]
         print(json.dumps({"error": f"{type(error).__name__}: {message}"}), file=answers, flush=True)
         raise
 
 
+@contextlib.contextmanager
+def written(name: str, folder: Path, count: int) -> Iterator[Callable[[], float]]:
+    """Write; an epoch is read by each call."""
+    reader = READERS[name]
+    reader.write(folder, count)
+    with reader.open(folder, count) as start:
+        yield lambda: epoch(reader, start, count)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    answer(lambda: written(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))

@@ -23,8 +23,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from format_readers import BATCH, READERS, SIZE
 from harness import Rounds, claim, describe_machine, is_quick, parse_arguments
@@ -45,15 +46,18 @@ class Process:
         python: its interpreter.
         name: of the reader.
         count: number of images.
+        program: that it runs, with `name`, `before`, a folder, `count` and `after`.
     """
 
-    def __init__(self, python: str, name: str, count: int) -> None:
-        self._command = [python, PROGRAM, name]
-        self._count = str(count)
+    def __init__(
+        self, python: str, name: str, count: int, program: Path = PROGRAM, before: Any = (), after: Any = ()
+    ) -> None:
+        self._command = [python, program, name, *before]
+        self._rest = [str(count), *after]
 
     def __enter__(self) -> Process:
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-formats-")
-        command = [*self._command, self._folder.name, self._count]
+        command = [*self._command, self._folder.name, *self._rest]
         pipe = subprocess.PIPE
         self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True)
@@ -91,7 +95,7 @@ def missing(python: str, packages: Sequence[str]) -> str:
     return done.stderr.strip().splitlines()[-1].split()[-1] if done.returncode else ""
 
 
-def race(processes: Mapping[str, Process], rounds: int) -> tuple[Rounds, dict[str, str]]:
+def race(processes: Mapping[str, Process], rounds: int, unit: str = "images/s") -> tuple[Rounds, dict[str, str]]:
     """Run all in turn; the rounds, and the reason of each that failed."""
     values: dict[str, list[float]] = {name: [] for name in processes}
     failed: dict[str, str] = {}
@@ -108,14 +112,14 @@ def race(processes: Mapping[str, Process], rounds: int) -> tuple[Rounds, dict[st
                 continue
             if number >= warm_up:
                 values[name].append(reached)
-    return Rounds("images/s", values), failed
+    return Rounds(unit, values), failed
 
 
-def interpreters(given: Sequence[str]) -> Iterator[tuple[str, str]]:
+def interpreters(given: Sequence[str], names: Collection[str] = READERS) -> Iterator[tuple[str, str]]:
     for each in given:
         name, _, python = each.partition("=")
-        if name not in READERS or not python:
-            sys.exit(f"--python takes NAME=INTERPRETER with one of {', '.join(READERS)}, not {each!r}")
+        if name not in names or not python:
+            sys.exit(f"--python takes NAME=INTERPRETER with one of {', '.join(names)}, not {each!r}")
         yield name, python
 
 

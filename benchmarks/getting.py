@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,8 +11,10 @@ import obstore
 import torch
 from contents import key_of
 from obstore.store import from_url
+from store import BUCKET
 
 __all__ = ["BatchInThreads", "GetRange", "GetRangeIfMatch", "GetWhole", "OneAtATime"]
+__all__ += ["allow_http_for_litdata", "raw_litdata"]
 
 
 class Getter:
@@ -116,3 +119,29 @@ class BatchInThreads(OneAtATime):
         if self.pool is None:
             self.pool = ThreadPoolExecutor(self.threads)
         return list(self.pool.map(self.get, indices))
+
+
+def allow_http_for_litdata(worker: int = 0) -> None:
+    """LitData passes the endpoint to obstore, but has no option to allow plain HTTP."""
+    from litdata.streaming import downloader
+
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
+
+
+def raw_litdata(endpoint: str, files: Mapping[str, int], folder: str, **options: Any) -> Any:
+    """A `StreamingRawDataset` of files and their sizes, without the listing that it would make with s3fs."""
+    from litdata import StreamingRawDataset
+    from litdata.raw.indexer import FileIndexer, FileMetadata
+
+    logging.getLogger("litdata").setLevel(logging.ERROR)  # warns that objects of 56 KB are small
+
+    class Known(FileIndexer):
+        def build_or_load_index(self, *_: Any, **__: Any) -> list[FileMetadata]:
+            return [FileMetadata(f"s3://{BUCKET}/{key}", size) for key, size in files.items()]
+
+        def __reduce__(self) -> Any:
+            return FileIndexer, ()  # workers get the dataset with its files
+
+    client = {"endpoint_url": endpoint, "region_name": "us-east-1"}
+    client |= dict.fromkeys(("aws_access_key_id", "aws_secret_access_key"), "none")
+    return StreamingRawDataset(f"s3://{BUCKET}/", cache_dir=folder, indexer=Known(), storage_options=client, **options)

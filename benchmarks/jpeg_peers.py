@@ -10,10 +10,7 @@ the numbers with those of the files after the clock has stopped.
 from __future__ import annotations
 
 import contextlib
-import importlib.machinery
-import importlib.util
 import json
-import logging
 import multiprocessing
 import os
 import sys
@@ -30,7 +27,8 @@ import numpy as np
 import obstore
 import simplejpeg
 import torch
-from getting import BatchInThreads, Getter, OneAtATime
+from format_readers import import_mosaic
+from getting import BatchInThreads, Getter, OneAtATime, allow_http_for_litdata, raw_litdata
 from jpeg_decode import BATCH as LIMIT_BATCH
 from jpeg_decode import BareLoops, cropped
 from processes import descendants
@@ -299,37 +297,13 @@ def spdl(job: Job) -> Iterator[Epoch]:
 
 @contextlib.contextmanager
 def litdata(job: Job) -> Iterator[Epoch]:
-    from litdata import StreamingRawDataset
-    from litdata.raw.indexer import FileIndexer, FileMetadata
-
-    logging.getLogger("litdata").setLevel(logging.ERROR)  # warns that objects of 56 KB are small
     store, listed = job.store("photos"), Photos(job.store("photos")).listed
     options = dict(job.setting)
     workers, in_threads = options.pop("num_workers", WORKERS), options.pop("decode", "worker") == "threads"
 
-    class Known(FileIndexer):
-        """The files without a listing, which LitData would make with s3fs before the first epoch."""
-
-        def build_or_load_index(self, *_: Any, **__: Any) -> list[FileMetadata]:
-            return [FileMetadata(f"s3://{BUCKET}/{key}", size) for key, size in listed]
-
-        def __reduce__(self) -> Any:
-            return FileIndexer, ()  # workers get the dataset with its files
-
+    options["transform"] = without_label if in_threads else None
     with tempfile.TemporaryDirectory(dir=job.folder) as folder:
-        raw = StreamingRawDataset(
-            f"s3://{BUCKET}/",
-            cache_dir=folder,
-            indexer=Known(),
-            transform=without_label if in_threads else None,
-            storage_options={
-                "endpoint_url": store.endpoint,
-                "region_name": "us-east-1",
-                "aws_access_key_id": "none",
-                "aws_secret_access_key": "none",
-            },
-            **options,
-        )
+        raw = raw_litdata(store.endpoint, dict(listed), folder, **options)
         with torch_loader(Labelled(raw), workers, worker_init_fn=allow_http_for_litdata) as epoch:
             yield epoch
 
@@ -353,13 +327,6 @@ class Labelled(torch.utils.data.Dataset[Any]):
         return [(item[0], label, item[2]) if isinstance(item, tuple) else photo(item, label) for item, label in found]
 
 
-def allow_http_for_litdata(worker: int) -> None:
-    """LitData passes the endpoint to obstore, but has no option to allow plain HTTP."""
-    from litdata.streaming import downloader
-
-    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
-
-
 def webdataset(job: Job) -> contextlib.AbstractContextManager[Epoch]:
     """Through one `curl` for each shard, and half of the shards in each worker."""
     import webdataset as wds
@@ -375,7 +342,7 @@ def webdataset(job: Job) -> contextlib.AbstractContextManager[Epoch]:
 @contextlib.contextmanager
 def mosaic(job: Job) -> Iterator[Epoch]:
     """Through a cache with room for less than an epoch, so that each epoch downloads its shards."""
-    streaming = mosaic_streaming()
+    streaming = import_mosaic()[0]
     os.environ |= {
         "S3_ENDPOINT_URL": job.store("mds").endpoint,
         "AWS_ACCESS_KEY_ID": "none",
@@ -415,30 +382,9 @@ def of_mds(sample: Any) -> tuple[torch.Tensor, int, int]:
     return photo(sample["jpg"], int(sample["cls"]))
 
 
-def mosaic_streaming() -> Any:
-    """The package, also where its import of torchvision fails, of which nothing is used here."""
-    try:
-        import torchvision  # noqa: F401
-    except Exception:  # its release on PyPI needs torch with CUDA
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        for name in (
-            "torchvision",
-            "torchvision.datasets",
-            "torchvision.transforms",
-            "torchvision.transforms.functional",
-        ):
-            sys.modules[name] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, None))
-        sys.modules["torchvision.datasets"].VisionDataset = object  # type: ignore[attr-defined]
-        sys.modules["torchvision.transforms.functional"].to_tensor = None  # type: ignore[attr-defined]
-    import streaming
-
-    return streaming
-
-
 def write_mds(job: Job) -> str:
     """Make the shards of the MDS store, from the files; returns the package's version."""
-    streaming = mosaic_streaming()
+    streaming = import_mosaic()[0]
     out = Path(job.folder, "mds")
     columns = {"jpg": "bytes", "cls": "int"}
     with streaming.MDSWriter(out=str(out), columns=columns, size_limit=job.setting["bytes"]) as shards:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import multiprocessing
 import tempfile
 import warnings
@@ -25,7 +24,7 @@ import torch
 import uvloop
 from contents import key_of, numbers_of
 from contestants import BATCH, Batches, Epoch, Family, Setting
-from getting import BatchInThreads, GetRange, GetRangeIfMatch, OneAtATime
+from getting import BatchInThreads, GetRange, GetRangeIfMatch, OneAtATime, allow_http_for_litdata, raw_litdata
 from store import BUCKET, Store
 
 import headrace as hr
@@ -296,43 +295,12 @@ def s3torchconnector(store: Store, setting: Setting, count: int) -> contextlib.A
 
 @contextlib.contextmanager
 def litdata(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
-    from litdata import StreamingRawDataset
-    from litdata.raw.indexer import FileIndexer, FileMetadata
-
-    logging.getLogger("litdata").setLevel(logging.ERROR)  # warns that objects of 56 KB are small
-
-    class Known(FileIndexer):
-        """The files without a listing, which LitData would make with s3fs before the first epoch."""
-
-        def build_or_load_index(self, *_: Any, **__: Any) -> list[FileMetadata]:
-            return [FileMetadata(f"s3://{BUCKET}/{key_of(number)}", store.size) for number in range(count)]
-
-        def __reduce__(self) -> Any:
-            return FileIndexer, ()  # workers get the dataset with its files
-
+    at_once = setting.in_flight // setting.workers
+    files = {key_of(number): store.size for number in range(count)}
     with tempfile.TemporaryDirectory(prefix="headrace-litdata-") as folder:
-        dataset = StreamingRawDataset(
-            f"s3://{BUCKET}/",
-            cache_dir=folder,
-            indexer=Known(),
-            storage_options={
-                "endpoint_url": store.endpoint,
-                "region_name": "us-east-1",
-                "aws_access_key_id": "none",
-                "aws_secret_access_key": "none",
-            },
-            max_concurrent_downloads=setting.in_flight // setting.workers,
-            max_prefetch=setting.in_flight // setting.workers,
-        )
+        dataset = raw_litdata(store.endpoint, files, folder, max_concurrent_downloads=at_once, max_prefetch=at_once)
         with torch_loader(dataset, store, setting.workers, worker_init_fn=allow_http_for_litdata) as epoch:
             yield epoch
-
-
-def allow_http_for_litdata(worker: int) -> None:
-    """LitData passes the endpoint to obstore, but has no option to allow plain HTTP."""
-    from litdata.streaming import downloader
-
-    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
 
 
 def _in_flight(*counts: int) -> list[Setting]:

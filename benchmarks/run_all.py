@@ -67,6 +67,7 @@ SHARED = {
     "simulation.py",
     "sizing.py",
     "store.py",
+    "stored_readers.py",
 }
 TOOLS = {"compare.py", "run_all.py"}
 FORMAT = 1  # of the file of results

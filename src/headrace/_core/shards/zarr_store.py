@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from zarr.storage import ObjectStore
 from headrace._core.eventloop.per_loop import PerLoop
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.store import Store
-from headrace.errors import HeadraceError, ObjectNotFoundError, ShardError, TruncatedShardError
+from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
 
 T = TypeVar("T")
 
@@ -43,10 +42,7 @@ class SharedReads:
         self._reads[key] = reading, size
         while self._bytes > self._max_bytes and self._reads[oldest := next(iter(self._reads))][0].done():
             self._bytes -= self._reads.pop(oldest)[1]
-        try:
-            result: T = await asyncio.shield(reading)
-        except HeadraceError as error:  # each waiter adds its notes
-            raise copy.deepcopy(error) from error.__cause__
+        result: T = await asyncio.shield(reading)
         return result
 
     def peek(self, key: Hashable) -> Any:

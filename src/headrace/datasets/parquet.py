@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
-from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions
+from headrace._core.ranks.distributed import RankChoice, Remainder
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.division import Part
 from headrace._core.shards.parquet import SUFFIXES, RowGroup, RowGroupStream, read_footers
@@ -62,9 +62,9 @@ class TableStream(PartStream[Any]):
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
         filters = as_expression(filters)
         self._filters = filter_text(filters)
-        if self._ranks.given is not None:
-            self._check_ranks(self._ranks.given)
         self._groups = self._open(shards, columns, filters, store, as_rows=format == "rows")
+        if self._ranks.given is not None:
+            self._check_counts(self._ranks.given)
 
     @classmethod
     def groups(
@@ -108,18 +108,6 @@ class TableStream(PartStream[Any]):
 
     def _sample_counts(self) -> Sequence[int] | None:
         return None if self._filters is not None else [self._samples_of(group) for group in self._groups]
-
-    def _check_ranks(self, rank: ShardOptions) -> None:
-        if self._filters is not None and self._needs_equal_length(rank):
-            raise ValueError(
-                f"{rank.count} ranks would get unequal numbers of samples, since only reading shows how many pass "
-                f"filters=, and training would hang at the end of an epoch. Set split='rows', or allow it by "
-                f"remainder='keep', with coordinated=True of the loader"
-            )
-
-    def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
-        self._check_ranks(rank)
-        return super()._length(rank, shard, order)
 
     def _name_of(self, part: int, number: int) -> str:
         group = self._groups[part]

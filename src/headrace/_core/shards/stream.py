@@ -53,6 +53,8 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     split_by_sample: ClassVar[str]
     """The value of ``split=`` with which each reader reads all parts, in errors."""
 
+    _counts_remedy = "With filters=, only reading shows them. Set"
+
     def __init__(
         self,
         ranks: RankChoice,
@@ -150,8 +152,17 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
         """Number of samples that a shard (a rank, or a worker of it) must yield; None if it yields all it reads."""
+        self._check_counts(rank)
         counts = self._sample_counts() if self._needs_equal_length(rank) else None
         return None if counts is None else self._samples_in(rank, shard, order, counts)
+
+    def _check_counts(self, rank: ShardOptions) -> None:
+        if self._needs_equal_length(rank) and self._sample_counts() is None:
+            raise ValueError(
+                f"{rank.count} ranks would get unequal numbers of samples, and training would hang at the end of an "
+                f"epoch. {self._counts_remedy} split={self.split_by_sample!r}, or allow it by remainder='keep', with "
+                f"coordinated=True of the loader"
+            )
 
     def _samples_in(self, rank: ShardOptions, shard: ShardOptions, order: list[int], counts: Sequence[int]) -> int:
         """The number of samples of a rank, or of a worker or lane of it, by the number in each part.
@@ -308,6 +319,7 @@ class ShardedStream(PartStream[T_co]):
     parts_name = "shards"
     split_by_sample = "samples"
     _remedies = ("shards_in_parallel", "requests_per_shard")
+    _counts_remedy = "Give counts= (an index has them: TarDataset.index(...).stream()), samples_per_rank= or"
 
     suffixes: ClassVar[tuple[str, ...]]
     """Endings of the names of shards in a directory; none if they are not read as a whole."""
@@ -342,7 +354,7 @@ class ShardedStream(PartStream[T_co]):
         self._counts = None if counts is None else tuple(counts)
         if self._counts is not None and len(self._counts) != len(self._shards):
             raise ValueError(f"counts= has {len(self._counts)} numbers for {len(self._shards)} shards")
-        if ranks.given is not None:
+        if ranks.given is not None and self._declared is None:
             self._check_counts(ranks.given)
 
     @property
@@ -405,18 +417,9 @@ class ShardedStream(PartStream[T_co]):
             stacklevel=users_stacklevel(),
         )
 
-    def _check_counts(self, rank: ShardOptions) -> None:
-        if self._needs_equal_length(rank) and self._counts is None and self._declared is None:
-            raise ValueError(
-                f"{rank.count} ranks would get unequal numbers of samples, and training would hang at the end of an "
-                f"epoch. Give counts= (an index has them: TarDataset.index(...).stream()), samples_per_rank= or "
-                f"split='samples', or allow it by remainder='keep', with coordinated=True of the loader"
-            )
-
     def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
         if self._declared is not None:
             workers = shard.count // rank.count
             declared = self._declared * self._ranks.ranks_per_pass()
             return declared // workers + (shard.index % workers < declared % workers)
-        self._check_counts(rank)
         return super()._length(rank, shard, order)

@@ -156,7 +156,8 @@ def clip_file(boxes: tuple[bytes, ...], frames: Array, begin: int, end: int, dat
     edit = struct.pack(">IIQqI", 1 << 24, 1, end - begin, begin - int(frames["pts"][0]) - least, 1 << 16)
     times = _table(b"stts", 1, durations) + _table(b"ctts", 1, delays - least)
     places = _table(b"stco", frames["offset"] - frames["offset"][0] + len(ftyp) + 8) + _table(b"stsc", [1], 1, 1)
-    sizes = _table(b"stsz", frames["size"], extra=bytes(4)) + _table(b"stss", np.flatnonzero(frames["sync"]) + 1)
+    # Of several sync samples FFmpeg would choose where an edit begins and ends, and not always right in open groups.
+    sizes = _table(b"stsz", frames["size"], extra=bytes(4)) + _table(b"stss", [1])
     media += _box(b"minf", info, _box(b"stbl", description, times, places, sizes))
     trak = _box(b"trak", track, _box(b"edts", _box(b"elst", edit)), _box(b"mdia", media))
     return b"".join((ftyp, struct.pack(">I4s", 8 + len(data), b"mdat"), data, _box(b"moov", head, trak)))

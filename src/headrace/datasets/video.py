@@ -46,7 +46,8 @@ class VideoDataset(RangedShards[VideoClip]):
     at some time in it. What does not fill a clip at the end of a video is dropped: a shorter video has none.
 
     The constructor reads the index of each file by one to three requests, each time anew, and keeps 26 bytes a frame.
-    Fragmented files, and edit lists that do more than cut and delay, are refused.
+    Fragmented files, and edit lists that do more than cut and delay, are refused; clips of videos with periodic intra
+    refresh in place of key frames are, by the decoder.
 
     Args:
         objects: URLs or paths, as the shards of `TarDataset`; in a directory, ``.mp4``, ``.m4v`` and ``.mov``.

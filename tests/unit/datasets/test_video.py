@@ -17,7 +17,8 @@ from tests.unit.shards.resuming import in_memory
 
 OPEN = {"x264-params": "open-gop=1:keyint=12:bframes=3:b-pyramid=normal"}
 OPEN_HEVC = {"x265-params": "open-gop=1:keyint=12:bframes=3:log-level=none"}
-PAUSES = np.cumsum(np.random.default_rng(1).integers(1, 15, 60)).tolist()
+SHORT = {"x264-params": "open-gop=1:keyint=4:bframes=6:b-pyramid=normal"}
+PAUSES = np.cumsum(np.random.default_rng(6).integers(1, 20, 60)).tolist()
 
 
 def with_edit(data, begin=None, length=None):
@@ -37,6 +38,7 @@ MAKE = {
     "h264, index at the end, two tracks of audio": lambda: video_file(60, movflags="", audio=2),
     "h264, open groups": lambda: video_file(60, options=OPEN),
     "h264, variable rate, begins late": lambda: video_file(60, times=PAUSES),
+    "h264, short open groups, variable rate": lambda: video_file(60, times=PAUSES, options=SHORT),
     "h264, negative delays": lambda: video_file(60, movflags="negative_cts_offsets"),
     "h264, mov, turned": lambda: video_file(60, container="mov", rotation=90),
     "no edit list": lambda: with_edit(PLAIN),
@@ -168,6 +170,15 @@ def test_damaged_frames_are_an_error_of_the_decoder():
             hr.decode.video()(clip._replace(data=damaged))
     with pytest.raises(ValueError, match="12 frames, where there should be 11"):
         hr.decode.video()(clip._replace(times=clip.times[1:]))
+
+
+def test_clips_of_periodic_intra_refresh_are_refused_as_their_frames_would_be_wrong():
+    params = "intra-refresh=1:keyint=12:bframes=0:ref=3:sliced-threads=1"
+    clips = opened(video_file(60, times=PAUSES, options={"x264-params": params}), frames=5, stride=1)
+    assert hr.decode.video()(clips[0]).shape[0] == 5
+    for index in range(20, len(clips)):
+        with pytest.raises(ValueError, match="without a key frame"):
+            hr.decode.video()(clips[index])
 
 
 def test_decoders_without_their_package_say_which_to_install(monkeypatch):

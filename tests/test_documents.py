@@ -17,6 +17,7 @@ import tomllib
 from pathlib import Path
 
 import asyncpg
+import numpy as np
 import pytest
 import redis
 from aiohttp import web
@@ -31,7 +32,7 @@ from tests.rendezvous import Rendezvous
 PROJECT = tomllib.loads(text_of("pyproject.toml"))
 README = text_of("README.md")
 _, SAVING = python_blocks("README.md")
-PHOTOS, READINGS, IMAGES, CLICKS, EVENTS, PAGES = python_blocks("docs/your-own-dataset.md")
+PHOTOS, READINGS, IMAGES, RECORDS, CLICKS, EVENTS, PAGES = python_blocks("docs/your-own-dataset.md")
 WAITS = "docs/my-gpu-waits.md"
 REPORT, HEADSPACE, PROGRESS, METRICS, TRACE = python_blocks(WAITS)
 RANKS, TENSOR_PARALLEL, ENGINES, _ = python_blocks("docs/ranks.md")
@@ -343,6 +344,14 @@ def test_programs_that_replace_those_of_other_loaders_read_their_data(run, photo
     mds = str(ROOT / "tests/fixtures/mds/raw")
     assert sorted(numbers_in(" ".join(run(located(FROM_MOSAIC, "s3://bucket/train", mds))))) == list(range(18))
     assert run(FROM_TORCHDATA) == ["99"]
+
+
+def test_program_with_a_format_of_its_own_reads_each_sample(run, tmp_path):
+    for shard, count in enumerate((20, 0, 15)):
+        table = np.cumsum([8 * (count + 2), *range(count)]).astype("<i8")
+        records = b"".join(bytes([n]) * n for n in range(count))
+        (tmp_path / f"{shard}.rec").write_bytes(count.to_bytes(8, "little") + table.tobytes() + records)
+    assert run(located(RECORDS, "s3://bucket/records", str(tmp_path))) == ["35", "35"]
 
 
 def test_programs_of_the_resuming_page_run(run, tmp_path):

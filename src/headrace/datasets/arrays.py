@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from headrace._core.shards.compression import refuse_compressed
-from headrace._core.shards.discovery import Shard, Shards, find_shards
+from headrace._core.shards.discovery import Shard, Shards, find_shards, map_shards
 from headrace._core.shards.npy import npy_layout
-from headrace._core.store.ranges import Ranges, map_all
+from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
-from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import positions
 from headrace.datasets.cached import RangedShards
 from headrace.errors import ShardError
@@ -57,7 +56,7 @@ class ArrayDataset(RangedShards[torch.Tensor]):
 
     def __init__(self, shards: Shards, *, store: StoreLike | None = None) -> None:
         found = find_shards(shards, suffixes=(".npy",), store=store)
-        files = background_loop().run(map_all(_open_file, found, 64))
+        files = map_shards(_open_file, found)
         _, _, self._dtype, (_, *self._shape) = files[0]
         for file in files:
             if (file.dtype, [*file.shape[1:]]) != (self._dtype, self._shape):

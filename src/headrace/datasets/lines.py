@@ -73,7 +73,8 @@ class LinesDataset(ShardedStream[Any]):
     def _options(self) -> dict[str, object]:
         return {**super()._options(), "format": self._format}
 
-    def _decoder(self, shard: Shard) -> _Lines:
+    def decoder(self, shard: Shard) -> _Lines:
+        """The decoder of one shard."""
         return _Lines(shard.name, self._format_of(shard), self._line_limit)
 
     def _format_of(self, shard: Shard) -> str:

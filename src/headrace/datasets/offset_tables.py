@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace._core.shards.discovery import Shard
+from headrace._core.shards.discovery import Shard, map_shards
 from headrace._core.shards.unpacked import FORMATS, UnpackedShards, unpack, unpacker
-from headrace._core.store.ranges import Ranges, map_all
+from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.kinds import Capabilities
@@ -29,7 +29,6 @@ __all__ = [
 
 T_co = TypeVar("T_co", covariant=True)
 
-_PARALLEL_HEADS = 64  # small requests, of which a store serves many at a time
 _CHANNELS = {"L": 1, "P": 1, "LA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3, "RGBA": 4, "RGBX": 4, "CMYK": 4}
 
 
@@ -56,7 +55,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         for file in files:
             _ = file.format and unpacker(file.format)  # a missing package is noticed now
         self._unpacked = UnpackedShards(unpacked_bytes)
-        opened = background_loop().run(map_all(functools.partial(self._open, store), files, _PARALLEL_HEADS))
+        opened = map_shards(functools.partial(self._open, store), files)
         super().__init__([shard for shard, _ in opened], counts or [file.rows for file in files] or [0])
         self._offsets = np.concatenate([table for _, table in opened] or [np.zeros(1, np.int64)])
 

@@ -112,7 +112,8 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         self._member_limit = member_limit
         super().__init__(shards, **options)
 
-    def _decoder(self, shard: Shard) -> TarSamples:
+    def decoder(self, shard: Shard) -> TarSamples:
+        """The decoder of one shard."""
         return TarSamples(shard.name, fields=self._fields, uniform=self._uniform, member_limit=self._member_limit)
 
     @staticmethod

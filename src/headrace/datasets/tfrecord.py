@@ -59,7 +59,8 @@ class TFRecordDataset(ShardedStream[Any]):
     def _options(self) -> dict[str, object]:
         return {**super()._options(), "decode": self._decode}
 
-    def _decoder(self, shard: Shard) -> _Records:
+    def decoder(self, shard: Shard) -> _Records:
+        """The decoder of one shard."""
         return _Records(shard.name, self._crc, self._decode)
 
 

@@ -12,12 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from headrace._core.shards.compression import refuse_compressed
-from headrace._core.shards.discovery import Shard, Shards, find_shards
+from headrace._core.shards.discovery import Shard, Shards, find_shards, map_shards
 from headrace._core.shards.npy import npy_layout
 from headrace._core.shards.token_index import read_index
-from headrace._core.store.ranges import Ranges, map_all
+from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
-from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import positions
 from headrace.datasets.cached import RangedShards
 from headrace.errors import ShardError
@@ -32,7 +31,6 @@ _BEGINNING = 4096  # bytes read of each shard; the header of a one-dimensional a
 _LLMC_HEADER = 1024  # bytes: 256 numbers of 32 bits, of which two say the type, and the third counts the tokens
 _LLMC_TYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # by kind and version
 _LLMC_KINDS = {20240520, 20240522, 20240801}  # the second is of examples for evaluations
-_PARALLEL_HEADS = 64  # small requests, of which a store serves many at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
             raise ValueError(f"dtype={dtype!r} must be one of {', '.join(get_args(TokenType))}")
         found = find_shards(shards, suffixes=_SUFFIXES, store=store)
         types = [(shard, _raw_type(shard, dtype), seq_len is None) for shard in found]  # before any request
-        files = background_loop().run(map_all(_open_file, types, _PARALLEL_HEADS))
+        files = map_shards(_open_file, types)
         bounds = [file.bounds for file in files if file.bounds is not None]
         # Of all shards, one more for each than it has documents; None for windows.
         self._bounds = np.concatenate(bounds) if bounds else None

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from headrace._core.shards.discovery import Shards, find_shards
-from headrace._core.store.ranges import Ranges, map_all
+from headrace._core.shards.discovery import Shards, find_shards, map_shards
+from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
-from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import positions
 from headrace.datasets.cached import RangedShards
 from headrace.datasets.mp4 import Array, VideoTrack, clip_file, read_track
@@ -81,7 +80,7 @@ class VideoDataset(RangedShards[VideoClip]):
         if not 0 < length < 1e6 or not 0 < stride < 1e6 or (frames is not None and (length % 1 or stride % 1)):
             raise ValueError(f"a length of {length} or stride={stride} is not positive, or no whole number of frames")
         found = find_shards(objects, suffixes=(".mp4", ".m4v", ".mov"), store=store)
-        read = background_loop().run(map_all(read_track, found, 64))
+        read = map_shards(read_track, found)
         clips = [_clips(shard.name, track, length, stride, frames is not None) for shard, track in read]
         super().__init__([shard for shard, _ in read], [*map(len, clips)])
         self._tracks, self._clips = tuple(track for _, track in read), np.concatenate(clips)

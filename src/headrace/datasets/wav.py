@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.store.ranges import Ranges, map_all
+from headrace._core.shards.discovery import Shard, Shards, find_shards, map_shards
+from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
-from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import positions
 from headrace.datasets.cached import RangedShards
 from headrace.errors import ShardError, TruncatedShardError
@@ -60,7 +59,7 @@ class WavDataset(RangedShards[torch.Tensor]):
         self._samples, self._stride = samples, samples if stride is None else stride
         if samples < 1 or self._stride < 1:
             raise ValueError(f"samples={samples} and stride={stride} must be at least 1")
-        files = background_loop().run(map_all(_open, find_shards(objects, suffixes=(".wav",), store=store), 64))
+        files = map_shards(_open, find_shards(objects, suffixes=(".wav",), store=store))
         shards, begins, counts, layouts = zip(*files, strict=True)
         for shard, _, _, layout in files:
             if layout != layouts[0]:

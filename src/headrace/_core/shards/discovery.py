@@ -7,14 +7,14 @@ import fnmatch
 import os
 import re
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import glob
 from itertools import chain, pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from headrace._core.store.head import Head, InitialRead
@@ -33,11 +33,17 @@ _GLOB = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """An object in a store."""
+    """An object in a store, or one version of it.
 
-    store: Store  # the store
-    key: str  # the object's key
-    head: Head | None = None  # size and version, if known
+    Attributes:
+        store: the store.
+        key: the object's key.
+        head: its size and version, if they are known: that version is read then, and no other.
+    """
+
+    store: Store
+    key: str
+    head: Head | None = None
 
     @property
     def name(self) -> str:
@@ -51,7 +57,7 @@ class Shard:
         return self.store.read(self.key, start, stop, size=size, etag=etag, modified=modified, index=index)
 
     async def read_start(self, stop: int) -> InitialRead:
-        """Read bytes up to `stop`, or all if the store ignores ranges, and the metadata."""
+        """Read bytes up to `stop`, or all if the store ignores ranges: `data`, and `head` with size and version."""
         if self.head is None:
             return await self.store.read_start(self.key, stop)
         return InitialRead(await self.read(0, min(stop, self.head.size)), self.head)
@@ -61,10 +67,21 @@ class Shard:
         return await self.store.read_end(self.key, length, head=self.head)
 
 
+A = TypeVar("A")
+T = TypeVar("T")
+
 Shards = str | os.PathLike[str] | Store | Sequence[str | os.PathLike[str] | Shard]
 
 
-def find_shards(shards: Shards, *, suffixes: tuple[str, ...], store: StoreLike | None) -> tuple[Shard, ...]:
+def map_shards(function: Callable[[A], Awaitable[T]], shards: Iterable[A]) -> list[T]:
+    """Call an async function, as one that reads a header, with all shards, at most 64 at the same time; blocks.
+
+    The first error ends the others, and is raised.
+    """
+    return background_loop().run(map_all(function, shards, 64))  # small requests, of which a store serves many
+
+
+def find_shards(shards: Shards, *, suffixes: tuple[str, ...], store: StoreLike | None = None) -> tuple[Shard, ...]:
     """Find the shards that a user named; blocks if there is a glob or a directory.
 
     Names are as for `TarDataset`; a `Shard` is returned as it is. In a directory, names must end in `suffixes`.

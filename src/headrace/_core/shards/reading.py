@@ -328,9 +328,9 @@ class Decoder(ABC):
         """Signal the end of the shard; yields the last sample, or raises if the shard is truncated."""
 
     def position(self) -> State | None:
-        """Where a new decoder can go on, after a `feed`: ``"offset"`` of its first byte, and what it must know.
+        """Where a new decoder can go on, after a `feed`: ``"offset"`` of its first byte, and JSON values of its own.
 
-        None: only at the start of the shard.
+        None: only at the start of the shard, which a restored stream then reads again.
         """
         return None
 

@@ -314,7 +314,10 @@ _LEAST = {"buffer_size": 0, "seed": 0, "samples_per_rank": 1} | dict.fromkeys(Re
 
 
 class ShardedStream(PartStream[T_co]):
-    """Base of `TarDataset` and `LinesDataset`; its options are described in `TarDataset`."""
+    """Base of streams of shards that are read from their start to their end, as `TarDataset` and `LinesDataset`.
+
+    A subclass defines `suffixes` and `decoder`; the options are those of `TarDataset`.
+    """
 
     parts_name = "shards"
     split_by_sample = "samples"
@@ -372,7 +375,7 @@ class ShardedStream(PartStream[T_co]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._shards)} shards from {self._shards[0].name!r})"
 
-    def _decoder(self, shard: Shard) -> Decoder:
+    def decoder(self, shard: Shard) -> Decoder:
         """The decoder of one shard."""
         raise NotImplementedError  # each format has its own
 
@@ -401,7 +404,7 @@ class ShardedStream(PartStream[T_co]):
         return None if self._counts is None else names_digest(map(str, self._counts))
 
     def _read(self, parts: Sequence[Part]) -> PartReader[Any]:
-        return InterleavedShards(self._shards, parts, self._decoder, self._ahead, self._check_count)
+        return InterleavedShards(self._shards, parts, self.decoder, self._ahead, self._check_count)
 
     def _check_count(self, reader: ShardReader) -> None:
         """Warn, once, of a shard with another number of samples than in `counts`."""

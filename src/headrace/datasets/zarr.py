@@ -130,7 +130,11 @@ class ZarrDataset(AsyncDataset[Any]):
         path = "/".join(filter(None, (self._path.strip("/"), name.strip("/"))))
         where, axis = self._prefix + path, self._axis
         try:
-            array: AsyncArray[Any] = await AsyncArray.open(StorePath(self._store, path), zarr_format=None)
+            array: AsyncArray[Any]
+            try:  # a store whose keys may not be listed answers 403 for keys that are not there
+                array = await AsyncArray.open(StorePath(self._store, path), zarr_format=3)
+            except ArrayNotFoundError:
+                array = await AsyncArray.open(StorePath(self._store, path), zarr_format=2)
             across = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
             # Of format 2, or of format 3; in the order of decoding.
             codecs = [getattr(array.metadata, "compressor", None), *(getattr(array.metadata, "filters", None) or ())]

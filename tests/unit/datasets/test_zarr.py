@@ -127,6 +127,11 @@ def test_a_shard_that_was_overwritten_is_an_error(server, root):
         dataset[5]
 
 
+def test_format_3_needs_no_answer_for_keys_that_are_not_there(server):
+    assert len(opened(server, "v3/images")) == 100
+    assert [seen.key for seen in server.seen()] == ["v3/images/zarr.json"]
+
+
 def test_requests_are_retried(server):
     server.misbehave(Fault("status", status=503, times=3))
     assert same(opened(server, "v3/images")[5].numpy(), IMAGES[5].astype(np.int32))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,13 +19,6 @@ from headrace.datasets.cached import RangedShards
 from headrace.errors import ShardError
 
 __all__ = ["ArrayDataset"]
-
-
-class _File(NamedTuple):
-    shard: Shard
-    begin: int  # of the rows
-    dtype: np.dtype[np.generic]
-    shape: tuple[int, ...]
 
 
 class ArrayDataset(RangedShards[torch.Tensor]):
@@ -57,16 +49,16 @@ class ArrayDataset(RangedShards[torch.Tensor]):
     def __init__(self, shards: Shards, *, store: StoreLike | None = None) -> None:
         found = find_shards(shards, suffixes=(".npy",), store=store)
         files = map_shards(_open_file, found)
-        _, _, self._dtype, (_, *self._shape) = files[0]
-        for file in files:
-            if (file.dtype, [*file.shape[1:]]) != (self._dtype, self._shape):
-                what = f"{file.dtype} of shape {file.shape}, but the first file has {self._dtype} of {files[0].shape}"
-                raise ShardError(what, shard=file.shard.name)
-        super().__init__([file.shard for file in files], [file.shape[0] for file in files])
+        opened, begins, dtypes, shapes = zip(*files, strict=True)
+        self._dtype, self._shape = dtypes[0], shapes[0][1:]
+        for shard, _, dtype, shape in files:
+            if (dtype, shape[1:]) != (self._dtype, self._shape):
+                what = f"{dtype} of shape {shape}, but the first file has {self._dtype} of {shapes[0]}"
+                raise ShardError(what, shard=shard.name)
+        super().__init__(opened, [shape[0] for shape in shapes])
         self._row_bytes = self._dtype.itemsize * math.prod(self._shape)
-        # Of the first row of each file, if it were that of the first row of all.
-        rows = np.concatenate(([0], self._ends[:-1]))
-        self._begins = np.array([file.begin for file in files]) - rows * self._row_bytes
+        # Where the first row of all would be, if the file had it.
+        self._begins = np.array(begins) - np.concatenate(([0], self._ends[:-1])) * self._row_bytes
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the rows at `indices`; negative indices count from the end. Objects are numbered as shards.
@@ -87,13 +79,14 @@ class ArrayDataset(RangedShards[torch.Tensor]):
         """The rows of a batch as a tensor."""
         if type(self).sample_of is not ArrayDataset.sample_of:
             return super().samples_of(indices, data)
-        return self._tensor(b"".join(data), [len(data), *self._shape])
+        return self._tensor(b"".join(data), (len(data), *self._shape))
 
-    def _tensor(self, data: memoryview | bytes, shape: list[int]) -> torch.Tensor:
+    def _tensor(self, data: memoryview | bytes, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.from_numpy(np.frombuffer(data, self._dtype).reshape(shape).astype(self._dtype.newbyteorder("=")))
 
 
-async def _open_file(shard: Shard) -> _File:
+async def _open_file(shard: Shard) -> tuple[Shard, int, np.dtype[np.generic], tuple[int, ...]]:
+    """The file, and the offset, the type and the shape of its array."""
     refuse_compressed(shard.name)
     if shard.key.lower().endswith(".npz"):
         raise ShardError("rows of a zip of arrays have no place of their own; numpy.save each array", shard=shard.name)
@@ -109,4 +102,4 @@ async def _open_file(shard: Shard) -> _File:
     if begin + dtype.itemsize * math.prod(shape) != read.head.size:
         what = f"{read.head.size - begin:,} bytes, but the header has {dtype} of shape {shape}"
         raise ShardError(what, shard=shard.name, offset=begin)
-    return _File(replace(shard, head=read.head), begin, dtype, shape)
+    return replace(shard, head=read.head), begin, dtype, shape

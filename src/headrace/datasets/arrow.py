@@ -117,8 +117,6 @@ async def _open(shard: Shard) -> _ArrowFile:
     is_file = data.startswith(_MAGIC)
     at, schema, message, rows, extents = 8 * is_file, None, b"", list[int](), []
     dictionaries: list[tuple[int, int]] = []
-    if is_file and await take(size - len(_MAGIC), size) != _MAGIC:
-        raise TruncatedShardError(f"truncated: it does not end in {_MAGIC!r}", shard=shard.name, offset=size)
     while True:
         start = at
         marker, length = struct.unpack("<Ii", await take(at, at + 8))
@@ -144,8 +142,9 @@ async def _open(shard: Shard) -> _ArrowFile:
         except (struct.error, IndexError, ValueError, OSError, pyarrow.ArrowException) as error:
             what = f"corrupt message: {' '.join(str(error).split())}"
             raise ShardError(what, shard=shard.name, offset=start) from None
-    if schema is None or (at != size and not is_file):
-        raise ShardError("no schema, or bytes after the end of the stream", shard=shard.name, offset=at)
+    if schema is None or (await take(size - len(_MAGIC), size) != _MAGIC if is_file else at != size):
+        what = f"no schema, or other bytes after the end of its messages than a footer and {_MAGIC!r}"
+        raise ShardError(what, shard=shard.name, offset=at)
     return _ArrowFile(shard, schema, message, tuple(rows), tuple(extents))
 
 

@@ -62,7 +62,7 @@ class LanceDataset(AsyncDataset[Any]):
             self._dataset = lance.dataset(os.fspath(url), version, storage_options=dict(storage_options or {}))
             self._length = self._dataset.count_rows()
         except (OSError, ValueError) as error:
-            raise StoreError(f"cannot open Lance dataset {os.fspath(url)}: {_line(error)}") from None
+            raise StoreError(f"cannot open Lance dataset {os.fspath(url)}: {str(error).partition(', /')[0]}") from None
         self._columns = None if columns is None else list(columns)
         names = self._dataset.schema.names
         for column in self._columns or ():  # lance would panic
@@ -93,12 +93,5 @@ class LanceDataset(AsyncDataset[Any]):
         try:
             return await asyncio.to_thread(self._dataset.take, rows, self._columns)
         except OSError as error:
-            raise StoreError(f"cannot read {self!r}, rows {rows[0]} and others: {_line(error)}") from None
-
-    def sample_key(self, index: int) -> str:
-        """The dataset and the number of the row."""
-        return f"{self._dataset.uri}, row {index}"
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).partition(", /")[0].split())  # without the place in lance's own sources
+            what = f"cannot read {self!r}, row {rows[0]}{' and others' if len(rows) > 1 else ''}"
+            raise StoreError(f"{what}: {str(error).partition(', /')[0]}") from None  # without places in lance's sources

@@ -138,8 +138,12 @@ class TokenDataset(RangedShards[torch.Tensor]):
     @property
     def lengths(self) -> NDArray[np.int64]:
         """The number of tokens of each sample, for a `headrace.BalancedBatchSampler`."""
-        shards, starts, stops = self.ranges(np.arange(len(self)))  # type: ignore[arg-type]
-        return (stops - starts) // self._sizes[shards]
+        if self._bounds is None:
+            return np.full(len(self), self._seq_len)
+        between = self._ends + np.arange(len(self._ends))  # after each shard but the last: no sample
+        lengths = np.delete(np.diff(self._bounds), between[:-1])
+        lengths //= self._dtype.itemsize if self._dtype else np.repeat(self._sizes, self.counts)
+        return lengths
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the samples at `indices`; negative indices count from the end. Objects are numbered as shards.

@@ -5,7 +5,6 @@ import struct
 import google_crc32c
 import numpy as np
 import pytest
-import torch
 
 import headrace as hr
 from headrace.errors import MissingExtraError, ShardError, TruncatedShardError
@@ -110,33 +109,6 @@ def test_lists_that_are_not_packed_are_read():
     features = b"".join(b"\x0a" + bytes([len(entry)]) + entry for entry in entries)
     ((example),) = read(framed(b"\x0a" + bytes([len(features)]) + features), decode=True)
     assert plain(example) == plain({"x": np.array([5, -1]), "y": np.array([1.5], np.float32)})
-
-
-def test_integers_of_all_sizes_are_read():
-    numbers = [sign * ((1 << bits) + shift) for bits in range(62) for sign in (1, -1) for shift in (-1, 0, 1)]
-    packed = bytearray()
-    for number in numbers:
-        rest = number % (1 << 64)
-        while rest >= 128:
-            packed.append(rest & 127 | 128)
-            rest >>= 7
-        packed.append(rest)
-
-    def field(tag, data):
-        return bytes([tag, len(data) & 127 | 128, len(data) >> 7]) + data
-
-    record = field(0x0A, field(0x0A, b"\x0a\x01x" + field(0x12, field(0x1A, field(0x0A, bytes(packed))))))
-    assert read(framed(record), decode=True)[0]["x"].tolist() == numbers
-
-
-def test_a_loader_makes_tensors_of_features():
-    stream = hr.TFRecordDataset(
-        [f"{name}" for name in FILES if "tfrecord" in name], store=in_memory(FILES), decode=True
-    )
-    with hr.DataLoader(stream.map(lambda sample: (sample["id"], sample["floats"])), 34) as loader:
-        ((ids, floats),) = loader
-    assert sorted(ids[:, 0].tolist()) == [*range(34)]
-    assert floats.dtype == torch.float32
 
 
 def test_without_the_checksums_package_the_error_names_it(monkeypatch):

@@ -106,6 +106,13 @@ def test_a_missing_chunk_is_an_error_unless_fill_values_are_asked_for(root, layo
         assert same(dataset[99].numpy(), IMAGES[99].astype(np.int32))
         with pytest.raises(ShardError, match=rf"no such chunk.*missing='fill'.*{lost}"):
             dataset[0]
+        with hr.DataLoader(dataset, 2) as loader:
+            batches, errors = iter(loader), []
+            for _ in range(2):  # of one read
+                with pytest.raises(ShardError) as error:
+                    next(batches)
+                errors.append([note for note in error.value.__notes__ if "stage fetch" in note])
+        assert [len(notes) for notes in errors] == [1, 1]
         assert (opened(server, f"{layout}/images", missing="fill")[0][:, :2] == 0).all()
 
 

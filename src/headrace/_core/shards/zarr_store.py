@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from zarr.storage import ObjectStore
 from headrace._core.eventloop.per_loop import PerLoop
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.store import Store
-from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
+from headrace.errors import HeadraceError, ObjectNotFoundError, ShardError, TruncatedShardError
 
 T = TypeVar("T")
 
@@ -42,7 +43,10 @@ class SharedReads:
         self._reads[key] = reading, size
         while self._bytes > self._max_bytes and self._reads[oldest := next(iter(self._reads))][0].done():
             self._bytes -= self._reads.pop(oldest)[1]
-        result: T = await asyncio.shield(reading)
+        try:
+            result: T = await asyncio.shield(reading)
+        except HeadraceError as error:  # each waiter adds its notes
+            raise copy.deepcopy(error) from error.__cause__
         return result
 
     def peek(self, key: Hashable) -> Any:

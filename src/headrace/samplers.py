@@ -179,8 +179,8 @@ class BalancedBatchSampler(DistributedSampler[Any]):
     order is a `permutation`. Each window of it is divided into as few batches as hold its tokens, of nearly equal
     numbers: 99 % of `max_tokens` if samples are many and short, less if most are longer than a third of it. Batches of
     a window come in random order. Every rank computes the plan of all, in about 1 µs a sample, and takes its part of
-    each step: no rank communicates, and all make the same number of steps. It is a `DistributedSampler`, so that
-    trainers leave it unchanged.
+    each step: no rank communicates, and all make the same number of steps. Lightning needs
+    ``use_distributed_sampler=False``; accelerate would divide the batches of a torch loader, not of ours, again.
 
     Each sample comes once in an epoch. In the last step, what is left is dealt to all ranks, in smaller batches; only
     if there are fewer samples than ranks some come twice. The number of batches is found by planning them, and is

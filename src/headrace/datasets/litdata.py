@@ -24,21 +24,10 @@ __all__ = ["LitDataset"]
 
 # By the numbers that LitData gives them, some of them twice.
 _NUMPY_TYPES = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "b1")
-_TORCH_TYPES = ["float32", "float32", "float64", "float64", "complex64", "complex64", "complex128", "complex128"]
-_TORCH_TYPES += [
-    "float16",
-    "float16",
-    "bfloat16",
-    "uint8",
-    "int8",
-    "int16",
-    "int16",
-    "int32",
-    "int32",
-    "int64",
-    "int64",
-]
-_TORCH_TYPES += ["bool", "uint16"]
+_TORCH_TYPES = (
+    "float32", "float32", "float64", "float64", "complex64", "complex64", "complex128", "complex128", "float16",
+    "float16", "bfloat16", "uint8", "int8", "int16", "int16", "int32", "int32", "int64", "int64", "bool", "uint16",
+)  # fmt: skip
 _MEDIA = ("bytes", "file", "jpeg", "image", "tifffile", "video", "audio", "pdf", "nifti", "mesh")
 _FRAMES = struct.Struct("<8sHHIII")  # magic, version, flags; the numbers of samples, of those in a frame, of frames
 _FRAME = np.dtype([("first", "<u4"), ("rows", "<u4"), ("start", "<u8"), ("stored", "<u4"), ("size", "<u4")])
@@ -85,6 +74,10 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         return _assemble(self._config["data_spec"], iter(tables.decode_fields(data, fields)))
 
     def _table(self, file: tables.TableFile, data: memoryview, shard: Shard) -> NDArray[np.int64]:
+        begin = 4 * file.rows + 8
+        if file.size > begin and data[begin - 4 : begin] == begin.to_bytes(4, "little"):
+            what = "its rows are an Arrow table, which is not read: write the samples as tuples in place of dicts"
+            raise ShardError(what, shard=shard.name)
         offsets = super()._table(file, data, shard)
         if not self._seq_len:
             return offsets
@@ -107,12 +100,10 @@ class LitDataset(tables.OffsetTableDataset[Any]):
             if (magic, version, rows) != (b"LDFZ01\0\0", 1, file.rows):
                 raise ValueError(f"{magic!r} in version {version} of {rows:,} samples, and {file.rows:,} in its index")
             offsets = np.frombuffer(data, "<u4", rows + 1, _FRAMES.size) + np.uint32(4 * rows + 8)
-            frames = np.frombuffer(data, _FRAME, count, _FRAMES.size + 4 * rows + 4)[
-                ["start", "stored", "size"]
-            ].tolist()
+            frames = np.frombuffer(data, _FRAME, count, _FRAMES.size + 4 * rows + 4).tolist()
         except (ValueError, struct.error) as error:
             raise ShardError(f"no chunk of compressed frames: {error}", shard=shard.name) from None
-        found = [unpack(data[start : start + stored], "zstd", size, shard.name) for start, stored, size in frames]
+        found = [unpack(data[start : start + stored], "zstd", size, shard.name) for _, _, start, stored, size in frames]
         whole = np.concatenate([np.array([rows, *offsets], "<u4").view(np.uint8), *found])
         self._table(replace(file, size=len(whole)), whole.data, shard)
         return whole
@@ -130,9 +121,7 @@ def _parse(index: Any, folder: str) -> tuple[list[tables.TableFile], dict[str, A
         files.append(tables.checked(folder, name, rows, size, packing, stored=size if config["framed"] else None))
     config["dims"] = {}
     if loader == "TokensLoader":
-        config["dims"] = {
-            file.key: operator.index(chunk["dim"]) for file, chunk in zip(files, index["chunks"], strict=True)
-        }
+        config["dims"] = {folder + chunk["filename"]: operator.index(chunk["dim"]) for chunk in index["chunks"]}
         (leaf,) = config["data_format"]
         if not leaf.startswith("no_header_") or min(config["dims"].values()) < 0:
             raise ValueError(f"chunks of {leaf!r} are not of tokens")

@@ -52,8 +52,10 @@ class OffsetTableDataset(RangedShards[T_co]):
     ) -> None:
         self._files = tuple(files)
         self._whole = any(file.format or file.digest for file in files)
-        for file in files:
-            _ = file.format and unpacker(file.format)  # a missing package is noticed now
+        for format in {file.format for file in files if file.format}:
+            unpacker(format)  # a missing package is noticed now
+        if len(keys := [file.key for file in files]) > len(set(keys)):
+            raise ShardError("its index has it twice", shard=store.name(max(keys, key=keys.count)))
         self._unpacked = UnpackedShards(unpacked_bytes)
         opened = map_shards(functools.partial(self._open, store), files)
         super().__init__([shard for shard, _ in opened], counts or [file.rows for file in files] or [0])

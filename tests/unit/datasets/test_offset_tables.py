@@ -84,6 +84,8 @@ def test_corrupt_shard_is_requested_twice_however_many_samples_it_has(server):
 )
 def test_index_that_lies_is_refused(change, message):
     index = json.loads(MDS["index.json"])
+    with pytest.raises(ShardError, match="twice"):
+        hr.MDSDataset(in_memory(MDS | {"index.json": json.dumps({"shards": 2 * index["shards"]}).encode()}))
     index["shards"][0] |= change
     with pytest.raises(ShardError, match=message):
         hr.MDSDataset(in_memory(MDS | {"index.json": json.dumps(index).encode()}))[0]
@@ -106,6 +108,9 @@ def test_chunks_that_cannot_be_read_are_refused(change, message):
     tokens = index["config"]["item_loader"] == "TokensLoader"
     with pytest.raises(ShardError, match=message):
         hr.LitDataset(in_memory(files | {"index.json": json.dumps(index).encode()}), seq_len=9 if tokens else None)[0]
+    arrow = files["chunk-0-0.bin"][:4] + 9 * (40).to_bytes(4, "little") + files["chunk-0-0.bin"][40:]
+    with pytest.raises(ShardError, match="Arrow table, which is not read"):
+        hr.LitDataset(in_memory(files | {"chunk-0-0.bin": arrow}), seq_len=9)
     with pytest.raises(ValueError, match="chunks of tokens need one"):
         hr.LitDataset(in_memory(files))
 

@@ -101,7 +101,7 @@ def bucket(tmp_path_factory):
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("t[ae]*/*.*")}
     with serve_hub({"main": "a" * 40, "a" * 40: files}) as hub:
         variables = dict(zip(names, (*keys.values(), url, "true"), strict=True))
-        variables |= {"HF_ENDPOINT": hub.urls[0], "TQDM_DISABLE": "1"}
+        variables |= {"HF_ENDPOINT": hub.urls[0]}
         yield f"import os\nos.chdir({str(folder)!r})\nos.environ.update({variables})\n"
     server.stop()
 

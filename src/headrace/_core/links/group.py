@@ -11,12 +11,12 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from headrace._core.batches import FetchLoad, HostBatch, StageTimes
 from headrace._core.engine.config import EngineConfig
 from headrace._core.links.dealing import Dealer
 from headrace._core.messages import Answer, Consumed, Link, Request, SessionEnd, Started, Status, StatusRequest
+from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import capabilities
 from headrace._core.text import users_stacklevel
 from headrace.errors import EngineDiedError, EngineStartError
@@ -27,38 +27,20 @@ DEATHS_WITHOUT_BATCH = 3  # after which an engine is not replaced any more
 _GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")  # of `StageTimes`: sums since an engine's start
 
 
-@dataclass(frozen=True, slots=True)
-class Quorum:
-    """How many engines an epoch begins with, where they may take long to start, and are lost with their nodes."""
-
-    least: int
-    seconds: float  # for which fewer may run, before the epoch ends with an error
-    shortage: str  # what the others wait for, and how to see it
-
-
 class EngineGroup(Link):
-    """The link to several engines: a stream's plans are dealt by lanes, which take turns, others by batches.
-
-    Args:
-        config: the loader's.
-        connect: opens the link to an engine, by its number; replaces an engine that has died.
-        engines: their number.
-        first: the number of the first batch.
-        quorum: of engines that have to run before plans are dealt; None where they start at once.
-        later: engines to which links are opened when another has begun: the first batch needs a core.
-    """
+    """The link to several engines: a stream's plans are dealt by lanes, which take turns, others by batches."""
 
     guarded = True
 
     def __init__(
         self,
         config: EngineConfig,
-        connect: Callable[[int], Link],
+        connect: Callable[[int], Link],  # opens the link to an engine, by its number; replaces one that has died
         engines: int,
         *,
-        first: int,
-        quorum: Quorum | None = None,
-        later: Sequence[int] = (),
+        first: int,  # number of a batch
+        cluster: RayPlacement | None = None,  # where they may take long to start, and are lost with their nodes
+        later: Sequence[int] = (),  # engines that are linked when another has begun: the first batch needs a core
     ) -> None:
         self.messages: deque[Answer] = deque()
         self._connect = connect
@@ -70,11 +52,12 @@ class EngineGroup(Link):
             stream=config.kind.is_iterable,
             chunked=not config.kind.is_iterable and capabilities(config.dataset).ranges,
         )
-        self._quorum = quorum
-        self._least = 1 if quorum is None else max(1, quorum.least)  # engines without which no plan is dealt
+        self._cluster = cluster
+        self._shortage = f"`ray status` shows what is free for {cluster!r}"
+        self._least = 1 if cluster is None else min(cluster.least, engines)  # engines without which no plan is dealt
         self._deadline: float | None = None  # for that many
         self._links: dict[int, Link] = {}
-        self._running = set(range(engines)) if quorum is None else set[int]()  # or will run within a moment
+        self._running = set(range(engines)) if cluster is None else set[int]()  # or will run within a moment
         self._later = later
         self._lost: dict[int, str] = {}  # engines that have died, and how
         self._ends: dict[int, str] = {}  # how the last process of each engine has ended
@@ -107,8 +90,7 @@ class EngineGroup(Link):
             if engine in self._links:
                 self._links[engine].send(message)
             else:
-                short = self._quorum is not None and len(self._running) < self._least
-                why = self._quorum.shortage if self._quorum is not None and short else "others have ended"
+                why = self._shortage if self._cluster and len(self._running) < self._least else "others have ended"
                 self.messages.append(Status(f"batch {message.number} waits for an engine: {why}"))
         else:
             self._standing[type(message)] = message
@@ -118,7 +100,7 @@ class EngineGroup(Link):
     def receive(self) -> None:
         """Take in the messages of all engines, replace those that have died, and deal the plans that wait."""
         # Those elsewhere are looked after also if nothing arrives.
-        ready = [*self._links] if self._quorum else [key.data for key, _ in self._selector.select(0)]
+        ready = [*self._links] if self._cluster else [key.data for key, _ in self._selector.select(0)]
         arrived = self._take_in(ready)
         if arrived and self._later:
             later, self._later = self._later, ()
@@ -138,7 +120,7 @@ class EngineGroup(Link):
 
     @property
     def look_by(self) -> float | None:  # type: ignore[override]
-        if self._quorum is None:
+        if self._cluster is None:
             return None
         soon = time.monotonic() + CHECK_EVERY
         return soon if self._deadline is None else min(soon, self._deadline)
@@ -157,7 +139,7 @@ class EngineGroup(Link):
         link = self._links[number] = self._connect(number)
         assert link.source is not None
         self._selector.register(link.source, selectors.EVENT_READ, number)
-        if self._quorum is None:
+        if self._cluster is None:
             self._running.add(number)
         for message in self._standing.values():
             link.send(message)
@@ -200,13 +182,13 @@ class EngineGroup(Link):
         if self._over or not self._dealer.waiting:
             return
         if len(self._running) < self._least:
-            if (quorum := self._quorum) is None:
+            if (cluster := self._cluster) is None:
                 return
             if self._deadline is None:
-                self._deadline = time.monotonic() + quorum.seconds
+                self._deadline = time.monotonic() + cluster.start_timeout
             elif time.monotonic() >= self._deadline:
                 counts = {"running": len(self._running), "engines": self._engines, "least": self._least}
-                self._end(EngineStartError(**counts, seconds=quorum.seconds, shortage=quorum.shortage))
+                self._end(EngineStartError(**counts, seconds=cluster.start_timeout, shortage=self._shortage))
             return
         self._least, self._deadline = 1, None  # the epoch has begun: one is enough from now on
         for number, plans in self._dealer.deal(sorted(self._running)).items():
@@ -225,7 +207,7 @@ class EngineGroup(Link):
             link.close()
         batch, deaths = self._dealer.take_back(lost)
         # Those of a cluster are lost with their nodes, and replaced even if all are.
-        none_left = not self._links and self._quorum is None
+        none_left = not self._links and self._cluster is None
         if none_left or deaths >= DEATHS_ALONE:
             why = f"all of its {self._engines} processes have ended"
             if deaths > 1:
@@ -253,4 +235,4 @@ class EngineGroup(Link):
             self._add(number)
         except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
             return f"it could not be started again ({error})"
-        return "it is started again" if self._quorum is None else "another is asked for"
+        return "it is started again" if self._cluster is None else "another is asked for"

@@ -18,7 +18,7 @@ import ray.util.client
 
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.links.group import EngineGroup, Quorum
+from headrace._core.links.group import EngineGroup
 from headrace._core.links.placement import Placement
 from headrace._core.links.process import dump_request
 from headrace._core.links.ray_actor import EngineActor
@@ -92,10 +92,7 @@ class RayEngines(Placement):
                 actor = self._actors[engine] = self._start(engine)
             return RayLink(engine, actor, opening, self._lost.append)
 
-        asked = self._placement
-        shortage = f"`ray status` shows what is free for {asked!r}"
-        quorum = Quorum(min(asked.least, self._engines), asked.start_timeout, shortage)
-        return Session(EngineGroup(config, connect, self._engines, first=start.batch, quorum=quorum))
+        return Session(EngineGroup(config, connect, self._engines, first=start.batch, cluster=self._placement))
 
     def _end(self) -> None:
         actors, self._actors = self._actors, []

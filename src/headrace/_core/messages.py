@@ -64,36 +64,23 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
-    """The last message.
-
-    Attributes:
-        error: the error that ended the session, if any.
-        death: how the engine was lost, so that another can make its batches; None where user code ended the session.
-    """
+    """The last message, with the error that ended the session, if any."""
 
     error: BaseException | None
-    death: str | None = None
+    death: str | None = None  # how the engine was lost, so that another can make its batches; None if by user code
 
 
 Answer = HostBatch | Started | Status | Call | SessionEnd
 
 
 class Link:
-    """The consumer's end of a session in one engine, wherever that runs. Used by one thread, except for `leave`.
+    """The consumer's end of a session in one engine, wherever that runs. Used by one thread, except for `leave`."""
 
-    Attributes:
-        messages: those that have been received, the oldest first; the caller removes them. A `SessionEnd` is the last.
-        source: a descriptor that is readable when there is something to receive; None if there is no wait.
-        receives: whether there is something to do in `receive`; otherwise messages are added by another thread.
-        guarded: whether `send` and `receive` must not overlap with `close`.
-        look_by: when `receive` is to be called even if nothing arrives, by `time.monotonic`; None for never.
-    """
-
-    messages: deque[Answer]
-    source: Readable | None = None
-    receives = True
-    guarded = False
-    look_by: float | None = None
+    messages: deque[Answer]  # received, the oldest first; the caller removes them. A `SessionEnd` is the last
+    source: Readable | None = None  # a descriptor that is readable when something can be received; None: no wait
+    receives = True  # whether there is something to do in `receive`; otherwise messages are added by another thread
+    guarded = False  # whether `send` and `receive` must not overlap with `close`
+    look_by: float | None = None  # when `receive` is called even if nothing arrives, by `time.monotonic`; None: never
 
     def send(self, message: Request) -> None:
         """Send a message, or drop it if the engine has ended; does not wait for an answer."""

@@ -14,17 +14,12 @@ _IDLE: dict[torch.device, list[torch.Stream]] = {}
 
 
 class Streams:
-    """One device's streams, and page-locked memory for its copies: of any accelerator whose torch module has streams.
+    """One device's streams, and page-locked memory for its copies: any accelerator whose torch module has streams."""
 
-    Attributes:
-        device: with its index.
-        registers: whether existing memory can be page-locked, by `register` and `unregister`.
-    """
-
-    registers = False
+    registers = False  # whether existing memory can be page-locked, by `register` and `unregister`
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = device  # with its index
         self._module: Any = torch.get_device_module(device)
 
     def check(self) -> None:
@@ -111,15 +106,7 @@ class CudaStreams(Streams):
 
 
 def resolve(device: torch.device | str | int | None) -> torch.device | None:
-    """The accelerator that batches are copied to; None if they stay in host memory.
-
-    Args:
-        device: as torch takes it, or ``"auto"``: the current accelerator, if there is one.
-
-    Raises:
-        RuntimeError, TypeError: torch knows no such device.
-        DeviceUnavailableError: it is not present.
-    """
+    """The accelerator that batches are copied to; None if they stay in host memory."""
     if device is None:
         return None
     if device == "auto":

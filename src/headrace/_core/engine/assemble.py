@@ -28,22 +28,13 @@ Moment = tuple[float, float]  # by `time.perf_counter`, and the CPU time of the 
 
 @dataclass(frozen=True, slots=True)
 class Assembler:
-    """Makes a `HostBatch` of a `RawBatch`: the CPU work of one batch.
+    """Makes a `HostBatch` of a `RawBatch`: the CPU work of one batch."""
 
-    Attributes:
-        transforms: applied to each sample, one after the other.
-        collate: makes a batch of a list of samples; where not `batched`, is given the one sample.
-        batched: whether a batch is a list of samples.
-        tolerance: how failed samples are treated.
-        catch: what is caught from user code. In a worker everything; on the consumer's own thread not
-            KeyboardInterrupt and SystemExit, which are the user's there.
-    """
-
-    transforms: tuple[Callable[[Any], Any], ...]
-    collate: Callable[[Any], Any]
-    batched: bool
+    transforms: tuple[Callable[[Any], Any], ...]  # applied to each sample, one after the other
+    collate: Callable[[Any], Any]  # makes a batch of a list of samples; where not `batched`, is given the one sample
+    batched: bool  # whether a batch is a list of samples
     tolerance: Tolerance
-    catch: Catch = BaseException
+    catch: Catch = BaseException  # what is caught from user code; on the consumer's thread `CONSUMER_CATCH`
 
     @property
     def runs_user_code(self) -> bool:
@@ -53,15 +44,12 @@ class Assembler:
         return bool(self.transforms) or not (lists or draws_nothing(self.collate))
 
     def generators(self) -> TransformGenerators:
-        """The random generators that the functions hold."""
         return TransformGenerators((*self.transforms, self.collate))
 
     def __call__(self, raw: RawBatch, began: Moment | None = None) -> HostBatch:
         """Assemble a batch whose samples are all there; errors of user code become its failures.
 
-        Args:
-            raw: the samples.
-            began: when the work on it began, where reading is part of that; by default now.
+        By default the work on it begins now; where reading is part of it, it has `began`.
         """
         current = CurrentSample(raw.plan.random_key)
         token = current_sample.set(current)

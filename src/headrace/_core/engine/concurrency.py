@@ -38,29 +38,13 @@ class AdaptiveLimit:
 
     Times when fewer than `limit` fetches are in flight, because the consumer is slow or memory is short, say nothing
     about the store and do not count.
-
-    Args:
-        start: the initial limit.
-        most: the highest limit.
-        peers: the engines that read the same store, with this one.
-        draw: a random number in [0, 1).
-
-    Attributes:
-        limit: fetches that may be in flight now; at least 1.
-
-    Example:
-        >>> control = AdaptiveLimit(start=8, most=64)
-        >>> for tenth in range(12):  # a store that takes any number at once, in 100 ms
-        ...     limit = control.update(tenth / 5, completed=tenth * 16, throttle_events=0, full=True)
-        >>> control.update(2.4, completed=200, throttle_events=100, full=True) < limit
-        True
     """
 
     def __init__(self, start: int, most: int, peers: int = 1, draw: Callable[[], float] = _dice.random) -> None:
-        self.limit = min(start, most)
+        self.limit = min(start, most)  # fetches that may be in flight now; at least 1
         self._most = most
-        self._peers = min(peers, MOST_PEERS)
-        self._draw = draw
+        self._peers = min(peers, MOST_PEERS)  # the engines that read the same store, with this one
+        self._draw = draw  # a random number in [0, 1)
         self._base: tuple[int, float] | None = None  # limit and rate before the running trial
         self._doubling = True
         self._throttled = False
@@ -74,16 +58,9 @@ class AdaptiveLimit:
         self._last_totals = (0, 0)
 
     def update(self, now: float, *, completed: int, throttle_events: int, full: bool) -> int:
-        """Record a measurement; call 10 to 100 times a second.
+        """Record a measurement; call 10 to 100 times a second. Returns the new `limit`.
 
-        Args:
-            now: seconds of a monotonic clock.
-            completed: fetches completed, in total.
-            throttle_events: throttled requests (HTTP 429 or 503) and time-outs, in total.
-            full: whether `limit` fetches are in flight, and more are queued.
-
-        Returns:
-            The new `limit`.
+        Counts are totals; `full` says whether `limit` fetches are in flight and more are queued.
         """
         ended, throttled = completed - self._last_totals[0], throttle_events - self._last_totals[1]
         self._last_totals = (completed, throttle_events)

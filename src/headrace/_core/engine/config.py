@@ -18,48 +18,26 @@ from headrace.options import LoaderOptions
 
 
 class EngineConfig(NamedTuple):
-    """All that an engine needs to know of a loader.
+    """All that an engine needs to know of a loader."""
 
-    Attributes:
-        dataset: where samples are fetched, without what `map` queued.
-        kind: how it is fetched from.
-        assembler: the CPU work.
-        num_workers: CPU workers; 0 for a helper thread, or for none where `deferred`.
-        options: headrace's own options that are for the engine.
-        deferred: whether the CPU work is left to the consumer's thread.
-        look_ahead: batches that may be planned and not yet taken.
-        drop_last: whether a stream's last batch is left out when it is not full.
-        in_order: whether batches leave in plan order.
-        base_seed: what torch datasets' workers are seeded from, and the functions of a stream before batching.
-        pipe_seed: the seed of a data pipe's random pipes in this epoch.
-        worker_init_fn: called in each worker with its number.
-        context: a `multiprocessing` context the user asked for.
-        rank: the rank of the consumer's process. Another rank needs another engine, whose processes are given it at
-            their start.
-        first_worker: the number of this engine's first worker.
-        all_workers: workers of all engines; 0 where there is one engine.
-        engines: how many engines the loader has.
-        lanes: the number of lanes in which a stream is read that begins anew; no more engines than that read it.
-    """
-
-    dataset: Any
+    dataset: Any  # where samples are fetched, without what `map` queued
     kind: DatasetKind
     assembler: Assembler
-    num_workers: int
-    options: LoaderOptions
-    deferred: bool
-    look_ahead: int
+    num_workers: int  # 0 for a helper thread, or for none where `deferred`
+    options: LoaderOptions  # those that are for the engine
+    deferred: bool  # whether the CPU work is left to the consumer's thread
+    look_ahead: int  # batches that may be planned and not yet taken
     drop_last: bool
     in_order: bool
-    base_seed: int
+    base_seed: int  # what torch datasets' workers are seeded from, and the functions of a stream before batching
     worker_init_fn: Callable[[int], Any] | None
-    context: Any
-    rank: RankInfo
-    pipe_seed: int | None = None
+    context: Any  # a `multiprocessing` context the user asked for
+    rank: RankInfo  # of the consumer's process; another needs another engine, whose processes get it at their start
+    pipe_seed: int | None = None  # of a data pipe's random pipes in this epoch
     first_worker: int = 0
-    all_workers: int = 0
+    all_workers: int = 0  # of all engines; 0 where there is one engine
     engines: int = 1
-    lanes: int = 1
+    lanes: int = 1  # in which a stream is read that begins anew; no more engines than that read it
 
     def part(self, engine: int, engines: int) -> EngineConfig:
         """The configuration of one of several engines, which divide workers, fetches and memory.

@@ -41,27 +41,15 @@ from headrace._core.transport.shared_pickle import SharedPickle
 class Engine:
     """Runs sessions on one event loop. Its placement owns it: makes it, opens it on the loop, closes it.
 
-    Worker processes are started by the constructor, before any loop or thread of the engine exists.
-
-    Args:
-        config: what to run.
-        first_task: the first task of worker processes, already pickled; by default the configuration's.
-        owns_process: nothing but this engine runs in the process, so that a helper thread may seed its generators.
-
-    Attributes:
-        executor: runs the CPU work.
-        sizes: of the samples.
-        watch: how long user code has blocked the loop, and where.
-
-    Raises:
-        NotPicklableError: a function has to go to worker processes and cannot.
+    Worker processes are started by the constructor, before any loop or thread of the engine exists. `first_task` is
+    their first task, already pickled. Where nothing else runs in the process, a helper thread may seed its generators.
     """
 
     def __init__(
         self, config: EngineConfig, first_task: SharedPickle | None = None, *, owns_process: bool = False
     ) -> None:
         self.config = config
-        self.watch = LoopWatch(type(config.dataset).__qualname__)
+        self.watch = LoopWatch(type(config.dataset).__qualname__)  # how long user code has blocked the loop, and where
         self._control: AdaptiveLimit | None = None  # the last epoch's
         self.sizes = SampleSizes()
         self.executor: Executor
@@ -116,8 +104,7 @@ class Engine:
     async def close(self, deadline: float) -> str | None:
         """Cancel the sessions, wait for them, leave the dataset, close the executor; each within `deadline` seconds.
 
-        Returns:
-            A description of the tasks that did not end in time; None if all did.
+        Returns a description of the tasks that did not end in time; None if all did.
         """
         tasks = list(self._running.values())
         for session in list(self._running):
@@ -162,24 +149,16 @@ class Session:
 
     `handle` and `cancel` are called on the loop. `run` is the session's task; the fetchers and one short task for each
     batch are its children, so nothing of the epoch remains when it has ended.
-
-    Args:
-        engine: the engine that starts it, and ends it.
-        send: sends the consumer a message.
-        work: the assembly of this session's batches.
-        start: the epoch, and where it begins within that.
-        seed: of the functions of a stream that are applied before batching; does not depend on where it begins.
-        steps: applies these; by default the engine's executor.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine,  # which starts it, and ends it
         send: Callable[[Answer], None],
         work: Work,
         start: SessionStart,
-        seed: int,
-        steps: Apply | None = None,
+        seed: int,  # of the functions of a stream before batching; does not depend on where the session begins
+        steps: Apply | None = None,  # applies these; by default the engine's executor
     ) -> None:
         config = engine.config
         self.start = start

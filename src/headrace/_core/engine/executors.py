@@ -34,10 +34,8 @@ _STEPS = "on samples that are not yet in a batch"  # a worker's task, for `Worke
 class ThreadExecutor:
     """Threads beside the loop: one without workers, or several for decoders that release the GIL.
 
-    They share the process's random generators; the functions they call seed them where that is right.
-
-    Args:
-        threads: with 0, the CPU work is deferred to the consumer's thread: a batch's data is the `RawBatch` itself.
+    They share the process's random generators; the functions they call seed them where that is right. With 0 threads,
+    the CPU work is deferred to the consumer's thread: a batch's data is the `RawBatch` itself.
     """
 
     broken = None
@@ -121,11 +119,7 @@ class ThreadExecutor:
 
 
 class ProcessExecutor(Pool):
-    """The pool's worker processes, started here, before there is a loop.
-
-    Raises:
-        NotPicklableError: the first task has to be sent and cannot.
-    """
+    """The pool's worker processes, started here, before there is a loop; `NotPicklableError` if they cannot have it."""
 
     def __init__(self, config: EngineConfig, first_task: SharedPickle | None) -> None:
         torchs = not config.kind.is_async  # which lives in the workers

@@ -31,7 +31,6 @@ Job = tuple[Any, int, Any]
 """The target of a result, the slot in it, and the argument of the fetch."""
 
 MISSING = object()
-"""In place of a sample that has not arrived."""
 
 
 class FetchRecorder:
@@ -55,21 +54,13 @@ class FetchRecorder:
 
 @dataclass(slots=True, eq=False)
 class FetchContext:
-    """What a session gives its fetch stage.
+    """What a session gives its fetch stage."""
 
-    Attributes:
-        deliver: called with each complete batch.
-        spawn: starts a coroutine as a task.
-        requests: the session's counters.
-        recorder: of single fetches, while a trace is written; a stage without single fetches has none.
-        stopping: whether the session ends: no fetch begins, and exceptions raised from then on are ignored.
-    """
-
-    deliver: Callable[[RawBatch], None]
-    spawn: Spawn
+    deliver: Callable[[RawBatch], None]  # called with each complete batch
+    spawn: Spawn  # starts a coroutine as a task
     requests: RequestStats
-    recorder: FetchRecorder | None = None
-    stopping: bool = False
+    recorder: FetchRecorder | None = None  # of single fetches, while a trace is written
+    stopping: bool = False  # the session ends: no fetch begins, and exceptions raised from then on are ignored
 
 
 class FetchStage(ABC):
@@ -101,20 +92,13 @@ class FetchStage(ABC):
 
 @dataclass(slots=True, eq=False)
 class PartialBatch:
-    """A batch some of whose samples have not arrived.
-
-    Attributes:
-        missing: the number of results that have not arrived.
-        samples: those that have arrived; `MISSING` in place of the others.
-        began: when its first fetch began; 0.0 before that.
-        fetch_seconds: the duration of that fetch.
-    """
+    """A batch some of whose samples have not arrived."""
 
     plan: BatchPlan
-    missing: int = field(init=False)
-    samples: list[Any] = field(init=False)
-    began: float = 0.0
-    fetch_seconds: float = 0.0
+    missing: int = field(init=False)  # results that have not arrived
+    samples: list[Any] = field(init=False)  # those that have arrived; `MISSING` in place of the others
+    began: float = 0.0  # when its first fetch began; 0.0 before that
+    fetch_seconds: float = 0.0  # the duration of that fetch
 
     def __post_init__(self) -> None:
         self.missing = len(self.plan.indices)
@@ -126,12 +110,6 @@ class FetcherPool(FetchStage):
 
     A fetcher that starts wakes the next one while more jobs are queued. So the pool grows as fast as fetches begin to
     wait, and a store that answers at once is served by one fetcher without waking others.
-
-    Args:
-        context: of the session.
-        dataset: where samples are fetched.
-        concurrency: the number of fetchers, or an `AdaptiveLimit` that finds it.
-        hedge: whether slow requests are repeated.
     """
 
     def __init__(

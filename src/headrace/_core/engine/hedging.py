@@ -60,15 +60,10 @@ class HedgedRequests:
         self._extra, self._extra_weight = 0, 0.0
 
     async def first(self, batch: int, size: int, request: Callable[[], Awaitable[T]]) -> T:
-        """The first result of `request`, which is called again if it is slow.
+        """The first result of `request`, of so many bytes for the oldest batch that waits; called again if it is slow.
 
         Errors of the first attempt are raised, those of the others ignored. An attempt that does not end when it is
         cancelled does not delay the result.
-
-        Args:
-            batch: the number of the oldest batch that waits for the request.
-            size: bytes requested.
-            request: makes the request.
         """
         weight = 1 + size / BYTES_LIKE_A_REQUEST
         race = _Race(batch, weight, request, asyncio.get_running_loop().create_future(), time.perf_counter())

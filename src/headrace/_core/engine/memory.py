@@ -19,16 +19,11 @@ WEIGHT = 0.25  # of a batch in the running mean, which follows a change of sizes
 
 
 class SampleSizes:
-    """Running means of a sample's size in bytes; of one loader, for all its epochs.
-
-    Attributes:
-        fetched: as fetched; None before the first.
-        assembled: in its batch; None before the first. Decoding an image can take fifty times its bytes.
-    """
+    """Running means of a sample's size in bytes; of one loader, for all its epochs. None before the first."""
 
     def __init__(self) -> None:
         self.fetched: float | None = None
-        self.assembled: float | None = None
+        self.assembled: float | None = None  # in its batch: decoding an image can take fifty times its bytes
         # Batches so far. Counted here: the numbers of an engine's batches may all leave the same rest.
         self._counts = {"fetched": 0, "assembled": 0}
 
@@ -62,15 +57,11 @@ class MemoryBudget:
 
     Until the first batch is assembled, no more is admitted than is fetched at once: what a transform makes of a sample
     is not known before.
-
-    Args:
-        nbytes: the budget.
-        sizes: of the samples; those of earlier epochs are the first guess.
     """
 
     def __init__(self, nbytes: int, sizes: SampleSizes) -> None:
         self._nbytes = nbytes
-        self._sizes = sizes
+        self._sizes = sizes  # those of earlier epochs are the first guess
         self._assembled = sizes.assembled is not None  # a batch, of this epoch or before
         self._consumed = -1  # the number of the last batch that has been taken
         self._samples: dict[int, int] = {}  # of each batch that is being fetched, or fetched and not taken

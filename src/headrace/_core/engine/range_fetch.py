@@ -31,26 +31,18 @@ CACHE_SLICE = 256  # samples that are looked up before other tasks get a turn
 
 @dataclass(slots=True, eq=False)
 class RangedBatch(PartialBatch):
-    """A batch whose bytes are being read.
+    """A batch whose bytes are being read."""
 
-    Attributes:
-        read_plan: the plan of its requests, and its number there; None if it has none, or its bytes were taken.
-        single: slots whose samples are or were fetched by `aget`.
-    """
-
+    # The plan of its requests, and its number there; None if it has none, or its bytes were taken.
     read_plan: tuple[ReadPlan, int] | None = None
-    single: set[int] = field(default_factory=set)
+    single: set[int] = field(default_factory=set)  # slots whose samples are or were fetched by `aget`
 
 
 class ReadPlan:
-    """Batches whose ranges are read by joint requests. A range is referred to by its position among those of all.
-
-    Attributes:
-        ranges: the ranges of all batches, concatenated.
-    """
+    """Batches whose ranges are read by joint requests. A range is referred to by its position among those of all."""
 
     def __init__(self, batches: Sequence[RangedBatch], ranges: Ranges) -> None:
-        self.ranges = ranges
+        self.ranges = ranges  # of all batches, concatenated
         self._batches = batches
         sizes = [len(batch.samples) for batch in batches]
         self._borders = np.cumsum([0, *sizes]).tolist()
@@ -60,9 +52,8 @@ class ReadPlan:
     def plan(self, positions: Sequence[int] | None) -> tuple[list[Span], list[RangedBatch]]:
         """Plan the requests for the ranges at `positions`, or for all.
 
-        Returns:
-            The requests, the one that the first batch needs first, whose members are positions; and the batches that
-            need none.
+        Returns the requests, the one that the first batch needs first, whose members are positions; and the batches
+        that need none.
         """
         chosen = np.arange(len(self._owners)) if positions is None else np.array(positions, np.int64)
         wanted = self.ranges.at(chosen)

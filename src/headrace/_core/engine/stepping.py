@@ -47,13 +47,9 @@ class StepsTask:
         return TransformGenerators(step.function for step in self._steps)
 
     def pickle(self, earlier: OrderedDict[tuple[int, ...], SharedPickle]) -> SharedPickle:
-        """The task, pickled once for all workers.
+        """The task, pickled once for all workers, or `NotPicklableError`.
 
-        Args:
-            earlier: the last pickles, by the identities of the functions: unchanged ones are not sent again.
-
-        Raises:
-            NotPicklableError: a function cannot be pickled.
+        `earlier` has the last pickles, by the identities of the functions: unchanged ones are not sent again.
         """
         if self._pickled is None:
             key = tuple(id(step.function) for step in self._steps)
@@ -88,12 +84,9 @@ class StepsTask:
         return outcomes
 
     def apply(self, chunk: Chunk, *, seeds: bool = True, catch: Catch = BaseException) -> list[object]:
-        """The outcome of each sample: `NOTHING` where it is not kept, `Raised` where it failed.
+        """The outcome of each sample: `NOTHING` where it is not kept, `Raised` where it failed with one of `catch`.
 
-        Args:
-            chunk: the samples.
-            seeds: whether random generators are seeded for each sample.
-            catch: the exceptions that are caught from user code.
+        With `seeds`, random generators are seeded for each sample.
         """
         current = CurrentSample(chunk.seed)
         outcomes: list[object] = []
@@ -129,11 +122,7 @@ def settle(answer: asyncio.Future[Any], result: object, error: Exception | None 
 
 
 def apply_on_consumers_thread(send: Callable[[Call], None]) -> Apply:
-    """Application of steps when the consumer waits for a batch, with `num_workers=0`.
-
-    Args:
-        send: sends the consumer a message.
-    """
+    """Application of steps when the consumer waits for a batch, with `num_workers=0`."""
 
     async def apply(task: StepsTask, chunk: Chunk) -> list[object]:
         answer: asyncio.Future[list[object]] = asyncio.get_running_loop().create_future()
@@ -149,14 +138,11 @@ def apply_on_consumers_thread(send: Callable[[Call], None]) -> Apply:
 
 
 def session_compute(apply: Apply, parallel: int, seed: int, common_seed: int) -> Compute:
-    """Application of one session's steps. Each pass of a stream has a seed of its own, by `spawn_key`.
+    """Application of one session's steps; so many chunks in parallel keep `apply` busy.
 
-    Args:
-        apply: applies them.
-        parallel: the number of chunks that keep it busy.
-        seed: the session's seed, from which the samples' seeds derive.
-        common_seed: the same for a stream under `split`, where each rank applies the steps to all samples: different
-            outcomes would give samples to two ranks, or to none.
+    Each pass of a stream has a seed of its own, by `spawn_key`: of the session's seed, or of the common one under
+    `split`, where each rank applies the steps to all samples: different outcomes would give samples to two ranks, or to
+    none.
     """
 
     def prepare(steps: tuple[Step, ...]) -> tuple[RunSteps, int]:

@@ -28,33 +28,19 @@ from headrace.errors import StateError
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of reading a stream.
+    """The progress of reading a stream."""
 
-    Attributes:
-        position: samples and failures so far.
-        failures_in_a_row: failures since the last sample.
-        ended: whether the stream has ended.
-        lost: whether the position could not be restored.
-        repeats: whether it was started again for plans that repeat.
-        drawn: of a lane, the number of samples that its batches were planned with; None of any other stream.
-        delivered: samples to be dropped, as ranges of their positions, ascending; those passed are removed.
-    """
-
-    position: int = 0
-    failures_in_a_row: int = 0
+    position: int = 0  # samples and failures so far
+    failures_in_a_row: int = 0  # since the last sample
     ended: bool = False
-    lost: bool = False
-    repeats: bool = False
-    drawn: int | None = None
-    delivered: list[range] = field(default_factory=list)
+    lost: bool = False  # the position could not be restored
+    repeats: bool = False  # it was started again for plans that repeat
+    drawn: int | None = None  # of a lane, samples that its batches were planned with; None of any other stream
+    delivered: list[range] = field(default_factory=list)  # positions to be dropped, ascending; those passed are removed
 
     @classmethod
     def restored(cls, state: Mapping[str, object], delivered: Sequence[range] = ()) -> Progress:
-        """The progress that a state was saved at.
-
-        Raises:
-            StateError: the state is damaged.
-        """
+        """The progress that a state was saved at; `StateError` if that is damaged."""
         return cls(
             expect(state, "position", int),
             ended=state.get("ended") is True,
@@ -78,12 +64,9 @@ class Progress:
 
 
 class StreamBatch:
-    """A batch that is filled from a stream, sync or async.
+    """A batch that is filled from a stream, sync or async; also after a failure, if that is tolerated.
 
-    Args:
-        plan: the batch's plan.
-        progress: the stream's progress, shared by its batches.
-        tolerance: whether the batch is filled up after a failure; otherwise the next batch begins there, as in torch.
+    Otherwise the next batch begins there, as in torch. The stream's progress is shared by its batches.
     """
 
     def __init__(self, plan: BatchPlan, progress: Progress, tolerance: Tolerance) -> None:
@@ -146,12 +129,9 @@ class StreamBatch:
             self._broken = not self._tolerance.skips
 
     def raw(self, stream: Callable[[], State] | None, *, drop_last: bool, catch: Catch = BaseException) -> RawBatch:
-        """The batch, with the state of the stream; with `drop_last`, only the failures of an incomplete one.
+        """The batch, with the state that `stream` returns; with `drop_last`, only the failures of an incomplete one.
 
-        Args:
-            stream: returns the state of the iterator; None if there is none.
-            drop_last: whether an incomplete batch is dropped.
-            catch: what is caught from `stream`, and is the batch's failure.
+        What is caught from `stream` is the batch's failure.
         """
         progress, samples, positions = self._progress, self._samples, self._plan.positions
         places = range(self._first, progress.position) if self._places is None else self._places
@@ -192,18 +172,7 @@ def _ended_a_generator(error: BaseException) -> bool:
 
 
 class StreamFetch(FetchStage):
-    """Reads each lane of an async iterable by a coroutine of its own; a plan says which lane it is of.
-
-    Args:
-        context: of the session.
-        start: where the session begins.
-        dataset: the async iterable.
-        drop_last: whether an incomplete batch is dropped.
-        tolerance: how failed samples are treated.
-
-    Raises:
-        StateError: the state in `start` is damaged.
-    """
+    """Reads each lane of an async iterable by a coroutine of its own; a plan says which lane it is of."""
 
     def __init__(
         self, context: FetchContext, start: SessionStart, dataset: Any, drop_last: bool, tolerance: Tolerance
@@ -334,11 +303,7 @@ class DispatchToWorkers(FetchStage):
     """Sends plans to the numbered workers, which have copies of a torch dataset.
 
     With `in_order` the workers take turns, as in torch. Otherwise a plan goes to the next worker that has room, so that
-    a slow worker delays only its own plans.
-
-    Args:
-        start: the worker that is next, and those whose streams have ended.
-        streams: whether each reads a stream, which can end.
+    a slow worker delays only its own plans. With `streams` each worker reads a stream, which can end.
     """
 
     def __init__(

@@ -43,21 +43,13 @@ Gather = Callable[[Sequence[Any]], list[torch.Tensor]]
 
 @dataclass(kw_only=True)
 class AssembleTask:
-    """Transforms and collates what was fetched on the loop; randomness belongs to the batch, not to the worker.
-
-    Attributes:
-        rank: the rank of the consumer's process.
-        worker_init_fn: called with the worker's number.
-        seeds: whether the process's random generators are seeded by this task.
-        copies: whether the next batch may be made before this one is sent: in the same memory, if `collate_fn` keeps
-            some.
-    """
+    """Transforms and collates what was fetched on the loop; randomness belongs to the batch, not to the worker."""
 
     assembler: Assembler
-    rank: RankInfo
+    rank: RankInfo  # of the consumer's process
     worker_init_fn: Callable[[int], Any] | None = None
-    seeds: bool = True
-    copies: bool = False
+    seeds: bool = True  # whether this task seeds the process's random generators
+    copies: bool = False  # whether the next batch may be made, in memory that `collate_fn` keeps, before this is sent
 
     def start(self, worker: int, workers: int) -> None:
         adopt_rank(self.rank)
@@ -80,31 +72,21 @@ class AssembleTask:
 
 
 class StartEpoch(NamedTuple):
-    """The request to a worker to begin a new pass over its dataset.
-
-    Attributes:
-        epoch: the epoch that begins.
-        running: the passes still being read.
-        set_epoch: whether to call `set_epoch` of every dataset, or only of those with `wants_epoch`.
-        pipe_seed: the seed of a data pipe's random pipes; None for other datasets.
-        state: of the worker's stream, or of a stateful dataset, which it continues from; pickled, so that the worker
-            reports an error of a class in it.
-    """
+    """The request to a worker to begin a new pass over its dataset."""
 
     epoch: int
-    running: frozenset[int]
-    set_epoch: bool
-    pipe_seed: int | None = None
-    state: PickledPayload | None = None
+    running: frozenset[int]  # the passes still being read
+    set_epoch: bool  # whether to call `set_epoch` of every dataset, or only of those with `wants_epoch`
+    pipe_seed: int | None  # of a data pipe's random pipes; None for other datasets
+    # Of the worker's stream, or of a stateful dataset; pickled, so that the worker reports an error of a class in it.
+    state: PickledPayload | None
 
 
 @dataclass(kw_only=True)
 class ReadTask(AssembleTask):
     """Reads a torch dataset inside the worker, as torch's own loader does, then transforms and collates.
 
-    Attributes:
-        seeds: whether random generators are seeded for each batch, before it is read.
-        base_seed: worker `w` is seeded with ``base_seed + w`` at its start, by torch's rules.
+    Random generators are seeded as torch does it when the worker starts, and with `seeds` before each batch is read.
     """
 
     dataset: Any
@@ -160,9 +142,7 @@ def _flat(host: HostBatch, plan: BatchPlan) -> Any:
 def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
     """The batch with pickled data and state, and picklable errors, to be sent to another process.
 
-    Args:
-        host: the batch.
-        copied: whether the data's memory may change before the batch is sent.
+    The data's buffers are `copied` if they may change before it is sent.
     """
     if not host.empty and not isinstance(host.data, PickledPayload):
         try:
@@ -230,11 +210,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 class BatchReader:
     """Reads and assembles the batches of one epoch of a torch dataset.
 
-    Args:
-        dataset: the dataset.
-        assembler: the CPU work.
-        drop_last: whether a stream's last batch is dropped if it is not full.
-        seeds: whether random generators are seeded for each batch, before it is read.
+    With `seeds`, random generators are seeded for each batch, before it is read.
     """
 
     _gather: Gather | None = None  # makes a batch of its indices, where nothing of the user's runs
@@ -273,9 +249,7 @@ class BatchReader:
 class MapReader(BatchReader):
     """Reads a map-style dataset, by `__getitems__` where it has one and batches are automatic.
 
-    Args:
-        state: that of an earlier reader, after one of its batches; None for the beginning.
-        kwargs: as of `BatchReader`.
+    `state` is that of an earlier reader, after one of its batches; None for the beginning.
     """
 
     def __init__(self, dataset: Any, assembler: Assembler, state: State | None = None, **kwargs: bool) -> None:
@@ -328,10 +302,7 @@ class MapReader(BatchReader):
 class StreamReader(BatchReader):
     """Reads an iterable-style dataset, from its beginning or from a state; `iter()` is called on it here.
 
-    Arguments are those of `MapReader`.
-
-    Raises:
-        StateError: the state is of another dataset, or damaged.
+    `StateError` if the state is of another dataset, or damaged.
     """
 
     def __init__(self, dataset: Any, assembler: Assembler, state: State | None = None, **kwargs: bool) -> None:

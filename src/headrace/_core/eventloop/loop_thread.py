@@ -48,13 +48,8 @@ def import_event_loop() -> types.ModuleType:
 async def end_tasks(deadline: float) -> set[asyncio.Task[object]]:
     """End the other tasks of the running loop, and close its remaining async generators.
 
-    Tasks are cancelled, except those by which the loop closes a dropped generator: its `finally` runs there.
-
-    Args:
-        deadline: seconds for all of it.
-
-    Returns:
-        The tasks that have not ended.
+    Tasks are cancelled, except those by which the loop closes a dropped generator: its `finally` runs there. Returns
+    those that have not ended in so many seconds.
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline
@@ -81,9 +76,6 @@ class LoopThread:
 
     The thread makes the loop, runs it, and closes it. The maker of the LoopThread owns the thread and calls `close`.
     All methods are thread-safe.
-
-    Attributes:
-        on_death: called with the error, on the thread, if the loop ends other than by `close`.
     """
 
     def __init__(self, name: str) -> None:
@@ -92,7 +84,7 @@ class LoopThread:
         self._lock = threading.RLock()
         self._closing = False
         self._running = threading.Event()
-        self.on_death: set[Callable[[BaseException], None]] = set()
+        self.on_death: set[Callable[[BaseException], None]] = set()  # called if it ends other than by `close`
         self._died: BaseException | None = None
         self._uncancelled: list[str] = []
         # Loops hold tasks by weak references: a task that waits for an object that only it refers to is collected.
@@ -122,7 +114,6 @@ class LoopThread:
             raise EngineDiedError(why=str(self._died or "it was closed")) from self._died or error
 
     def start(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
-        """Start `coroutine` as a task of the loop."""
         try:
             self.check_process()
             future = contextvars.Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
@@ -136,12 +127,7 @@ class LoopThread:
         return future
 
     def run(self, coroutine: Coroutine[object, object, T]) -> T:
-        """Run `coroutine` on the loop and wait for it; Ctrl-C interrupts the wait and cancels the coroutine.
-
-        Raises:
-            DeadlockError: called from the loop's own thread.
-            ForkedError: called in a fork of the process that made the loop.
-        """
+        """Run `coroutine` on the loop and wait for it; Ctrl-C interrupts the wait and cancels the coroutine."""
         if self.is_current:
             coroutine.close()
             raise DeadlockError(what="a blocking method")
@@ -161,9 +147,7 @@ class LoopThread:
     def close(self, deadline: float) -> str | None:
         """Cancel every task, wait up to `deadline` seconds for them to end, stop the loop and join the thread.
 
-        Returns:
-            What did not end in time, in words; None if everything did. A thread that user code blocks stays, as a
-            daemon.
+        Returns what did not end in time, in words. A thread that user code blocks stays, as a daemon.
         """
         with self._lock:
             first = not self._closing

@@ -65,11 +65,8 @@ def _wake_main_thread(_: object) -> None:
 class CloseGuard:
     """Closes descriptors that may be waited for: at once, or when the last waiter has returned.
 
-    A descriptor that is closed under a waiter wakes no waiter, and its number may be another file's by then.
-
-    Args:
-        wake: makes waiters return; called by `close`.
-        close: closes the descriptors; called once.
+    A descriptor that is closed under a waiter wakes no waiter, and its number may be another file's by then. So `close`
+    wakes waiters first.
     """
 
     def __init__(self, wake: Callable[[], None], close: Callable[[], None]) -> None:

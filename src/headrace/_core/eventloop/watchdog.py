@@ -92,11 +92,7 @@ class Block:
 
 
 class LoopWatch:
-    """Watches the loop of one engine while its sessions run. The engine's placement owns it, and calls `close`.
-
-    Args:
-        dataset: the name of the dataset's class, for warnings.
-    """
+    """Watches the loop of one engine while its sessions run. The engine's placement owns it, and calls `close`."""
 
     def __init__(self, dataset: str) -> None:
         self.blocked_seconds = 0.0  # for which user code is known to have blocked the loop so far
@@ -118,7 +114,6 @@ class LoopWatch:
         self._last: Sample
 
     def begin(self) -> None:
-        """Note that a session begins; on the loop."""
         self._sessions += 1
         if self._sessions == 1:
             self._loop = asyncio.get_running_loop()
@@ -132,7 +127,6 @@ class LoopWatch:
             self._wake.put(True)
 
     def end(self) -> None:
-        """Note that a session has ended; on the loop."""
         self._sessions -= 1
         if not self._sessions and self._beats is not None:
             self._beats.cancel()
@@ -168,10 +162,9 @@ class LoopWatch:
         self.due = time.monotonic() + BEAT
 
     def _look(self, late: float) -> float:
-        """Sample the stack if the beat is late; returns the time of the next look. On the watchdog's thread.
+        """Sample the stack if the beat is late; returns the time of the next look.
 
-        Args:
-            late: seconds by which the watchdog itself is late.
+        On the watchdog's thread, which is itself so many seconds late.
         """
         due, now = self.due, time.monotonic()
         if self._late is not None and self._late != due:

@@ -40,33 +40,14 @@ class Dealer:
     A lane of a stream stays with its engine. The process that replaces an engine, or if there is none another engine,
     reads the lane on from the state after the last batch that was delivered.
 
-    Args:
-        engines: their number.
-        first: the number of the first batch.
-        in_order: whether batches are put in the order of their plans; so are those of a stream, always.
-        stream: whether plans are of lanes.
-        chunked: whether plans that are sent together go to engines in as few parts as possible: an engine joins the
-            requests of plans that follow each other.
-
-    Attributes:
-        waiting: plans that wait for an engine, ascending; new ones are appended.
-
-    Example:
-        >>> dealer = Dealer(2)
-        >>> dealer.waiting.extend(BatchPlan(number, [number], seed=0) for number in range(3))
-        >>> dealt = dealer.deal([0, 1])
-        >>> {engine: [plan.number for plan in plans] for engine, plans in dealt.items()}
-        {0: [0, 2], 1: [1]}
-        >>> dealer.take_back([0])  # no batch has been with it alone
-        (0, 0)
-        >>> [plan.number for plan in dealer.deal([1])[1]]
-        [0, 2]
+    The batches of a stream, whose plans are of lanes, are put in order, and others if `in_order`. Where an engine joins
+    the requests of plans that follow each other, plans that are sent together go to engines in few parts (`chunked`).
     """
 
     def __init__(
         self, engines: int, *, first: int = 0, in_order: bool = False, stream: bool = False, chunked: bool = False
     ) -> None:
-        self.waiting: deque[BatchPlan] = deque()
+        self.waiting: deque[BatchPlan] = deque()  # that wait for an engine, ascending; new ones are appended
         self._shares = [_Share() for _ in range(engines)]
         self._lanes: dict[int | None, _Lane] | None = {} if stream else None
         self._in_order = in_order or stream
@@ -144,8 +125,7 @@ class Dealer:
     def take_back(self, engines: Collection[int]) -> tuple[int, int]:
         """Let the plans of engines that have died wait for others.
 
-        Returns:
-            The batch with which most engines have died that made nothing else, and their number.
+        Returns the batch with which most engines have died that made nothing else, and their number.
         """
         plans = [*self.waiting]
         for engine in engines:

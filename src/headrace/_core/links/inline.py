@@ -25,11 +25,9 @@ T = TypeVar("T")
 
 
 class InlineLink(Link):
-    """A link to a torch dataset itself, which reads a batch when it is received.
+    """A link to a torch dataset itself, which reads a batch when it is received; a stream is started here.
 
-    Args:
-        config: the loader's; with a seed, the program's own random generators are restored after each batch.
-        start: the epoch, and where it begins within that; a stream is started here.
+    With a seed, the program's own random generators are restored after each batch.
     """
 
     def __init__(self, config: EngineConfig, start: SessionStart) -> None:

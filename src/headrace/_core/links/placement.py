@@ -23,20 +23,14 @@ _living: weakref.WeakSet[Placement] = weakref.WeakSet()
 
 
 class Placement(ABC):
-    """Engines somewhere, for one loader, which owns them. Those that are left are closed at exit, before the zygote.
+    """Engines somewhere, for one loader, which owns them. Those that are left are closed at exit, before the zygote."""
 
-    Attributes:
-        is_current: whether the caller is on the engine's own thread.
-        has_copy: whether the engines read a copy of the dataset.
-        sessions: those that are referred to.
-    """
-
-    is_current = False
-    has_copy = True
+    is_current = False  # whether the caller is on the engine's own thread
+    has_copy = True  # whether the engines read a copy of the dataset
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # those that are referred to
 
     @property
     @abstractmethod
@@ -49,7 +43,6 @@ class Placement(ABC):
         return all(session.ended for session in self.sessions)
 
     def open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
-        """Start a session."""
         _living.add(self)
         session = self._open(config, work, start)
         self.sessions.add(session)

@@ -17,25 +17,16 @@ from headrace.errors import LoaderClosedError
 
 
 class Session:
-    """An epoch as its consumer sees it: plans go out, batches come in.
-
-    Args:
-        link: to the engine, or to several; owned from here on.
-        work: what runs on the consumer's thread.
-        is_current: whether the caller is on the engine's own thread.
-        on_close: called once, after the session is closed.
-        inline_state: returns the state of a dataset of which a batch is read when it is taken; None where an engine
-            reads ahead.
-    """
+    """An epoch as its consumer sees it: plans go out, batches come in."""
 
     def __init__(
         self,
-        link: Link,
+        link: Link,  # to the engine, or to several; owned from here on
         *,
         work: WorkOnConsumersThread | None = None,
-        is_current: Callable[[], bool] = lambda: False,
-        on_close: Callable[[], None] | None = None,
-        inline_state: Callable[[], State | None] | None = None,
+        is_current: Callable[[], bool] = lambda: False,  # whether the caller is on the engine's own thread
+        on_close: Callable[[], None] | None = None,  # called once, after the session is closed
+        inline_state: Callable[[], State | None] | None = None,  # of a dataset that is read when a batch is taken
     ) -> None:
         self.inline_state = inline_state
         self.ended = False
@@ -131,7 +122,6 @@ class Session:
             on_close()
 
     def _receive(self) -> None:
-        """Take in the messages that have arrived."""
         if self.ended:
             return
         link = self._link

@@ -33,22 +33,13 @@ from headrace._core.transport.preload import program_sources
 
 
 class WorkerProcess(ABC):
-    """A worker process. The pool owns the handle, and calls `release` when the process has ended.
-
-    Args:
-        sentinel: a descriptor that becomes readable when the process has started or ended.
-        pid: its process id; None until it has started.
-
-    Attributes:
-        exit_code: its exit status, or a signal's number, negative; None while it runs, or if that is unknown.
-        refusal: why it could not be started; None if it was, or if that is not yet known.
-    """
+    """A worker process. The pool owns the handle, and calls `release` when the process has ended."""
 
     def __init__(self, sentinel: int, pid: int | None) -> None:
-        self.sentinel = sentinel
-        self.pid = pid
-        self.exit_code: int | None = None
-        self.refusal: OSError | None = None
+        self.sentinel = sentinel  # a descriptor that becomes readable when the process has started or ended
+        self.pid = pid  # None until it has started
+        self.exit_code: int | None = None  # a signal's number is negative; None while it runs, or if that is unknown
+        self.refusal: OSError | None = None  # why it could not be started; None if it was, or if that is not yet known
 
     @abstractmethod
     def ended(self) -> bool:
@@ -77,12 +68,8 @@ def launch_worker(
 ) -> tuple[WorkerProcess, Connection]:
     """Start a worker, from any thread; returns its process, and the engine's end of its channel.
 
-    Args:
-        context: `multiprocessing`'s fork, spawn or forkserver; None to fork the zygote, which is started on first use.
-        task: what it runs; None where the first message, a `BootMessage`, has it.
-        worker: its number.
-        workers: how many there are.
-        modules: those that the zygote imports first.
+    It is started by `context`, of `multiprocessing`, with the task; or forked by the zygote, which imports `modules`
+    first, and the first message, a `BootMessage`, has the task.
     """
     if context is None:
         return _forked(FORK, (), modules)
@@ -257,8 +244,7 @@ class _Zygote:
     def close(self, *, inherited: bool = False) -> None:
         """Close the control sockets; the processes at the other ends exit when all copies are closed.
 
-        Args:
-            inherited: whether this is a fork of the process that started it, and has nothing to wait for.
+        With `inherited`, this is a fork of the process that started it, and has nothing to wait for.
         """
         for control in (*(template for _, _, template in self._templates), self.control):
             control.close()

@@ -18,22 +18,13 @@ from headrace._core.transport.preload import modules_named_in
 
 
 class Settings(NamedTuple):
-    """A process's settings.
-
-    Attributes:
-        pickled: each value, pickled by itself and unpickled by `adopt`: it may be an object of a user's class, which
-            needs the program's modules.
-    """
+    """A process's settings: each by itself, since its value may be an object of a user's class, which needs modules."""
 
     pickled: Mapping[str, bytes]
 
     @classmethod
     def here(cls) -> Settings:
-        """The current settings of this process.
-
-        Warns:
-            RuntimeWarning: a setting cannot be pickled; workers will not have it.
-        """
+        """The current settings of this process; one that cannot be pickled is left out with a warning."""
         pickled = {}
         for name, (read, _) in _SETTINGS.items():
             try:
@@ -43,7 +34,6 @@ class Settings(NamedTuple):
         return cls(pickled)
 
     def adopt(self) -> None:
-        """Apply the settings to this process."""
         for name, (read, write) in _SETTINGS.items():
             if name in self.pickled:
                 value = cloudpickle.loads(self.pickled[name])

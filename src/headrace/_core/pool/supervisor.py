@@ -82,7 +82,6 @@ class NumberedWorker:
             self.connection.close()
 
     def release(self) -> None:
-        """Close its handles, on the loop."""
         if not self.exited.is_set():
             asyncio.get_running_loop().remove_reader(self.process.sentinel)
         self.process.release()
@@ -121,17 +120,11 @@ class NumberedWorker:
 class Pool:
     """Worker processes that run tasks; the engine owns it.
 
-    Construct and `launch` from any thread; then `open`, `run` and `close` on one event loop.
+    Construct and `launch` from any thread; then `open`, `run` and `close` on one event loop. Where the zygote forks the
+    workers, the first task is pickled here, and its error of pickling is raised.
 
-    Args:
-        task: the first task of the workers; pickled here if tasks are sent.
-        context: starts the workers, which inherit the task; None where the zygote forks them, and tasks are sent.
-        of: workers of all pools of a loader; None where this is the only one.
-        stateful: the task has state that cannot be rebuilt (a stream's position): a dead worker is not replaced, and
-            its requests are not tried again.
-
-    Raises:
-        Exception: the task has to be sent and cannot be pickled; the error is that of pickling.
+    A task may have state that cannot be rebuilt (a stream's position). With `stateful`, a dead worker is not replaced,
+    and its requests are not tried again.
     """
 
     def __init__(
@@ -139,10 +132,10 @@ class Pool:
         task: WorkerTask | SharedPickle,
         *,
         workers: int,
-        context: BaseContext | None = None,
-        stateful: bool = False,
-        first: int = 0,
-        of: int | None = None,
+        context: BaseContext | None,  # starts the workers, which inherit the task; None: the zygote, and tasks are sent
+        stateful: bool,
+        first: int,  # number of a worker
+        of: int | None,  # workers of all pools of a loader; None where this is the only one
     ) -> None:
         self._inherited: WorkerTask | None = None
         self._latest: SharedPickle | None = None  # the first task of new workers

@@ -43,13 +43,8 @@ class PortableCollate:
     """The value of `loader.collate_fn` if a plain torch loader would need the transform too.
 
     In headrace's own workers samples have been transformed when it is called. Anywhere else it transforms them first,
-    and warns once that the loader was rebuilt. Attributes of the collate function can be read through it.
-
-    Args:
-        collate: makes a batch of a list of samples; where not `batched`, is given the one sample.
-        transform: the loader's.
-        batched: whether a batch is a list of samples.
-        warn: called when a plain torch loader collates; None for a warning, once in a process.
+    and warns once that the loader was rebuilt, or calls `warn`. Attributes of `collate` can be read through it. Where
+    not `batched`, that is given a sample in place of a list of samples.
     """
 
     def __init__(

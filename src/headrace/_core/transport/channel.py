@@ -102,9 +102,6 @@ class _Channel:
 
     Small frames are read together, into one buffer. An incomplete one gets memory of its own, so that a large region is
     read straight into the memory that its views will keep.
-
-    Attributes:
-        arena: memory for the next message, so that sending it need not copy it.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -112,7 +109,7 @@ class _Channel:
         self._socket = connection.frames
         self._allocator = Allocator(connection.descriptors)
         self._mapper = Mapper(connection.descriptors)
-        self.arena = Arena(self._allocator)
+        self.arena = Arena(self._allocator)  # memory for the next message, so that sending it need not copy it
         self._arrived: deque[object] = deque()  # objects, or the errors of unpickling them
         self._shared = memoryview(bytearray(_BUFFER_SIZE))
         self._memory = self._shared
@@ -123,8 +120,7 @@ class _Channel:
     def _frame(self, message: Message) -> list[memoryview]:
         """The pieces of a frame, in order. Buffers are copied into a slab, except those that the arena has in its own.
 
-        Raises:
-            OSError: the descriptors of the object cannot be sent; nothing of the frame may be sent.
+        OSError if the descriptors of the object cannot be sent: then nothing of the frame may be sent.
         """
         if not message.buffers:
             return self._preamble(message, 0, (), 0)
@@ -307,9 +303,8 @@ class BlockingChannel(_Channel):
 class EngineChannel(_Channel):
     """The engine's end, on the running event loop; owns the connection.
 
-    Args:
-        on_object: called with each object that arrives, or with the error of unpickling it.
-        on_lost: called once, when the other end closes or by `close`.
+    `on_object` is called with each object that arrives, or with the error of unpickling it; `on_lost` once, when the
+    other end closes or by `close`.
     """
 
     def __init__(

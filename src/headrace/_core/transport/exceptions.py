@@ -39,8 +39,7 @@ def without_unpicklable_parts(error: BaseException, is_picklable: Callable[[obje
 def with_text(error: BaseException, text: str) -> BaseException:
     """`error` with a `str()` of its own, as an object of a subclass: its class composes the text of what it has lost.
 
-    Raises:
-        TypeError: its class cannot have a subclass, or is laid out in another way.
+    TypeError if its class cannot have a subclass, or is laid out in another way.
     """
     error.__class__ = _with_text_of_its_own(type(error))  # type: ignore[arg-type]  # mypy takes its __hash__
     error.__dict__[_TEXT] = text

@@ -49,15 +49,7 @@ class Message(NamedTuple):
 
 
 def dump_message(obj: object, *, plain: bool = False) -> Message:
-    """Pickle `obj`.
-
-    Args:
-        obj: anything that can be pickled.
-        plain: whether no tensors and no classes of `__main__` are looked for in it, which takes ten times as long.
-
-    Raises:
-        Exception: the error of pickling `obj`.
-    """
+    """Pickle `obj`; with `plain`, without a look for tensors and classes of `__main__` in it: ten times as fast."""
     found: list[pickle.PickleBuffer] = []
     descriptors: list[Descriptor] = []
     if plain:
@@ -408,13 +400,10 @@ class SmallTensors:
     """The small tensors that a pickler meets, in one buffer: those of a dtype and shape one after the other.
 
     Each in a buffer of its own would take twice as long.
-
-    Attributes:
-        mark: stands for the buffer, which is made last.
     """
 
     def __init__(self) -> None:
-        # Writable: in place of a buffer that is not, an unpickler makes a read-only view.
+        # Stands for the buffer, which is made last. Writable: for another, an unpickler makes a read-only view.
         self.mark = pickle.PickleBuffer(bytearray())
         self._table = _Table(self.mark)
         self._groups: dict[tuple[torch.dtype, torch.Size], _Group | None] = {}

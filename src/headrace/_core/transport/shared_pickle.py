@@ -44,14 +44,7 @@ LARGE = 64 * 1024  # bytes; smaller buffers stay in the pickle, and are copied w
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SharedPickle:
-    """A pickled object that several processes can load; in each the large buffers are views of the same memory.
-
-    Example:
-        >>> import numpy as np
-        >>> shared = SharedPickle.dumps({"table": np.zeros(1_000_000), "scale": 2})
-        >>> shared.loads()["table"].shape
-        (1000000,)
-    """
+    """A pickled object that several processes can load; in each the large buffers are views of the same memory."""
 
     number: int  # unique in all processes
     pickled: bytes  # without large buffers; empty if it is large itself, and the last of them
@@ -102,7 +95,6 @@ class SharedPickle:
         return [mapped[offset : offset + size] for offset, size in self.extents]
 
     def _is(self, pickled: bytes, large: Sequence[memoryview], descriptors: Sequence[Descriptor]) -> bool:
-        """Whether the pickle is the same."""
         if (
             pickled != self.pickled
             or [view.nbytes for view in large] != [size for _, size in self.extents]

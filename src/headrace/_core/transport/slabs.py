@@ -71,13 +71,6 @@ class Slab:
     """A slab mapped here, readable and writable, until this and the last view of it are collected.
 
     It keeps no descriptor open, unlike `mmap.mmap` before Python 3.13. Raises OSError if it cannot be mapped.
-
-    Attributes:
-        number: its name for both ends; from 1.
-        memory: all of it, as bytes.
-        address: its first byte in this process.
-        descriptor: owned, if a received slab may be forwarded to a third process; else None.
-        last_use: the number of the last allocation that returned it.
     """
 
     __slots__ = ("__weakref__", "address", "descriptor", "last_use", "memory", "number", "size")
@@ -92,10 +85,10 @@ class Slab:
         weakref.finalize(memory, _libc.munmap, address, size).atexit = False
         self.memory = np.frombuffer(cast(Any, memory), dtype=np.uint8).data
         self.address: int = address
-        self.number = number
+        self.number = number  # its name for both ends; from 1
         self.size = size
-        self.descriptor: int | None = None
-        self.last_use = 0
+        self.descriptor: int | None = None  # owned, if a received slab may be forwarded to a third process
+        self.last_use = 0  # the number of the last allocation that returned it
 
     def punch_hole(self) -> None:
         """Return the memory to the kernel; it reads as zeros in every process then."""

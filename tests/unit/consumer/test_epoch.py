@@ -8,7 +8,6 @@ import threading
 import anyio
 import pytest
 import torch
-import trio
 
 import headrace as hr
 from tests.unit.consumer import test_skipping
@@ -480,9 +479,7 @@ def test_leaving_early_lets_a_fetch_and_a_stream_clean_up():
     del running
 
 
-# On uvloop this is tried with the handoff alone, in a process of its own.
-@pytest.mark.parametrize("run", [lambda scenario: asyncio.run(scenario()), trio.run], ids=["asyncio", "trio"])
-def test_closing_while_another_task_waits_ends_its_wait(run):
+def test_closing_while_another_task_waits_ends_its_wait(consumer_loop):
     class Silent(Numbers):
         async def aget(self, index):
             asked.set()
@@ -503,7 +500,7 @@ def test_closing_while_another_task_waits_ends_its_wait(run):
                 await anyio.wait_all_tasks_blocked()
                 await loader.aclose()
 
-    run(scenario)
+    consumer_loop(scenario)
 
 
 class Volumes(hr.AsyncDataset):

@@ -7,19 +7,7 @@ import torch
 
 import headrace as hr
 from headrace._core.consumer import control
-
-ELEMENTS = 20_000  # 160 KB a sample: batches go in slabs
-
-
-class Rows(hr.AsyncDataset):
-    def __init__(self, length=240):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    async def aget(self, index):
-        return torch.full((ELEMENTS,), index)
+from tests.unit.device.recording import Rows
 
 
 class PinnedMemory:
@@ -57,7 +45,7 @@ WAYS = [{}, {"num_workers": 1}]
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_copy_that_starts_after_its_batch_was_dropped_reads_every_byte(memory, options):
-    with hr.DataLoader(Rows(), batch_size=2, pin_memory=True, **options) as loader:
+    with hr.DataLoader(Rows(240), batch_size=2, pin_memory=True, **options) as loader:
         under_way = [(batch.data_ptr(), batch.nbytes) for batch in loader]
         assert [address for address, _ in under_way] == [tensor.data_ptr() for tensor in memory.kept]  # copied once
         for number, (address, size) in enumerate(under_way):

@@ -10,23 +10,7 @@ import headrace as hr
 from headrace._core.consumer import control
 from headrace._core.transport.slabs import SLABS
 from headrace.errors import CudaGraphError
-from tests.unit.device.recording import RecordingStreams, use
-
-ELEMENTS = 20_000  # 160 KB a sample: batches go in slabs
-
-
-class Rows(hr.AsyncDataset):
-    def __init__(self, length=24, broken=()):
-        self.length = length
-        self.broken = broken
-
-    def __len__(self):
-        return self.length
-
-    async def aget(self, index):
-        if index in self.broken:
-            raise ValueError(f"sample {index}")
-        return torch.full((ELEMENTS,), index)
+from tests.unit.device.recording import ELEMENTS, RecordingStreams, Rows, use
 
 
 def values(streams, batch):

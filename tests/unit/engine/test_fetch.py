@@ -62,23 +62,6 @@ def test_the_window_is_full_and_never_fuller(on_loop, concurrency):
     on_loop(scenario)
 
 
-def test_the_pipe_does_not_drain_at_the_end_of_a_batch(on_loop):
-    async def scenario():
-        store = Store()
-        async with fetching(store.aget, 8) as stage:
-            await stage.admit(*plans(3, 4))
-            assert store.asked == list(range(8))
-            store.let_go(*range(1, 12))  # all but sample 0
-            await anyio.wait_all_tasks_blocked()
-            assert store.asked == list(range(12))
-            assert sorted(stage.numbers) == [1, 2]
-            store.let_go(0)
-            await anyio.wait_all_tasks_blocked()
-            assert stage.numbers[2] == 0
-
-    on_loop(scenario)
-
-
 @pytest.mark.parametrize("concurrency", [10, AdaptiveLimit(3, 8)], ids=["samples", "calls"])
 def test_calls_for_whole_batches_cover_a_number_of_samples_or_are_counted_themselves(on_loop, concurrency):
     async def scenario():

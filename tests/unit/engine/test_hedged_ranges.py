@@ -59,18 +59,6 @@ async def never():
     await asyncio.Event().wait()
 
 
-def test_a_request_that_never_ends_is_made_again_and_cancelled(engine_loop):
-    async def give(attempt):
-        if attempt == 1:
-            await never()
-
-    dataset = Pairs(give)
-    samples, counts = epoch(dataset)
-    assert samples == list(range(2 * OBJECTS))
-    assert dataset.ended == [1]
-    assert 1 <= counts.hedges_won <= counts.hedges <= 0.05 * OBJECTS
-
-
 @pytest.mark.parametrize("second", ["answers", "fails"])
 def test_each_sample_comes_once_whether_the_second_attempt_answers_too_or_fails(engine_loop, second):
     begun = []

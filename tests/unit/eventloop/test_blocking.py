@@ -18,15 +18,6 @@ def test_many_calls_share_few_threads(on_loop):
     assert len(threads) <= module.MAX_THREADS
 
 
-def test_error_is_raised_by_its_own_call(on_loop):
-    async def main():
-        return await asyncio.gather(*(run_blocking(divmod, 7, number) for number in (1, 0, 2)), return_exceptions=True)
-
-    first, error, last = on_loop(main)
-    assert (first, last) == ((7, 0), (3, 1))
-    assert isinstance(error, ZeroDivisionError)
-
-
 def test_hanging_calls_do_not_block_others(on_loop):
     async def main():
         free = threading.Event()
@@ -72,15 +63,15 @@ def test_loop_may_end_while_a_call_runs(on_loop):
     assert ended.wait(30)
 
 
-@pytest.mark.parametrize("value", [StopIteration(), SystemExit(3), KeyboardInterrupt()])
-def test_exceptions_do_not_end_the_thread(on_loop, value):
-    def call():
-        raise value
+@pytest.mark.parametrize("error", [ValueError("no"), StopIteration(), SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_error_is_raised_by_its_own_call_and_does_not_end_the_thread(on_loop, error):
+    def fail():
+        raise error
 
     async def main():
-        failing = run_blocking(call)
-        assert await run_blocking(abs, -1) == 1
-        with pytest.raises((type(value), RuntimeError)):
-            await failing
+        calls = run_blocking(abs, -1), run_blocking(fail), run_blocking(abs, -2)
+        return await asyncio.gather(*calls, return_exceptions=True)
 
-    on_loop(main)
+    first, raised, last = on_loop(main)
+    assert (first, last) == (1, 2)
+    assert isinstance(raised, RuntimeError if isinstance(error, StopIteration) else type(error))

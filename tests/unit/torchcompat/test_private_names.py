@@ -7,7 +7,6 @@ Run with torch 2.13.0; the sources of 2.6.0 were read. A failure with another re
 import ast
 import importlib.metadata
 import inspect
-import random
 import re
 from pathlib import Path
 
@@ -70,41 +69,3 @@ def test_collate_takes_a_map_of_functions_and_knows_torchs_types():
     assert private.np_str_obj_array_pattern.search(np.array(["a"]).dtype.str) is not None
     with pytest.raises(TypeError, match="default_collate"):
         private.collate_numpy_array_fn([np.array(["a"])], collate_fn_map=None)
-
-
-@pytest.fixture
-def no_worker():
-    with private.outside_workers():
-        yield
-
-
-def test_worker_info_is_set_and_hidden(no_worker):
-    assert data.get_worker_info() is None
-    private.become_worker(1, 2, seed=3, dataset="dataset")
-    info = data.get_worker_info()
-    assert (info.id, info.num_workers, info.seed, info.dataset) == (1, 2, 3, "dataset")
-    with private.outside_workers():
-        assert data.get_worker_info() is None
-    assert data.get_worker_info() is info
-
-
-class Drawn(data.Dataset):
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        return random.random(), float(np.random.rand())
-
-
-def test_numpy_is_seeded_as_in_torchs_workers():
-    base = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(5)))
-    generator = torch.Generator().manual_seed(5)
-    ((_, drawn),) = data.DataLoader(Drawn(), None, num_workers=1, generator=generator)
-    assert drawn == np.random.RandomState(private.numpy_seed(base, 0)).rand()
-
-
-def test_running_profiler_is_seen_by_the_thread_that_it_records():
-    assert not private.profiler._is_profiler_enabled
-    with torch.autograd.profiler.profile():
-        assert private.profiler._is_profiler_enabled
-    assert not private.profiler._is_profiler_enabled

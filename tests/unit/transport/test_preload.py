@@ -10,7 +10,6 @@ import pytest
 
 import headrace as hr
 from tests.datasets import Numbers
-from tests.forks import Forks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are forked")
 
@@ -74,12 +73,6 @@ def test_edited_and_reloaded_module_is_imported_again(module, tmp_path):
     (tmp_path / "preloaded.py").write_text("def double(x):\n    return 20 * x\n")
     importlib.reload(module)
     assert double_in_workers(module.double) == [[10 * x for x in batch] for batch in DOUBLED]
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with Forks() as started:
-        yield started
 
 
 def test_output_of_a_module_is_printed_once(forks, tmp_path):

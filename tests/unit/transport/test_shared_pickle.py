@@ -76,22 +76,6 @@ def test_another_tensor_in_shared_memory_is_a_change():
     assert second.loads().shared.tolist() == [3] * 9
 
 
-def test_tensor_shared_by_name_outlives_the_processes_that_loaded_it():
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        tensor = torch.zeros(9).share_memory_()
-        shared = SharedPickle.dumps([tensor, tensor[3:]])
-        for number in range(4):
-            whole, part = shared.loads()
-            part[0] = number
-            assert whole[3] == tensor[3] == number
-            del whole, part
-        assert SharedPickle.dumps([tensor, tensor[3:]], shared) is shared
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
-
-
 def test_loaded_arrays_are_independent_and_descriptors_are_closed_with_the_last_reference():
     before = open_descriptors()
     table = np.zeros(MEGABYTE)

@@ -1,4 +1,4 @@
-"""A loop in its own thread: calls, death, closing, forks."""
+"""A loop in its own thread: calls, death, closing."""
 
 import asyncio
 import gc
@@ -11,7 +11,7 @@ import uvloop
 
 from headrace._core.eventloop import waiting
 from headrace._core.eventloop.loop_thread import LoopThread, new_event_loop
-from headrace.errors import DeadlockError, EngineDiedError, ForkedError
+from headrace.errors import EngineDiedError
 
 pytestmark = pytest.mark.usefixtures("engine_loop")
 
@@ -27,16 +27,6 @@ def test_environment_variable_selects_the_loop(engine_loop):
     loop = new_event_loop()
     loop.close()
     assert isinstance(loop, uvloop.Loop) == (engine_loop == "uvloop")
-
-
-def test_run_on_its_own_thread_is_refused(loop):
-    async def outer():
-        assert loop.is_current
-        loop.run(asyncio.sleep(0))
-
-    with pytest.raises(DeadlockError, match="itself"):
-        loop.run(outer())
-    assert not loop.is_current
 
 
 def test_close_cancels_tasks_which_no_collection_ends_and_ends_the_thread():
@@ -137,19 +127,3 @@ def test_signal_handler_that_raises_ends_the_wait_and_cancels_the_coroutine(loop
         assert cancelled.wait(5)
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_use_in_a_fork_is_an_error(loop):
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            with pytest.raises(ForkedError, match="spawn"):
-                loop.run(asyncio.sleep(0))
-            assert not loop.alive
-            assert loop.close(1.0) is None
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

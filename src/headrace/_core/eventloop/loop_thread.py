@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from headrace._core.descriptors import check_free
 from headrace._core.eventloop.waiting import wait_done
-from headrace.errors import DeadlockError, EngineDiedError, ForkedError
+from headrace.errors import DeadlockError, EngineDiedError
 
 T = TypeVar("T")
 
@@ -101,12 +101,11 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the loop still accepts calls."""
+        """Whether the loop still accepts calls; in a fork of its process it does not, and must not be given any."""
         return not self._closing and self._died is None and self._pid == os.getpid()
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
         """Run ``function(*args)`` on the loop; raises `EngineDiedError` if the loop has ended."""
-        self.check_process()
         try:
             # In a context of its own, without the caller's variables.
             self._loop.call_soon_threadsafe(function, *args, context=contextvars.Context())
@@ -115,12 +114,9 @@ class LoopThread:
 
     def start(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
         try:
-            self.check_process()
             future = contextvars.Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
         except RuntimeError as error:
             coroutine.close()
-            if isinstance(error, ForkedError):
-                raise
             raise EngineDiedError(why=str(self._died or "it was closed")) from self._died or error
         self._started.add(future)  # it holds the task
         future.add_done_callback(self._started.discard)
@@ -138,11 +134,6 @@ class LoopThread:
         except BaseException:  # Ctrl-C too: the coroutine does not outlive its caller
             future.cancel()
             raise
-
-    def check_process(self) -> None:
-        """Raise `ForkedError` in a fork of the process that made this loop."""
-        if self._pid != os.getpid():
-            raise ForkedError(what="an event loop of headrace", made_in=self._pid, used_in=os.getpid())
 
     def close(self, deadline: float) -> str | None:
         """Cancel every task, wait up to `deadline` seconds for them to end, stop the loop and join the thread.

@@ -80,8 +80,7 @@ def _replace_lock() -> None:
     _isolation = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_replace_lock)
+os.register_at_fork(after_in_child=_replace_lock)
 
 
 class TransformGenerators:

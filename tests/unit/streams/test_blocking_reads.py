@@ -1,7 +1,6 @@
 """Blocking reads of async datasets (`dataset[i]`, `for`, torch's own loader), and `map`."""
 
 import asyncio
-import multiprocessing
 import os
 
 import pytest
@@ -87,7 +86,6 @@ def test_forked_process_has_its_own_background_loop():
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
 def test_torchs_loader_runs_async_datasets_in_forked_workers():
     assert Squares()[1] == 1  # the parent's background loop is in use before the fork
     loader = DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context="fork")

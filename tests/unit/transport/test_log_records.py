@@ -8,7 +8,6 @@ import pytest
 
 import headrace as hr
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are forked")
 log = logging.getLogger("tests.worker")
 
 

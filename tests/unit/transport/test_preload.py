@@ -11,8 +11,6 @@ import pytest
 import headrace as hr
 from tests.datasets import Numbers
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are forked")
-
 # What such a module does first: it notes the process that imports it.
 NOTES_ITS_PROCESS = """
 import os, pathlib

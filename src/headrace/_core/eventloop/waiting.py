@@ -151,5 +151,4 @@ def _close_pair() -> None:
 
 
 atexit.register(_close_pair)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_pair)
+os.register_at_fork(after_in_child=_close_pair)

@@ -312,5 +312,4 @@ def _end_zygote(*, inherited: bool = False) -> None:
 
 # Registered when this module is imported, and so before any loader's own hook: it runs after them.
 atexit.register(_end_zygote)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=functools.partial(_end_zygote, inherited=True))
+os.register_at_fork(after_in_child=functools.partial(_end_zygote, inherited=True))

@@ -69,8 +69,7 @@ def _after_fork_in_child() -> None:
         forked_from = _used_in
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class _Range(NamedTuple):

@@ -89,8 +89,7 @@ def _close_in_fork() -> None:
             os.close(sock.detach())
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_fork)
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class Disconnected(EOFError):

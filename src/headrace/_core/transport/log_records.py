@@ -75,8 +75,7 @@ def forward_records(worker: int | None) -> None:
             logger.filters.clear()
             logger.propagate = True
     root.addHandler(_Forwarding(worker))
-    if hasattr(os, "register_at_fork"):  # a fork of the user's would write into this process's channel
-        os.register_at_fork(after_in_child=_outlets.clear)
+    os.register_at_fork(after_in_child=_outlets.clear)  # a fork of the user's would write into this process's channel
 
 
 class _Forwarding(logging.Handler):

@@ -6,15 +6,15 @@ owns it (`Allocator`) and sends its descriptor once, over a Unix socket; the rea
 reports that it is free again when its last view has been collected. If the reader keeps everything, more slabs are
 allocated, up to a limit; then bytes are sent over the socket, which is slower.
 
-Without memfd (macOS, Windows) there are no slabs, and all bytes are sent over the socket.
+Without memfd (macOS) there are no slabs, and all bytes are sent over the socket.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
+import resource
 import socket
 import struct
 import weakref
@@ -25,9 +25,6 @@ from typing import Any, cast
 import numpy as np
 
 from headrace._core.descriptors import Descriptor, Reserve, shortage
-
-with contextlib.suppress(ImportError):  # Windows, where there are no slabs
-    import resource
 
 ALIGNMENT = 64  # bytes; buffers begin at multiples of it: a cache line, which vectorised code of torch and NumPy needs
 # A worker uses a slab for each batch of its share of the prefetched ones, and one or two for the consumer's batches:

@@ -59,24 +59,6 @@ async def never():
     await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("second", ["answers", "fails"])
-def test_each_sample_comes_once_whether_the_second_attempt_answers_too_or_fails(engine_loop, second):
-    begun = []
-
-    async def give(attempt):
-        if attempt == 1:
-            begun.append(asyncio.Event())
-        else:
-            begun[0].set()
-            if second == "fails":
-                raise ValueError("no")
-        await begun[0].wait()
-
-    samples, counts = epoch(Pairs(give))
-    assert samples == list(range(2 * OBJECTS))
-    assert counts.hedges >= 1
-
-
 def test_when_the_first_attempt_fails_the_second_is_ended_and_each_sample_is_fetched_by_itself(engine_loop):
     begun = []
 

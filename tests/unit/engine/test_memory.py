@@ -1,4 +1,4 @@
-"""Memory in flight is bounded before a size is known, and the next batch in order is never held back."""
+"""Memory in flight is bounded before a size is known."""
 
 from headrace._core.batches import BatchPlan, FetchLoad, RawBatch
 from headrace._core.engine.memory import MemoryBudget, SampleSizes
@@ -10,13 +10,6 @@ PLANS = [BatchPlan(number, (2 * number, 2 * number + 1), 0) for number in range(
 def admitted(budget, plans, at_once=64):
     """The number of plans that the budget admits."""
     return next((count for count, plan in enumerate(plans) if not budget.take(plan, at_once)), len(plans))
-
-
-def test_next_batch_is_admitted_whatever_its_size_and_a_guess_bounds_the_others():
-    budget = MemoryBudget(8 * SIZE, SampleSizes())
-    assert budget.take(PLANS[5], 64)
-    assert budget.take(PLANS[3], 64), "of an engine that has ended: what is held comes after it"
-    assert not budget.take(PLANS[4], 64)
 
 
 def test_before_a_batch_is_assembled_no_more_is_fetched_than_at_once():

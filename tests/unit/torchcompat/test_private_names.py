@@ -10,7 +10,6 @@ import inspect
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from packaging.requirements import Requirement
@@ -57,15 +56,3 @@ def test_names_exist_and_do_what_they_say():
     tensor = torch.arange(8)
     storage = private.open_shared_file(*private.share_by_file(tensor.untyped_storage()))
     assert torch.equal(torch.empty(0, dtype=torch.int64).set_(storage), tensor)
-
-
-def test_collate_takes_a_map_of_functions_and_knows_torchs_types():
-    parameters = inspect.signature(private.collate).parameters
-    assert list(parameters) == ["batch", "collate_fn_map"]
-    assert private.default_collate_fn_map.keys() >= {torch.Tensor, np.ndarray, float, int, str, bytes}
-    assert private.collate([1, 2], collate_fn_map={int: lambda batch, *, collate_fn_map: sum(batch)}) == 3
-    tensors = [torch.zeros(2), torch.ones(2)]
-    assert torch.equal(private.collate_tensor_fn(tensors, collate_fn_map=None), torch.stack(tensors))
-    assert private.np_str_obj_array_pattern.search(np.array(["a"]).dtype.str) is not None
-    with pytest.raises(TypeError, match="default_collate"):
-        private.collate_numpy_array_fn([np.array(["a"])], collate_fn_map=None)

@@ -7,14 +7,8 @@ import torch
 
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import Registry
-from tests.unit.device.recording import RecordingStreams
 
 Point = namedtuple("Point", ["x", "label"])
-
-
-@pytest.fixture
-def streams():
-    return RecordingStreams()
 
 
 @pytest.fixture

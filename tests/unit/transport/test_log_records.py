@@ -20,21 +20,9 @@ class Numbers(hr.AsyncDataset):
         return index
 
 
-@pytest.fixture
-def records():
-    """The records that a handler of this process gets, with the logger set to INFO."""
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            kept.append(record)
-
-    kept, handler, root = [], Keep(), logging.getLogger()
-    before = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    yield kept
-    root.removeHandler(handler)
-    root.setLevel(before)
+@pytest.fixture(autouse=True)
+def _levels(caplog):
+    caplog.set_level(logging.INFO)
 
 
 def run(transform, **options):
@@ -42,8 +30,8 @@ def run(transform, **options):
         return [batch.tolist() for batch in loader]
 
 
-def said(records, name="tests.worker"):
-    return sorted(record.getMessage() for record in records if record.name == name)
+def said(caplog, name="tests.worker"):
+    return sorted(record.getMessage() for record in caplog.records if record.name == name)
 
 
 def logs(sample):
@@ -54,18 +42,18 @@ def logs(sample):
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_records_of_workers_and_the_loaders_process_reach_handlers_of_the_trainer(records, placement):
+def test_records_of_workers_and_the_loaders_process_reach_handlers_of_the_trainer(caplog, placement):
     assert run(logs, placement=placement) == [[0, 1], [2, 3]]
-    assert said(records) == [f"sample {number}" for number in range(4)]
-    assert said(records, "tests.loader") == [f"fetched {number}" for number in range(4)]
-    ours = [record for record in records if record.name == "tests.worker"]
+    assert said(caplog) == [f"sample {number}" for number in range(4)]
+    assert said(caplog, "tests.loader") == [f"fetched {number}" for number in range(4)]
+    ours = [record for record in caplog.records if record.name == "tests.worker"]
     assert {record.processName for record in ours} <= {"headrace-worker-0", "headrace-worker-1"}
     assert all(record.processName == f"headrace-worker-{record.worker}" for record in ours)
     assert all(record.process != os.getpid() for record in ours)
     assert {record.sample for record in ours} == set(range(4))
 
 
-def test_logger_with_own_handlers_and_filters_handles_records_of_workers(records, capfd):
+def test_logger_with_own_handlers_and_filters_handles_records_of_workers(caplog, capfd):
     def refuse(record):
         if record.sample == 3:
             raise RuntimeError("a filter that fails")
@@ -84,11 +72,11 @@ def test_logger_with_own_handlers_and_filters_handles_records_of_workers(records
         log.removeFilter(refuse)
         log.propagate = True
     assert sorted(kept) == [f"sample {number}" for number in range(3)]
-    assert said(records) == []
+    assert said(caplog) == []
     assert "a filter that fails" in capfd.readouterr().err
 
 
-def test_unpicklable_values_of_a_record_are_replaced_by_their_repr(records):
+def test_unpicklable_values_of_a_record_are_replaced_by_their_repr(caplog):
     def fails(sample):
         try:
             raise ValueError("broken")
@@ -97,13 +85,13 @@ def test_unpicklable_values_of_a_record_are_replaced_by_their_repr(records):
         return sample
 
     run(fails)
-    record = next(record for record in records if record.name == "tests.worker")
+    record = next(record for record in caplog.records if record.name == "tests.worker")
     assert record.getMessage() == "sample <class 'object'>"
     assert "ValueError: broken" in record.exc_text
     assert record.lock.startswith("<unlocked _thread.lock")
 
 
-def test_many_records_arrive_complete_and_once(records):
+def test_many_records_arrive_complete_and_once(caplog):
     def chatters(sample):
         log = logging.getLogger("tests.worker")
         threads = [threading.Thread(target=lambda: [log.info("x" * size) for size in range(500)]) for _ in range(3)]
@@ -115,10 +103,10 @@ def test_many_records_arrive_complete_and_once(records):
 
     run(chatters)
     expected = sorted("x" * size for size in range(500) for _ in range(3 * 4))
-    assert said(records) == expected
+    assert said(caplog) == expected
 
 
-def test_records_arrive_while_the_consumer_waits_for_a_batch(records):
+def test_records_arrive_while_the_consumer_waits_for_a_batch():
     read, write = os.pipe()
     handler = logging.Handler()
     handler.emit = lambda record: os.write(write, b"x") if record.name == "tests.worker" else None

@@ -31,7 +31,7 @@ from headrace.telemetry.formatting import rate as number
 from headrace.telemetry.formatting import seconds as duration
 from headrace.telemetry.formatting import share
 
-__all__ = ["Bench", "Trial", "choose", "sweep"]
+__all__ = ["Trial", "choose", "run", "sweep"]
 
 FIRST = 4  # fetches in flight of the first trial
 GAIN = 1.1  # of the rate by a doubling; below it twice, the end of growth is found
@@ -58,17 +58,14 @@ class Trial:
     event_loop: float = 0.0  # CPU seconds a second of the event loop's thread
 
 
-class Bench:
-    """A sweep over the objects under a URL.
+def run(arguments: argparse.Namespace, began: float) -> bool:
+    """Measure, and print the results; those so far when it is interrupted."""
+    _Bench(arguments, began).run()
+    return True
 
-    Args:
-        arguments: those of the command; `store_options` may hold secrets.
-        began: when the command began, by `time.perf_counter`.
 
-    Raises:
-        MissingExtraError: a plot is asked for, and matplotlib is not installed.
-        ValueError: the URL, the store's options or the plot's file make no sense.
-    """
+class _Bench:
+    """A sweep over the objects under a URL."""
 
     def __init__(self, arguments: argparse.Namespace, began: float) -> None:
         plot: Path | None = arguments.plot
@@ -83,13 +80,6 @@ class Bench:
         self._complete = False
 
     def run(self) -> None:
-        """Measure, and print the results; those so far when it is interrupted.
-
-        Raises:
-            KeyboardInterrupt: it was interrupted.
-            HeadraceError: the store cannot be listed or read; the message has no secrets.
-            OSError: the plot cannot be written.
-        """
         _say("listing")
         table = background_loop().run(_list(self._store, self._arguments.objects))
         if not table["key"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import math
@@ -15,7 +16,7 @@ from pathlib import Path
 from headrace._core.cgroup import CgroupLimits, available_memory
 from headrace._version import __version__
 
-__all__ = ["Finding", "examine"]
+__all__ = ["Finding", "run"]
 
 USUAL_DESCRIPTORS = 1024
 GIB = 1 << 30  # bytes
@@ -167,12 +168,8 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 
-def examine(*, as_json: bool) -> int:
-    """Print the findings; returns the number of problems.
-
-    Args:
-        as_json: one JSON object, for programs: ``{"ok": bool, "findings": [{"name", "ok", "text", "remedy"}, …]}``.
-    """
+def run(arguments: argparse.Namespace, began: float) -> bool:
+    """Print the findings; returns whether there is no problem."""
     found: list[Finding] = []
     for check in CHECKS:
         try:
@@ -181,7 +178,7 @@ def examine(*, as_json: bool) -> int:
             name = check.__name__.removeprefix("_check_").replace("_", " ")
             found.append(Finding(name, f"could not be examined: {type(error).__name__}: {error}", "please report this"))
     problems = sum(not each.ok for each in found)
-    if as_json:
+    if arguments.json:
         lines = [{**asdict(each), "ok": each.ok} for each in found]
         print(json.dumps({"ok": not problems, "findings": lines}, indent=2, ensure_ascii=False))
     else:
@@ -189,4 +186,4 @@ def examine(*, as_json: bool) -> int:
             remedy = "" if each.ok else f". Remedy: {each.remedy}"
             print(f"{'ok' if each.ok else 'problem':<9}{each.name:<18}{each.text}{remedy}")
         print("no problems" if not problems else f"{problems} problem{'s' * (problems > 1)}")
-    return problems
+    return not problems

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace._version import __version__
@@ -31,40 +32,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: argparse has printed a usage message, the help or the version.
     """
-    parser = _parser()
+    began, parser = time.perf_counter(), _parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help()
         return OK
-    run: Callable[[argparse.Namespace], int] = arguments.run
     try:
-        return run(arguments)
+        command = importlib.import_module(f"headrace.cli.{arguments.command}")
+        return OK if command.run(arguments, began) else FAILED
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
     except (HeadraceError, OSError, ValueError) as error:
         status = UNUSABLE if isinstance(error, ValueError | MissingExtraError) else FAILED
         return _complain(" ".join(str(error).split()) or type(error).__name__, status)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from headrace.cli.doctor import examine
-
-    return FAILED if examine(as_json=arguments.json) else OK
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    began = time.perf_counter()
-    from headrace.cli.bench import Bench
-
-    Bench(arguments, began).run()
-    return OK
-
-
-def _pack(arguments: argparse.Namespace) -> int:
-    from headrace.cli.pack import run
-
-    run(arguments)
-    return OK
 
 
 def _complain(message: str, status: int) -> int:
@@ -85,7 +65,6 @@ def _parser() -> argparse.ArgumentParser:
         "minute. Prints latencies, the best concurrency with its throughput, what limits it, and the constructor to "
         "copy. Writes nothing to the store.",
     )
-    bench.set_defaults(run=_bench)
     add = bench.add_argument
     add("url", metavar="URL", help="s3://bucket/prefix, gs://, az://, or a directory")
     add("--seconds", type=_seconds, default=45.0, metavar="S", help="that the command takes, at most (45)")
@@ -101,7 +80,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Reads SRC, transforms the samples in workers, and writes shards to DST. After an interruption the "
         "same command continues. In a program: headrace.pack.",
     )
-    pack.set_defaults(run=_pack)
     add = pack.add_argument
     add("source", metavar="SRC", help="a directory of objects; or, by their endings, shards: s3://bucket/x/*.tar")
     add("destination", metavar="DST", help="an empty directory")
@@ -116,7 +94,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Prints a line for each finding: limits of descriptors, memory and processes, cores, the event "
         "loop, the device, versions. A problem has its remedy. Exit status 1 if there is one.",
     )
-    doctor.set_defaults(run=_doctor)
     doctor.add_argument("--json", action="store_true", help="print a JSON object, for programs")
     return parser
 

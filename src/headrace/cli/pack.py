@@ -17,13 +17,8 @@ from headrace.packing import pack
 __all__ = ["run"]
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Pack, and print what was packed.
-
-    Raises:
-        ValueError: there is no such function, or an argument makes no sense.
-        HeadraceError: reading or writing failed.
-    """
+def run(arguments: argparse.Namespace, began: float) -> bool:
+    """Pack, and print what was packed."""
     packed = pack(
         _dataset(arguments.source),
         arguments.destination,
@@ -35,6 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     would = "would be about " if arguments.dry_run else ""
     print(f"{would}{packed.shards:,} shards, {packed.samples:,} samples, {packed.nbytes:,} bytes")
+    return True
 
 
 def _dataset(source: str) -> Any:

@@ -80,17 +80,13 @@ _PLAIN = frozenset({int, str, type(None)})
 
 
 class FetchLoad(NamedTuple):
-    """The load of a fetch stage at one moment.
-
-    Attributes:
-        memory: approximate bytes that are being fetched, or fetched and not consumed; 0 where they are not bounded.
-    """
+    """The load of a fetch stage at one moment."""
 
     in_flight: int = 0  # fetches that run
     limit: int = 0  # fetches that may run
     queued: int = 0  # samples that wait for one of them
     held_plans: int = 0  # plans that wait for memory
-    memory: int = 0
+    memory: int = 0  # approximate bytes fetched or being fetched, and not consumed; 0 where they are not bounded
     memory_samples: int = 0  # the number of samples that these are
     unused: int = 0  # fetches that may run, of stages that have no planned sample left to begin
 
@@ -99,10 +95,6 @@ class StageTimes(NamedTuple):
     """When a batch passed each stage of the engine, in seconds of `time.perf_counter`; 0.0 where it is unknown.
 
     That clock is the same in all processes of a machine on Linux and macOS.
-
-    Attributes:
-        worked_by: the process and the native thread that transformed and collated, and the worker's number, -1 for
-            none; None if that is unknown.
     """
 
     admitted: float = 0.0  # the engine received the plan
@@ -123,7 +115,7 @@ class StageTimes(NamedTuple):
     request_seconds: float = 0.0  # the duration of that request
     work_cpu: float = 0.0  # CPU seconds of the transforms and the collation
     blocked_before: float = 0.0  # `blocked` when the iteration began
-    worked_by: tuple[int, int, int] | None = None
+    worked_by: tuple[int, int, int] | None = None  # process, native thread, worker (-1 for none); None if unknown
 
 
 NO_TIMES = StageTimes()
@@ -131,32 +123,24 @@ _LOAD, _LOADS = StageTimes._fields.index("load"), len(FetchLoad._fields)
 
 
 class FetchTimes(NamedTuple):
-    """The times of single fetches, measured only while a trace is written.
-
-    Attributes:
-        rows: four doubles for each fetch: the number of its batch, its slot there (0 for a call of `agets`; for a range
-            the number of its object), when it began, and when it ended.
-    """
+    """The times of single fetches, measured only while a trace is written."""
 
     pid: int  # the engine's process
     thread: int  # the native id of its thread
+    # Four doubles for each fetch: the number of its batch, its slot there (0 for a call of `agets`; for a range the
+    # number of its object), when it began, and when it ended.
     rows: bytes
 
 
 class SessionStart(NamedTuple):
-    """The epoch of a session, and where it begins within that.
-
-    Attributes:
-        streams: the state of the stream, by the worker or the lane that reads it (None: the engine, or the consumer's
-            thread). Empty where the dataset is map-style, or the session begins with the epoch.
-        delivered: samples that were delivered out of order, as ranges of their positions in the stream, ascending; they
-            are read and dropped.
-    """
+    """The epoch of a session, and where it begins within that."""
 
     batch: int = 0  # the number of its first batch
+    # The state of the stream, by the worker or the lane that reads it (None: the engine, or the consumer's thread).
+    # Empty where the dataset is map-style, or the session begins with the epoch.
     streams: Mapping[int | None, Mapping[str, object]] = {}
     next_worker: int = 0  # the worker or lane that gets the first plan, where each reads a stream
-    delivered: tuple[range, ...] = ()
+    delivered: tuple[range, ...] = ()  # positions delivered out of order, ascending: they are read and dropped
     lanes: int = 1  # the number of parts of a stream that is read by lanes; 1 for any other dataset
     epoch: int = 0
     set_epoch: bool = False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
@@ -174,13 +158,9 @@ class SessionStart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows(Sequence[Any]):
-    """The samples of a batch that are the rows of one tensor: a default collate need not copy them.
+    """The samples of a batch that are the rows of one tensor: a default collate need not copy them."""
 
-    Attributes:
-        tensor: of shape (samples, …); not shared.
-    """
-
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # not shared
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -193,19 +173,15 @@ class Rows(Sequence[Any]):
 
 
 class RawBatch(NamedTuple):
-    """A batch whose samples have been fetched and not been transformed.
-
-    Attributes:
-        samples: for each slot, in the plan's order, the sample or the `Failure` that stands in its place. A stream's
-            last batch may have fewer. None where the samples are fetched by the worker itself.
-        whole: `samples` is the argument of `collate_fn`, as the dataset returned it, and not a list of samples.
-    """
+    """A batch whose samples have been fetched and not been transformed."""
 
     plan: BatchPlan
+    # For each slot the sample, or the `Failure` that stands in its place. A stream's last batch may have fewer. None
+    # where the worker fetches them itself.
     samples: Sequence[Any] | Any | None
     end: bool = False  # the stream this came from has nothing more
     worker: int | None = None  # the worker this has to go to, where its dataset lives; None for any
-    whole: bool = False
+    whole: bool = False  # `samples` is the argument of `collate_fn`, as the dataset returned it
     stream_state: Mapping[str, object] | None = None  # the stream's state after this batch; None of a map-style dataset
     began: float = 0.0  # when the first of its fetches began, as in `StageTimes`; 0.0 if that is unknown
     fetch_seconds: float = 0.0  # the duration of one of them
@@ -279,24 +255,18 @@ counts_of = operator.attrgetter(*COUNTED)  # not `astuple`, which takes 40 µs, 
 
 
 class HostBatch(NamedTuple):
-    """A batch in host memory, ready for the consumer, or its failures.
-
-    Attributes:
-        empty: there is nothing to deliver. (A batch sampler may ask for a batch of no samples: that is delivered.)
-        worker: the worker that read it, where each reads a copy of the dataset, or the lane; None elsewhere.
-        stream_state: the state of the stream, or of that worker's or lane's, after this batch, pickled where it comes
-            from another process; ``"ended"`` is in it if it has nothing more. Of a map-style dataset only where that is
-            stateful.
-    """
+    """A batch in host memory, ready for the consumer, or its failures."""
 
     plan: BatchPlan
     data: Any  # the return value of `collate_fn`; None where the batch is `empty`
     size: int  # how many samples are in `data`
     failures: tuple[Failure, ...] = ()  # the samples that are not in it, and why
     end: bool = False  # the stream this came from has nothing more
-    empty: bool = False
+    empty: bool = False  # there is nothing to deliver; a batch of no samples, of a batch sampler, is delivered
     requests: RequestCounts | None = None  # requests to stores since the batch before it; None for none
-    worker: int | None = None
+    worker: int | None = None  # that read it, where each reads a copy of the dataset, or the lane
+    # Of the stream, or of that worker's or lane's, after this batch; ``"ended"`` is in it if it has nothing more. Of a
+    # map-style dataset only where that is stateful.
     stream_state: StreamState | None = None
     times: StageTimes = NO_TIMES  # when it passed the stages
     fetches: FetchTimes | None = None  # single fetches that ended since the batch before it; None if none are measured
@@ -307,11 +277,7 @@ class HostBatch(NamedTuple):
         return len(self.plan.indices) - self.size + sum((failure.lost or 1) - 1 for failure in self.failures)
 
     def flat(self, requested: BatchPlan) -> tuple[Any, ...]:
-        """The batch as a flat tuple of plain values, for a process that has its plan; `data` and `failures` are not.
-
-        Args:
-            requested: the plan as it is known there. What was read of a stream differs from it.
-        """
+        """The batch as a flat tuple, for a process that has its plan, from which what was read of a stream differs."""
         plan, times = self.plan, self.times
         read = None if plan is requested else (plan.indices, plan.positions)
         requests = self.requests and counts_of(self.requests)

@@ -15,12 +15,7 @@ _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS})
 
 
 def shortage(purpose: str, number: int = errno.EMFILE) -> OSError:
-    """The error for a descriptor that could not be opened.
-
-    Args:
-        purpose: completes "no file descriptor is left to …".
-        number: the system's error number.
-    """
+    """The error for a descriptor that could not be opened; `purpose` completes "no descriptor is left to …"."""
     if number == errno.ENFILE:
         return OSError(number, f"no file descriptor of this machine is left to {purpose}; see fs.file-max")
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -51,14 +46,10 @@ def check_free(count: int) -> None:
 
 
 class Reserve:
-    """So many descriptors, closed before others are received: receiving then works while none is free.
-
-    Attributes:
-        error: of the system, if fewer could be opened; None where the reserve is complete.
-    """
+    """So many descriptors, closed before others are received: receiving then works while none is free."""
 
     def __init__(self, count: int) -> None:
-        self.error: OSError | None = None
+        self.error: OSError | None = None  # if fewer could be opened
         self._count = count
         self._held: list[int] = []
         self._lock = threading.Lock()
@@ -89,12 +80,9 @@ class Reserve:
 
 
 class Descriptor:
-    """An open file descriptor; closed with the last reference to this object.
+    """An open file descriptor, which this owns: closed with the last reference to this object.
 
     In an object that is sent over a channel it arrives as the receiver's own descriptor of the same file.
-
-    Args:
-        number: the descriptor; this owns it.
     """
 
     __slots__ = ("__weakref__", "number")

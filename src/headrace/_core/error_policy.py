@@ -24,28 +24,21 @@ EXPECTED = 10  # failures at `max_share` from which on a share is compared: fewe
 
 
 class Tolerance(NamedTuple):
-    """How the engine treats failed samples: the part of a policy that is sent to workers.
+    """How the engine treats failed samples: the part of a policy that is sent to workers."""
 
-    Attributes:
-        skips: whether a batch is completed without the samples that failed; otherwise the first failure is the batch's.
-    """
-
-    skips: bool
+    skips: bool  # whether a batch is completed without the samples that failed, or the first failure is the batch's
     max_in_a_row: int = 100  # failures in a row to read a sample of a stream, after which the stream has ended
 
 
 @dataclass(slots=True)
 class EpochFailures:
-    """The counts of one epoch that a policy decides by.
-
-    Attributes:
-        examples: the last failures. Not as text, which would take longer than skipping them.
-    """
+    """The counts of one epoch that a policy decides by."""
 
     delivered: int = 0  # samples delivered
     skipped: int = 0  # samples skipped
     in_a_row: int = 0  # samples skipped since the last that was delivered
     longest: int = 0  # most samples skipped in a row, up to and within the last batch
+    # The last failures. Not as text, which would take longer than skipping them.
     examples: deque[Failure] = field(default_factory=lambda: deque(maxlen=EXAMPLES))
 
     def add(self, host: HostBatch) -> None:
@@ -167,11 +160,7 @@ _BY_NAME: dict[str, ErrorPolicy] = {"raise": _Raise(), "skip": ErrorPolicy()}
 
 
 def error_policy(on_error: OnError) -> ErrorPolicy:
-    """The policy that an `on_error=` argument means.
-
-    Raises:
-        ValueError: it means none.
-    """
+    """The policy that an `on_error=` argument means; `ValueError` if it means none."""
     if isinstance(on_error, ErrorPolicy):
         return on_error
     if isinstance(on_error, str) and on_error in _BY_NAME:

@@ -38,11 +38,7 @@ def most_concurrency() -> int:
 def look_ahead(workers: int, *, prefetch_factor: int | None, concurrency: int, batch_size: int | None) -> int:
     """How many batches may be planned and not yet delivered.
 
-    Args:
-        workers: CPU workers, or engines, which work without workers too: at least one.
-        prefetch_factor: the user's; None for the default.
-        concurrency: samples being fetched at once on the loop; 0 where the workers read the dataset themselves.
-        batch_size: samples in a batch, where it is known.
+    `workers` is at least one: an engine works without workers too. `concurrency` is 0 where they read the dataset.
     """
     if prefetch_factor is not None:
         return max(1, prefetch_factor * workers)
@@ -68,13 +64,6 @@ class LookAheadSize:
 
     A batch is complete when its slowest sample has arrived. Meanwhile most samples of the batches after it arrive too,
     so that fewer fetches are in flight than may be.
-
-    Args:
-        least: the number at first.
-        most: the number it may grow to.
-
-    Attributes:
-        batches: the number now.
     """
 
     def __init__(self, least: int, most: int) -> None:

@@ -19,22 +19,15 @@ _WORD = (1 << 64) - 1
 
 
 class CurrentSample:
-    """The sample that functions of the user's are being called for. Mutable, since it is set for each sample.
-
-    Attributes:
-        key: a number of 128 bits that is the same for all samples of an epoch, or of a pass over a stream.
-        position: the sample's position in it; None if that is not known.
-        of_batch: whether a batch is being collated, of which this is the first sample.
-        calls: number of randomized functions that were called for it so far.
-    """
+    """The sample that functions of the user's are being called for. Mutable, since it is set for each sample."""
 
     __slots__ = ("calls", "key", "of_batch", "position")
 
     def __init__(self, key: int, position: int | None = None) -> None:
-        self.key = key
-        self.position = position
-        self.of_batch = False
-        self.calls = 0
+        self.key = key  # a number of 128 bits, the same for all samples of an epoch, or of a pass over a stream
+        self.position = position  # of the sample in it; None if that is not known
+        self.of_batch = False  # whether a batch is being collated, of which this is the first sample
+        self.calls = 0  # of randomized functions for it so far
 
 
 current_sample: ContextVar[CurrentSample | None] = ContextVar("headrace_sample", default=None)

@@ -52,12 +52,7 @@ class RetryPolicy:
 
 
 def as_policy(retry: RetryPolicy | int) -> RetryPolicy:
-    """The policy that a `retry=` argument means: itself, or so many attempts.
-
-    Raises:
-        TypeError: it is neither a policy nor an int.
-        ValueError: an int below 1.
-    """
+    """The policy that a `retry=` argument means: itself, or so many attempts."""
     if isinstance(retry, RetryPolicy):
         return retry
     if isinstance(retry, bool) or not isinstance(retry, int):

@@ -23,10 +23,7 @@ _SEED_INPUT = struct.Struct("<QQQ")
 
 
 def batch_seed(base: int, epoch: int, number: int) -> int:
-    """The 64-bit seed of one batch: the same for the same base seed, epoch and batch number, on every machine.
-
-    A hash, so that neighbouring batches get unrelated seeds (BLAKE2b, RFC 7693).
-    """
+    """The 64-bit seed of one batch: a hash (BLAKE2b), so that neighbouring batches get unrelated seeds."""
     digest = hashlib.blake2b(_SEED_INPUT.pack(base, epoch, number), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 

@@ -16,12 +16,7 @@ LIST_ITEMS = 8  # shown of a list
 
 
 def shorten(text: str, limit: int = LIMIT) -> str:
-    """The beginning and the end of `text`, with an ellipsis between them where it is longer than `limit` characters.
-
-    Example:
-        >>> shorten("a" * 50 + "b" * 50, 9)
-        'aaaa…bbbb'
-    """
+    """The beginning and the end of `text`, with an ellipsis between them where it is longer than `limit` characters."""
     if len(text) <= limit:
         return text
     half = (limit - 1) // 2
@@ -29,12 +24,7 @@ def shorten(text: str, limit: int = LIMIT) -> str:
 
 
 def short_repr(value: object, limit: int = LIMIT) -> str:
-    """`repr(value)`, shortened; of a value whose `__repr__` raises, the name of its class.
-
-    Example:
-        >>> short_repr("key")
-        "'key'"
-    """
+    """`repr(value)`, shortened; of a value whose `__repr__` raises, the name of its class."""
     try:
         return shorten(repr(value), limit)
     except Exception:  # user code

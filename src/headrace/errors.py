@@ -354,13 +354,9 @@ class ShardError(HeadraceError, ValueError):
     def __init__(
         self, what: str, *, shard: str | None = None, member: str | None = None, offset: int | None = None
     ) -> None:
-        where = [] if shard is None else [f"shard {shard}"]
-        if member is not None:
-            where.append(f"member {member!r}")
-        if offset is not None:
-            where.append(f"offset {offset}")
-        message = f"{what} ({', '.join(where)})" if where else what
-        super().__init__(message, shard=shard, member=member, offset=offset)
+        named = {"shard": shard, "member": None if member is None else repr(member), "offset": offset}
+        where = ", ".join(f"{name} {value}" for name, value in named.items() if value is not None)
+        super().__init__(f"{what} ({where})" if where else what, shard=shard, member=member, offset=offset)
 
 
 class TruncatedShardError(ShardError, EOFError):

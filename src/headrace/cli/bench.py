@@ -218,13 +218,7 @@ async def _list(store: Store, most: int) -> dict[str, list[Any]]:
 
 
 def sweep(measure: Callable[[int, float], Trial], most: int, seconds_left: Callable[[], float]) -> Iterator[Trial]:
-    """Double the fetches in flight until the rate no longer grows, then repeat settings around the best one in turn.
-
-    Args:
-        measure: measures a setting for so many seconds.
-        most: the highest setting.
-        seconds_left: seconds until the end of the sweep.
-    """
+    """Double the fetches in flight until the rate no longer grows, then repeat settings around the best one in turn."""
     total = seconds_left()
     seconds = min(1.0, total / 40)  # of a trial
     trials: list[Trial] = []

@@ -20,18 +20,7 @@ OK, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130  # 130 as a shell has it: 128 +
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: the arguments without the program's name; None for those of this process.
-
-    Returns:
-        The exit status: 0 where all went well, 1 where it did not, 2 for arguments that make no sense and for packages
-        that are not installed, 130 after Ctrl-C.
-
-    Raises:
-        SystemExit: argparse has printed a usage message, the help or the version.
-    """
+    """Run the command; returns its exit status, 2 for bad arguments and for packages that are not installed."""
     began, parser = time.perf_counter(), _parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:

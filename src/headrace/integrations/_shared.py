@@ -58,14 +58,7 @@ class BatchwiseSampler(ElasticSampler):
 
     The order in which torch shuffles is replaced by a `permutation`. Any other sampler is asked for all its indices,
     with generators seeded by seed and epoch for this time, so that every rank has the same order, also on resuming.
-
-    Args:
-        sampler: whose order is dealt.
-        batch_size: number of samples in a batch of one rank.
-        rank: the rank whose part is drawn.
-        seed: of the order, unless the sampler has a seed.
-        drop_last: whether a last step with too few samples for all ranks is dropped.
-        even_batches: whether it is padded from the order's beginning; otherwise the last ranks have fewer samples.
+    The last step is padded from the order's beginning with `even_batches`; otherwise the last ranks have fewer samples.
 
     Example:
         >>> in_order = torch.utils.data.SequentialSampler(range(9))
@@ -151,11 +144,7 @@ class BatchwiseBatches(BatchSampler):
 
 
 def save_state(state: State, folder: str | Path, name: str, rank: int) -> None:
-    """Write this rank's state, so that the file is whole or not there.
-
-    Raises:
-        StateError: the state of a dataset or sampler of the user's is of types that could not be read again.
-    """
+    """Write this rank's state, so that the file is whole or not there; `StateError` if it could not be read again."""
     path = _path(folder, name, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")  # ranks that share their batches write the same
@@ -173,9 +162,6 @@ def load_state(folder: str | Path, name: str, rank: RankInfo) -> State | None:
     """The state for this rank, or of another number of ranks the states of all as one; None if the folder has none.
 
     The folder may have files of more ranks, of an earlier run.
-
-    Raises:
-        StateError: each rank reads other samples, and the states of some are not there; or they cannot be merged.
     """
     own = _path(folder, name, rank.rank)
     found = next((file for file in (_path(folder, name, 0), own) if file.exists()), None)

@@ -65,11 +65,7 @@ def prepare_data_loader(
 
 
 def _elastic_sampler(loader: DataLoader[Any], ranks: int) -> ElasticSampler | None:
-    """The sampler with which any number of ranks can read a loader's order; None if it needs none.
-
-    Raises:
-        ValueError: there are several ranks, and the order is that of a sampler which cannot be divided.
-    """
+    """The sampler with which any number of ranks can read a loader's order; None if it needs none."""
     if loader._control.spec.kind.is_iterable:
         return None  # which warns at `iter()` if it is not split
     order: Any = loader.sampler

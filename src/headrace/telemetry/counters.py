@@ -22,39 +22,22 @@ MESSAGE_LIMIT = 500  # characters of an exception's message in it
 
 
 class BatchRecord(NamedTuple):
-    """A batch that `next()` returned.
+    """A batch that `next()` returned; times are in seconds of `time.perf_counter`."""
 
-    Attributes:
-        iteration: number of the loader's iteration, from 1.
-        number: of the batch, in its epoch.
-        size: number of samples.
-        planned: when it was sampled, in seconds of `time.perf_counter`, as all times here.
-        times: when it passed the stages of the engine.
-        called: when `next()` was called.
-        taken: when the batch was there.
-        refilled: when the next plans had been sampled and sent.
-        returned: when `next()` returned it.
-        ready: number of batches that were ready after it was taken.
-        requests: requests to stores since the batch before it.
-        cpu: CPU seconds of the consumer's thread until `returned`.
-        skipped: samples skipped since the batch before it, its own included.
-        fetches: single fetches that ended since then; only for the subscribers of `Counters.trace_all`.
-    """
-
-    iteration: int
-    number: int
-    size: int
-    planned: float
-    times: StageTimes
-    called: float
-    taken: float
-    refilled: float
-    returned: float
-    ready: int
-    requests: RequestCounts | None
-    cpu: float = 0.0
-    skipped: int = 0
-    fetches: FetchTimes | None = None
+    iteration: int  # number of the loader's iteration, from 1
+    number: int  # of the batch, in its epoch
+    size: int  # number of samples
+    planned: float  # when it was sampled
+    times: StageTimes  # when it passed the stages of the engine
+    called: float  # when `next()` was called
+    taken: float  # when the batch was there
+    refilled: float  # when the next plans had been sampled and sent
+    returned: float  # when `next()` returned it
+    ready: int  # number of batches that were ready after it was taken
+    requests: RequestCounts | None  # to stores, since the batch before it
+    cpu: float = 0.0  # CPU seconds of the consumer's thread until `returned`
+    skipped: int = 0  # samples skipped since the batch before it, its own included
+    fetches: FetchTimes | None = None  # single fetches since then; only for the subscribers of `Counters.trace_all`
 
 
 # The same as a plain tuple, which takes half the time to make.
@@ -163,19 +146,13 @@ class Counters:
 
     Subscribers are given each batch as it is delivered, on that thread. Attributes that `LoaderStats` has too are
     described there.
-
-    Args:
-        name: of the loader, for people: its dataset's class.
-
-    Attributes:
-        traced: whether single fetches are measured, for the subscribers of `trace_all`.
     """
 
-    traced: ClassVar[bool] = False
+    traced: ClassVar[bool] = False  # whether single fetches are measured, for the subscribers of `trace_all`
     _traces: ClassVar[tuple[Callable[[Counters, BatchRecord], None], ...]] = ()
 
     def __init__(self, name: str = "loader") -> None:
-        self.name = name
+        self.name = name  # of the dataset's class
         self.placement = "not started"
         self.epochs = self.batches = self.samples = self.skipped_samples = 0
         self.replaced_batches = self.discarded_batches = self.worker_deaths = 0
@@ -223,13 +200,7 @@ class Counters:
                     self._waited += self._last - self._waiting_since
 
     def delivered(self, record: _Fields, fetches: FetchTimes | None, *, repeat: bool) -> None:
-        """Count a batch that `next()` returns, as the fields of its `BatchRecord`.
-
-        Args:
-            record: its fields but the last.
-            fetches: that one.
-            repeat: whether it is in place of a batch that was lost.
-        """
+        """Count a batch that `next()` returns; `record` has the fields of its `BatchRecord` but the last, `fetches`."""
         self.batches += 1
         self.samples += record[2]
         self._last = record[8]
@@ -287,12 +258,9 @@ class Counters:
 
     @staticmethod
     def trace_all(subscriber: Callable[[Counters, BatchRecord], None]) -> Callable[[], None]:
-        """Call `subscriber` with each batch of every loader, and have single fetches measured, until it is ended.
+        """Call `subscriber` with each batch of every loader, and have single fetches measured; returns what ends it.
 
         Loaders that run change over when they deliver their next batch.
-
-        Returns:
-            A function that ends this.
         """
         with _changing:
             Counters._traces += (subscriber,)
@@ -310,11 +278,7 @@ _UNCOPIED = frozenset({"_kept", "_subscribers", "open", "_waiting", "_waiting_si
 
 
 def counters_of(loader: Any, function: str) -> Counters:
-    """The counters of a loader.
-
-    Raises:
-        TypeError: it is no `DataLoader`.
-    """
+    """The counters of a loader; `TypeError` if it is no `DataLoader`."""
     counters = getattr(getattr(loader, "_control", None), "counters", None)
     if not isinstance(counters, Counters):
         kind = type(loader)

@@ -408,13 +408,9 @@ def _write_all(descriptor: int, views: list[memoryview]) -> None:
 
 
 def secure_folder(folder: str) -> None:
-    """Create a folder for the files of a cache, or check the existing one.
+    """Create a folder for the files of a cache, or raise `CacheFolderError` if others may write to the existing one.
 
     New folders, parents included, get mode 0700, whatever the umask.
-
-    Raises:
-        CacheFolderError: it belongs to another user, or others may write to it.
-        OSError: it cannot be created, or is not a folder.
     """
     try:
         link = os.lstat(folder)

@@ -13,7 +13,6 @@ from headrace._core.store.errors import Cause, RequestFailure
 if TYPE_CHECKING:
     from obstore import ObjectMeta
 
-# Of the checksums that users have of their objects: ``sha256:…``, in hexadecimal digits.
 _LENGTHS = {"sha256": 64, "sha1": 40, "md5": 32, "crc32": 8}  # hexadecimal digits
 _FORM = re.compile(r"(\w+):([0-9a-f]+)")
 
@@ -94,14 +93,7 @@ def _value(etag: str) -> str:
 
 
 def check_form(checksum: str) -> None:
-    """Refuse what `matches` could not compare with.
-
-    Raises:
-        ValueError: it is not ``algorithm:hexadecimal`` of an algorithm that is known.
-
-    Example:
-        >>> check_form("crc32:352441c2")
-    """
+    """Raise `ValueError` for what `matches` could not compare with."""
     found = _FORM.fullmatch(checksum)
     if found is None or _LENGTHS.get(found[1]) != len(found[2]):
         known = ", ".join(_LENGTHS)

@@ -156,11 +156,7 @@ def catalog_of_page(page: Sequence[ObjectMeta]) -> Catalog:
 
 
 def join_pages(pages: Iterable[Catalog], url: str = "") -> Catalog:
-    """The objects of all pages, sorted by key, without the markers of folders.
-
-    Raises:
-        StoreError: two objects of the store have one key here.
-    """
+    """The objects of all pages, sorted by key, without the markers of folders."""
     keys, sizes, etags = StringArray(), array("q"), StringArray()
     for page in pages:
         keys.extend(page.keys)
@@ -202,10 +198,6 @@ def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
 
     Functions are called here, once: a missing label is an error of the constructor and not of mid-epoch, and a dataset
     can be pickled whatever function it was given.
-
-    Raises:
-        ValueError: a mapping lacks a key, a key is in no folder, or a sequence is of another length than `keys`.
-        TypeError: `labels` is none of these.
     """
     if labels is None:
         return None
@@ -258,12 +250,7 @@ def folders_of(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def compact(labels: Iterable[Any]) -> Sequence[object]:
-    """Labels in less memory: numbers of one type in an array, equal strings as one object. Types are preserved.
-
-    Example:
-        >>> compact([3, 1, 2]), compact(["cat", 1.5])
-        (array('q', [3, 1, 2]), ['cat', 1.5])
-    """
+    """Labels in less memory: numbers of one type in an array, equal strings as one object. Types are preserved."""
     interned: dict[str, str] = {}
     row = [interned.setdefault(label, label) if type(label) is str else label for label in labels]
     kinds = set(map(type, row))
@@ -276,13 +263,7 @@ def compact(labels: Iterable[Any]) -> Sequence[object]:
 
 
 async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Catalog:
-    """All objects of a store whose keys end in `suffix`, sorted by their keys, without the markers of folders.
-
-    Raises:
-        EmptyListingError: there is none.
-        StoreUnreachableError: no answer within the time-out, on every attempt.
-        StoreError: the store refused, failed, or cannot list.
-    """
+    """All objects of a store whose keys end in `suffix`, sorted, without markers of folders; raises `StoreError`."""
     count = 0
 
     def take(page: Sequence[ObjectMeta]) -> Catalog:
@@ -425,11 +406,7 @@ def read_table(
     etag: str | None,
     checksum: str | None,
 ) -> Catalog:
-    """The objects in the rows of a table: the arguments name its columns.
-
-    Raises:
-        ValueError: the table has no row or lacks a column, or a value is not a key, a size or a checksum.
-    """
+    """The objects in the rows of a table: the arguments name its columns; raises `ValueError`."""
     keys = [_key(value, store, row) for row, value in enumerate(_column(table, key))]
     if not keys:
         raise ValueError("the table has no rows: a dataset needs at least one key")
@@ -502,11 +479,7 @@ class ListingFile:
         self._origin = json.loads(json.dumps({"url": redact_url(url).rstrip("/"), "suffix": suffixes}))
 
     def read(self) -> Catalog | None:
-        """The listing, or None if there is no such file.
-
-        Raises:
-            ValueError: it is of another listing, damaged, or cannot be read.
-        """
+        """The listing; None if there is no such file, `ValueError` if it is of another listing or damaged."""
         parquet = require_pyarrow("keeping a listing")
         try:
             table = parquet.read_table(self._path, page_checksum_verification=True)

@@ -92,12 +92,7 @@ _OTHER = StoreTraits(schemes=(), backend=object, bucket=False)
 
 
 def traits_of(url: str, backend: ObjectStore | None = None) -> StoreTraits:
-    """The traits of a store, by its backend if it is open, else by its URL.
-
-    Example:
-        >>> traits_of("s3://bucket/train").list_in_order, traits_of("https://host").bucket
-        (True, False)
-    """
+    """The traits of a store, by its backend if it is open, else by its URL."""
     if backend is not None:
         return next((traits for traits in TRAITS if isinstance(backend, traits.backend)), _OTHER)
     parts = urlsplit(url)
@@ -112,10 +107,6 @@ def merged_options(url: str, options: Mapping[str, object]) -> dict[str, object]
 
     obstore reads them from the environment (``AWS_ALLOW_HTTP``, ``GOOGLE_PROXY_URL``, …) only if it is given none at
     all, and headrace always gives some. ``allow_http`` is on by default where the URL or the endpoint is ``http://``.
-
-    Example:
-        >>> merged_options("s3://bucket", {"endpoint": "http://10.0.0.7:9000", "timeout": "5s"})
-        {'endpoint': 'http://10.0.0.7:9000', 'client_options': {'allow_http': True, 'timeout': '5s'}}
     """
     prefix = traits_of(url).prefix
     client: dict[str, object] = {}
@@ -165,12 +156,7 @@ def settles_credentials(url: str, options: Mapping[str, object]) -> bool:
 
 
 def endpoint_of(url: str, options: Mapping[str, object]) -> str | None:
-    """The URL that requests of a store go to; None if the store's client determines it.
-
-    Example:
-        >>> endpoint_of("gs://bucket", {"base_url": "http://10.0.0.7:4443"})
-        'http://10.0.0.7:4443'
-    """
+    """The URL that requests of a store go to; None if the store's client determines it."""
     traits = traits_of(url)
     if traits.web_server:
         return url
@@ -204,11 +190,6 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
 
     The client's retries do not take account of other fetchers or of a body that is cut short where
     there is no entity tag; `Store` retries above it. For the arguments see `Store`.
-
-    Raises:
-        ValueError: the URL or the options are not ones that obstore understands.
-        MissingExtraError: credentials are those of an AWS profile, and boto3 is not installed.
-        ObjectNotFoundError: the directory of a ``file://`` URL does not exist.
     """
     traits = traits_of(url)
     own = (ALLOW_REDIRECTS, PROFILE) if traits.prefix == "aws_" else (ALLOW_REDIRECTS,)

@@ -77,15 +77,10 @@ class Span(NamedTuple):
 
 
 def plan_spans(ranges: Ranges, *, gap: int = LARGEST_GAP, largest: int = LARGEST_SPAN) -> list[Span]:
-    """The requests that cover `ranges`, in the order of objects and of places in them.
+    """The requests that cover `ranges`, which may overlap, in the order of objects and of places in them.
 
-    Args:
-        ranges: in any order; they may overlap or be equal. Empty ones need no request.
-        gap: the most bytes that are read for nothing between two neighbours.
-        largest: the most bytes of a request that covers more than one range; a range is never divided.
-
-    Raises:
-        ValueError: a range begins before 0, or ends before its beginning.
+    Between two neighbours at most `gap` bytes are read for nothing. A request for more than one range has at most
+    `largest` bytes; a range is never divided.
 
     Example:
         >>> for span in plan_spans(Ranges.of([(900, 950), (0, 100), (150, 250)]), gap=64):
@@ -126,12 +121,9 @@ async def read_ranges(
     gap: int = LARGEST_GAP,
     largest: int = LARGEST_SPAN,
 ) -> list[memoryview]:
-    """Read ranges by as few requests as `plan_spans` makes of them, all at once.
+    """A view for each range, read by as few requests as `plan_spans` makes of them, all at once.
 
-    `read` reads of an object, by its number, the bytes from a start to a stop.
-
-    Returns:
-        A view for each range, in the order of `ranges`; those of one request share its memory.
+    `read` reads of an object, by its number, the bytes from a start to a stop. Views of one request share its memory.
     """
     views = [memoryview(b"")] * len(ranges.starts)
 

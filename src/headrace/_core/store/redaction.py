@@ -17,15 +17,7 @@ _TOO_COMMON = frozenset({"true", "false", "none", "null"})
 
 
 def url_of(place: str | os.PathLike[str]) -> str:
-    """A URL unchanged; a local path as an absolute ``file://`` URL.
-
-    Raises:
-        ValueError: it is empty.
-
-    Example:
-        >>> url_of("s3://bucket/train"), url_of("/data/my photos")
-        ('s3://bucket/train', 'file:///data/my%20photos')
-    """
+    """A URL unchanged; a local path as an absolute ``file://`` URL."""
     named = os.fspath(place)
     if "://" in named:
         return named
@@ -42,12 +34,7 @@ def check_path(path: str) -> None:
 
 
 def redact_url(url: str) -> str:
-    """A URL without user name, password, query string and fragment.
-
-    Example:
-        >>> redact_url("https://me:pass@host/data/a.bin?sig=abc#here")
-        'https://host/data/a.bin'
-    """
+    """A URL without user name, password, query string and fragment."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return re.split(r"[?#]", url, maxsplit=1)[0]
@@ -56,12 +43,7 @@ def redact_url(url: str) -> str:
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """A text with every URL in it redacted, and each of `secrets` masked.
-
-    Example:
-        >>> redact_text("GET http://a:b@host/k?sig=1 failed for AKIAX", ["AKIAX"])
-        'GET http://host/k failed for ***'
-    """
+    """A text with every URL in it redacted, and each of `secrets` masked."""
     # The longest first, since one secret may begin with another.
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
@@ -83,10 +65,6 @@ def secrets_in(options: Mapping[str, object]) -> tuple[str, ...]:
     """The values in a store's options, at any depth, whose names say that they are credentials.
 
     Values of one or two characters are left out: masking them would only garble the text around them.
-
-    Example:
-        >>> secrets_in({"region": "eu", "config": {"secret_access_key": "hush"}})
-        ('hush',)
     """
     return tuple(_secrets(options, named=False))
 

@@ -59,7 +59,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         self._unpacked = UnpackedShards(unpacked_bytes)
         opened = map_shards(functools.partial(self._open, store), files)
         super().__init__([shard for shard, _ in opened], counts or [file.rows for file in files] or [0])
-        self._offsets = np.concatenate([table for _, table in opened] or [np.zeros(1, np.int64)])
+        self._offsets = np.concatenate([table for _, table in opened] or [np.zeros(1, np.int64)]).astype(np.uint32)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} samples)"
@@ -105,7 +105,7 @@ class OffsetTableDataset(RangedShards[T_co]):
             rows = places - np.concatenate(([0], self._ends))[shards]
             return Ranges(shards, rows, rows + 1)
         at = places + shards  # a table has one offset more than samples
-        return Ranges(shards, self._offsets[at], self._offsets[at + 1])
+        return Ranges(shards, self._offsets[at].astype(np.int64), self._offsets[at + 1].astype(np.int64))
 
     def extent(self, index: int) -> Extent:
         """The bytes of the sample at `index`, for a cache; raises `IndexError` if there is none."""

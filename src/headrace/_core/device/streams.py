@@ -43,7 +43,6 @@ class Streams:
         return self._module.current_stream(self.device)
 
     def on(self, stream: torch.Stream) -> Any:
-        """A block whose work goes to `stream`."""
         return self._module.stream(stream)
 
     def place(self, host: torch.Tensor, stream: torch.Stream) -> torch.Tensor:

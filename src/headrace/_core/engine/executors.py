@@ -139,7 +139,6 @@ class ProcessExecutor(Pool):
             name_unpicklable(config, error)
 
     async def apply(self, task: StepsTask, chunk: Chunk) -> list[object]:
-        """Apply steps in the first free worker."""
         answer = await self.run(Job(tuple(chunk), task.pickle(self._steps), doing=_STEPS))
         if answer.error is None:
             outcomes: list[object] = answer.value

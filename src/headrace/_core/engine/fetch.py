@@ -82,7 +82,6 @@ class FetchStage(ABC):
         return None
 
     def load(self) -> FetchLoad:
-        """The fetches that run and wait now."""
         return FetchLoad()
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:

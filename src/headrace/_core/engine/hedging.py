@@ -37,8 +37,6 @@ BYTES_LIKE_A_REQUEST = 2**20
 
 @dataclass(slots=True, eq=False)
 class _Race:
-    """One request and its attempts."""
-
     batch: int
     weight: float
     request: Callable[[], Awaitable[Any]]

@@ -29,7 +29,6 @@ class SampleSizes:
 
     @property
     def larger(self) -> float:
-        """The larger of both; 0 before the first."""
         return max(self.fetched or 0.0, self.assembled or 0.0)
 
     def on_fetched(self, raw: RawBatch) -> None:
@@ -87,7 +86,6 @@ class MemoryBudget:
         self._assembled = True
 
     def on_consumed(self, number: int) -> None:
-        """Free the memory of all batches up to this number."""
         self._consumed = max(self._consumed, number)
         for taken in [each for each in self._fetched if each <= self._consumed]:
             self._fetched.remove(taken)

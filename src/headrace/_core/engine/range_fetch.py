@@ -81,7 +81,6 @@ class ReadPlan:
         return ((self._batches[owner], position - self._borders[owner]) for owner, position in pairs)
 
     def first(self, span: Span) -> RangedBatch:
-        """The first batch that needs a request."""
         return self._batches[int(self._owners[span.members].min())]
 
     def pop_batch(self, batch: int) -> list[memoryview]:

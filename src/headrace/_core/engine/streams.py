@@ -28,8 +28,6 @@ from headrace.errors import StateError
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of reading a stream."""
-
     position: int = 0  # samples and failures so far
     failures_in_a_row: int = 0  # since the last sample
     ended: bool = False
@@ -57,7 +55,6 @@ class Progress:
         return state
 
     def next_is_delivered(self) -> bool:
-        """Whether the next sample was delivered before."""
         while self.delivered and self.delivered[0].stop <= self.position:
             del self.delivered[0]
         return bool(self.delivered) and self.position in self.delivered[0]
@@ -82,7 +79,6 @@ class StreamBatch:
 
     @property
     def room(self) -> int:
-        """The number of samples that are still to be read."""
         return 0 if self._progress.ended or self._broken else self._missing
 
     @property
@@ -197,7 +193,6 @@ class StreamFetch(FetchStage):
         return () if lane is None else (lane.progress.position,)
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
-        """Note the lane in the batch."""
         return host if raw.plan.lane is None else host._replace(worker=raw.plan.lane)
 
 

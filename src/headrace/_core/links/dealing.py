@@ -14,8 +14,6 @@ _ANY = 1 << 20  # plans that an engine can be given at once
 
 @dataclass(slots=True)
 class _Share:
-    """The part of one engine."""
-
     plans: dict[int, BatchPlan] = field(default_factory=dict)  # those that it was given and has not made
     # How many these may be. An engine that has died begins again with one, and doubles them with each batch, so that a
     # batch that ends engines is found.
@@ -26,8 +24,6 @@ class _Share:
 
 @dataclass(slots=True)
 class _Lane:
-    """A lane of a stream."""
-
     engine: int  # which reads it
     made: dict[int, BatchPlan] = field(default_factory=dict)  # plans whose batches wait for those of other lanes
     state: StreamState | None = None  # after the last batch that was delivered; None until there is one
@@ -115,7 +111,6 @@ class Dealer:
         return next((engine for engine, share in enumerate(self._shares) if number in share.plans), None)
 
     def plans_of(self, engine: int) -> list[BatchPlan]:
-        """The plans that an engine has not made."""
         return list(self._shares[engine].plans.values())
 
     def deaths_of(self, engine: int) -> int:

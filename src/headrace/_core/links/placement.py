@@ -39,7 +39,6 @@ class Placement(ABC):
 
     @property
     def idle(self) -> bool:
-        """Whether none of its sessions is open."""
         return all(session.ended for session in self.sessions)
 
     def open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:

@@ -92,7 +92,6 @@ class EngineActor:
             served.end(None)
 
     async def stop(self) -> None:
-        """End all sessions and the engine's process."""
         for session in list(self._sessions):
             await self.end_session(session)
         if self._placement is not None:
@@ -121,7 +120,6 @@ class _Served:
         self._send_next(link)
 
     def send(self, sequence: int, packed: Packed) -> None:
-        """Pass on a message, after all before it."""
         message = self._unsent[sequence] = unpack(packed)
         if self._link is not None:
             self._send_next(self._link)
@@ -148,7 +146,6 @@ class _Served:
                 self._answers.put_nowait(message)
 
     async def answer(self) -> Packed | None:
-        """The next message from the engine, when there is one."""
         answer = await self._answers.get()
         if isinstance(answer, HostBatch):
             return pack(dump_batch(answer, self._plans.pop(answer.plan.number)))
@@ -160,7 +157,6 @@ class _Served:
         return None if answer is None else pack(dump_message(answer))
 
     def end(self, end: SessionEnd | None) -> None:
-        """Let the end of the session be the last answer."""
         if self._over:
             return
         self._over = True

@@ -17,7 +17,6 @@ Packed = bytes | tuple[bytes, list[np.ndarray[Any, Any]]]
 
 
 def pack(message: Message) -> Packed:
-    """A pickled object for Ray."""
     if sum(buffer.nbytes for buffer in message.buffers) <= IN_BAND:
         return pickle.dumps((message.pickled, [bytes(buffer) for buffer in message.buffers]), protocol=5)
     empty: np.ndarray[Any, Any] = np.empty(0, dtype=np.uint8)

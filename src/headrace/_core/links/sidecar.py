@@ -169,8 +169,6 @@ class _Sidecar:
 
 
 class _SessionServer:
-    """The sidecar's end of one session's connection."""
-
     def __init__(self, sidecar: _Sidecar, connection: Connection) -> None:
         self._sidecar = sidecar
         self._session: Session | None = None

@@ -158,7 +158,6 @@ class ThreadPlacement(Placement):
             )
 
     async def _end_on_loop(self) -> None:
-        """End the engine, and the loop after it, on that loop."""
         await self._engine.close(CLOSE_DEADLINE)
         self._engine.executor.kill()
         self._engine.watch.close()

@@ -42,7 +42,6 @@ class Settings(NamedTuple):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules that are needed to apply the settings."""
         return modules_named_in(self.pickled.get(_FLAGS_OF_PILLOW, b""))
 
 

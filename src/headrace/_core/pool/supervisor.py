@@ -180,12 +180,10 @@ class Pool:
         return tuple(dict.fromkeys((*self._settings.modules, *task.modules)))
 
     async def open(self) -> None:
-        """Connect to the launched processes on the running loop."""
         for worker in self._workers:
             self._connect(worker)
 
     def _connect(self, worker: NumberedWorker) -> None:
-        """Connect to a process, and send it the first task."""
         on_object, on_lost = functools.partial(self._on_object, worker), functools.partial(self._on_lost, worker)
         self._watch(worker)
         worker.connected = True

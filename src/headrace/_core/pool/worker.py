@@ -28,8 +28,6 @@ from headrace.collate import collating_into
 
 
 class WorkerTask(Protocol):
-    """What a worker runs."""
-
     def start(self, worker: int, workers: int) -> None:
         """Called once, in the worker, before the first request."""
 

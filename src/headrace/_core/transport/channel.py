@@ -72,7 +72,6 @@ class Connection:
         return ours, theirs
 
     def keep_from_forks(self) -> None:
-        """Close this end in forks of this process."""
         _not_for_forks.update((self.frames, self.descriptors))
 
     def close(self) -> None:

@@ -20,8 +20,6 @@ _MOST_UNSENT = 1000  # records that are kept while no channel is open
 
 
 class Record(NamedTuple):
-    """A log record as a message."""
-
     pickled: bytes
 
     def handle(self) -> None:

@@ -79,7 +79,6 @@ class SharedPickle:
         return cls(uuid.uuid4().int, pickled, memory, extents, tuple(descriptors), tracker, modules)
 
     def loads(self) -> Any:
-        """The unpickled object; errors of unpickling are raised."""
         mine = resource_tracker._resource_tracker
         # A tracker of this process's own would unlink shared memory of the other's when this process ends.
         if self.tracker is not None and getattr(mine, "_fd", None) is None:

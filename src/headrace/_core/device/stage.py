@@ -44,8 +44,7 @@ class DeviceStage:
     def take(self) -> HostBatch | None:
         """Enqueue the copies of the batches that have arrived, up to the depth, and return the oldest batch.
 
-        Raises:
-            CudaGraphError: a CUDA graph is being captured. No batch was taken.
+        `CudaGraphError` while a CUDA graph is being captured: no batch is taken then.
         """
         with self._lock:
             if self._closed:

@@ -34,11 +34,7 @@ from headrace.errors import EngineDiedError
 
 
 class ProcessPlacement(Placement):
-    """One sidecar process, or several.
-
-    Raises:
-        NotPicklableError: the dataset cannot be pickled.
-    """
+    """One sidecar process, or several."""
 
     def __init__(self, config: EngineConfig, work: SharedPickle, engines: int = 1) -> None:
         super().__init__()

@@ -59,10 +59,6 @@ class PlacementSelector:
         """Start a session, in the current engine if it does what `config` asks for.
 
         Workers that have a copy of this process are kept for the next epoch if they are `persistent`.
-
-        Raises:
-            DeadlockError: called on the engine's own thread.
-            NotPicklableError: a function has to go to another process and cannot.
         """
         warn_of_rereading(start.streams)
         work = self._functions(config)

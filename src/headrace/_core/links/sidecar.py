@@ -84,8 +84,7 @@ class SidecarTask:
 def _accept(connection: Connection) -> Connection | None:
     """The connection of a session that is requested; None at the end of `connection`.
 
-    Raises:
-        OSError: its descriptors could not be received; the consumer sees it closed.
+    OSError if its descriptors could not be received; the consumer sees it closed.
     """
     message, descriptors, _, _ = socket.recv_fds(connection.descriptors, len(OPEN), 2)
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]

@@ -36,9 +36,6 @@ def begin_agreement(
     """The agreement of an epoch that begins: by the group of the epoch before, in `groups`, or by a new one there.
 
     A `given` group of None is that of all ranks. `timeout` is in seconds; None for the group's own.
-
-    Raises:
-        CoordinationError: there is no process group, or a rank does not begin.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise CoordinationError(
@@ -81,9 +78,6 @@ class StepGroup:
         made: steps of this epoch, `granted` ones among them.
         granted: steps that all ranks make before they agree again.
         timeout: seconds to wait for the other ranks; None for 30 minutes.
-
-    Raises:
-        CoordinationError: a rank has not made it.
     """
 
     def __init__(self, parent: ProcessGroup) -> None:
@@ -123,11 +117,7 @@ class StepGroup:
         return [self.epoch, -self.epoch, steps, -steps]
 
     def propose(self, steps: int) -> None:
-        """Propose that all ranks make so many steps, 0 to end the epoch: begins to find the least of each value.
-
-        Raises:
-            LoaderClosedError: another thread has closed the group.
-        """
+        """Propose that all ranks make so many steps, 0 to end the epoch: begins to find the least of each value."""
         options: Any = torch.distributed.AllreduceOptions()
         options.reduceOp = torch.distributed.ReduceOp.MIN
         if self.timeout is not None:
@@ -140,12 +130,7 @@ class StepGroup:
         self._work.get_future().add_done_callback(lambda _: self._wake())  # on a thread of gloo's
 
     def settle(self) -> int | None:
-        """Take the answer, the number of steps that are `granted`: 0 if the epoch has ended, None while there is none.
-
-        Raises:
-            CoordinationError: a rank has failed or left, or is at another step.
-            LoaderTimeoutError: a rank did not answer within the loader's `timeout`.
-        """
+        """Take the answer, the number of steps `granted`: 0 if the epoch has ended, None while there is none."""
         future = self._work.get_future()
         if not future.done():
             return None

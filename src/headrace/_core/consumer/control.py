@@ -94,11 +94,8 @@ class LoaderControl:
 
     Reads the attributes of torch's loader at each epoch, since they may be set between epochs.
 
-    Args:
-        spec: the loader's dataset and options.
-
     Attributes:
-        spec: the same.
+        spec: the loader's dataset and options.
         counters: the loader's counts.
         resumed: states that the next `iter()` continues, one of all ranks or one of each; empty if it begins an epoch.
         past: what is known of the steps before the epoch begun last, and what is left out of it.

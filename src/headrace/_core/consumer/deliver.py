@@ -36,11 +36,7 @@ class FailureHandler:
     batches that were delivered, which is planned again. Of a stream only the engine knows the samples: it begins the
     stream again.
 
-    Args:
-        arguments: the loader's dataset and options.
-        spec: the epoch.
-        repeat: makes a plan of the indices of an earlier one, or of a stream, of None.
-        counters: the loader's.
+    `repeat` makes a plan of the indices of an earlier one, or of a stream, of None.
 
     Attributes:
         skips: whether the policy can skip samples; only then each batch has to be passed to `delivers`.
@@ -80,12 +76,7 @@ class FailureHandler:
         return self._repeat(self._candidates[0] if self._stream else self._candidates.popleft())
 
     def delivers(self, host: HostBatch) -> bool:
-        """Count a batch; whether it is delivered to the consumer.
-
-        Raises:
-            TooManySkippedError: the policy allows no more skipped samples.
-            Exception: a failure that is not skipped.
-        """
+        """Count a batch; whether it is delivered to the consumer. Raises what is not skipped."""
         try:
             self._repeated += host.plan.repeat
             if host.failures:
@@ -109,15 +100,7 @@ class FailureHandler:
                 self.counts = *counts, *self._last
 
     def check_epoch(self, *, whole: bool) -> None:
-        """Check the counts at the end of the epoch.
-
-        Args:
-            whole: whether there is nothing left; otherwise another rank has ended the epoch.
-
-        Raises:
-            TooManySkippedError: the policy allows fewer skipped samples, or nothing could be delivered, or a lost batch
-                was not replaced.
-        """
+        """Check the counts at the end of the epoch; if it is not `whole`, another rank has ended it."""
         if not self.skips:
             return
         if whole and self._epoch.examples and not self._epoch.delivered:

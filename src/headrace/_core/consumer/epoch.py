@@ -57,7 +57,7 @@ class Epoch:
 
     Args:
         loader: kept alive as long as the iterator: dropping a loader ends its engine.
-        arguments: the loader's dataset and options.
+        arguments: the loader's.
         spec: the epoch.
         session: where its plans go; owned from here on.
         look_ahead: how many plans may be outstanding; None to plan one batch at a time, in the caller's thread.
@@ -141,12 +141,7 @@ class Epoch:
     # `next()`. It is called where the caches hold the trainer's data: each object that it looks at costs.
 
     def _poll(self) -> Any:
-        """The next batch, or `WAIT`. The next call continues after it, also where its error is raised.
-
-        Raises:
-            StopIteration: the epoch is over.
-            Exception: the batch's failure.
-        """
+        """The next batch, or `WAIT`. The next call continues after it, also where its error is raised."""
         if not self._called:
             self._called = time.perf_counter()
         if self.closed:
@@ -342,13 +337,7 @@ class Epoch:
     # The wait for a batch, or for the other ranks.
 
     def _waits(self) -> Iterator[tuple[Readable, float | None]]:
-        """The waits until `_poll` has a result, as of `Session.waits`.
-
-        Raises:
-            LoaderTimeoutError: no batch came in time.
-            DeadlockError: this is the thread that makes the batch.
-            ForkedError: this is a fork of the process that iterates, which has the engine.
-        """
+        """The waits until `_poll` has a result, as of `Session.waits`."""
         session = self._session
         try:
             if self._agreement is not None and self._agreement.pending:

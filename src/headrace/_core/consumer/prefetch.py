@@ -26,7 +26,7 @@ class Prefetcher:
     without a wait.
 
     Args:
-        plans: draws the plans; runs the user's sampler.
+        plans: draws them; runs the user's sampler.
         admit: sends plans to the engine.
         ahead: how many batches may be outstanding; None to plan one batch at a time.
         together: whether plans are always sent in groups of half the look-ahead, also after a stall: the engine joins

@@ -21,13 +21,6 @@ class BlockOrder:
 
     The group that is not full is divided into as many lanes, of neighbours. It comes at a random place, since samples
     at the end of each epoch would never be seen by a training that ends its epochs early.
-
-    Args:
-        n: number of samples.
-        block_size: number of neighbours in a block.
-        lanes: number of blocks in a group.
-        seed: of the order, with `epoch`.
-        epoch: number of the epoch.
     """
 
     def __init__(self, n: int, block_size: int, lanes: int, seed: int, epoch: int) -> None:

@@ -47,12 +47,7 @@ def without(order: BaseOrder, epoch: int, exclusions: Sequence[Exclusion]) -> Or
 
 
 class OrderWithout:
-    """An order without some positions.
-
-    Args:
-        order: the whole order.
-        left_out: the positions, ascending.
-    """
+    """An order without some positions, which ascend."""
 
     def __init__(self, order: BaseOrder, left_out: NDArray[np.int64]) -> None:
         self._order, self._left_out = order, left_out

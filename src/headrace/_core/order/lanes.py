@@ -71,11 +71,7 @@ class LaneChoice:
         return f", of which one reads the stream{reason}"
 
     def batches(self, dataset: Any, batch_size: int | None, *, drop_last: bool) -> int | None:
-        """The number of batches of an epoch, each lane's counted by itself; None of a stream that is read as a whole.
-
-        Raises:
-            TypeError: the stream has no length.
-        """
+        """The number of batches of an epoch, each lane's by itself; None of a stream that is read as a whole."""
         lanes = self._of_new_epoch() if self._is_stream else 1
         if lanes == 1:
             return None
@@ -96,14 +92,6 @@ class LaneTurns:
 
     A lane that has ended is left out, once its end is known here. Until then its turns give empty batches, which are
     not delivered: so the order of those that are delivered depends on the lanes alone.
-
-    Args:
-        start: where the epoch begins, with the number of lanes.
-
-    Example:
-        >>> turns = LaneTurns(SessionStart(lanes=2))
-        >>> [turns.take(8) for _ in range(3)]  # the lane, and the number of its samples that were planned before
-        [(0, 0), (1, 0), (0, 8)]
     """
 
     def __init__(self, start: SessionStart) -> None:

@@ -94,7 +94,7 @@ class EpochOrder:
     """Draws the indices of one epoch from a loader's sampler or batch sampler.
 
     Args:
-        loader: the loader.
+        loader: whose sampler it is.
         stream: whether the dataset is a stream, which decides on the order itself.
         resumed: the state to continue from, or one before the epoch; None for the whole epoch.
         renumbered: whether this rank's samples are numbered from 0 at the resume point.
@@ -220,22 +220,14 @@ class EpochOrder:
         return self.size() if self.computed is None else len(self.computed.order_in(epoch))
 
     def leave_out(self, exclusions: Sequence[Sequence[int]]) -> None:
-        """Leave samples out of the order, from now on.
-
-        Raises:
-            StateError: it is no order in which positions are computed.
-        """
+        """Leave samples out of the order, from now on; a `StateError` where positions are not computed."""
         if self.computed is not None:
             self.computed.exclusions = tuple(Exclusion(*each) for each in exclusions)
         elif exclusions:
             raise StateError(f"samples were left out of the order, which {self.sampler_name} cannot: {COMPUTED}")
 
     def draws(self) -> Iterator[object]:
-        """The draws of the loader's index sampler, or those after the resume point.
-
-        Raises:
-            StateError: the sampler's order is not that of the state.
-        """
+        """The draws of the loader's index sampler, or those after the resume point."""
         if self.computed is not None and self.computed._restored is not None:
             raise StateError(
                 f"{type(self.computed).__name__} was restored by its own load_state_dict, which the loader's position "
@@ -366,11 +358,7 @@ class EpochOrder:
             first += self.samples_at_most or len(indices)
 
     def _continued(self, part: Any, state: object) -> Iterator[object]:
-        """The draws of the user's sampler or batch sampler, from a state within an epoch on.
-
-        Raises:
-            StateError: neither it nor its iterator has a `load_state_dict`.
-        """
+        """The draws of the user's sampler or batch sampler, from a state within an epoch on."""
         self.stateful = part if isinstance(part, Stateful) else None
         if self.stateful is not None:
             _load(self.stateful, state)  # before its iterator is made

@@ -159,12 +159,7 @@ class EpochSeeds:
     def draw(
         self, loader: TorchLoader, epoch: int, order: EpochOrder, resumed: LoaderState | None
     ) -> tuple[Iterator[Any], int, int | None]:
-        """The sampler's draws, the seed of the batches' seeds, and that of a datapipe; after `resumed`, a saved state.
-
-        Raises:
-            StateError: the state does not fit the sampler.
-            Exception: the sampler's, with its stage.
-        """
+        """The sampler's draws, the seed of the batches' seeds, and that of a datapipe; from `resumed` on."""
         pipe_seed = self._draw_for_pipe(loader, epoch, order.resumed)
         try:
             return *self._draw(loader, epoch, order, resumed), pipe_seed
@@ -258,9 +253,6 @@ def of_rank(states: Sequence[LoaderState], rank: RankInfo, remainder: Remainder)
     """The state to continue from on this rank: that of all ranks, its own, or those of other numbers of ranks merged.
 
     Without the last batch's indices, where those are another rank's. `remainder` is as for `merged`.
-
-    Raises:
-        StateError: there are the states of another number of ranks, which cannot be merged.
     """
     saved = states[0]
     if saved.rank is not None and len(states) == saved.ranks:
@@ -294,9 +286,6 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
 
     A rank whose epoch has ended before that of others has saved the state before the next one: of its part of a stream
     nothing is left.
-
-    Raises:
-        StateError: they are not of all ranks of one run at the same epoch, or cannot be merged.
     """
     epoch = min(state.epoch for state in states)
     at_end = [state.epoch == epoch + 1 and state.is_between_epochs and _of_stream(state) for state in states]
@@ -350,9 +339,6 @@ def merged(states: Sequence[LoaderState], remainder: Remainder = "keep") -> Load
     """One state for any number of ranks, of the states of all ranks, in their order.
 
     `remainder` is a stream's policy for samples that cannot be divided equally.
-
-    Raises:
-        StateError: what is left cannot be divided.
     """
     first = next((state for state in states if not state.over), states[0])
     if not _of_stream(first) or first.fingerprint.readers is not None or any(state.delivered for state in states):

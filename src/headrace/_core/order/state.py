@@ -26,11 +26,7 @@ def encoded(state: torch.Tensor | None) -> str | None:
 
 
 def decoded(text: str) -> torch.Tensor:
-    """The state of a generator that was `encoded`.
-
-    Raises:
-        StateError: it is damaged.
-    """
+    """The state of a generator that was `encoded`."""
     try:
         return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
     except (ValueError, zlib.error) as error:
@@ -166,11 +162,7 @@ class LoaderState(NamedTuple):
 
     @classmethod
     def from_dict(cls, state: Mapping[str, object]) -> LoaderState:
-        """The state that was saved.
-
-        Raises:
-            StateError: it is no state of a headrace loader, of another version, or damaged; or of several ranks.
-        """
+        """The state that was saved, of one rank or of all."""
         states = states_from_dict(state)
         if len(states) > 1:
             raise StateError(f"the state has those of {len(states)} ranks, one by one: load it as it is")
@@ -206,11 +198,7 @@ def states_to_dict(states: Sequence[LoaderState]) -> State:
 
 
 def states_from_dict(state: Mapping[str, object]) -> tuple[LoaderState, ...]:
-    """What was saved by `states_to_dict`.
-
-    Raises:
-        StateError: it is no state of a headrace loader, of another version, or damaged.
-    """
+    """What was saved by `states_to_dict`, checked."""
     if not isinstance(state, Mapping) or "version" not in state:
         of_torchdata = isinstance(state, Mapping) and not _KEYS_OF_TORCHDATA.isdisjoint(state)
         whose = ", but of torchdata's StatefulDataLoader" if of_torchdata else ""

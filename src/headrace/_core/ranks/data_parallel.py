@@ -20,12 +20,7 @@ else:  # torch may be built without torch.distributed
 
 
 def checked(name: str, value: object) -> object:
-    """The value of a loader's `data_parallel=`.
-
-    Raises:
-        TypeError: it is no process group, mesh or function.
-        ValueError: a mesh with several dimensions.
-    """
+    """The value of a loader's `data_parallel=`, checked."""
     if value is None or callable(value) or _is_no_member(value) or _is_group(value):
         return value
     if not _is_mesh(value):
@@ -43,22 +38,13 @@ def checked(name: str, value: object) -> object:
 
 
 def rank_among(data_parallel: DataParallel) -> RankInfo:
-    """The rank of this process among those that divide the samples; of all ranks without `data_parallel`.
-
-    Raises:
-        UnknownRankError: this process is not a member, or its rank is unknown.
-    """
+    """The rank of this process among those that divide the samples; of all ranks without `data_parallel`."""
     group = group_of(data_parallel)
     return get_rank_info() if group is None else RankInfo(group.rank(), group.size(), GROUP)
 
 
 def group_of(data_parallel: DataParallel) -> ProcessGroup | None:
-    """The process group of the ranks that divide the samples; None without `data_parallel`.
-
-    Raises:
-        UnknownRankError: this process is not a member.
-        TypeError, ValueError: a function returned something else.
-    """
+    """The process group of the ranks that divide the samples; None without `data_parallel`."""
     value: Any = data_parallel
     if value is None:
         return None

@@ -25,12 +25,7 @@ undivided: ContextVar[bool] = ContextVar("headrace_undivided", default=False)
 
 @dataclass(frozen=True, slots=True)
 class ShardOptions:
-    """One of the equal parts of a stream.
-
-    Attributes:
-        index: number of the part, from 0.
-        count: number of parts.
-    """
+    """One of the equal parts of a stream, numbered from 0."""
 
     index: int
     count: int
@@ -62,44 +57,30 @@ current_lane: ContextVar[ShardOptions | None] = ContextVar("headrace_lane", defa
 
 
 class RankChoice:
-    """The rank whose part of a stream is read: given by the user, or determined when reading starts.
+    """The rank whose part of a stream is read: given by the user, or that of `headrace.get_rank_info` at the start.
 
-    Args:
-        rank: the rank; None for that of `headrace.get_rank_info`.
-        world_size: the number of ranks; None with ``rank=None``.
-
-    Raises:
-        ValueError: only one of the two is given, or `rank` is out of range.
+    Attributes:
+        given: the rank that the user gave; None if it is determined when reading starts.
     """
 
     def __init__(self, rank: int | None, world_size: int | None) -> None:
         if (rank is None) != (world_size is None):
             raise ValueError(f"rank={rank} and world_size={world_size}: give both or neither")
-        self._given: ShardOptions | None = None
+        self.given: ShardOptions | None = None
         self._of_parent: ShardOptions | None = None  # in a spawned worker: the rank of its parent process
         self._divided = False  # in a spawned worker: whether the parent's reader divides the stream
         if rank is not None and world_size is not None:
             if not 0 <= rank < world_size:
                 raise ValueError(f"rank={rank} is out of range for world_size={world_size}; ranks start at 0")
-            self._given = ShardOptions(rank, world_size)
-
-    @property
-    def given(self) -> ShardOptions | None:
-        """The rank that the user gave; None if it is determined when reading starts."""
-        return self._given
+            self.given = ShardOptions(rank, world_size)
 
     def shard(self) -> ShardOptions:
-        """The current rank's part; the whole stream if the caller divides it among ranks.
-
-        Raises:
-            UnknownRankError: there are several ranks, and this process's rank is unknown.
-            ValueError: a rank was given, and the caller divides the stream among ranks as well.
-        """
+        """The current rank's part; the whole stream if the caller divides it among ranks."""
         if not self._is_divided():
             return self._own()
-        if self._given is not None and self._given.count > 1:
+        if self.given is not None and self.given.count > 1:
             raise ValueError(
-                f"this stream was given rank={self._given.index}, world_size={self._given.count}, and split() or "
+                f"this stream was given rank={self.given.index}, world_size={self.given.count}, and split() or "
                 f"accelerate divides its samples among ranks again: most of them would never be read. Leave out "
                 f"rank= and world_size=; or split() and accelerator.prepare(), which a headrace loader can do without."
             )
@@ -112,9 +93,9 @@ class RankChoice:
     def _own(self) -> ShardOptions:
         if (old := rank_from(OF_STATE)) is not None:
             return ShardOptions(old.rank, old.world_size)
-        if self._given is not None:
-            check_given_rank("a stream or sampler", self._given.index, self._given.count, rank_from(GROUP))
-            return self._given
+        if self.given is not None:
+            check_given_rank("a stream or sampler", self.given.index, self.given.count, rank_from(GROUP))
+            return self.given
         if self._of_parent is not None:
             return self._of_parent
         info = own_rank()
@@ -128,7 +109,7 @@ class RankChoice:
             return self.__dict__
         # A worker spawned by torch's own loader inherits the environment, but neither the process group nor the
         # context variables of the code that iterates over the loader.
-        return {"_given": self._given, "_of_parent": self._own(), "_divided": self._is_divided()}
+        return {"given": self.given, "_of_parent": self._own(), "_divided": self._is_divided()}
 
 
 def check_given_rank(what: str, rank: int, world_size: int, loader: RankInfo | None) -> None:

@@ -61,12 +61,7 @@ def _named(names: Sequence[str], row: Sequence[object]) -> dict[str, object]:
 
 
 def require_async(datasets: Sequence[object]) -> tuple[list[object], bool]:
-    """The async datasets to combine, and whether they are streams.
-
-    Raises:
-        ValueError: `datasets` is empty.
-        TypeError: a dataset is not async, or their kinds differ.
-    """
+    """The async datasets to combine, all of one kind, and whether they are streams."""
     if not datasets:
         raise ValueError("no dataset was given")
     found = list(map(as_async, datasets))

@@ -59,7 +59,8 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         store, (files, self._config) = tables.read_index(url, "", _parse)
         self._dims: dict[str, int] = self._config["dims"]
         if bool(self._dims) is (seq_len is None) or (seq_len is not None and operator.index(seq_len) < 1):
-            raise ValueError(f"seq_len={seq_len}: chunks of tokens need one, and others have none")
+            what = f"seq_len={seq_len}: chunks of tokens need one, and others have none"
+            raise ValueError(f"{what} ({store.name('index.json')})")
         self._seq_len = seq_len or 0
         self._width = _decoder(self._config["data_format"][0])(memoryview(b"")).itemsize if seq_len else 0  # of a token
         counts = [self._dims[file.key] // self._seq_len for file in files] if seq_len else ()

@@ -3,6 +3,7 @@
 import functools
 import gc
 import multiprocessing
+import pickle
 import threading
 import warnings
 
@@ -274,3 +275,10 @@ def test_loaders_made_anew_for_each_epoch_have_other_orders():
 
     seen = jobs.train(None, model=Reloading(), reload_dataloaders_every_n_epochs=1)["seen"]
     assert seen == jobs.train(jobs.KINDS["seeded"](""))["seen"]
+
+
+def test_callback_is_sent_to_the_processes_that_lightning_spawns():
+    (made,) = [each for each in jobs.trainer_of().callbacks if type(each).__name__ == "Positions"]
+    (sent,) = pickle.loads(pickle.dumps([made]))
+    assert isinstance(sent, callbacks.Callback)
+    assert type(sent).__name__ == "Positions"

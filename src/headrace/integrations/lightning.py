@@ -35,6 +35,7 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
     """The methods of the callback; a subclass is one of Lightning's `Callback` too.
 
     Attributes:
+        package: Lightning's.
         trainer: while it runs.
         checkpoint: the one that is continued, until its epoch is over.
         begun: by training loader, the batches of its earlier iterations in this epoch, and the number of all batches
@@ -43,11 +44,15 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
         raised: by how much Lightning's counts of steps are too high, until the first step, for it to find the end.
     """
 
+    package: str
     trainer: Any = None
     checkpoint: dict[str, Any] | None = None
     begun: dict[Any, tuple[int, int]]
     before_step: dict[Any, LoaderState]
     raised = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:  # for the processes that Lightning spawns
+        return _callback, (self.package,)
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
         self.trainer, self.begun, self.before_step = trainer, {}, {}
@@ -185,7 +190,11 @@ def _steps(counts: Mapping[str, int]) -> tuple[int, ...]:
 
 def callbacks(package: str = "lightning.pytorch") -> list[Any]:
     """The callback for a package of Lightning's: its entry point."""
-    return [type("Positions", (_Positions, importlib.import_module(package).Callback), {})()]
+    return [_callback(package)]
+
+
+def _callback(package: str) -> Any:
+    return type("Positions", (_Positions, importlib.import_module(package).Callback), {"package": package})()
 
 
 pytorch_lightning_callbacks = functools.partial(callbacks, "pytorch_lightning")

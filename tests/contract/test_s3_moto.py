@@ -41,15 +41,6 @@ def test_listing_of_several_pages_is_complete_and_sorted(photos):
     assert tuple(photos.keys) == tuple(sorted(f"{i % 7}/{i:05}.bin" for i in range(COUNT)))
 
 
-def test_placeholders_of_directories_are_no_samples(s3):
-    """An empty object whose key ends in a slash is none; an object with the name of a directory is one."""
-    client, options = s3
-    for key, body in (("3", b""), ("3/", b""), ("3/a", b"1"), ("5/", b""), ("5/a", b"2"), ("6", b"3")):
-        client.put_object(Bucket="photos", Key=f"split/{key}", Body=body)
-    split = ObjectDataset(Store("s3://photos/split", options=options))
-    assert set(split.keys) == {"3/a", "5/a", "6"}
-
-
 def test_empty_prefix_and_missing_bucket_are_different_errors(s3):
     with pytest.raises(EmptyListingError, match="s3://photos/nothing"):
         ObjectDataset(Store("s3://photos/nothing", options=s3[1]))

@@ -12,13 +12,9 @@ from headrace.collate import default_collate, pad_sequences
 Point = namedtuple("Point", ["x", "y"])
 
 
-def test_undecoded_memory_stays_a_list():
+def test_undecoded_memory_stays_a_list_and_missing_labels_none():
     views = [memoryview(b"one"), memoryview(b"three")]
-    assert default_collate(views) == views
-
-
-def test_missing_labels_stay_none():
-    assert default_collate([(1, None), (2, None)])[1] is None
+    assert default_collate([(view, None) for view in views]) == [views, None]
 
 
 @pytest.mark.parametrize("samples", [[(1, None), (2, 5)], [(1, 5), (2, None)]])
@@ -42,9 +38,19 @@ def test_sequences_are_padded_to_the_longest(make):
     assert (padded.dtype, lengths.dtype) == (torch.int64, torch.int64)
 
 
-def test_padding_has_the_value_and_the_side_as_requested():
-    padded, _ = pad_sequences([[1.5], [2.5, 3.5]], padding_value=-1, padding_side="left")
-    assert plain(padded) == [[-1, 1.5], [2.5, 3.5]]
+@pytest.mark.parametrize(
+    ("samples", "options", "expected"),
+    [
+        ([[1.5], [2.5, 3.5]], {"padding_value": -1, "padding_side": "left"}, [[[-1, 1.5], [2.5, 3.5]], [1, 2]]),
+        ([(7, [1, 2]), (8, [3])], {"sequence": 1}, [[[1, 2], [3, 0]], [2, 1], [7, 8]]),
+        ([(7, [1, 2]), (8, [3])], {"sequence": -1}, [[[1, 2], [3, 0]], [2, 1], [7, 8]]),
+        ([Point([1], 5), Point([2, 3], 6)], {}, [[[1, 0], [2, 3]], [1, 2], [5, 6]]),
+        ([[1, 2], [1.5]], {}, [[[1, 2], [1.5, 0]], [2, 1]]),
+    ],
+    ids=["value and side", "second item", "last item", "named tuple", "two dtypes"],
+)
+def test_sequences_are_padded_as_requested(samples, options, expected):
+    assert plain(pad_sequences(samples, **options)) == expected
 
 
 def test_items_of_a_sequence_may_be_vectors():
@@ -60,15 +66,6 @@ def test_other_items_of_tuples_are_collated_by_default_after_the_lengths():
     assert plain(batch[:3]) == [[[1, 2], [3, 0]], [2, 1], [1.0, 0.0]]
     assert batch[3] == default_collate(["a", "b"])
     assert plain(batch[4]) == {"x": [1, 2]}
-
-
-@pytest.mark.parametrize("position", [1, -1])
-def test_sequence_may_be_at_another_position(position):
-    assert plain(pad_sequences([(7, [1, 2]), (8, [3])], sequence=position)) == [[[1, 2], [3, 0]], [2, 1], [7, 8]]
-
-
-def test_named_tuple_is_a_tuple():
-    assert plain(pad_sequences([Point([1], 5), Point([2, 3], 6)])) == [[[1, 0], [2, 3]], [1, 2], [5, 6]]
 
 
 def test_sequence_of_mappings_is_named_by_its_key():
@@ -89,10 +86,6 @@ def test_empty_sequence_is_all_padding():
     assert pad_sequences([[], torch.ones(2, 3)])[0].shape == (2, 2, 3)
 
 
-def test_padded_dtype_holds_all_sequences():
-    assert plain(pad_sequences([[1, 2], [1.5]])[0]) == [[1, 2], [1.5, 0]]
-
-
 @pytest.mark.parametrize(
     ("batch", "error"),
     [
@@ -106,12 +99,6 @@ def test_padded_dtype_holds_all_sequences():
 def test_what_is_no_set_of_sequences_is_refused(batch, error):
     with pytest.raises(error, match="pad_sequences"):
         pad_sequences(batch)
-
-
-def test_lengths_are_accepted_by_pack_padded_sequence():
-    padded, lengths = pad_sequences([[1.0, 2.0], [3.0]])
-    packed = torch.nn.utils.rnn.pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=False)
-    assert sorted(packed.data.tolist()) == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(

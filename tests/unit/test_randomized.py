@@ -109,16 +109,6 @@ def test_a_second_function_draws_other_numbers_and_leaves_those_of_the_first():
     assert both == drawn(Map().map(noisy), transform=again)
 
 
-@pytest.mark.parametrize("options", [PLACES[1], PLACES[3], PLACES[5]], ids=str)
-def test_a_collate_function_has_the_numbers_of_its_first_sample(options):
-    def mixed(samples, rng):
-        return [(sample, rng.random()) for sample in samples]
-
-    found = drawn(Map(), transform=None, collate_fn=hr.randomized(mixed), **options)
-    assert found == drawn(Map(), transform=None, collate_fn=hr.randomized(mixed))
-    assert len({number for _, number in found}) == LENGTH
-
-
 def test_draws_from_torchs_generator_without_a_loader():
     def alone():
         torch.manual_seed(4)

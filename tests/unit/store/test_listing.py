@@ -57,7 +57,7 @@ def test_every_key_comes_once_and_in_order_with_its_size_and_tag(shape):
 
 
 def test_markers_of_folders_are_left_out_and_empty_objects_are_not():
-    keys = ("", "a", "cats/", "cats/1.jpg", "cats/empty", "cats-2", "dogs/deep/2.jpg")
+    keys = ("", "a", "cats/", "cats", "cats/1.jpg", "cats/empty", "cats-2", "dogs/deep/2.jpg")
     with ObjectServer({f"train/{key}": b"jpeg" if key.endswith(".jpg") else b"" for key in keys}) as server:
         dataset = ObjectDataset(Store(f"{server.url}/train", options=server.store_options))
         assert list(dataset.keys) == ["a", "cats-2", "cats/1.jpg", "cats/empty", "dogs/deep/2.jpg"]

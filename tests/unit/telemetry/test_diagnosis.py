@@ -77,23 +77,8 @@ def records(
             worker_deaths=int(not number % 20),
         )
         taken = points["hand-over"]
-        made.append(
-            BatchRecord(
-                1,
-                number,
-                10,
-                called,
-                times,
-                called,
-                taken,
-                taken,
-                at,
-                0,
-                requests,
-                consumer_cpu * at,
-                int(not number % 10),
-            )
-        )
+        rest = called, times, called, taken, taken, at, 0, requests, consumer_cpu * at, int(not number % 10)
+        made.append(BatchRecord(1, number, 10, *rest))
         now = at + COMPUTE
     return made
 

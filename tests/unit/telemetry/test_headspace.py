@@ -1,11 +1,11 @@
 """`hr.headspace`: steps on batches of the loader, and on batches that are kept."""
 
-import asyncio
-
 import pytest
 import torch
 
 import headrace as hr
+from tests.datasets import SlowDataset
+from tests.unit.streams.reading import Count
 
 
 class Numbers(hr.AsyncDataset):
@@ -17,12 +17,6 @@ class Numbers(hr.AsyncDataset):
 
     async def aget(self, index):
         return {"number": index, "image": torch.zeros(3)}
-
-
-class Stream(hr.AsyncIterableDataset):
-    async def __aiter__(self):
-        for number in range(8):
-            yield number
 
 
 def test_same_number_of_steps_is_made_on_both_kinds_of_batches():
@@ -59,7 +53,7 @@ def test_loader_is_left_as_it_was():
 
 
 @pytest.mark.parametrize(
-    "loader", [hr.DataLoader(Stream(), 4), hr.DataLoader(list(range(8)), 4), torch.utils.data.DataLoader(range(8), 4)]
+    "loader", [hr.DataLoader(Count(8), 4), hr.DataLoader(list(range(8)), 4), torch.utils.data.DataLoader(range(8), 4)]
 )
 def test_short_loader_begins_further_epochs(loader):
     found = hr.headspace(loader, lambda batch: None, 11)
@@ -82,12 +76,7 @@ def test_errors_end_the_measurement_and_the_engine():
 
 
 def test_result_names_the_limit_of_the_loader():
-    async def fetch(self, index):
-        await asyncio.sleep(0.02)  # latency
-        return index
-
-    Slow = type("Slow", (Numbers,), {"aget": fetch})
-    found = hr.headspace(hr.DataLoader(Slow(), 2, concurrency=1), lambda batch: None, 20)
+    found = hr.headspace(hr.DataLoader(SlowDataset(64, 0.02), 2, concurrency=1), lambda batch: None, 20)
     assert found.report.limit == "latency"
     assert found.report.headline in str(found)
     assert found.speedup > 1.0

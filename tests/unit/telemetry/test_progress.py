@@ -9,12 +9,7 @@ import pytest
 
 import headrace as hr
 from tests.datasets import Numbers
-
-
-class Stream(hr.AsyncIterableDataset):
-    async def __aiter__(self):
-        for number in range(64):
-            yield number
+from tests.unit.streams.reading import Count
 
 
 @pytest.fixture
@@ -49,7 +44,7 @@ def test_bar_has_the_position_the_rate_the_waiting_share_and_the_limit(file):
 
 def test_async_iteration_of_a_stream_without_length_has_the_bar_too(file):
     async def main():
-        async with hr.DataLoader(Stream(), 4) as loader:
+        async with hr.DataLoader(Count(64), 4) as loader:
             with pytest.raises(TypeError):
                 len(hr.progress(loader))
             return [batch async for batch in hr.progress(loader, file=file)]

@@ -11,13 +11,8 @@ import torch
 
 import headrace as hr
 from headrace.telemetry.counters import KEPT
-from tests.datasets import Numbers
-
-
-class Stream(hr.AsyncIterableDataset):
-    async def __aiter__(self):
-        for number in range(64):
-            yield number
+from tests.datasets import Numbers, SlowDataset
+from tests.unit.streams.reading import Count
 
 
 def double(sample):
@@ -29,7 +24,7 @@ def double(sample):
     [
         (Numbers(64), {}),
         (Numbers(64), {"placement": "process"}),
-        (Stream(), {"transform": double, "num_workers": 1}),
+        (Count(64), {"transform": double, "num_workers": 1}),
         (list(range(64)), {}),
         (list(range(64)), {"num_workers": 1}),
     ],
@@ -142,12 +137,6 @@ def test_one_request_of_a_batch_and_the_cpu_of_the_workers_are_timed(tmp_path):
     assert 0.0 < report.workers_cpu < report.workers_busy
 
 
-class Waiting(Numbers):
-    async def aget(self, index):
-        await asyncio.sleep(0.02)  # latency
-        return index
-
-
 class Throttled(Numbers):
     async def aget(self, index):
         hr.report_throttled()
@@ -173,7 +162,7 @@ def slow_transform(sample):
 @pytest.mark.parametrize(
     ("limit", "dataset", "options"),
     [
-        ("latency", Waiting(64), {"concurrency": 1}),
+        ("latency", SlowDataset(64, 0.02), {"concurrency": 1}),
         ("throttling", Throttled(64), {"concurrency": 1}),
         ("look-ahead", Numbers(64), {"sampler": SlowSampler(), "concurrency": 2}),
         ("workers", list(range(64)), {"collate_fn": slow_transform}),

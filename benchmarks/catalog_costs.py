@@ -92,7 +92,8 @@ def main() -> None:
     print(describe_machine())
     table = columns(keys)
     small, large = opened(columns(1000)), opened(table)
-    held = large._keys.nbytes + 8 * keys + (0 if large._etags is None else large._etags.nbytes)
+    arrays = [each for each in (large._keys, large._etags) if each is not None]
+    held = 8 * keys + sum(len(each._text) + 8 * len(each._offsets) for each in arrays)
     print(f"{held / keys:.1f} bytes a key, of which {len(large.keys[0])} are the key's own")
     reading = interleave(
         {"table": functools.partial(read_table, table, keys)}, rounds=arguments.rounds, unit="µs of CPU a key"

@@ -198,7 +198,6 @@ class RawBatch(NamedTuple):
 
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...]) -> RawBatch:
-        """The batch that was sent as a flat tuple."""
         plan, *rest = flat
         return cls(BatchPlan(*plan), *rest)
 
@@ -286,7 +285,6 @@ class HostBatch(NamedTuple):
 
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...], plan: BatchPlan) -> HostBatch:
-        """The batch that was sent as a flat tuple, and its plan as it is known here."""
         _, read, data, size, failures, end, empty, requests, worker, state, fetches, *times = flat
         if read is not None:
             plan = plan._replace(indices=read[0], positions=read[1])
@@ -297,12 +295,10 @@ class HostBatch(NamedTuple):
 
     @classmethod
     def nothing(cls, plan: BatchPlan, failures: tuple[Failure, ...] = (), *, end: bool = False) -> HostBatch:
-        """A batch with nothing to deliver."""
         return cls(plan, None, 0, failures, end, empty=True)
 
     @classmethod
     def failed(cls, plan: BatchPlan, error: BaseException, *, stage: Stage) -> HostBatch:
-        """The empty batch of a plan that failed with `error`."""
         return cls.nothing(plan, (Failure.caught(error, stage=stage, batch=plan.number),))
 
     def with_failures_of(self, earlier: HostBatch) -> HostBatch:
@@ -312,7 +308,6 @@ class HostBatch(NamedTuple):
         )
 
     def located(self, sample_key: Callable[[object], str | None]) -> HostBatch:
-        """This batch with the keys of the samples that failed."""
         if not self.failures:
             return self
         located = (failure.located(self.plan.indices, sample_key) for failure in self.failures)

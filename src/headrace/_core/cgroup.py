@@ -54,6 +54,5 @@ def _numbers(file: Path, missing: float = math.inf) -> list[float]:
 
 
 def usable_cores() -> float:
-    """CPU seconds a second that this process may use, by its affinity and its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, CgroupLimits.here().cores)

@@ -42,7 +42,6 @@ class EpochFailures:
     examples: deque[Failure] = field(default_factory=lambda: deque(maxlen=EXAMPLES))
 
     def add(self, host: HostBatch) -> None:
-        """Count a batch that was delivered, or of which samples were skipped."""
         self.delivered += host.size
         if not host.failures:
             if host.size:

@@ -22,7 +22,6 @@ MOST_COVERED = 8
 
 
 def most_fetches(options: LoaderOptions) -> int:
-    """The number of samples that may be fetched at once, by all engines."""
     concurrency = options["concurrency"]
     return number_of_engines(options) * most_concurrency() if concurrency == "auto" else concurrency
 
@@ -78,7 +77,6 @@ class LookAheadSize:
         return later
 
     def extend(self, batches: int) -> None:
-        """Plan so many batches more, or as many as are allowed."""
         self.batches = min(self._most, self.batches + batches)
 
     def reduce(self) -> None:

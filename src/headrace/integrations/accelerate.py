@@ -283,7 +283,6 @@ def _divided(
 
 
 def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *, takes_parts: bool) -> None:
-    """Give a loader the sampling of its rank."""
     rank = _data_parallel_rank(accelerator)
     ranks, attributes = rank.world_size, loader.__dict__  # past torch's freeze
     names = (str(getattr(each, "value", each)) for each in accelerator.rng_types or ())

@@ -32,24 +32,16 @@ _COUNTS = ("ready", "started", "processed", "completed")
 
 
 class _Positions:  # warns with its own line: programs often ignore the warnings of Lightning's
-    """The methods of the callback; a subclass is one of Lightning's `Callback` too.
+    """The methods of the callback; a subclass is one of Lightning's `Callback` too."""
 
-    Attributes:
-        package: Lightning's.
-        trainer: while it runs.
-        checkpoint: the one that is continued, until its epoch is over.
-        begun: by training loader, the batches of its earlier iterations in this epoch, and the number of all batches
-            that were to be trained on when the last of them began.
-        before_step: by training loader, the state before the step under way, if steps take batches themselves.
-        raised: by how much Lightning's counts of steps are too high, until the first step, for it to find the end.
-    """
-
-    package: str
-    trainer: Any = None
-    checkpoint: dict[str, Any] | None = None
+    package: str  # Lightning's
+    trainer: Any = None  # while it runs
+    checkpoint: dict[str, Any] | None = None  # the one that is continued, until its epoch is over
+    # By training loader, the batches of its earlier iterations in this epoch, and the number of all batches that were
+    # to be trained on when the last of them began.
     begun: dict[Any, tuple[int, int]]
-    before_step: dict[Any, LoaderState]
-    raised = 0
+    before_step: dict[Any, LoaderState]  # the state before the step under way, if steps take batches themselves
+    raised = 0  # by how much Lightning's counts of steps are too high, until the first step, for it to find the end
 
     def __reduce__(self) -> tuple[Any, ...]:  # for the processes that Lightning spawns
         return _callback, (self.package,)
@@ -184,7 +176,7 @@ def _steps_take_batches(trainer: Any) -> bool:
 
 
 def _steps(counts: Mapping[str, int]) -> tuple[int, ...]:
-    """How many were ready and not started, started and not processed, processed and not completed."""
+    """Ready and not started, started and not processed, processed and not completed."""
     return tuple(counts[before] - counts[after] for before, after in itertools.pairwise(_COUNTS))
 
 

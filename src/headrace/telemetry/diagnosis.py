@@ -158,7 +158,6 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
 
 
 def _of_stage(stage: str, figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
-    """The diagnosis where the loop waits longest for a stage, one of `STAGES`."""
     if stage == "fetching":
         return _fetching(figures, setup, model)
     if stage == "transforms and collation":
@@ -262,7 +261,6 @@ def _cache_or(setup: Setup, other: str) -> str:
 
 
 def _read_more(setup: Setup) -> str:
-    """What reads more of a stream at once."""
     options = sorted(setup.remedies - {"cache", "cached", "hedge"}, reverse=True)
     return " or ".join(f"{each}= of the dataset" for each in options) or "several sources in __aiter__"
 

@@ -61,7 +61,6 @@ def _length(interval: Interval) -> float:
 
 
 def _stage_shares(records: Sequence[BatchRecord], span: Interval) -> tuple[StageShare, ...]:
-    """The shares of each stage in a span of time, given the batches that were delivered in it."""
     passed = {
         "plan": [(record.planned, max(record.planned, record.times.admitted)) for record in records],
         "fetch": [_fetching(record) for record in records],
@@ -84,7 +83,6 @@ def _stage_shares(records: Sequence[BatchRecord], span: Interval) -> tuple[Stage
 
 
 def _covered(intervals: Iterable[Interval], span: Interval) -> float:
-    """The share of a span that is covered by intervals."""
     covered, at = 0.0, span[0]
     for begin, end in sorted(intervals):
         begin, end = max(begin, at), min(end, span[1])

@@ -122,7 +122,6 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
             raise
 
     def _counted(self, batch: Any) -> Any:
-        """Count a batch, and draw the bar if that is due."""
         if not self._bar.disable:
             if time.perf_counter() >= self._due:
                 self._describe(behind=1)

@@ -164,7 +164,6 @@ class _Trace:
         return self._error
 
     def _events(self, loader: Counters, record: BatchRecord, thread: int) -> str:
-        """The events of a delivered batch, given the native id of the consumer's thread."""
         if (name := self._names.get(loader)) is None:
             number = self._named[loader.name] = self._named.get(loader.name, 0) + 1
             name = self._names[loader] = json.dumps(loader.name if number == 1 else f"{loader.name} {number}")
@@ -231,7 +230,6 @@ class _Trace:
         yield _slice("transform and collate", name, pid, tid, begin, end, _args(record), bound)
 
     def _consumer(self, record: BatchRecord, name: str, flow: int, thread: int) -> Iterator[str]:
-        """The call of `next()`, with its parts, and the step before it."""
         times = record.times
         begin, end = _us(record.called), _us(record.returned)
         tid, named = self._track(self._pid, (name, thread), f"next() of {json.loads(name)}", begin, end)

@@ -44,7 +44,7 @@ def test_other_processes_map_it_and_a_mapped_one_behaves_as_the_tuple_too():
     assert len(shared.pickled) < 500
     mapped = shared.loads()
     assert mapped == strings
-    assert (mapped[-1], mapped[:2], mapped.nbytes) == (strings[-1], strings[:2], 24 * 20_000 + 8 * 20_001)
+    assert (mapped[-1], mapped[:2]) == (strings[-1], strings[:2])
     assert SharedPickle.dumps(mapped).loads() == StringArray(strings)
 
 

@@ -165,7 +165,6 @@ class DiskCache:
         return f"{type(self).__name__}({self._folder!r}{bound})"
 
     def counts(self) -> RequestStats:
-        """The counters of the running session."""
         return session_stats.get(self._own_counts)
 
     def begin_epoch(self) -> None:
@@ -378,7 +377,6 @@ class _OwnSegment(_Segment):
         return os.fstat(self._data).st_nlink == 0
 
     def append(self, new: Mapping[bytes, memoryview]) -> list[_Entry]:
-        """Write entries, and then their records; raises `OSError`."""
         start, entries = self.end, []
         for name, view in new.items():
             entries.append(_Entry(name, self, start, len(view), _checksum(name, start, view), bytearray(1), 0))

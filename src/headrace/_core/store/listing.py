@@ -123,11 +123,6 @@ class StringArray(Sequence[str]):
         shown = ", ".join(map(repr, self[:3]))
         return f"{type(self).__name__}([{shown}{', …' if len(self) > 3 else ''}], {len(self)} in all)"
 
-    @property
-    def nbytes(self) -> int:
-        """Memory in bytes."""
-        return len(self._text) + memoryview(self._offsets).nbytes
-
 
 def _from_buffers(text: bytes | memoryview, offsets: bytes | memoryview) -> StringArray:
     strings = StringArray.__new__(StringArray)
@@ -147,7 +142,6 @@ class Catalog:
 
 
 def catalog_of_page(page: Sequence[ObjectMeta]) -> Catalog:
-    """The objects of a page of a listing."""
     return Catalog(
         StringArray([entry["path"] for entry in page]),
         array("q", [entry["size"] for entry in page]),
@@ -425,7 +419,6 @@ def read_table(
 
 
 def _column(table: Any, name: str) -> list[Any]:
-    """A column as Python values."""
     names = list(table) if isinstance(table, Mapping) else list(getattr(table, "column_names", None) or table.columns)
     if name not in names:
         raise ValueError(f"the table has no column {name!r}; its columns are {', '.join(map(repr, names))}")

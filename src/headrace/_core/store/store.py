@@ -220,7 +220,6 @@ class Store:
         return session_stats.get(self._own_stats)
 
     def _tries(self, doing: str, key: str | None = None, index: object = None) -> Tries:
-        """A count of attempts, by the loader's retry policy or else this store's; for the arguments see `Tries`."""
         return Tries(self.stats.retry or self._retry, doing, key, index)
 
     async def _attempt(
@@ -258,7 +257,6 @@ class Store:
         stats.retries += 1
 
     def _error(self, failure: RequestFailure, tries: Tries) -> StoreError:
-        """The exception for the last failure of a request."""
         secrets, cause = secrets_in(self._options), failure.cause
         kind, remedy = cause.error, cause.remedy
         answer = "" if failure.error is None else describe_error(failure.error, secrets)

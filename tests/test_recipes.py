@@ -23,7 +23,8 @@ from tests.hub_server import serve_hub
 from tests.unit.datasets.formats import FIXTURES, video_file
 
 TRAINING = python_blocks("README.md")[0]
-RECIPES = [each for each in programs_with_output("docs/recipes.md") if "from datasets" not in each[0]]
+PAGES = "docs/recipes.md", "docs/formats.md"
+RECIPES = [each for page in PAGES for each in programs_with_output(page) if "from datasets" not in each[0]]
 
 
 def write_data(folder):

@@ -58,19 +58,12 @@ http {{
 
 @dataclass(frozen=True)
 class Place:
-    """A store, and the options by which a dataset reads it.
+    """A store, and the options by which a dataset reads it."""
 
-    Attributes:
-        url: of the store's root, without a slash at its end.
-        options: what a `Store` takes beside the URL.
-        lists: whether it can be asked what it has.
-        travels: whether another process finds the same objects.
-    """
-
-    url: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    lists: bool = True
-    travels: bool = True
+    url: str  # of the store's root, without a slash at its end
+    options: Mapping[str, Any] = field(default_factory=dict)  # what a `Store` takes beside the URL
+    lists: bool = True  # whether it can be asked what it has
+    travels: bool = True  # whether another process finds the same objects
 
     def store(self, folder=""):
         """The store, or a directory of it."""

@@ -32,21 +32,13 @@ OF_THE_MACHINE = re.compile(r"This DataLoader will create|This process \(pid=\d+
 
 @dataclass(frozen=True)
 class Setting:
-    """A column of the table: what kind of dataset our loader reads, and where.
+    """A column of the table: what kind of dataset our loader reads, and where."""
 
-    Attributes:
-        name: the column's heading, and the end of a test's id.
-        asynchronous: whether our loader reads an async twin of the dataset that torch's loader reads.
-        place: where our loader says that it reads.
-        torchs: arguments of torch's loader, unless a test gives its own.
-        ours: the same for our loader.
-    """
-
-    name: str
-    asynchronous: bool
-    place: str
-    torchs: Mapping[str, Any]
-    ours: Mapping[str, Any]
+    name: str  # the column's heading, and the end of a test's id
+    asynchronous: bool  # whether our loader reads an async twin of the dataset that torch's loader reads
+    place: str  # where our loader says that it reads
+    torchs: Mapping[str, Any]  # arguments of torch's loader, unless a test gives its own
+    ours: Mapping[str, Any]  # the same for our loader
 
     def __str__(self) -> str:
         return self.name
@@ -71,12 +63,8 @@ def parity(behaviour: str, *, not_for: Mapping[str, str] | None = None) -> Calla
     """Run a test in every setting, as the proof of one line of the parity page.
 
     The table's row is the module's: `test_dataset_kinds.py` holds the row "dataset kinds". Several tests may prove one
-    behaviour together, each in other settings or with other parameters.
-
-    Args:
-        behaviour: the line, in words.
-        not_for: settings in which the behaviour has no meaning, each with the reason in words; the test is not run
-            there. An empty reason leaves the setting to another test of the same behaviour.
+    behaviour together, each in other settings or with other parameters. `not_for` are settings in which the behaviour
+    has no meaning, each with the reason in words; an empty one leaves the setting to another test of the behaviour.
     """
     reasons = dict(not_for or {})
     assert reasons.keys() <= set(NAMES), f"no such setting: {reasons.keys() - set(NAMES)}"
@@ -92,15 +80,10 @@ def parity(behaviour: str, *, not_for: Mapping[str, str] | None = None) -> Calla
 
 @dataclass(frozen=True)
 class Raised:
-    """An error that a program ended with.
-
-    Attributes:
-        kind: its class.
-        message: the message, without what torch puts around a worker's error.
-    """
+    """An error that a program ended with."""
 
     kind: type[BaseException]
-    message: str
+    message: str  # without what torch puts around a worker's error
 
     @classmethod
     def by(cls, error: BaseException) -> Raised:
@@ -143,18 +126,11 @@ def drained(iterator: Any, most: int = 99) -> list[Any]:
 
 @dataclass
 class Side:
-    """Stands for the class `DataLoader` in a program: one of the two, with the options of a setting.
-
-    Attributes:
-        loader_class: torch's class or ours.
-        options: arguments that the program does not give.
-        twin: what the program's dataset becomes before the loader gets it.
-        made: the loaders so far.
-    """
+    """Stands for the class `DataLoader` in a program: one of the two, with the options of a setting."""
 
     loader_class: Any
-    options: Mapping[str, Any]
-    twin: Callable[[Any], Any]
+    options: Mapping[str, Any]  # arguments that the program does not give
+    twin: Callable[[Any], Any]  # what the program's dataset becomes before the loader gets it
     made: list[Any] = field(default_factory=list)
 
     @property
@@ -188,11 +164,7 @@ class Outcome:
 
 
 class Same:
-    """Runs a program with both loaders in one setting, and compares.
-
-    Args:
-        setting: the column.
-    """
+    """Runs a program with both loaders in one setting, and compares."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -214,11 +186,8 @@ class Same:
     ) -> Any:
         """Compare the results, the errors, the warnings and the global generators; returns torch's result.
 
-        Args:
-            program: takes what stands for `DataLoader`. It makes its own datasets and samplers.
-            warns: whether warnings are expected.
-            fails: whether an error is expected.
-            moves: whether the program itself changes where the dataset is read.
+        The program takes what stands for `DataLoader`, and makes its own datasets and samplers; `moves` says that it
+        changes itself where the dataset is read.
         """
         torchs, ours = self.torchs(program), self.ours(program, moves=moves)
         if not fails and isinstance(torchs.result, Raised):

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from headrace._core.shards.discovery import Shard
-from headrace._core.shards.parquet import Pieces, RowGroup, SparseFile
+from headrace._core.shards.discovery import HeaderReader, Shard
+from headrace._core.shards.parquet import Pieces, RowGroup, SparseFile, one_line
 from headrace._core.shards.tables import Selection, TableFile
 from headrace._core.store.ranges import Ranges, map_all
-from headrace._core.store.store import Store
 from headrace.datasets.parquet import TableStream
-from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
+from headrace.errors import ShardError
 
 __all__ = ["ArrowDataset"]
 
 _MAGIC = b"ARROW1"
-_DICTIONARY, _BATCH = 2, 3  # kinds of messages
+_MARK, _DICTIONARY, _BATCH = 0xFFFFFFFF, 2, 3  # of messages, and kinds of them
 _PIECE = 16 << 10  # bytes read at once to find the header of a message
-_AT_ONCE = 32  # files
-_SAVED = re.compile(r"(?:.*/)?data-\d+-of-\d+\.arrow")  # by `save_to_disk`
+_SAVED = re.compile(r"(.*)/data-\d{5}-of-(\d{5})\.arrow")  # by `save_to_disk`
 
 
 @dataclass(frozen=True)
@@ -35,14 +32,6 @@ class _ArrowFile(TableFile):
     schema_message: bytes
     rows: tuple[int, ...]  # of each record batch
     extents: tuple[tuple[tuple[int, int], ...], ...]  # of each, its message, after those of dictionaries
-
-    def selected(self, columns: Sequence[str]) -> Any:
-        import pyarrow
-
-        for column in columns:
-            if column not in self.schema.names:
-                raise KeyError(column)
-        return pyarrow.schema([field for field in self.schema if field.name in columns])
 
     def row_groups(self, selection: Selection) -> list[RowGroup]:
         return [_RecordBatch(self, number, selection) for number, rows in enumerate(self.rows) if rows]
@@ -82,56 +71,36 @@ class _RecordBatch(RowGroup):
 def _message(data: bytes) -> tuple[int, int, int]:
     """Kind, number of rows, and bytes of the body of a message, by its header, a table of flatbuffers."""
 
-    def place(table: int, number: int) -> int:
-        fields: int = table - struct.unpack_from("<i", data, table)[0]
+    def field(table: int, number: int, form: str = "") -> int:
+        """The value of a field, or where it is; 0, the default, if it is not there."""
+        fields = table - int(struct.unpack_from("<i", data, table)[0])
         at = 4 + 2 * number
-        offset: int = struct.unpack_from("<H", data, fields + at)[0] if at < data[fields] else 0
-        return offset and table + offset
-
-    def value(table: int, number: int, form: str) -> int:
-        at = place(table, number)
-        return int(struct.unpack_from(form, data, at)[0]) if at else 0  # the default
+        place = table + struct.unpack_from("<H", data, fields + at)[0] if at < data[fields] else table
+        return 0 if place == table else int(struct.unpack_from(form, data, place)[0]) if form else place
 
     (root,) = struct.unpack_from("<I", data)
-    content = place(root, 2)
-    content += struct.unpack_from("<I", data, content)[0]
-    return value(root, 1, "<B"), value(content, 0, "<q"), value(root, 3, "<q")
+    content = field(root, 2) + field(root, 2, "<I")
+    return field(root, 1, "<B"), field(content, 0, "<q"), field(root, 3, "<q")
 
 
 async def _open(shard: Shard) -> _ArrowFile:
     """Find the messages of a file, of which each says where the next begins."""
     import pyarrow
 
-    read = await shard.read_start(_PIECE)
-    shard, size, begin, data = replace(shard, head=read.head), read.head.size, 0, bytes(read.data)
-
-    async def take(start: int, stop: int) -> bytes:
-        nonlocal begin, data
-        if not start <= stop <= size:
-            what = f"truncated, or not Arrow IPC: it should have bytes from {start} to {stop}, and has {size}"
-            raise TruncatedShardError(what, shard=shard.name, offset=size)
-        if not begin <= start <= stop <= begin + len(data):
-            begin, data = start, bytes(await shard.read(start, min(size, max(stop, start + _PIECE))))
-        return data[start - begin : stop - begin]
-
-    is_file = data.startswith(_MAGIC)
+    reader = HeaderReader(shard, first := await shard.read_start(_PIECE), _PIECE)
+    shard, size, is_file = reader.shard, reader.size, first.data[: len(_MAGIC)] == _MAGIC
     at, schema, message, rows, extents = 8 * is_file, None, b"", list[int](), []
     dictionaries: list[tuple[int, int]] = []
     while True:
-        start = at
-        marker, length = struct.unpack("<Ii", await take(at, at + 8))
-        if marker != 0xFFFFFFFF:
-            what = "corrupt, or not Arrow IPC as since its version 0.15 (Feather 2): no message begins here"
-            raise ShardError(what, shard=shard.name, offset=start)
-        header, at = await take(start, at + 8 + length), at + 8 + length
-        if not length:
+        start, (mark, length) = at, struct.unpack("<Ii", await reader.take(at, at + 8))
+        header, at = bytes(await reader.take(start, at + 8 + length)), at + 8 + length
+        if mark != _MARK or not length:
             break
         try:
             kind, count, body = _message(header[8:])
             at += body
             if schema is None:
-                message = header
-                schema = pyarrow.ipc.read_schema(pyarrow.BufferReader(message))
+                schema, message = pyarrow.ipc.read_schema(pyarrow.BufferReader(header)), header
             elif kind not in (_DICTIONARY, _BATCH) or count < 0 or body < 0 or at > size:
                 raise ValueError("no record batch, or outside the file")
             elif kind == _DICTIONARY:
@@ -140,39 +109,27 @@ async def _open(shard: Shard) -> _ArrowFile:
                 rows.append(count)
                 extents.append((*dictionaries, (start, at)))
         except (struct.error, IndexError, ValueError, OSError, pyarrow.ArrowException) as error:
-            what = f"corrupt message: {' '.join(str(error).split())}"
-            raise ShardError(what, shard=shard.name, offset=start) from None
-    if schema is None or (await take(size - len(_MAGIC), size) != _MAGIC if is_file else at != size):
-        what = f"no schema, or other bytes after the end of its messages than a footer and {_MAGIC!r}"
-        raise ShardError(what, shard=shard.name, offset=at)
+            raise ShardError(f"corrupt message: {one_line(error)}", shard=shard.name, offset=start) from None
+    ends = await reader.take(max(0, size - len(_MAGIC)), size) == _MAGIC if is_file else at == size
+    if mark != _MARK or schema is None or not ends:
+        what = f"corrupt, or not Arrow IPC (Feather 2): no message, or no end with at most a footer and {_MAGIC!r}"
+        raise ShardError(what, shard=shard.name, offset=start)
     return _ArrowFile(shard, schema, message, tuple(rows), tuple(extents))
-
-
-async def _read_json(store: Store, key: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(bytes(await store.read_all(key))))
-    except ObjectNotFoundError:
-        return {}
-    except (ValueError, TypeError) as error:
-        raise ShardError(f"no JSON object: {error}", shard=store.name(key)) from None
 
 
 async def _open_all(shards: Sequence[Shard]) -> list[_ArrowFile]:
     """Open files; of a listed folder of `save_to_disk` only its data, without the results that are cached beside."""
     given = list(shards)
-    saved = {one.name.rpartition("/")[0]: one for one in shards if one.head and _SAVED.fullmatch(one.key)}
-    for url, shard in saved.items():
-        store, folder = shard.store, shard.key.rpartition("data-")[0]
-        above = folder[:-1].rpartition("/")[0]
-        if len(saved) > 1 and (splits := await _read_json(store, f"{above}/dataset_dict.json".lstrip("/"))):
-            what = f"{url} is one of the splits {splits.get('splits')}"
-            raise ValueError(f"{what}: give the folder of one, or several by the names of their files")
-        files = (await _read_json(store, f"{folder}state.json")).get("_data_files", ())
-        if named := {f"{folder}{file['filename']}" for file in files}:
-            given = [one for one in given if one.name.rpartition("/")[0] != url or one.key in named]
-            for key in named - {one.key for one in given}:
-                await store.head(key)  # not asked for, or missing
-    return await map_all(_open, given, _AT_ONCE)
+    saved = {named.groups(): one for one in shards if one.head and (named := _SAVED.fullmatch(one.name))}
+    if len(saved) > 1:
+        what = "are several splits, or were saved twice: give the folder of one, or files by their names"
+        raise ValueError(f"{' and '.join(sorted(folder for folder, _ in saved))} {what}")
+    for (folder, count), one in saved.items():
+        kept = {f"{folder}/data-{number:05}-of-{count}.arrow" for number in range(int(count))}
+        given = [each for each in given if not each.head or each.name in kept or each.name.rpartition("/")[0] != folder]
+        for missing in kept - {each.name for each in given}:
+            await one.store.head(one.key.rpartition("data-")[0] + missing[len(folder) + 1 :])  # or not asked for
+    return await map_all(_open, given, 32)
 
 
 class ArrowDataset(TableStream):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from headrace._core.shards.discovery import Shard
+from headrace._core.shards.discovery import HeaderReader, Shard
 from headrace.errors import ShardError, TruncatedShardError
 
 __all__ = ["clip_file", "read_track"]
@@ -20,7 +19,7 @@ VideoTrack = tuple[Array, int, tuple[bytes, ...]]
 
 _FRAME = np.dtype("<i8,<i8,<u4,<u4,?,?")
 _FRAME.names = ("pts", "offset", "size", "duration", "sync", "shown")
-_FIRST, _REST = 16 << 10, 1 << 20  # bytes of the first request; so many at the end of a file are one request
+_FIRST, _LATER = 16 << 10, 1 << 20  # bytes of requests
 _MOST_BYTES, _MOST_FRAMES, _MOST_SECONDS = 1 << 28, 1 << 24, 4e6  # of an index, and what it may state
 _PARENTS = (b"mdia", b"minf", b"stbl", b"edts", b"dinf")
 _NEEDED = {b"tkhd", b"mdhd", b"hdlr", b"stsd", b"stts", b"stsc", b"stsz"}
@@ -29,23 +28,19 @@ _COPIED = ((b"tkhd",), (b"mdhd", b"hdlr"), (b"vmhd", b"dinf"), (b"stsd",))  # in
 
 async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
     """Read the index of a file by one to three requests; the shard is returned with its size and version."""
-    read = await shard.read_start(_FIRST)
-    shard, size, data = replace(shard, head=read.head), read.head.size, memoryview(read.data)
-    base, at, kind, header, length = 0, 0, b"", 0, 0
+    reader = HeaderReader(shard, await shard.read_start(_FIRST), _LATER)
+    shard, size, at, kind, header, length = reader.shard, reader.size, 0, b"", 0, 0
     for _ in range(1000):
         if (at := at + length) + 16 > size or kind == b"moof":
             break
-        if at + 16 > base + len(data):
-            base, data = at, await shard.read(at, size if size - at <= _REST else at + _FIRST)
-        kind, header, length = _header(data[at - base :], size - at)
+        kind, header, length = _header(await reader.take(at, at + 16), size - at)
         if kind == b"moov" or length < header:
             break
     if kind != b"moov" or not header <= length <= min(size - at, _MOST_BYTES):
         raise ShardError("not an mp4 or mov file with a whole index (moov)", shard=shard.name, offset=at)
-    if (there := base + len(data)) < at + length:
-        data = memoryview(b"".join((data, await shard.read(there, at + length))))
+    moov = await reader.take(at + header, at + length)
     try:
-        track = _parse(data[at - base + header : at - base + length])
+        track = _parse(moov)
     except (ValueError, IndexError, RecursionError, struct.error) as error:
         remedy = "ffmpeg -i OLD -c copy -movflags +faststart NEW.mp4 may write a file that can be read"
         raise ShardError(f"{error}; {remedy}", shard=shard.name, offset=at) from None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib.util
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -25,8 +26,8 @@ _LARGEST = 1 << 30  # bytes of a record, which is held in memory
 class TFRecordDataset(ShardedStream[Any]):
     """A stream of the records of TFRecord files: `bytes`, or with `decode` the features of a ``tf.train.Example``.
 
-    Checksums are verified: a damaged record is a `ShardError`, and the stream goes on with the next; if its length is
-    damaged, the rest of the file is lost. Neither tensorflow nor protobuf is needed.
+    Checksums are verified: a damaged record is a `ShardError`, after which the stream goes on with the next, or with
+    the next file if its length is damaged. Neither tensorflow nor protobuf is needed.
 
     Args:
         shards: URLs or paths, as for `TarDataset`; in a directory, files ending in ``.tfrecord``, ``.tfrecords`` or
@@ -49,11 +50,9 @@ class TFRecordDataset(ShardedStream[Any]):
     suffixes = tuple(name + packed for name in (".tfrecord", ".tfrecords", ".tfrec") for packed in ("", *SUFFIXES))
 
     def __init__(self, shards: Shards, *, decode: bool = False, **options: Unpack[StreamOptions]) -> None:
-        try:
-            from google_crc32c import value
-        except ImportError:
-            raise MissingExtraError(what="TFRecordDataset", package="google-crc32c", extra="tfrecord") from None
-        self._crc, self._decode = value, decode
+        if not importlib.util.find_spec("google_crc32c"):
+            raise MissingExtraError(what="TFRecordDataset", package="google-crc32c", extra="tfrecord")
+        self._decode = decode
         super().__init__(shards, **options)
 
     def _options(self) -> dict[str, object]:
@@ -61,14 +60,16 @@ class TFRecordDataset(ShardedStream[Any]):
 
     def decoder(self, shard: Shard) -> _Records:
         """The decoder of one shard."""
-        return _Records(shard.name, self._crc, self._decode)
+        return _Records(shard.name, self._decode)
 
 
 class _Records(Decoder):
     """Decoder of one file: length, its checksum, data, its checksum; all numbers are little-endian."""
 
-    def __init__(self, shard: str, crc: Callable[[bytes], int], decode: bool) -> None:
-        self._shard, self._crc, self._decode = shard, crc, decode
+    def __init__(self, shard: str, decode: bool) -> None:
+        from google_crc32c import value
+
+        self._shard, self._crc, self._decode = shard, value, decode
         self._parts: list[bytes] = []  # from `_offset` on
         self._size, self._needed = 0, 12  # bytes in them; bytes that are needed to go on
         self._offset = self._number = 0
@@ -79,31 +80,29 @@ class _Records(Decoder):
         if self._size < self._needed:
             return
         held, at, self._needed = b"".join(self._parts), 0, 12
-        while len(held) - at >= self._needed:
-            if self._needed == 12:
-                length = int.from_bytes(held[at : at + 8], "little")
-                if not self._is_right(held[at : at + 8], held[at + 8 : at + 12]) or length > _LARGEST:
-                    raise self._error("length is damaged or above 1 GiB; or the file is no TFRecord, or is compressed")
+        while len(held) >= at + 12:
+            length = int.from_bytes(size := held[at : at + 8], "little")
+            if not self._is_right(size, held[at + 8 : at + 12]) or length > _LARGEST:
+                raise self._error("length is damaged or above 1 GiB; or the file is no TFRecord, or is compressed")
+            if len(held) < (end := at + 12 + length) + 4:
                 self._needed = 16 + length
-                continue
-            end = at + self._needed - 4
-            if not self._is_right(record := held[at + 12 : end], held[end : end + 4]):
-                yield BadRecord(self._error("checksum is wrong"))
-            elif not self._decode:
-                yield record
+                break
+            if self._is_right(record := held[at + 12 : end], held[end : end + 4]):
+                yield self._decoded(record) if self._decode else record
             else:
-                try:
-                    yield _example(record)
-                except (ValueError, LookupError) as error:
-                    yield BadRecord(self._error(f"data are no tf.train.Example, but {error}"))
-            self._offset += self._needed
-            at, self._needed, self._number = end + 4, 12, self._number + 1
+                yield BadRecord(self._error("checksum is wrong"))
+            self._offset, self._number, at = self._offset + 16 + length, self._number + 1, end + 4
         self._parts, self._size = [held[at:]], len(held) - at
+
+    def _decoded(self, record: bytes) -> Any:
+        try:
+            return _example(record)
+        except (ValueError, LookupError) as error:
+            return BadRecord(self._error(f"data are no tf.train.Example, but {error}"))
 
     def finish(self) -> Iterator[Any]:
         if self._size:
-            what = f"truncated in record {self._number + 1:,}"
-            raise TruncatedShardError(what, shard=self._shard, offset=self._offset)
+            raise TruncatedShardError(f"truncated in record {self._number + 1}", shard=self._shard, offset=self._offset)
         return iter(())
 
     def position(self) -> State:
@@ -113,7 +112,7 @@ class _Records(Decoder):
         self._offset, self._number = expect(position, "offset", int), expect(position, "record", int)
 
     def _is_right(self, data: bytes, masked: bytes) -> bool:
-        crc = self._crc(data)
+        crc: int = self._crc(data)
         return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == int.from_bytes(masked, "little")
 
     def _error(self, what: str) -> ShardError:
@@ -124,12 +123,12 @@ def _example(record: bytes) -> dict[str, Any]:
     features: dict[str, Any] = {}
     for number, field in _fields(record):
         if number != 1:
-            raise ValueError("a SequenceExample" if number == 2 else f"field {number}")
+            raise ValueError(f"field {number}, as of a SequenceExample")
         for _, entry in _fields(field):
             name, feature = map(dict(_fields(entry)).get, (1, 2), (b"", b""))
             features[name.decode()] = None
             for kind, values in _fields(feature):
-                features[name.decode()] = _VALUES[kind]([value for _, value in _fields(values)])
+                features[name.decode()] = _values(kind, [value for _, value in _fields(values)])
     return features
 
 
@@ -138,11 +137,9 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
     at = 0
     while at < len(message):
         tag, start = _varint(message, at)
-        size, at = 8 if tag & 7 == 1 else 4, start
-        if tag & 7 in (0, 2):
-            size, at = _varint(message, start)
+        size, at = (4, start) if tag & 7 == 5 else _varint(message, start)
         start, at = (start, at) if tag & 7 == 0 else (at, at + size)
-        if tag & 7 not in (0, 1, 2, 5) or at > len(message):
+        if tag & 7 not in (0, 2, 5) or at > len(message):
             raise ValueError(f"no field at byte {start}")
         yield tag >> 3, message[start:at]
 
@@ -154,18 +151,15 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
     return number | message[at] << shift, at + 1
 
 
-def _integers(parts: list[bytes]) -> np.ndarray[Any, Any]:
-    data = np.frombuffer(b"".join(parts), np.uint8)
-    ends = np.flatnonzero(data < 128) + 1  # of each number, of 1 to 10 bytes
+def _values(kind: int, parts: list[bytes]) -> Any:
+    """The values of a list: of bytes (kind 1), floats (2), or integers of 1 to 10 bytes each."""
+    data = b"".join(parts)
+    if kind < 3:
+        return parts if kind == 1 else np.frombuffer(data, "<f4").astype(np.float32)
+    found = np.frombuffer(data, np.uint8)
+    ends = np.flatnonzero(found < 128) + 1
     sizes = np.diff(ends, prepend=0)
-    if sizes.sum() != len(data) or (sizes > 10).any():
-        raise ValueError("numbers without an end")
+    if kind != 3 or sizes.sum() != len(data) or (sizes > 10).any():
+        raise ValueError(f"a list of kind {kind}, or numbers without an end")
     shifts = 7 * (np.arange(len(data)) - np.repeat(ends - sizes, sizes))
-    return np.add.reduceat((data & 127).astype(np.uint64) << shifts.astype(np.uint64), ends - sizes).view(np.int64)
-
-
-_VALUES: dict[int, Callable[[list[bytes]], Any]] = {
-    1: list,
-    2: lambda parts: np.frombuffer(b"".join(parts), "<f4").astype(np.float32),
-    3: _integers,
-}
+    return np.add.reduceat((found & 127).astype(np.uint64) << shifts.astype(np.uint64), ends - sizes).view(np.int64)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from headrace._core.shards.discovery import Shard, Shards, find_shards, map_shards
+from headrace._core.shards.discovery import HeaderReader, Shard, Shards, find_shards, map_shards
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.map_style import positions
@@ -87,16 +86,15 @@ class WavDataset(RangedShards[torch.Tensor]):
 
 
 async def _open(shard: Shard) -> _WavFile:
-    read = await shard.read_start(4096)
-    shard, size, data, base, at = replace(shard, head=read.head), read.head.size, read.data, 0, 12
-    kind, fmt, long, length = b"", b"", 0, 0
-    for _ in range(1000 if bytes(data[:4]) in (b"RIFF", b"RF64") and bytes(data[8:12]) == b"WAVE" else 0):
+    reader = HeaderReader(shard, first := await shard.read_start(4096), 4096)
+    shard, size, at, kind, fmt, long, length = reader.shard, reader.size, 12, b"", b"", 0, 0
+    begins = bytes(first.data[:12])
+    is_wave = begins[:4] in (b"RIFF", b"RF64") and begins[8:] == b"WAVE"
+    for _ in range(1000 if is_wave else 0):
         if kind == b"data" or at + 8 > size:
             break
-        if min(at + 48, size) > base + len(data):
-            base, data = at, await shard.read(at, min(at + 4096, size))
-        kind, length = struct.unpack_from("<4sI", data, at - base)
-        body = bytes(data[at - base + 8 : at - base + 8 + min(length, 40)])
+        kind, length = struct.unpack("<4sI", await reader.take(at, at + 8))
+        body = bytes(await reader.take(at + 8, min(at + 8 + min(length, 40), size)))
         fmt = body if kind == b"fmt " else fmt
         long = int.from_bytes(body[8:16], "little") if kind == b"ds64" else long
         at += 8 if kind == b"data" else 8 + length + length % 2

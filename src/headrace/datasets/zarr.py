@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,16 +17,13 @@ from headrace._core.store.ranges import map_all
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import AsyncDataset, positions
-from headrace.errors import HeadraceError, MissingExtraError, ObjectNotFoundError, ShardError
+from headrace.errors import HeadraceError, MissingExtraError, ShardError
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
     from zarr.core.array import AsyncArray
 
 __all__ = ["ZarrDataset"]
-
-_LARGEST_BLOCK, _MOST_CHUNKS = 8 << 30, 1 << 16  # bytes, and chunks, that are decoded with a sample
-_NO_ARRAY = "zarr.json or .zarray is not there, or of a group; of a group, name arrays=[...] of it"
 
 
 class ZarrDataset(AsyncDataset[Any]):
@@ -80,10 +75,8 @@ class ZarrDataset(AsyncDataset[Any]):
         cache_bytes: int = 256 << 20,
         store: StoreLike | None = None,
     ) -> None:
-        if missing not in ("error", "fill"):
-            raise ValueError(f"missing={missing!r} must be 'error' or 'fill'")
         try:
-            from headrace._core.shards.zarr_store import ReadStore, SharedReads
+            from headrace._core.shards.zarr_store import ReadStore, SharedReads, open_array
         except ImportError:
             raise MissingExtraError(what="ZarrDataset", package="zarr", extra="zarr") from None
         self._reads = per_loop(partial(SharedReads, cache_bytes))
@@ -95,10 +88,11 @@ class ZarrDataset(AsyncDataset[Any]):
             opened = None if store is None else as_store(store)
             base, self._path = split_url(os.fspath(url)) if opened is None else ("", opened.key_of(url))
             opened = opened or Store(base)
-            self._store, self._prefix = ReadStore(opened, missing == "error", self._reads), opened.name("")
+            self._store, self._prefix = ReadStore(opened, missing != "fill", self._reads), opened.name("")
         self._axis = axis
         self._names = None if arrays is None or isinstance(arrays, str) else list(arrays)
-        opening = map_all(self._open, [str(arrays or "")] if self._names is None else self._names, 8)
+        opened_as = partial(open_array, self._store, self._prefix, self._path.strip("/"), axis)
+        opening = map_all(opened_as, [str(arrays or "")] if self._names is None else self._names, 8)
         self._arrays: list[AsyncArray[Any]] = background_loop().run(opening)
         lengths = {array.path: array.shape[axis] for array in self._arrays}
         if len({*lengths.values()}) != 1:
@@ -121,44 +115,6 @@ class ZarrDataset(AsyncDataset[Any]):
             return await self._row(0, place)
         rows = await asyncio.gather(*(self._row(number, place) for number in range(len(self._arrays))))
         return dict(zip(self._names, rows, strict=True))
-
-    async def _open(self, name: str) -> AsyncArray[Any]:
-        from zarr.core.array import AsyncArray
-        from zarr.errors import ArrayNotFoundError, NodeTypeValidationError
-        from zarr.storage import StorePath
-
-        path = "/".join(filter(None, (self._path.strip("/"), name.strip("/"))))
-        where, axis = self._prefix + path, self._axis
-        try:
-            array: AsyncArray[Any]
-            try:  # a store whose keys may not be listed answers 403 for keys that are not there
-                array = await AsyncArray.open(StorePath(self._store, path), zarr_format=3)
-            except ArrayNotFoundError:
-                array = await AsyncArray.open(StorePath(self._store, path), zarr_format=2)
-            across = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
-            # Of format 2, or of format 3; in the order of decoding.
-            codecs = [getattr(array.metadata, "compressor", None), *(getattr(array.metadata, "filters", None) or ())]
-            codecs = [*getattr(array.metadata, "codecs", ())][::-1] or codecs
-        except HeadraceError:
-            raise
-        except (ArrayNotFoundError, NodeTypeValidationError):
-            raise ObjectNotFoundError(_NO_ARRAY, url=where) from None
-        except Exception as error:  # zarr's, of any kind
-            raise ShardError(f"zarr.json, or .zarray, is not of a Zarr array: {error!r}", shard=where) from error
-        if any(getattr(codec, "codec_id", None) == "pickle" for codec in codecs):
-            raise ShardError("this array is pickled, and unpickling would run its code; write it again", shard=where)
-        if self._prefix and type(codecs[0]).__name__ in ("Blosc", "BloscCodec"):
-            self._store.blosc += (f"{path}/".lstrip("/"),)
-        if not -array.ndim <= axis < array.ndim:
-            raise ValueError(f"axis={axis}, but {where} has {array.ndim} dimensions")
-        blocks = max(1, across[axis])
-        size, chunks = array.nbytes // blocks, math.prod(across) // blocks
-        if size > _LARGEST_BLOCK or chunks > _MOST_CHUNKS:
-            what = f"by zarr.json or .zarray, {size:,} bytes in {chunks:,} chunks are decoded for one of {array.shape}"
-            raise ShardError(f"{what}, which is too much", shard=where)
-        if applied := sorted({"scale_factor", "add_offset"} & {*array.attrs}):
-            warnings.warn(f"{where} has {' and '.join(applied)}: samples are the values before them", stacklevel=2)
-        return array
 
     async def _row(self, number: int, place: int) -> Any:
         block_size = self._arrays[number].chunks[self._axis]

@@ -35,16 +35,12 @@ def test_split_that_datasets_saved_is_read_without_its_cached_results(tmp_path):
     assert [*train.glob("cache-*.arrow")]
     assert list(hr.ArrowDataset(train)) == list(hr.ArrowDataset(hr.Store(train.as_uri()))) == rows
     assert list(hr.ArrowDataset(f"{train}/data-0000[01]-of-*.arrow")) == rows[:17]
-    for both in (tmp_path / "splits", f"{tmp_path}/splits/*/data*.arrow"):
-        with pytest.raises(ValueError, match=r"is one of the splits \['train', 'test'\]: give the folder of one"):
-            hr.ArrowDataset(both)
+    with pytest.raises(ValueError, match=r"splits/test and .*splits/train are several splits.*: give the folder"):
+        hr.ArrowDataset(tmp_path / "splits")
     files = [f"{tmp_path}/splits/{name}.arrow" for name in ("test/data-00000-of-00001", "train/data-00000-of-00003")]
     assert list(hr.ArrowDataset(files)) == rows[20:] + rows[:9]
     (train / "data-00001-of-00003.arrow").unlink()
     with pytest.raises(ObjectNotFoundError, match="data-00001-of-00003"):
-        hr.ArrowDataset(train)
-    (train / "state.json").write_text("{")
-    with pytest.raises(ShardError, match=r"no JSON object.*state\.json"):
         hr.ArrowDataset(train)
 
 
@@ -107,11 +103,9 @@ def test_files_that_are_cut_or_no_arrow_files_are_refused():
     stream, file = written(table, table), written(table, new=pa.ipc.new_file)
     for data, error, says in [
         (stream[:-8], TruncatedShardError, "truncated"),  # at the border of two messages
-        (stream + stream, ShardError, "bytes after the end of its messages"),
-        (file[:-6], ShardError, "than a footer and b'ARROW1'"),
-        (b"FEA1" + bytes(100), ShardError, r"Feather 2"),
-        (b"PAR1" + bytes(100), ShardError, "not Arrow IPC"),
-        (b"", TruncatedShardError, "truncated"),
+        (stream + stream, ShardError, "no end with at most a footer"),
+        (file[:-6], ShardError, "no end with at most a footer and b'ARROW1'"),
+        (b"FEA1" + bytes(100), ShardError, r"not Arrow IPC \(Feather 2\)"),
     ]:
         with pytest.raises(error, match=rf"{says}.*0\.arrow"):
             opened(data)

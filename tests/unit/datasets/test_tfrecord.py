@@ -66,8 +66,6 @@ def test_a_damaged_record_is_an_error_and_the_next_follow():
     ("data", "name", "error", "what"),
     [
         (framed(b"first")[:-1], "x.tfrecord", TruncatedShardError, "truncated in record 1"),
-        (framed(b"first")[:5], "x.tfrecord", TruncatedShardError, "truncated in record 1"),
-        (bytes(40), "x.tfrecord", ShardError, "length is damaged"),
         (FILES["d.tfrecord.zlib"], "x.tfrecord", ShardError, "length is damaged .* compressed"),
         (FILES["c.tfrecord.gz"], "x.tfrecord", ShardError, "gzip by its first bytes"),
         (struct.pack("<Q", 1 << 40) + masked(struct.pack("<Q", 1 << 40)), "x.tfrec", ShardError, "above 1 GiB"),
@@ -85,12 +83,10 @@ def test_what_is_no_record_ends_its_file(data, name, error, what):
 @pytest.mark.parametrize(
     ("record", "what"),
     [
-        (read(FILES["sequence.record"])[0], "but a SequenceExample"),
-        (b"\x1a\0", "but field 3"),
+        (read(FILES["sequence.record"])[0], "but field 2, as of a SequenceExample"),
         (b"\x0a\x7f", "no field at byte"),
         (b"\x0a\xff", "index out of range"),
-        (b"\x0f", "no field at byte"),
-        (b"\x0a\x08\x0a\x06\x12\x04\x22\x02\x0a\0", "but 4"),  # a kind of list from the future
+        (b"\x0a\x08\x0a\x06\x12\x04\x22\x02\x0a\0", "of kind 4"),  # from the future
         (b"\x0a\x09\x0a\x07\x12\x05\x1a\x03\x0a\x01\x80", "numbers without an end"),
         (b"\x0a\x09\x0a\x07\x12\x05\x12\x03\x0a\x01\0", "buffer size must be a multiple"),
     ],

@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from glob import glob
 from itertools import chain, pairwise
@@ -25,7 +25,7 @@ from headrace._core.store.redaction import check_path
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.text import short_repr
-from headrace.errors import ObjectNotFoundError
+from headrace.errors import ObjectNotFoundError, TruncatedShardError
 
 MOST_NAMES = 1_000_000  # that braces may stand for
 _GLOB = re.compile(r"[*?\[]")
@@ -65,6 +65,24 @@ class Shard:
     async def read_end(self, length: int) -> InitialRead:
         """Read the last bytes, or all if the store ignores ranges, and the metadata."""
         return await self.store.read_end(self.key, length, head=self.head)
+
+
+class HeaderReader:
+    """Reads headers at their places in a shard, after its first bytes, by requests of at least `least` bytes."""
+
+    def __init__(self, shard: Shard, first: InitialRead, least: int) -> None:
+        self.shard, self.size = replace(shard, head=first.head), first.head.size
+        self._least, self._begin, self._data = least, 0, first.data
+
+    async def take(self, start: int, stop: int) -> memoryview:
+        """Bytes of the shard; raises `TruncatedShardError` if it does not have them."""
+        if not start <= stop <= self.size:
+            what = f"truncated, or corrupt: it should have bytes from {start} to {stop}, and has {self.size}"
+            raise TruncatedShardError(what, shard=self.shard.name, offset=self.size)
+        if not self._begin <= start <= stop <= self._begin + len(self._data):
+            least = min(self.size, max(stop, start + self._least))
+            self._begin, self._data = start, memoryview(await self.shard.read(start, least))
+        return self._data[start - self._begin : stop - self._begin]
 
 
 A = TypeVar("A")

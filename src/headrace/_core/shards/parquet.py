@@ -73,7 +73,7 @@ class Footer(TableFile):
             self.rows = tuple(self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups))
         except (pyarrow.ArrowException, OSError) as error:
             offset = self.size - len(self._data)
-            raise ShardError(f"corrupt footer: {_line(error)}", shard=self.shard.name, offset=offset) from None
+            raise ShardError(f"corrupt footer: {one_line(error)}", shard=self.shard.name, offset=offset) from None
         if sum(self.rows) != self.metadata.num_rows or min(self.rows, default=0) < 0:
             what = f"corrupt footer: {self.metadata.num_rows} rows, but row groups of {self.rows}"
             raise ShardError(what, shard=self.shard.name)
@@ -105,7 +105,7 @@ class Footer(TableFile):
                 numbers = [group.id for group in fragment.subset(selection.filters, schema=schema).row_groups]
             except pyarrow.ArrowException as error:  # a value of its statistics is none of the filter's type
                 what = f"filters={selection.filters} does not fit {self.shard.name}"
-                raise ValueError(f"{what}: {_line(error)}") from None
+                raise ValueError(f"{what}: {one_line(error)}") from None
         return [RowGroup(self, number, selection) for number in numbers if self.rows[number]]
 
     def leaves(self, columns: Sequence[str] | None) -> list[int]:
@@ -182,7 +182,7 @@ class RowGroup:
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             large = "chunked array outputs" in str(error)  # more than 2 GiB of nested strings
             remedy = "; ParquetDataset with format='arrow', table_rows=256 reads less at once" if large else ""
-            raise self.error(f"cannot decode: {_line(error)}{remedy}") from None
+            raise self.error(f"cannot decode: {one_line(error)}{remedy}") from None
         if left:
             raise self.error(f"cannot decode: {left} of {self.rows} rows are missing")
 
@@ -301,7 +301,7 @@ class SparseFile(io.RawIOBase):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 

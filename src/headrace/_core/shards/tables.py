@@ -33,9 +33,13 @@ class TableFile(ABC):
     def row_groups(self, selection: Selection) -> Sequence[Any]:
         """The groups that may have rows to give."""
 
-    @abstractmethod
     def selected(self, columns: Sequence[str]) -> Any:
         """The schema of what is read of `columns`; raises `KeyError` with the first that there is not."""
+        import pyarrow
+
+        if unknown := [column for column in columns if column not in self.schema.names]:
+            raise KeyError(unknown[0])
+        return pyarrow.schema([field for field in self.schema if field.name in columns])
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
+import warnings
 from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
 from typing import Any, TypeVar
 
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
+from zarr.core.array import AsyncArray
 from zarr.core.buffer import Buffer, BufferPrototype
-from zarr.storage import ObjectStore
+from zarr.errors import ArrayNotFoundError, NodeTypeValidationError
+from zarr.storage import ObjectStore, StorePath
 
 from headrace._core.eventloop.per_loop import PerLoop
 from headrace._core.shards.discovery import Shard
@@ -19,6 +23,7 @@ from headrace.errors import HeadraceError, ObjectNotFoundError, ShardError, Trun
 
 T = TypeVar("T")
 
+_LARGEST_BLOCK, _MOST_CHUNKS = 8 << 30, 1 << 16  # bytes, and chunks, that are decoded with a sample
 _METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 
 
@@ -97,3 +102,38 @@ class ReadStore(ObjectStore[Any]):
             index = reads.peek(key)
             return await Shard(store, key, index and index.head).read(wanted.start, wanted.end)
         return (await store.read_all(key))[wanted.offset if isinstance(wanted, OffsetByteRequest) else 0 :]
+
+
+async def open_array(store: Any, prefix: str, folder: str, axis: int, name: str) -> AsyncArray[Any]:
+    """Open an array, and check what is decoded for a slice along `axis`; `prefix` is the URL of a `ReadStore`."""
+    path = "/".join(filter(None, (folder, name.strip("/"))))
+    where = prefix + path
+    try:
+        array: AsyncArray[Any]
+        try:  # a store whose keys may not be listed answers 403 for keys that are not there
+            array = await AsyncArray.open(StorePath(store, path), zarr_format=3)
+        except ArrayNotFoundError:
+            array = await AsyncArray.open(StorePath(store, path), zarr_format=2)
+        across = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
+        # Of format 2, or of format 3; in the order of decoding.
+        codecs = [getattr(array.metadata, "compressor", None), *(getattr(array.metadata, "filters", None) or ())]
+        codecs = [*getattr(array.metadata, "codecs", ())][::-1] or codecs
+    except HeadraceError:
+        raise
+    except (ArrayNotFoundError, NodeTypeValidationError):
+        what = "zarr.json or .zarray is not there, or of a group; of a group, name arrays=[...] of it"
+        raise ObjectNotFoundError(what, url=where) from None
+    except Exception as error:  # zarr's, of any kind
+        raise ShardError(f"zarr.json, or .zarray, is not of a Zarr array: {error!r}", shard=where) from error
+    if any(getattr(codec, "codec_id", None) == "pickle" for codec in codecs):
+        raise ShardError("this array is pickled, and unpickling would run its code; write it again", shard=where)
+    if isinstance(store, ReadStore) and type(codecs[0]).__name__ in ("Blosc", "BloscCodec"):
+        store.blosc += (f"{path}/".lstrip("/"),)
+    blocks = max(1, across[axis])
+    size, chunks = array.nbytes // blocks, math.prod(across) // blocks
+    if size > _LARGEST_BLOCK or chunks > _MOST_CHUNKS:
+        what = f"by zarr.json or .zarray, {size:,} bytes in {chunks:,} chunks are decoded for one of {array.shape}"
+        raise ShardError(f"{what}, which is too much", shard=where)
+    if applied := sorted({"scale_factor", "add_offset"} & {*array.attrs}):
+        warnings.warn(f"{where} has {' and '.join(applied)}: samples are the values before them", stacklevel=2)
+    return array

@@ -28,14 +28,7 @@ from headrace._core.streams.torch_views import torch_readable, unwrap, without_a
 from headrace._core.text import dataset_repr, function_name
 from headrace._core.torchcompat.portable_collate import PortableCollate, same
 from headrace.collate import default_collate
-from headrace.options import (
-    OPTIONS,
-    LoaderOptions,
-    Samples,
-    Unset,
-    checked_options,
-    shown_in_signature,
-)
+from headrace.options import OPTIONS, LoaderOptions, Samples, Unset, checked_options, shown_in_signature
 from headrace.telemetry.counters import LoaderStats
 
 if TYPE_CHECKING:
@@ -230,10 +223,10 @@ class DataLoader(TorchDataLoader[T_co]):
         super().__setattr__(attr, val)
 
     def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
-        transform = self._control.spec.options["transform"]
+        spec = self._control.spec
+        transform = spec.options["transform"]
         if isinstance(collate_fn, PortableCollate):
             collate_fn = collate_fn.collate
-        spec = self._control.spec
         # Whether a plain torch loader would ignore some of it.
         ignored = any(spec.options[name] != OPTIONS[name].default for name in ("on_error", "device"))
         loses = transform is not None or spec.kind.is_async or ignored

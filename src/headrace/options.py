@@ -1,8 +1,7 @@
 """The keyword arguments that headrace adds to torch's loader: each is defined once, in `LoaderOptions`.
 
 A definition has the name, the type, the default, the check, and whether the engine needs it. `DataLoader`'s signature,
-attributes and repr follow from it. The engine reads ``config.options[name]``, the
-consumer's side ``loader._options[name]``.
+attributes and repr follow from it.
 """
 
 import inspect
@@ -51,7 +50,7 @@ class Option(NamedTuple):
     """The definition of an option.
 
     Attributes:
-        default: its default.
+        default: the value of a loader that is not given it.
         check: given the name and the value; returns the value to use, or raises TypeError or ValueError.
         for_engine: whether the engine is sent it, which may be in another process.
     """

@@ -68,9 +68,7 @@ def batch_by_tokens(
 class _TokenBatchIterator(MarkingOperation[list[object]]):
     """Batches of samples from buckets, each of samples of similar length, until its batch is full.
 
-    The samples in the buckets cannot be saved. The state is the latest of the positions asked for before, after which
-    all of them were read: there, the numbers of samples and tokens in each bucket; and how many batches and errors have
-    been given since, which are dropped after a restore. A bucket that fills slowly makes more to be read again.
+    A mark has the numbers of samples and tokens in each bucket; the samples in them are unknown after a restore.
     """
 
     operation = "batch_by_tokens"

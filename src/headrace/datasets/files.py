@@ -165,13 +165,10 @@ def _find(root: str, pattern: str, suffix: str | tuple[str, ...] | None) -> tupl
 
 
 def _regular_files(folder: str, prefix: str, levels: int | None, above: frozenset[tuple[int, int]]) -> Iterator[str]:
-    """The keys of the regular files in a directory, through links.
+    """The keys of the regular files in a directory, through links, that begin with `prefix`.
 
-    Args:
-        folder: its path.
-        prefix: what its keys begin with.
-        levels: of directories to look into, this one included; None for all.
-        above: device and inode of the directories above; one that is reached again by a link is left out.
+    `levels` of directories are looked into, this one included; None for all. `above` has device and inode of those
+    above; one that is reached again by a link is left out.
     """
     status = os.stat(folder)
     if levels == 0 or (here := (status.st_dev, status.st_ino)) in above:

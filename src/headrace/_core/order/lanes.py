@@ -10,6 +10,7 @@ from headrace._core.batches import HostBatch, SessionStart
 from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import LoaderState
 from headrace._core.ranks.distributed import ShardOptions, current_lane
+from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.kinds import DatasetKind, most_lanes, why_not_by_lanes
 from headrace._core.text import users_stacklevel
 
@@ -77,11 +78,8 @@ class LaneChoice:
             return None
         batches = 0
         for lane in range(lanes):
-            token = current_lane.set(ShardOptions(lane, lanes))
-            try:
+            with bound(current_lane, ShardOptions(lane, lanes)):
                 samples = len(dataset)
-            finally:
-                current_lane.reset(token)
             size = batch_size or 1
             batches += samples // size if drop_last and batch_size is not None else -(-samples // size)
         return batches

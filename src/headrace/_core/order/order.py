@@ -30,7 +30,7 @@ CANDIDATES = 64  # delivered batches whose indices are kept, to be repeated in p
 
 
 class _Watched(Iterator[object]):
-    """The draws of a sampler, with calls of an order before and after the first."""
+    """The draws of a sampler, the first by an order's `first_of`. A generator would end with a Ctrl-C in a draw."""
 
     def __init__(self, draws: Iterator[object], order: EpochOrder) -> None:
         self._draws = draws
@@ -40,10 +40,7 @@ class _Watched(Iterator[object]):
         if self._order is None:
             return next(self._draws)
         order, self._order = self._order, None
-        order.before_first()
-        drawn = next(self._draws)
-        order.after_first()
-        return drawn
+        return order.first_of(self._draws)
 
 
 class Scattered(NamedTuple):
@@ -292,22 +289,19 @@ class EpochOrder:
 
     # A sampler without a generator of its own draws from torch's default one, once it is asked for its first index.
 
-    def before_first(self) -> None:
-        """Note the state of the generator that the first draw comes from."""
-        if self._generator is not None:
-            return
+    def first_of(self, draws: Iterator[object]) -> object:
+        """The first draw; notes the state of the generator that it comes from."""
         default = torch.default_generator.get_state()
-        if type(self.sampler) is RandomSampler:
+        if self._generator is None and type(self.sampler) is RandomSampler:
             self.order_seed = int(torch.empty((), dtype=torch.int64).random_().item())
             torch.default_generator.set_state(default)
-        else:
+        elif self._generator is None:
             self.generator = default
-
-    def after_first(self) -> None:
-        """Drop it, if nothing was drawn from it."""
-        if self._generator is None and self.generator is not None:
-            unused = torch.equal(self.generator, torch.default_generator.get_state())
-            self.generator = None if unused else self.generator
+            drawn = next(draws)
+            if torch.equal(default, torch.default_generator.get_state()):
+                self.generator = None  # nothing was drawn from it
+            return drawn
+        return next(draws)
 
     def restore_generator(self, resumed: LoaderState) -> None:
         """Set the user's generator to its state at the epoch's start."""

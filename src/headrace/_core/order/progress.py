@@ -246,11 +246,7 @@ class EpochProgress(Iterator[BatchPlan]):
         return fresh._replace(streams=kept, rank=rank, ranks=self._rank.world_size)
 
     def state(self, lag: int = 0) -> LoaderState:
-        """The state after the last call of `next()` (not one that ended the epoch), or `lag` calls before.
-
-        Raises:
-            ValueError: that point is no longer known.
-        """
+        """The state after the last call of `next()` (not one that ended the epoch), or `lag` calls before."""
         back = lag - self.over
         if not 0 <= back < len(self._points):
             most = len(self._points) - 1 + self.over

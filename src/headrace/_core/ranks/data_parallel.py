@@ -21,7 +21,9 @@ else:  # torch may be built without torch.distributed
 
 def checked(name: str, value: object) -> object:
     """The value of a loader's `data_parallel=`, checked."""
-    if value is None or callable(value) or _is_no_member(value) or _is_group(value):
+    if value is None or callable(value) or _is_no_member(value):
+        return value
+    if isinstance(value, torch.distributed.ProcessGroup):
         return value
     if not _is_mesh(value):
         raise TypeError(
@@ -68,20 +70,12 @@ def _not_a_member(what: str) -> UnknownRankError:
     return UnknownRankError(f"this process is no member of data_parallel=, {what}: iterate over the loader in members")
 
 
-def _is_group(value: object) -> bool:
-    return torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup)
-
-
 def _is_no_member(value: object) -> bool:
     """Whether it is what `torch.distributed.new_group` returns in other processes than those of the group."""
-    if not torch.distributed.is_available():
-        return False
     return type(value) is int and value == torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 
 def _is_mesh(value: object) -> bool:
-    if not torch.distributed.is_available():
-        return False
     from torch.distributed.device_mesh import DeviceMesh
 
     return isinstance(value, DeviceMesh)

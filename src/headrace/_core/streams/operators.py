@@ -425,8 +425,7 @@ class Split(ReplayOperation[T]):
 class ShuffleBuffer(ReplayOperation[T]):
     """Another order: each window of `buffer_size` samples is permuted.
 
-    For each sample given, one of the next window is read. A sample moves by less than `buffer_size` places, and never
-    leaves its window. In TensorFlow's `Dataset.shuffle`, each sample that enters the buffer replaces one drawn at
+    In TensorFlow's `Dataset.shuffle`, each sample that enters the buffer replaces one drawn at
     random, so that the samples in the buffer can be from anywhere in the stream: its state would be the samples
     themselves. Here it is the position before the window, from which the window is read again, and the number of
     samples given of it.
@@ -494,11 +493,7 @@ def _order(seed: int, size: int) -> list[int]:
 class Pipe(ReplayOperation[T]):
     """The samples that an async generator function yields for those of a stream.
 
-    An error of the stream bypasses the function, which would end with it, and is raised by `anext` here. After an error
-    of the function itself, the function is called again with the samples that follow.
-
-    What a generator holds cannot be saved: after a restore the stream is read again from its start, or from the last
-    error of the function. An iterator with `state_dict` and `load_state_dict` in place of a generator continues.
+    After a restore the stream is read again from its start, or from the last error of the function.
     """
 
     operation = "pipe"

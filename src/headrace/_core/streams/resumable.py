@@ -69,10 +69,7 @@ class ResumableIterator(AsyncIterator[T_co]):
         """Continue after the position of `state`; called at most once, before the first `anext`."""
 
     def origin(self, number: int) -> Any:
-        """The file and the line, or the like, of the outcome with a number, of those since the start; None if unknown.
-
-        Called after an error, maybe on another thread: nothing is noted for each sample.
-        """
+        """The file and the line, or the like, of an outcome, by its number since the start; called after an error."""
         return None
 
     async def aclose(self) -> None:

@@ -135,14 +135,6 @@ def test_set_epoch_reaches_sampler_batch_sampler_and_dataset():
     assert dataset.epoch == 7
 
 
-def test_set_epoch_repeats_an_epoch():
-    with hr.DataLoader(Numbers(50), batch_size=50, shuffle=True, seed=3) as loader:
-        first, second = lists(loader), lists(loader)
-        loader.set_epoch(0)
-        assert lists(loader) == first
-        assert lists(loader) == second
-
-
 # What goes to the workers
 
 

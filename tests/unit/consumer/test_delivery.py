@@ -1,7 +1,5 @@
 """As a batch is given out, warnings point at the line that asked for it."""
 
-import warnings
-
 import pytest
 import torch
 from torch.utils import data
@@ -36,9 +34,3 @@ def test_warning_that_nothing_is_pinned_points_at_the_line_that_iterates():
     with pytest.warns(UserWarning, match="no accelerator is found") as caught:
         iter(hr.DataLoader([1], pin_memory=True))
     assert caught[0].filename == __file__
-
-
-def test_loader_that_does_not_pin_does_not_warn():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert list(hr.DataLoader([1], pin_memory_device="cuda")) == [torch.tensor([1])]

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import headrace as hr
-from tests.unit.consumer import test_skipping
 from tests.unit.consumer.test_skipping import Mine, Numbers
 
 STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
@@ -292,15 +291,6 @@ def test_interrupt_on_this_thread_passes_and_its_batch_is_assembled_again(stage,
         assert last.tolist() == [6, 7]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("stream", [test_skipping.Count, test_skipping.TorchCount])
-def test_stream_continues_after_an_error_in_a_new_batch(stream, num_workers):
-    with hr.DataLoader(stream(10, Fails(5, Mine)), batch_size=4, num_workers=num_workers) as loader:
-        first, error, last = drain(iter(loader))
-    assert lists([first, last]) == [[0, 1, 2, 3], [6, 7, 8, 9]]  # 4 was in the batch that failed
-    assert isinstance(error, Mine)
-
-
 class InterruptedDraws:
     """Draws batches of one index each; before the one at `at`, Ctrl-C arrives once."""
 
@@ -339,29 +329,6 @@ def test_no_batch_is_lost_to_ctrl_c_while_plans_are_drawn(at, placement):
             except StopIteration:
                 break
         assert (taken, interrupted) == ([*range(40)], 1)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("kind", ["async", "torch"])
-def test_error_of_a_stream_is_raised_in_order(kind, num_workers, drop_last):
-    class Breaks(hr.AsyncIterableDataset):
-        async def __aiter__(self):
-            for i in range(5):
-                yield i
-            raise Mine("half way")
-
-    class TorchBreaks(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            yield from range(5)
-            raise Mine("half way")
-
-    dataset = Breaks() if kind == "async" else TorchBreaks()
-    with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers, drop_last=drop_last) as loader:
-        first, error = drain(iter(loader))
-        assert first.tolist() == [0, 1, 2, 3]
-        assert isinstance(error, Mine)
-        assert "stage fetch, batch 1, index 5" in note_of(error)
 
 
 @pytest.mark.parametrize(("error", "num_workers"), [(Mine, 0), (Mine, 1), *((stop, 0) for stop in STOPS)])

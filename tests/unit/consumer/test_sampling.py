@@ -3,7 +3,6 @@
 import itertools
 import tracemalloc
 
-import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler, TensorDataset
@@ -73,9 +72,3 @@ def test_list_that_a_batch_sampler_reuses_is_copied():
                 yield batch
 
     assert [batch.tolist() for batch in hr.DataLoader(list(range(3)), batch_sampler=Reusing())] == [[0], [1], [2]]
-
-
-@pytest.mark.parametrize("sampler", [[3], [None]])
-def test_batch_sampler_must_give_batches(sampler):
-    with pytest.raises(TypeError):
-        next(iter(hr.DataLoader(list(range(4)), batch_sampler=sampler)))

@@ -136,29 +136,6 @@ def test_timeout_is_not_held_up_by_a_loop_that_user_code_blocks():
         release.set()
 
 
-def test_iteration_continues_after_a_timeout():
-    release = threading.Event()
-
-    class Late(Held):
-        async def aget(self, index):
-            if index == 5:
-                await asyncio.to_thread(release.wait)
-            return index
-
-    with hr.DataLoader(Late(), 4, timeout=0.01) as loader:
-        batches, came, timeouts = iter(loader), [], 0
-        while len(came) < 3:
-            try:
-                came += [next(batches).tolist()]
-            except hr.errors.LoaderTimeoutError:
-                timeouts += 1
-                if timeouts == 3:
-                    release.set()
-        assert came == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-        assert list(batches) == []
-        assert 0 <= loader.stats().wait_share <= 1
-
-
 def test_timeout_of_an_async_iterator_names_the_missing_samples(consumer_loop):
     async def scenario():
         async with hr.DataLoader(Held(1), 4, timeout=0.05) as loader:

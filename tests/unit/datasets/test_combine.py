@@ -125,14 +125,6 @@ def test_shuffle_moves_no_sample_forward_beyond_its_buffer():
     assert all(place >= sample - 9 for sample, place in position.items())
 
 
-def test_loader_reshuffles_at_each_epoch():
-    for placement in ("thread", "process"):
-        dataset = stream(*range(50)).shuffle(10).take(40)
-        with hr.DataLoader(dataset, batch_size=40, placement=placement, num_workers=1) as loader:
-            first, second = (next(iter(loader)).tolist() for _ in range(2))
-        assert first != second
-
-
 def test_mix_draws_by_weight_reproducibly():
     mixed = hr.mix([stream(*["a"] * 3000), stream(*["b"] * 3000)], [3, 1])
     drawn = list(mixed.take(2000))

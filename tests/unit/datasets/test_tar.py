@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
@@ -246,15 +245,6 @@ def test_several_ranks_without_counts_or_with_too_few_shards_are_refused(unequal
         hr.TarDataset(unequal_shards / "*.tar", rank=0, world_size=2)
 
 
-def test_workers_of_a_stock_torch_loader_divide_the_shards(unequal_shards, monkeypatch):
-    found = Counter()
-    for number in range(2):
-        info = SimpleNamespace(id=number, num_workers=2)
-        monkeypatch.setattr("headrace._core.ranks.distributed.get_worker_info", lambda info=info: info)
-        found += Counter(keys(hr.TarDataset(unequal_shards / "*.tar")))
-    assert found == EVERY
-
-
 # Damage that only groups have
 
 
@@ -389,12 +379,6 @@ def test_samples_with_different_fields_can_be_indexed(tmp_path):
     (tmp_path / "a.tar.gz").write_bytes(gzip.compress(tars.shard("ab")))
     with pytest.raises(ShardError, match="compressed"):
         hr.TarDataset.index(tmp_path / "a.tar.gz")
-
-
-def test_stream_of_an_index_has_counts(unequal_shards):
-    indexed = hr.TarDataset.index(unequal_shards / "*.tar")
-    ranks = [keys(indexed.stream(rank=rank, world_size=2, remainder="pad")) for rank in range(2)]
-    assert ranks == parts(unequal_shards, 2, counts=COUNTS, remainder="pad")
 
 
 def test_missing_zstd_package_is_named(tmp_path, monkeypatch):

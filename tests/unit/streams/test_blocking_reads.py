@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.iterable_style import AsyncIterableDataset
-from headrace._core.streams.kinds import sample_key
 from headrace._core.streams.map_style import AsyncDataset
 from headrace.errors import DeadlockError
 from tests.unit.streams.reading import Count
@@ -95,15 +94,3 @@ def test_torchs_loader_runs_async_datasets_in_forked_workers():
 
 
 # map
-
-
-def test_mapped_sample_keeps_its_key():
-    assert sample_key(Squares().map(str), 3) == "3²"
-
-
-def test_failing_sample_key_is_no_key():
-    class Confused(Squares):
-        def sample_key(self, index):
-            raise ZeroDivisionError
-
-    assert sample_key(Confused(), 0) is None

@@ -130,6 +130,7 @@ COMPOSITIONS = {
     "user": lambda: Count(7),
     "user, errors": lambda: Count(7, bad=[0, 3, 6]),
     "user, without state": lambda: Stateless(6),
+    "user, without state, errors": lambda: Plain(5, bad=[1]),
     "user, state of the dataset": lambda: OwnState(6),
     "take": lambda: Count(9).take(5),
     "filter": lambda: Count(9, bad=[2, 5]).filter(odd),
@@ -293,20 +294,6 @@ def test_cancelled_wait_keeps_the_position(name):  # of others, a cancelled gene
                 assert before + await outcomes(iterator) == expected
 
     asyncio.run(run())
-
-
-def test_later_epochs_are_restored_in_their_own_order():
-    def make():
-        return hr.mix([Count(6).shuffle(3), Count(20, 10).shuffle(4).repeat(2)], [1, 1], stop="all")
-
-    async def run():
-        await check_every_position(make, in_a_loader)
-        return await outcomes(start_stream(make()))
-
-    with loader(0):
-        first = asyncio.run(run())
-    with loader(5):
-        assert asyncio.run(run()) != first
 
 
 STEPS = {
@@ -619,21 +606,6 @@ def test_state_dict_with_arguments_is_no_state():
     restored.load_state_dict(loader.state_dict())
     with pytest.warns(UserWarning, match="it is read again from its start, .* must be the same, in the same order"):
         assert [batch.tolist() for batch in restored] == [[4, 5, 6, 7], [8, 9, 10, 11]]
-
-
-@pytest.mark.parametrize("position", range(1, 6))
-def test_stream_without_state_is_read_again_from_its_start_with_a_warning(position):
-    async def run():
-        first = start_stream(Plain(5, bad=(1,)))
-        before = await outcomes(first, position)
-        second = start_stream(Plain(5, bad=(1,)))
-        second.load_state_dict(first.state_dict())
-        with pytest.warns(UserWarning, match=f"Plain has no state_dict: to continue after {position} samples"):
-            warn_of_rereading({"children": [first.state_dict()]})
-        assert second.state_dict() == first.state_dict()
-        assert before + await outcomes(second) == [0, "ValueError(1)", 2, 3, 4]
-
-    asyncio.run(run())
 
 
 def test_state_at_the_start_needs_no_warning(recwarn):

@@ -11,17 +11,9 @@ import torch
 
 import headrace as hr
 from tests.unit.consumer.test_skipping import Mine, Numbers
+from tests.unit.streams.reading import Count
 
 STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
-
-
-class Count(hr.AsyncIterableDataset):
-    def __init__(self, stop=10):
-        self.stop = stop
-
-    async def __aiter__(self):
-        for i in range(self.stop):
-            yield i
 
 
 class TorchCount(torch.utils.data.IterableDataset):
@@ -58,7 +50,7 @@ def note_of(error):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("dataset", [Numbers(10), Count(), range(10), TorchCount()], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize("dataset", [Numbers(10), Count(10), range(10), TorchCount()], ids=lambda d: type(d).__name__)
 def test_for_gives_every_batch_once_and_again_in_the_next_epoch(dataset, num_workers):
     expected = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     if isinstance(dataset, TorchCount) and num_workers:
@@ -70,7 +62,7 @@ def test_for_gives_every_batch_once_and_again_in_the_next_epoch(dataset, num_wor
         assert loader.stats().samples == 2 * sum(map(len, expected))
 
 
-@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(10), 0), (Count(), 2), (range(10), 2)])
+@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(10), 0), (Count(10), 2), (range(10), 2)])
 def test_async_for_delivers_the_same_batches_on_every_event_loop(dataset, num_workers, consumer_loop, engine_loop):
     async def scenario():
         async with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers) as loader:

@@ -9,35 +9,14 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import headrace as hr
+from tests.unit.consumer.test_skipping import Bad, Numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events:UserWarning")  # which concerns schedules
 
 SYNC = "enumerate(DataLoader)#BatchIterator.__next__"
 ASYNC = "enumerate(DataLoader)#AsyncBatchIterator.__next__"
 TORCH = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
-
-
-class Numbers(hr.AsyncDataset):
-    """Fails at one index."""
-
-    def __init__(self, fails=None):
-        self.fails = fails
-
-    def __len__(self):
-        return 8
-
-    async def aget(self, index):
-        if index == self.fails:
-            raise ValueError("this index")
-        return index
-
-
-class TorchNumbers(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return torch.tensor(index)
+TENSORS = list(torch.arange(8))
 
 
 @contextlib.contextmanager
@@ -61,7 +40,7 @@ async def read(loader, batches=None):
 
 
 def test_each_call_of_next_has_a_record_named_as_torchs():
-    loaders = {TORCH: TorchDataLoader(TorchNumbers(), batch_size=2), SYNC: hr.DataLoader(TorchNumbers(), batch_size=2)}
+    loaders = {TORCH: TorchDataLoader(TENSORS, batch_size=2), SYNC: hr.DataLoader(TENSORS, batch_size=2)}
     for name, loader in loaders.items():
         with recorded() as events:
             assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -76,7 +55,7 @@ def test_records_of_tasks_that_take_turns_are_all_kept():
             for loader in (first, second):
                 group.create_task(read(loader))
 
-    first, second = hr.DataLoader(Numbers(), batch_size=2), hr.DataLoader(Numbers(), batch_size=1)
+    first, second = hr.DataLoader(Numbers(8), batch_size=2), hr.DataLoader(Numbers(8), batch_size=1)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         with first, second:
             asyncio.run(both())
@@ -88,10 +67,10 @@ def test_records_of_tasks_that_take_turns_are_all_kept():
 
 
 def test_record_ends_when_next_raises():
-    with hr.DataLoader(Numbers(fails=3), batch_size=2) as loader, recorded() as events:
+    with hr.DataLoader(Numbers(8, Bad(3)), batch_size=2) as loader, recorded() as events:
         batches = iter(loader)
         next(batches)
-        with pytest.raises(ValueError, match="this index"):
+        with pytest.raises(ValueError, match="3 is bad"):
             next(batches)
         torch.ones(1)
         assert next(batches).tolist() == [4, 5]

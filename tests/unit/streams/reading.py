@@ -54,6 +54,18 @@ class CountIterator(PlainIterator):
         self.number = state["number"]
 
 
+class Inside(hr.AsyncIterableDataset):
+    """A user's generator that reads streams of ours, one after the other."""
+
+    def __init__(self, *streams):
+        self.streams = streams
+
+    async def __aiter__(self):
+        for stream in self.streams:
+            async for sample in stream:
+                yield sample
+
+
 async def outcomes(iterator, count=None):
     """Samples and errors until the end, or `count` of them."""
     found = []

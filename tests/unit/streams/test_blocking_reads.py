@@ -11,29 +11,15 @@ from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.map_style import AsyncDataset
 from headrace.errors import DeadlockError
+from tests.datasets import SlowDataset
 from tests.unit.streams.reading import Count
 
-
-class Squares(AsyncDataset):
-    def __len__(self):
-        return 10
-
-    async def aget(self, index):
-        await asyncio.sleep(0)
-        if not 0 <= index < 10:
-            raise IndexError(index)
-        return index * index
-
-    def sample_key(self, index):
-        return f"{index}²"
-
-
-# Blocking reads
+SQUARES = SlowDataset(10, 0, make=lambda index: index * index)
 
 
 def test_indexing_raises_what_aget_raises():
     with pytest.raises(IndexError, match="10"):
-        Squares()[10]
+        SQUARES[10]
 
 
 def test_batch_is_fetched_concurrently():
@@ -50,7 +36,7 @@ def test_batch_is_fetched_concurrently():
 def test_indexing_on_the_background_loop_raises_instead_of_deadlocking():
     class Nested(AsyncDataset):
         async def aget(self, index):
-            return Squares()[index]
+            return SQUARES[index]
 
     with pytest.raises(DeadlockError, match=r"await dataset\.aget"):
         Nested()[0]
@@ -69,13 +55,13 @@ def test_undefined_method_error_names_the_method():
 
 
 def test_forked_process_has_its_own_background_loop():
-    assert Squares()[2] == 4
+    assert SQUARES[2] == 4
     parents_loop = background_loop()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            status = 0 if Squares()[2] == 4 and background_loop() is not parents_loop else 2
+            status = 0 if SQUARES[2] == 4 and background_loop() is not parents_loop else 2
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -86,11 +72,8 @@ def test_forked_process_has_its_own_background_loop():
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_torchs_loader_runs_async_datasets_in_forked_workers():
-    assert Squares()[1] == 1  # the parent's background loop is in use before the fork
-    loader = DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    assert SQUARES[1] == 1  # the parent's background loop is in use before the fork
+    loader = DataLoader(SQUARES, batch_size=4, num_workers=2, multiprocessing_context="fork")
     assert torch.cat(list(loader)).tolist() == [i * i for i in range(10)]
     loader = DataLoader(Count(5), batch_size=2, num_workers=1, multiprocessing_context="fork")
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
-
-
-# map

@@ -16,14 +16,11 @@ import torch
 import headrace as hr
 from headrace._core.streams.steps import CHUNK
 from tests.datasets import SlowDataset
+from tests.unit.consumer.test_skipping import Mine
 from tests.unit.streams.reading import Count
 
 THREADS = {"num_workers": 2, "executor": "thread", "placement": "thread"}
 WHERE = pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2}, THREADS])
-
-
-class Mine(ValueError):
-    """A user's own exception."""
 
 
 def even(sample):

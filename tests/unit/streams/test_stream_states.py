@@ -18,7 +18,7 @@ from headrace._core.streams.operators import EqualLength
 from headrace._core.streams.resumable import start_stream, warn_of_rereading
 from headrace._core.streams.steps import compute
 from headrace.errors import ShortStreamError
-from tests.unit.streams.reading import Count, Plain, PlainIterator, outcomes
+from tests.unit.streams.reading import Count, Inside, Plain, PlainIterator, outcomes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no state_dict")
 
@@ -43,18 +43,6 @@ class OwnState(Count):
 
     def load_state_dict(self, state):
         self.start = state["start"]
-
-
-class Inside(hr.AsyncIterableDataset):
-    """A user's generator that reads streams of ours, one after the other."""
-
-    def __init__(self, *streams):
-        self.streams = streams
-
-    async def __aiter__(self):
-        for stream in self.streams:
-            async for sample in stream:
-                yield sample
 
 
 def fail_at(*numbers):
@@ -348,18 +336,6 @@ def test_streams_with_the_same_functions_draw_different_random_numbers():
 
     with loader(), isolated_generators():
         asyncio.run(run())
-
-
-@pytest.mark.parametrize("remainder", ["drop", "pad", "repeat"])
-@pytest.mark.parametrize("length", [3, 8, 17])
-def test_equal_length_is_restored_at_every_position(length, remainder):
-    def start(dataset):
-        return EqualLength(lambda: start_stream(dataset), length, remainder)
-
-    async def run():
-        await check_every_position(lambda: Count(length if remainder == "drop" else 7, bad=[2, 6]), start)
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize("remainder", ["pad", "repeat"])

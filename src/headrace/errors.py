@@ -6,19 +6,13 @@ keep their type, and have notes with the stage, batch, index, key and worker (`h
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any, ClassVar
 
 from headrace._core.text import add_note
 
 HELP = "headrace: causes and what to do: python -m pydoc"
 """How the note begins that each error has of its entry in docs/reference/errors.md, which is made of the docstrings."""
-
-
-def _restore(cls: type[HeadraceError], args: tuple[object, ...], state: dict[str, object]) -> HeadraceError:
-    error = cls.__new__(cls, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
 
 
 class HeadraceError(Exception):
@@ -43,7 +37,7 @@ class HeadraceError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Constructors compose messages from keyword fields; a copy keeps the composed message.
-        return _restore, (type(self), self.args, self.__dict__)
+        return copyreg.__newobj__, (type(self),), {**self.__dict__, "args": self.args}  # type: ignore[attr-defined]
 
 
 class DatasetTypeError(HeadraceError, TypeError):

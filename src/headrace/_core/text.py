@@ -32,12 +32,7 @@ def short_repr(value: object, limit: int = LIMIT) -> str:
 
 
 def shorten_list(items: Sequence[object] | Iterable[object], count: int) -> str:
-    """The first of `count` items, as a list is written; never reads more of them than are shown.
-
-    Example:
-        >>> shorten_list(range(1000), 1000)
-        '[0, 1, 2, 3, 4, 5, 6, 7, … 1000 in all]'
-    """
+    """The first of `count` items, as a list is written; never reads more of them than are shown."""
     shown = ", ".join(map(short_repr, islice(items, LIST_ITEMS)))
     return f"[{shown}]" if count <= LIST_ITEMS else f"[{shown}, … {count} in all]"
 
@@ -80,12 +75,7 @@ _short.maxother = 200  # characters
 
 
 def printable(text: str) -> str:
-    r"""The text with control characters escaped, which a terminal would obey.
-
-    Example:
-        >>> printable("a\x1b[2J")
-        'a\\x1b[2J'
-    """
+    """The text with control characters escaped, which a terminal would obey."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 

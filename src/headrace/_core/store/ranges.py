@@ -81,12 +81,6 @@ def plan_spans(ranges: Ranges, *, gap: int = LARGEST_GAP, largest: int = LARGEST
 
     Between two neighbours at most `gap` bytes are read for nothing. A request for more than one range has at most
     `largest` bytes; a range is never divided.
-
-    Example:
-        >>> for span in plan_spans(Ranges.of([(900, 950), (0, 100), (150, 250)]), gap=64):
-        ...     print(span.start, span.stop, span.members.tolist())
-        0 250 [1, 2]
-        900 950 [0]
     """
     objects, starts, stops = ranges
     ranges.check(len(starts))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.unpacked import UNPACKED_BYTES, unpack
+from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import StoreLike
 from headrace.datasets import offset_tables as tables
 from headrace.errors import ShardError
@@ -30,6 +31,8 @@ _TORCH_TYPES = (
 )  # fmt: skip
 _MEDIA = ("bytes", "file", "jpeg", "image", "tifffile", "video", "audio", "pdf", "nifti", "mesh")
 _FRAMES = struct.Struct("<8sHHIII")  # magic, version, flags; the numbers of samples, of those in a frame, of frames
+_ARROW = b"LDARW01\0"  # at the end of a chunk of rows in an Arrow table
+_BYTES = "\ud800"  # the key of what stands for bytes in JSON: no name of a column can be this
 _FRAME = np.dtype([("first", "<u4"), ("rows", "<u4"), ("start", "<u8"), ("stored", "<u4"), ("size", "<u4")])
 
 
@@ -37,8 +40,9 @@ class LitDataset(tables.OffsetTableDataset[Any]):
     """The samples of a folder of LitData's chunks, map-style, as the function of `optimize` returned them.
 
     Media (``jpeg``, ``image``, ``video``, …) are bytes, for `map`; raw PIL images are arrays. Nothing is unpickled.
-    Chunks are read by ranges, compressed ones as a whole, as by `headrace.MDSDataset`. Refused are encrypted chunks,
-    those compressed sample by sample, and rows that LitData keeps as Arrow tables, which may be those of text alone.
+    Chunks are read by ranges. As a whole, as by `headrace.MDSDataset`, are read those that are compressed, and those of
+    Arrow tables, in which LitData keeps dicts of text, numbers and bytes alone: all rows then have all keys, None
+    where there was none. Refused are encrypted chunks, and those compressed sample by sample.
 
     The constructor requests the index and the beginning of each chunk; in an async program call it in a thread.
 
@@ -49,7 +53,7 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         unpacked_bytes: bytes of unpacked chunks that each process keeps.
 
     Raises:
-        MissingExtraError: ``headrace[compression]`` is needed, and not installed.
+        MissingExtraError: ``headrace[compression]``, or for Arrow tables ``headrace[parquet]``, is not installed.
         ShardError: the index, or a chunk, is corrupt, they are not of each other, or they are refused.
         StoreError: a request failed.
         ValueError: `seq_len` is missing, or is for chunks that are not of tokens.
@@ -71,14 +75,17 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         formats = self._config["data_format"]
         if self._seq_len:
             return torch.as_tensor(_decoder(formats[0])(data)).to(torch.int64)
+        if data[:8] == _ARROW:
+            return _from_json(data[8:])
         fields = [(f"leaf {leaf}, {format}", _decoder(format), None) for leaf, format in enumerate(formats)]
         return _assemble(self._config["data_spec"], iter(tables.decode_fields(data, fields)))
 
     def _table(self, file: tables.TableFile, data: memoryview, shard: Shard) -> NDArray[np.int64]:
         begin = 4 * file.rows + 8
-        if file.size > begin and data[begin - 4 : begin] == begin.to_bytes(4, "little"):
-            what = "its rows are an Arrow table, which is not read: write the samples as tuples in place of dicts"
-            raise ShardError(what, shard=shard.name)
+        if len(data) == begin < file.size and data[begin - 4 :] == begin.to_bytes(4, "little"):
+            require_pyarrow("reading rows of Arrow tables")
+            self._whole = True  # of all chunks, in which `_unpack` looks for tables
+            return np.empty(0, np.int64)
         offsets = super()._table(file, data, shard)
         if not self._seq_len:
             return offsets
@@ -93,7 +100,9 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         return (begin + row * step, begin + (row + 1) * step) if step else (begin, end)
 
     def _unpack(self, file: tables.TableFile, shard: Shard, data: memoryview) -> NDArray[np.uint8]:
-        """Unpack a chunk; one of several frames as if it had been compressed as a whole."""
+        """Unpack a chunk; one of frames, or of an Arrow table, as if its rows had been compressed as a whole."""
+        if data[-8:] == _ARROW and not self._seq_len:
+            return _rows_of_arrow(file, shard, data)
         if not self._config["framed"]:
             return super()._unpack(file, shard, data)
         try:
@@ -108,6 +117,45 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         whole = np.concatenate([np.array([rows, *offsets], "<u4").view(np.uint8), *found])
         self._table(replace(file, size=len(whole)), whole.data, shard)
         return whole
+
+
+def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview) -> NDArray[np.uint8]:
+    """The rows of the Arrow table at the end of a chunk, each as bytes of its own, after a table of their offsets."""
+    require_pyarrow("reading rows of Arrow tables")
+    import pyarrow
+
+    try:
+        begin = len(data) - 12 - struct.unpack_from("<I", data, len(data) - 12)[0]
+        rows: list[bytes] = []
+        for batch in pyarrow.ipc.open_stream(data[begin + 8 * (bytes(data[begin : begin + 6]) == b"ARROW1") : -12]):
+            batch.validate(full=True)  # wrong offsets would be followed out of its memory
+            rows += map(_to_json, batch.to_pylist())
+        if len(rows) != file.rows:
+            raise ValueError(f"{len(rows):,} rows, and {file.rows:,} in its index")
+        offsets = np.cumsum([4 * len(rows) + 8, *map(len, rows)])
+        table = np.array([len(rows), *offsets.tolist()], "<u4")  # or an `OverflowError`
+    except (Exception, MemoryError) as error:
+        raise ShardError(f"no Arrow table that can be read: {error}", shard=shard.name) from None
+    return np.frombuffer(b"".join([table.tobytes(), *rows]), np.uint8)
+
+
+def _to_json(row: dict[str, Any]) -> bytes:
+    """A row as JSON, with its bytes, which that has not, behind."""
+    values = [b""]
+
+    def place(value: Any) -> dict[str, int]:
+        if not isinstance(value, bytes):
+            raise TypeError(f"values of type {type(value).__name__} are none of LitData's")
+        values.append(value)
+        return {_BYTES: len(values) - 1}
+
+    values[0] = json.dumps(row, default=place).encode()
+    return b"".join([_ARROW, np.array([len(values), *map(len, values)], "<u4").tobytes(), *values])
+
+
+def _from_json(data: memoryview) -> Any:
+    values = tables.several(data)
+    return json.loads(values[0], object_hook=lambda found: values[found[_BYTES]] if _BYTES in found else found)
 
 
 def _parse(index: Any, folder: str) -> tuple[list[tables.TableFile], dict[str, Any]]:
@@ -131,8 +179,10 @@ def _parse(index: Any, folder: str) -> tuple[list[tables.TableFile], dict[str, A
         _assemble(config["data_spec"], leaves)
         if (more := next(leaves, None)) is not None:
             raise ValueError(f"leaf {more!r} has no place in a sample")
+    rows = config["data_spec"]["type"] == "builtins.dict" if loader == "PyTreeLoader" else False
     for leaf in config["data_format"]:
-        _decoder(leaf)
+        if not rows or leaf not in ("json", "pickle"):  # lists, and None, in a table of Arrow
+            _decoder(leaf)
     return files, config
 
 

@@ -236,6 +236,10 @@ def _litdata(compression: str) -> Format:
     return Format(files_in(f"litdata/{compression}"), hr.LitDataset, [*map(litdata.sample, range(18))])
 
 
+def _litdata_arrow() -> Format:
+    return Format(files_in("litdata/arrow"), hr.LitDataset, [*map(litdata.row, range(18))])
+
+
 def _litdata_tokens() -> Format:
     files = files_in("litdata/tokens")
     chunks, samples, number = json.loads(files["index.json"])["chunks"], [], 1
@@ -249,6 +253,7 @@ def _litdata_tokens() -> Format:
 FORMATS = {
     "litdata": _litdata("raw"),
     "litdata frames": _litdata("frames"),
+    "litdata arrow": _litdata_arrow(),
     "litdata tokens": _litdata_tokens(),
     "mds": _mds("raw"),
     "mds zstd": _mds("zstd"),

@@ -12,6 +12,7 @@ import headrace as hr
 from headrace._core.shards.unpacked import UnpackedShards
 from headrace.errors import ShardError
 from object_server import Fault
+from tests.fixtures.litdata import make as litdata
 from tests.fixtures.mds import make as mds
 from tests.unit.datasets.formats import files_in, plain
 from tests.unit.shards.resuming import in_memory
@@ -108,16 +109,30 @@ def test_chunks_that_cannot_be_read_are_refused(change, message):
     tokens = index["config"]["item_loader"] == "TokensLoader"
     with pytest.raises(ShardError, match=message):
         hr.LitDataset(in_memory(files | {"index.json": json.dumps(index).encode()}), seq_len=9 if tokens else None)[0]
-    arrow = files["chunk-0-0.bin"][:4] + 9 * (40).to_bytes(4, "little") + files["chunk-0-0.bin"][40:]
-    with pytest.raises(ShardError, match="Arrow table, which is not read"):
-        hr.LitDataset(in_memory(files | {"chunk-0-0.bin": arrow}), seq_len=9)
     with pytest.raises(ValueError, match="chunks of tokens need one"):
         hr.LitDataset(in_memory(files))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"LDARW01", b"LDARW02", "offsets, from 28 to 28, are not those of"),
+        ("né 1".encode(), b"n\xff\xff 1", "no Arrow table that can be read: .*UTF8"),
+        (b"\5\0\0\0\0\0\0\0", b"\4\0\0\0\0\0\0\0", "no Arrow table that can be read"),
+    ],
+)
+def test_chunk_with_a_damaged_arrow_table_is_an_error(old, new, message):
+    files = files_in("litdata/arrow")
+    dataset = hr.LitDataset(in_memory(files | {"chunk-0-0.bin": files["chunk-0-0.bin"].replace(old, new)}))
+    assert dataset[5] == litdata.row(5)
+    with pytest.raises(ShardError, match=message):
+        dataset[1]
 
 
 def test_compressed_chunks_are_those_that_are_not():
     samples = [plain(sample) for sample in hr.LitDataset(in_memory(files_in("litdata/raw")))]
     assert [plain(sample) for sample in hr.LitDataset(in_memory(files_in("litdata/zstd")))] == samples
+    assert [*hr.LitDataset(in_memory(files_in("litdata/arrow-zstd")))] == [*map(litdata.row, range(18))]
     raw = files_in("litdata/tokens")
     index = json.loads(raw["index.json"])
     index["config"] |= {"compression": "zstd"}

@@ -168,7 +168,7 @@ def _parse(index: Any, folder: str) -> tuple[list[tables.TableFile], dict[str, A
     for chunk in index["chunks"]:
         name, rows, size = chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"]
         files.append(tables.checked(folder, name, rows, size, packing, stored=size if config["framed"] else None))
-    config["dims"] = {}
+    config["dims"], config["of_arrow"] = {}, ()
     if loader == "TokensLoader":
         config["dims"] = {folder + chunk["filename"]: operator.index(chunk["dim"]) for chunk in index["chunks"]}
         (leaf,) = config["data_format"]
@@ -176,12 +176,12 @@ def _parse(index: Any, folder: str) -> tuple[list[tables.TableFile], dict[str, A
             raise ValueError(f"chunks of {leaf!r} are not of tokens")
     else:
         config["data_spec"], leaves = json.loads(config["data_spec"])[1], iter(config["data_format"])
-        _assemble(config["data_spec"], leaves)
+        if isinstance(_assemble(config["data_spec"], leaves), dict):
+            config["of_arrow"] = ("json", "pickle")  # lists, and None, which are then in an Arrow table
         if (more := next(leaves, None)) is not None:
             raise ValueError(f"leaf {more!r} has no place in a sample")
-    rows = config["data_spec"]["type"] == "builtins.dict" if loader == "PyTreeLoader" else False
     for leaf in config["data_format"]:
-        if not rows or leaf not in ("json", "pickle"):  # lists, and None, in a table of Arrow
+        if leaf not in config["of_arrow"]:
             _decoder(leaf)
     return files, config
 

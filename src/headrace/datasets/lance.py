@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace._core.streams.map_style import AsyncDataset, positions
+from headrace._core.text import short_repr
 from headrace.errors import MissingExtraError, StoreError
 
 __all__ = ["LanceDataset"]
@@ -55,14 +56,12 @@ class LanceDataset(AsyncDataset[Any]):
             import lance
         except ImportError:
             raise MissingExtraError(what="LanceDataset", package="pylance", extra="lance") from None
-        if isinstance(columns, str):
-            raise TypeError("columns= must be several names, not one str")
         try:
             # Pickled with its manifest, so that each process reads the same files.
             self._dataset = lance.dataset(os.fspath(url), version, storage_options=dict(storage_options or {}))
             self._length = self._dataset.count_rows()
         except (OSError, ValueError) as error:
-            raise StoreError(f"cannot open Lance dataset {os.fspath(url)}: {str(error).partition(', /')[0]}") from None
+            raise StoreError(f"cannot open Lance dataset {os.fspath(url)}: {error}") from None
         self._columns = None if columns is None else list(columns)
         names = self._dataset.schema.names
         for column in self._columns or ():  # lance would panic
@@ -93,5 +92,4 @@ class LanceDataset(AsyncDataset[Any]):
         try:
             return await asyncio.to_thread(self._dataset.take, rows, self._columns)
         except OSError as error:
-            what = f"cannot read {self!r}, row {rows[0]}{' and others' if len(rows) > 1 else ''}"
-            raise StoreError(f"{what}: {str(error).partition(', /')[0]}") from None  # without places in lance's sources
+            raise StoreError(f"cannot read {self!r}, rows {short_repr(rows)}: {error}") from None

@@ -14,15 +14,13 @@ from headrace.errors import ShardError, TruncatedShardError
 __all__ = ["clip_file", "read_track"]
 
 Array = np.ndarray[Any, Any]
-# Frames in decoding order, with their times in FFmpeg, in ticks; ticks a second; boxes that a clip has too.
-VideoTrack = tuple[Array, int, tuple[bytes, ...]]
+VideoTrack = tuple[Array, int, tuple[bytes, ...]]  # frames in decoding order; ticks a second; boxes for clips
 
 _FRAME = np.dtype("<i8,<i8,<u4,<u4,?,?")
-_FRAME.names = ("pts", "offset", "size", "duration", "sync", "shown")
+_FRAME.names = ("pts", "offset", "size", "duration", "sync", "shown")  # times as FFmpeg's, in ticks
 _FIRST, _LATER = 16 << 10, 1 << 20  # bytes of requests
 _MOST_BYTES, _MOST_FRAMES, _MOST_SECONDS = 1 << 28, 1 << 24, 4e6  # of an index, and what it may state
 _PARENTS = (b"mdia", b"minf", b"stbl", b"edts", b"dinf")
-_NEEDED = {b"tkhd", b"mdhd", b"hdlr", b"stsd", b"stts", b"stsc", b"stsz"}
 _COPIED = ((b"tkhd",), (b"mdhd", b"hdlr"), (b"vmhd", b"dinf"), (b"stsd",))  # into clips, at each depth
 
 
@@ -41,9 +39,9 @@ async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
     moov = await reader.take(at + header, at + length)
     try:
         track = _parse(moov)
-    except (ValueError, IndexError, RecursionError, struct.error) as error:
-        remedy = "ffmpeg -i OLD -c copy -movflags +faststart NEW.mp4 may write a file that can be read"
-        raise ShardError(f"{error}; {remedy}", shard=shard.name, offset=at) from None
+    except (ValueError, LookupError, RecursionError, struct.error) as error:
+        what = f"no video that can be read by ranges: {error!r}; ffmpeg -i OLD -c copy -movflags +faststart NEW.mp4"
+        raise ShardError(f"{what} may write one", shard=shard.name, offset=at) from None
     if (end := int(track[0]["offset"][-1]) + int(track[0]["size"][-1])) > size:
         raise TruncatedShardError(f"{size} bytes, but its video ends at {end}", shard=shard.name, offset=size)
     return shard, track
@@ -84,9 +82,8 @@ def _runs(box: memoryview, dtype: str, count: int) -> Array:
 def _parse(moov: memoryview) -> VideoTrack:
     movie = dict(_walk(moov))
     tracks = [dict(reversed([*_walk(box)])) for kind, box in _walk(moov) if kind == b"trak"]  # the first of each kind
-    track = next((each for each in tracks if bytes(each.get(b"hdlr", b"")[8:12]) == b"vide"), dict[bytes, memoryview]())
+    (track, *_) = (each for each in tracks if bytes(each.get(b"hdlr", b"")[8:12]) == b"vide")
     _check(b"mvex" not in movie, "fragmented mp4, whose index is not in one place")
-    _check(track and b"mvhd" in movie and track.keys() >= _NEEDED, "no video track with all its tables")
     codecs = bytes(track[b"stsd"][4:16])
     _check(codecs[:4] == b"\0\0\0\1" and codecs[8:] != b"encv", "encrypted, or of several codecs")
     _check(b"dref" not in track or bytes(track[b"dref"][19:20]) == b"\1", "the frames are in another file")
@@ -120,7 +117,6 @@ def _parse(moov: memoryview) -> VideoTrack:
 
 def _offsets(track: dict[bytes, memoryview], sizes: Array) -> Array:
     """Where each frame is: in chunks, whose places and numbers of frames are known."""
-    _check(track.keys() & {b"co64", b"stco"}, "no table of chunks")
     places = _rows(track[b"co64"], ">u8") if b"co64" in track else _rows(track[b"stco"], ">u4")
     rows = _rows(track[b"stsc"], ">u4,>u4,>u4")
     runs, inside = np.diff(rows["f0"], append=len(places) + 1).astype(np.int64), rows["f1"].astype(np.int64)

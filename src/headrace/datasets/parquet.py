@@ -88,8 +88,6 @@ class TableStream(PartStream[Any]):
     ) -> list[RowGroup]:
         """Find the files, read their footers, check that their columns agree."""
         require_pyarrow(f"reading {cls.__name__}")
-        if isinstance(columns, str):
-            raise TypeError("columns= must be several names, not one str")
         names = None if columns is None else tuple(columns)
         if names is not None and (not names or len(set(names)) < len(names)):
             raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
@@ -249,15 +247,10 @@ class RowGroupDataset(AsyncDataset[Any]):
         """
         import pyarrow
 
-        group = self._group(index)
+        group = self._groups[index]
         pieces = await group.fetch()
         return await asyncio.to_thread(lambda: pyarrow.concat_tables(group.decode(pieces, group.rows)))
 
     def sample_key(self, index: int) -> str:
         """The file and the number of the row group at `index`."""
-        return self._group(index).name
-
-    def _group(self, index: int) -> RowGroup:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} is out of range for {self!r}")
-        return self._groups[index]
+        return self._groups[index].name

@@ -19,6 +19,7 @@ from typing import Any
 import av
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import soundfile
 import torch
 import zarr
@@ -107,8 +108,8 @@ def _tar() -> Format:
     return Format(files, hr.TarDataset.index, samples)
 
 
-def _arrow() -> Format:
-    """Streams and files, one with a dictionary, compressed ones, and one without rows."""
+def _tables(kind: type[hr.ArrowDataset | hr.ParquetDataset]) -> Format:
+    """Streams and files of Arrow or Parquet, one with a dictionary, compressed ones, and one without rows."""
     files, samples = {}, []
     for number, (count, compression) in enumerate([(7, None), (0, None), (9, "zstd"), (10, "lz4")]):
         columns = {"id": [*range(number * 100, number * 100 + count)], "text": [f"{n % 3}" * 40 for n in range(count)]}
@@ -118,14 +119,17 @@ def _arrow() -> Format:
             table = table.set_column(1, "text", table["text"].dictionary_encode())
         stream, options = io.BytesIO(), pa.ipc.IpcWriteOptions(compression=compression)
         new = pa.ipc.new_file if number % 2 else pa.ipc.new_stream
-        with new(stream, table.schema, options=options) as writer:
-            writer.write_table(table, 4)
-        files[f"{number}.arrow"] = stream.getvalue()
+        if kind is hr.ArrowDataset:
+            with new(stream, table.schema, options=options) as writer:
+                writer.write_table(table, 4)
+        else:
+            pq.write_table(table, stream, row_group_size=4, compression=compression)
+        files[f"{number}{kind._suffixes[0]}"] = stream.getvalue()
 
     def stream(store: hr.Store, **options: Any) -> Any:
         split = {"shards": "groups", "samples": "rows"}[options.pop("split", "shards")]
         names = ("shuffle", "buffer_size", "seed", "rank", "world_size", "remainder")
-        return hr.ArrowDataset(store, split=split, **{name: options[name] for name in names if name in options})
+        return kind(store, split=split, **{name: options[name] for name in names if name in options})
 
     return Format(files, None, samples, stream)
 
@@ -266,6 +270,7 @@ FORMATS = {
     "datatrove": _documents("2.ds", "4.ds", "bare2.ds", "bare4.ds"),
     "tar index": _tar(),
     "video": _video(),
-    "arrow": _arrow(),
+    "arrow": _tables(hr.ArrowDataset),
+    "parquet": _tables(hr.ParquetDataset),
     "wav": _wav(),
 }

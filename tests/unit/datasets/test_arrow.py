@@ -7,6 +7,7 @@ import shutil
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 import headrace as hr
@@ -18,14 +19,21 @@ from tests.unit.shards.resuming import in_memory
 
 def written(*tables, new=pa.ipc.new_stream, **options):
     stream = io.BytesIO()
+    if new is pq.ParquetWriter:
+        pq.write_table(pa.concat_tables(tables), stream, row_group_size=len(tables[0]), **options)
+        return stream.getvalue()
     with new(stream, tables[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
         for table in tables:
             writer.write_table(table)
     return stream.getvalue()
 
 
-def opened(data, **options):
+def arrow(data, **options):
     return hr.ArrowDataset(["0.arrow"], store=in_memory({"0.arrow": data}), **options)
+
+
+def parquet(data, **options):
+    return hr.ParquetDataset(["0.parquet"], store=in_memory({"0.parquet": data}), **options)
 
 
 def test_split_that_datasets_saved_is_read_without_its_cached_results(tmp_path):
@@ -44,9 +52,10 @@ def test_split_that_datasets_saved_is_read_without_its_cached_results(tmp_path):
         hr.ArrowDataset(train)
 
 
-@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
+@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file, pq.ParquetWriter])
 @pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"compression": "lz4"}], ids=str)
 def test_every_type_and_selection_equals_pyarrows(new, options):
+    opened = parquet if new is pq.ParquetWriter else arrow
     table = pa.table(
         {
             "id": range(3),
@@ -58,6 +67,7 @@ def test_every_type_and_selection_equals_pyarrows(new, options):
             "decimal": pa.array([decimal.Decimal("1.20"), None, decimal.Decimal("-3.00")]),
             "time": pa.array([datetime.datetime(2024, 2, 29, 12), None, None], pa.timestamp("us", tz="UTC")),
             "view": pa.array(["a long text in a view", "", None], pa.string_view()),
+            "map": pa.array([[("k", 1)], [], None], pa.map_(pa.string(), pa.int64())),
             "half": pa.array([1.5, None, -2.0], pa.float16()),
         }
     )
@@ -72,8 +82,11 @@ def test_every_type_and_selection_equals_pyarrows(new, options):
             list(opened(data, columns=columns, filters=pc.field("id") == 1))
             == [{name: rows[1][name] for name in columns}] * 2
         )
-    with pytest.raises(ValueError, match=r"has no column 'struct\.x'"):
-        opened(data, columns=["struct.x"])
+    if opened is parquet:
+        assert [row["struct"] for row in opened(data, columns=["struct.y"])][:3] == [{"y": "a"}, {"y": "b"}, None]
+    else:
+        with pytest.raises(ValueError, match=r"has no column 'struct\.x'"):
+            opened(data, columns=["struct.x"])
 
 
 def test_dictionaries_that_grow_and_are_replaced():
@@ -82,7 +95,7 @@ def test_dictionaries_that_grow_and_are_replaced():
     expected = [text for each in texts for text in each]
     for deltas in (False, True):
         data = written(*tables, emit_dictionary_deltas=deltas)
-        assert [row["t"] for row in opened(data)] == expected
+        assert [row["t"] for row in arrow(data)] == expected
         groups = hr.ArrowDataset.groups(["0.arrow"], store=in_memory({"0.arrow": data}))
         assert [groups[number]["t"].to_pylist() for number in (2, 0, 1)] == [texts[2], texts[0], texts[1]]
 
@@ -108,4 +121,4 @@ def test_files_that_are_cut_or_no_arrow_files_are_refused():
         (b"FEA1" + bytes(100), ShardError, r"not Arrow IPC \(Feather 2\)"),
     ]:
         with pytest.raises(error, match=rf"{says}.*0\.arrow"):
-            opened(data)
+            arrow(data)

@@ -71,13 +71,9 @@ GOOD = written(subtype="PCM_16")
     ("data", "what"),
     [
         (GOOD[:-1], "its samples end at"),
-        (GOOD[:40], "not a WAV file"),
-        (b"", "not a WAV file"),
         (written("FLAC"), "not a WAV file"),
         (GOOD[:40] + bytes(4) + GOOD[44:], "not a WAV file whose header states its samples"),
-        (GOOD[:40] + b"\xff" * 4 + GOOD[44:], "its samples end at"),
         (GOOD[:40] + (1001).to_bytes(4, "little") + GOOD[44:], "not whole samples"),
-        (written(subtype="PCM_U8"), "format 1 of 8 bits"),
         (written(subtype="ULAW"), "format 7"),
         (GOOD[:32] + b"\3" + GOOD[33:], "format 1 of 16 bits, 2 channels"),
     ],

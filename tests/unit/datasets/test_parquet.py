@@ -1,18 +1,15 @@
 """`ParquetDataset` gives rows and tables by reading no more than the columns that are wanted, each footer once."""
 
-import datetime
-import decimal
 import io
 import pickle
 import sys
-from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import headrace as hr
-from headrace.errors import ObjectChangedError, ShardError, TruncatedShardError
+from headrace.errors import ObjectChangedError, ShardError
 from headrace.testing import DatasetContract, StreamContract
 from object_server import ObjectServer
 
@@ -70,14 +67,6 @@ class TestRowGroups(DatasetContract):
         return left.equals(right)
 
 
-@pytest.mark.parametrize(("prefetch_row_groups", "prefetch_bytes"), [(1, 256 << 20), (4, 1), (100, 256 << 20)])
-def test_rows_are_in_file_order(server, prefetch_row_groups, prefetch_bytes):
-    dataset = opened(server, prefetch_row_groups=prefetch_row_groups, prefetch_bytes=prefetch_bytes)
-    rows = list(dataset)
-    assert rows == [row for n in range(3) for row in numbers(n * ROWS).to_pylist()]
-    assert len(dataset) == len(rows)
-
-
 @pytest.mark.counts
 def test_footer_is_read_once_and_pickled_with_the_dataset(server):
     names = [f"{server.url}/a/{n}.parquet" for n in range(3)]
@@ -132,30 +121,6 @@ def test_tables_are_row_groups_or_parts_of_row_groups(server, table_rows):
     assert len(dataset) == len(tables)
 
 
-def test_every_type_equals_pyarrows_to_pylist(server):
-    table = pa.table(
-        {
-            "null": pa.array([1, None, 3]),
-            "list": pa.array([[1, 2], [], None]),
-            "struct": pa.array([{"x": 1, "y": "a"}, {"x": None, "y": "b"}, None]),
-            "category": pa.array(["a", "b", "a"]).dictionary_encode(),
-            "decimal": pa.array([decimal.Decimal("1.20"), None, decimal.Decimal("-3.00")]),
-            "time": pa.array([datetime.datetime(2024, 2, 29, 12), None, None], pa.timestamp("us", tz="UTC")),
-            "map": pa.array([[("k", 1)], [], None], pa.map_(pa.string(), pa.int64())),
-        }
-    )
-    server.put("types.parquet", written(table))
-    assert list(opened(server, "types.parquet")) == table.to_pylist()
-    assert grouped(server, "types.parquet")[0].equals(table)
-    small = list(opened(server, "types.parquet", format="arrow", table_rows=2))
-    assert small[0].equals(table.slice(0, 2))
-    assert small[1].equals(table.slice(2))
-    assert list(opened(server, "types.parquet", columns=["struct.y"]))[:2] == [
-        {"struct": {"y": "a"}},
-        {"struct": {"y": "b"}},
-    ]
-
-
 def test_small_table_is_pickled_without_its_neighbours(server):
     server.put("large.parquet", written(pa.table({"id": range(4096), "text": ["row"] * 4096})))
     tables = list(opened(server, "large.parquet", format="arrow", table_rows=8))
@@ -181,61 +146,6 @@ def test_files_with_different_columns_need_columns_argument(server):
     with pytest.raises(ShardError, match=r"b/1\.parquet"):
         opened(server, "b")
     assert ids(opened(server, "b", columns=["id", "text"])) == list(range(200))
-
-
-@pytest.mark.parametrize(
-    ("format", "split", "remainder", "world_size"),
-    [
-        ("rows", "groups", "drop", 5),
-        ("arrow", "groups", "pad", 5),
-        ("rows", "groups", "repeat", 2),
-        ("arrow", "groups", "keep", 5),
-        ("arrow", "rows", "drop", 2),
-        ("rows", "rows", "repeat", 5),
-        ("rows", "rows", "keep", 2),
-    ],
-)
-def test_ranks_divide_rows_by_split_and_remainder(server, format, split, remainder, world_size):
-    options = {"format": format, "split": split, "remainder": remainder, "shuffle": True, "world_size": world_size}
-    parts, lengths = [], []
-    for rank in range(world_size):
-        dataset = opened(server, rank=rank, **options)
-        samples = list(dataset)
-        lengths.append((len(samples), len(dataset)))
-        parts.append([i for s in samples for i in (s["id"].to_pylist() if format == "arrow" else [s["id"]])])
-    assert all(given == said for given, said in lengths), lengths
-    if remainder != "keep":
-        assert len(set(lengths)) == 1
-    counts = Counter(i for part in parts for i in part)
-    if remainder != "drop":
-        assert counts.keys() == set(range(300))
-    if remainder in ("drop", "keep"):
-        assert max(counts.values()) == 1
-
-
-def test_loader_yields_every_row_and_table(server):
-    with hr.DataLoader(opened(server, columns=["id"]), batch_size=7) as loader:
-        for _ in range(2):
-            assert [i for batch in loader for i in batch["id"].tolist()] == list(range(300))
-    with hr.DataLoader(opened(server, format="arrow"), batch_size=None, placement="process") as loader:
-        assert pa.concat_tables(loader).equals(pa.concat_tables(numbers(n * ROWS) for n in range(3)))
-
-
-@pytest.mark.parametrize(
-    ("data", "error", "says"),
-    [
-        (b"", TruncatedShardError, "truncated"),
-        (OBJECTS["a/0.parquet"][:-5], TruncatedShardError, "truncated"),
-        (OBJECTS["a/0.parquet"][:-4] + b"PARE", ShardError, "encrypted"),
-        (OBJECTS["a/0.parquet"][:-8] + b"\xff\xff\xff\x7fPAR1", ShardError, "corrupt footer"),
-        (OBJECTS["a/0.parquet"][:-400] + bytes(392) + OBJECTS["a/0.parquet"][-8:], ShardError, "corrupt footer"),
-    ],
-    ids=["empty", "end cut off", "encrypted", "footer too long", "footer zeroed"],
-)
-def test_incomplete_file_error_names_the_file(server, data, error, says):
-    server.put("a/1.parquet", data)
-    with pytest.raises(error, match=rf"{says}.*a/1\.parquet"):
-        opened(server)
 
 
 def test_changed_file_raises_and_other_files_are_read(server):
@@ -289,6 +199,10 @@ def test_invalid_arguments_are_errors(server):
             opened(server, **{name: value})
     with pytest.raises(ValueError, match=r"no column 'idd'; it has 'id', 'text', 'square'"):
         opened(server, columns=["id", "idd"])
+    for data, says in ((b"", "truncated"), (OBJECTS["a/0.parquet"][:-4] + b"PARE", "b'PARE'")):
+        server.put("a/1.parquet", data)
+        with pytest.raises(ShardError, match=rf"{says}.*a/1\.parquet"):
+            opened(server)
 
 
 def test_columns_of_one_name_are_an_error_and_never_one_of_them(tmp_path):
@@ -300,15 +214,3 @@ def test_columns_of_one_name_are_an_error_and_never_one_of_them(tmp_path):
     assert list(hr.ParquetDataset(tmp_path, columns=["id"])) == [{"id": 1}]
     (table,) = hr.ParquetDataset(tmp_path, format="arrow")
     assert table.column_names == ["id", "value", "value"]
-
-
-def test_columns_of_hive_partitions_are_those_that_pyarrow_reads(tmp_path):
-    table = pa.table({"x": [*range(6)], "label": ["cat", "a b/c", None] * 2, "year": [2024, 2025, 2026] * 2})
-    pq.write_to_dataset(table, tmp_path, partition_cols=["label", "year"])
-    expected = sorted(pq.read_table(tmp_path).to_pylist(), key=lambda row: row["x"])
-    assert sorted(hr.ParquetDataset(tmp_path), key=lambda row: row["x"]) == expected
-    tables = list(hr.ParquetDataset(tmp_path, columns=["year"], format="arrow"))
-    assert sorted(pa.concat_tables(tables)["year"].to_pylist()) == [2024, 2024, 2025, 2025, 2026, 2026]
-    assert len(hr.ParquetDataset.groups(tmp_path / "label=cat", columns=["x", "label"])) == 1
-    with pytest.raises(ValueError, match="has no column 'z'; it has 'x', 'label', 'year'"):
-        hr.ParquetDataset(tmp_path, columns=["z"])

@@ -19,6 +19,7 @@ from tests.unit.shards.test_division import read_in_stages
 
 X = pc.field("x")
 FILTERS = [
+    None,
     X > 33,
     (X > 5) & (X <= 41) & (pc.field("year") == 2025),
     (pc.field("label") == "cat") | (X == 17),
@@ -150,15 +151,13 @@ def test_filters_that_do_not_fit_are_errors(folder, tmp_path):
         (X > "a", "no kernel matching input types"),
         (X + 1, "must evaluate to bool"),
         (pc.field(0) > 3, "must name columns"),
-        ([("x", "like", 3)], r"must be an expression of pyarrow.compute or conditions"),
-        ([], "must be an expression"),
-        ("x > 3", "must be an expression"),
+        ([("x", "like", 3)], "is not a valid operator"),
     ]:
         for make in (hr.ParquetDataset, hr.ParquetDataset.groups):
             with pytest.raises(ValueError, match=says):
                 make(folder, filters=filters)
     pq.write_table(pa.table({"x": pa.array([1, 2**63], pa.uint64())}), tmp_path / "0.parquet")
-    with pytest.raises(ValueError, match=r"does not fit .*0\.parquet: Integer value 9223372036854775808"):
+    with pytest.raises(ValueError, match="Integer value 9223372036854775808"):
         hr.ParquetDataset(tmp_path, filters=X > 2)
     with pytest.raises(ValueError, match=r"only a part of a column that filters= needs, 'pair.a'"):
         hr.ParquetDataset(folder, columns=["pair.a"], filters=pc.field("pair", "b") == "1")

@@ -69,7 +69,6 @@ def test_a_damaged_record_is_an_error_and_the_next_follow():
         (FILES["d.tfrecord.zlib"], "x.tfrecord", ShardError, "length is damaged .* compressed"),
         (FILES["c.tfrecord.gz"], "x.tfrecord", ShardError, "gzip by its first bytes"),
         (struct.pack("<Q", 1 << 40) + masked(struct.pack("<Q", 1 << 40)), "x.tfrec", ShardError, "above 1 GiB"),
-        (FILES["d.tfrecord.zlib"][:-1], "x.tfrecord.zlib", TruncatedShardError, "zlib stream is truncated"),
     ],
 )
 def test_what_is_no_record_ends_its_file(data, name, error, what):
@@ -84,7 +83,6 @@ def test_what_is_no_record_ends_its_file(data, name, error, what):
     ("record", "what"),
     [
         (read(FILES["sequence.record"])[0], "but field 2, as of a SequenceExample"),
-        (b"\x0a\x7f", "no field at byte"),
         (b"\x0a\xff", "index out of range"),
         (b"\x0a\x08\x0a\x06\x12\x04\x22\x02\x0a\0", "of kind 4"),  # from the future
         (b"\x0a\x09\x0a\x07\x12\x05\x1a\x03\x0a\x01\x80", "numbers without an end"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
 from operator import and_
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace._core.failure import as_exception
 from headrace._core.shards.discovery import Shard, list_inside
@@ -30,7 +30,7 @@ SUFFIXES = (".parquet", ".pq", ".parq")
 # a larger one takes a second read.
 TAIL = 64 << 10
 _PARALLEL_FOOTERS = 32
-_MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
+_MAGIC = b"PAR1"
 
 # Rows that become Python objects at once. This holds the interpreter lock, so it is done for a few milliseconds at a
 # time.
@@ -52,21 +52,12 @@ class Footer(TableFile):
     """A file's footer, with the eight bytes after it; pickled as its bytes, so that no other process reads it again.
 
     Its shard is the file in the version of the footer.
-
-    Raises:
-        ShardError: `data` is no valid footer.
     """
 
     def __init__(self, shard: Shard, size: int, data: bytes) -> None:
-        self.__setstate__((shard, size, data))
-
-    def __getstate__(self) -> tuple[Shard, int, bytes]:
-        return self.shard, self.size, self._data
-
-    def __setstate__(self, state: tuple[Shard, int, bytes]) -> None:
         import pyarrow.parquet
 
-        self.shard, self.size, self._data = state
+        self.shard, self.size, self._data = shard, size, data
         try:
             self.metadata = pyarrow.parquet.read_metadata(pyarrow.BufferReader(_MAGIC + self._data))
             self.schema = self.metadata.schema.to_arrow_schema()
@@ -77,6 +68,9 @@ class Footer(TableFile):
         if sum(self.rows) != self.metadata.num_rows or min(self.rows, default=0) < 0:
             what = f"corrupt footer: {self.metadata.num_rows} rows, but row groups of {self.rows}"
             raise ShardError(what, shard=self.shard.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Footer, (self.shard, self.size, self._data)
 
     def selected(self, columns: Sequence[str]) -> Any:
         import pyarrow.parquet
@@ -101,11 +95,7 @@ class Footer(TableFile):
                 pyarrow.BufferReader(_MAGIC + self._data), partition_expression=reduce(and_, values) if added else None
             )
             schema = pyarrow.schema([*self.schema, *(pyarrow.field(name, value.type) for name, value in added)])
-            try:
-                numbers = [group.id for group in fragment.subset(selection.filters, schema=schema).row_groups]
-            except pyarrow.ArrowException as error:  # a value of its statistics is none of the filter's type
-                what = f"filters={selection.filters} does not fit {self.shard.name}"
-                raise ValueError(f"{what}: {one_line(error)}") from None
+            numbers = [group.id for group in fragment.subset(selection.filters, schema=schema).row_groups]
         return [RowGroup(self, number, selection) for number in numbers if self.rows[number]]
 
     def leaves(self, columns: Sequence[str] | None) -> list[int]:
@@ -152,12 +142,7 @@ class RowGroup:
         )
 
     async def fetch(self) -> Pieces:
-        """Read the bytes of the columns: neighbours by one request, large chunks by several.
-
-        Raises:
-            ShardError: the footer is corrupt.
-            StoreError: a request failed, or the file has changed.
-        """
+        """Read the bytes of the columns: neighbours by one request, large chunks by several."""
         bounds = [
             (start, min(start + LARGEST_SPAN, span.stop))
             for span in plan_spans(self._ranges())
@@ -167,11 +152,7 @@ class RowGroup:
         return [(start, part) for (start, _), part in zip(bounds, parts, strict=True)]
 
     def decode(self, pieces: Pieces, rows: int) -> Iterator[Any]:
-        """Decode tables of `rows` rows before the filter; the last may be shorter.
-
-        Raises:
-            ShardError: a page is corrupt, or rows are missing.
-        """
+        """Decode tables of `rows` rows before the filter; the last may be shorter."""
         import pyarrow
 
         left = self.rows
@@ -180,9 +161,7 @@ class RowGroup:
                 left -= batch.num_rows
                 yield self.selection.apply(batch)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            large = "chunked array outputs" in str(error)  # more than 2 GiB of nested strings
-            remedy = "; ParquetDataset with format='arrow', table_rows=256 reads less at once" if large else ""
-            raise self.error(f"cannot decode: {one_line(error)}{remedy}") from None
+            raise self.error(f"cannot decode: {one_line(error)}") from None
         if left:
             raise self.error(f"cannot decode: {left} of {self.rows} rows are missing")
 
@@ -217,19 +196,13 @@ class RowGroup:
 
 
 async def read_footers(shards: Sequence[Shard]) -> list[Footer]:
-    """Read the footers of files, each by one request, or by two if it is larger than 64 KiB.
-
-    A shard that is not there may be a directory of such files.
-
-    Raises:
-        ShardError: a file is not Parquet, corrupt or encrypted.
-        StoreError: a request failed.
-    """
+    """Read the footers of files, each by one request, or by two if it is larger than 64 KiB."""
     footers = await map_all(_read_footers, shards, _PARALLEL_FOOTERS)
     return [*chain.from_iterable(footers)]
 
 
 async def _read_footers(shard: Shard) -> list[Footer]:
+    """Of a file, or, if there is none, of those in a directory of that name."""
     try:
         return [await _read_footer(shard)]
     except ObjectNotFoundError:
@@ -240,13 +213,9 @@ async def _read_footers(shard: Shard) -> list[Footer]:
 
 async def _read_footer(shard: Shard) -> Footer:
     read = await shard.read_end(TAIL)
-    size, tail = read.head.size, bytes(read.data)
-    shard = replace(shard, head=read.head)
-    ending = tail[-4:]
-    if ending == _ENCRYPTED:
-        raise ShardError("the footer is encrypted, and headrace has no key; decrypt the file first", shard=shard.name)
-    if ending != _MAGIC or size < 12:
-        what = f"not a Parquet file, or truncated: it ends in {ending!r} instead of {_MAGIC!r}"
+    shard, size, tail = replace(shard, head=read.head), read.head.size, bytes(read.data)
+    if tail[-4:] != _MAGIC or size < 12:
+        what = f"not a Parquet file, or truncated or encrypted: it ends in {tail[-4:]!r} instead of {_MAGIC!r}"
         raise TruncatedShardError(what, shard=shard.name, offset=size)
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if length + len(_MAGIC) > size:
@@ -367,21 +336,18 @@ class _RowGroupReader(BlockReader):
     def _samples_of(self, batch: Any) -> Sequence[object]:
         if self._as_rows:
             dropped = min(self._drop, batch.num_rows)
-            samples: list[object] = self._to_dicts(batch.slice(dropped))
+            try:
+                samples: list[object] = batch.slice(dropped).to_pylist()
+            except Exception as error:  # OverflowError, UnicodeDecodeError and others
+                cause = f"{type(error).__name__}: {error}"
+                what = f"some of its rows cannot be converted to Python objects; read it with format='arrow': {cause}"
+                raise self._group.error(what) from None
         else:
             tables = _tables(batch, self._table_rows) if batch.num_rows else []
             dropped = min(self._drop, len(tables))
             samples = tables[dropped:]
         self._drop -= dropped
         return samples
-
-    def _to_dicts(self, batch: Any) -> list[Any]:
-        try:
-            return cast("list[Any]", batch.to_pylist())
-        except Exception as error:  # OverflowError, UnicodeDecodeError and others
-            cause = f"{type(error).__name__}: {error}"
-            what = f"some of its rows cannot be converted to Python objects; read it with format='arrow': {cause}"
-            raise self._group.error(what) from None
 
 
 def _tables(whole: Any, rows: int) -> list[object]:

@@ -15,7 +15,6 @@ from urllib.parse import unquote
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.division import names_digest
 from headrace._core.store.listing import require_pyarrow
-from headrace._core.text import short_repr
 from headrace.errors import ShardError
 
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -67,26 +66,18 @@ class Selection:
 
 
 def as_expression(filters: Any) -> Any:
-    """Filters as one `pyarrow.compute.Expression`; None for none.
-
-    Raises:
-        ValueError: they are neither an expression nor lists of conditions, or name a column by its number.
-    """
+    """Filters as one `pyarrow.compute.Expression`; None for none."""
     if filters is None:
         return None
     parquet = require_pyarrow("filters=")
     from pyarrow.compute import Expression
 
     if not isinstance(filters, Expression):
-        try:
-            lists = [filters] if isinstance(filters[0][0], str) else filters
-            # The order of a set changes with the process, and with it the text of the expression.
-            filters = parquet.filters_to_expression(
-                [[(n, op, sorted(v, key=repr) if isinstance(v, set) else v) for n, op, v in each] for each in lists]
-            )
-        except (TypeError, ValueError, LookupError) as error:
-            what = "must be an expression of pyarrow.compute or conditions as [('x', '>', 3)]"
-            raise ValueError(f"filters={short_repr(filters)} {what}: {error}") from None
+        lists = [filters] if isinstance(filters[0][0], str) else filters
+        # The order of a set changes with the process, and with it the text of the expression.
+        filters = parquet.filters_to_expression(
+            [[(n, op, sorted(v, key=repr) if isinstance(v, set) else v) for n, op, v in each] for each in lists]
+        )
     if "FieldPath(" in str(filters):
         raise ValueError(f"filters={filters} must name columns; their numbers change with columns=")
     return filters
@@ -112,12 +103,7 @@ def filter_rows(table: Any, filters: Any) -> Any:
 def select_columns(
     files: Sequence[TableFile], columns: tuple[str, ...] | None, filters: Any, *, as_rows: bool
 ) -> list[Selection]:
-    """What to read and to give of each file.
-
-    Raises:
-        ShardError: files have other columns, or, if not `as_rows`, columns of types that cannot be unified.
-        ValueError: there is no such column, or the filter does not fit.
-    """
+    """What to read and to give of each file; for tables, whose types are unified, not `as_rows`."""
     import pyarrow
 
     found: list[tuple[Selection, Any]] = []
@@ -135,13 +121,14 @@ def select_columns(
             first = given if first is None else first
             try:
                 if {*given.names} != {*first.names}:
-                    raise ValueError("give columns= that all files have")
+                    raise ValueError("names differ")
                 # Rows are Python objects, the same ones of string and large_string.
                 unified = None if as_rows else given if unified is None else _unify(unified, given)
             except (ValueError, TypeError, LookupError) as error:
                 listed, expected = (", ".join(f"{f.name} {f.type}" for f in each) for each in (given, first))
-                what = f"columns {listed}, but {expected} in {files[0].shard.name}; {error}"
-                raise ShardError(what, shard=file.shard.name) from None
+                what = f"columns {listed}, but {expected} in {files[0].shard.name}: {' '.join(str(error).split())}"
+                remedy = "give columns= that all files have, of types that can be one, or read rows (format='rows')"
+                raise ShardError(f"{what}; {remedy}", shard=file.shard.name) from None
         selection, given = made[there]
         found.append((replace(selection, added={name: added[name] for name in selection.added}), given))
     if unified is not None and any(given != unified for _, given in found):
@@ -207,11 +194,7 @@ def _unify(one: Any, other: Any) -> Any:
         for schema, field in zip(schemas, fields, strict=True):
             kind = field.type.value_type if plain and is_dictionary(field.type) else field.type
             schema.append(field.with_type(kind))
-    try:
-        return pyarrow.unify_schemas([*map(pyarrow.schema, schemas)], promote_options="permissive")
-    except pyarrow.ArrowException as error:
-        remedy = "read rows (format='rows'), whose types may differ"
-        raise ValueError(f"{' '.join(str(error).split())}: give columns= of the same types, or {remedy}") from None
+    return pyarrow.unify_schemas([*map(pyarrow.schema, schemas)], promote_options="permissive")
 
 
 def _hive_values(keys: Sequence[str]) -> list[dict[str, Any]]:

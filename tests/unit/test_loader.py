@@ -15,10 +15,7 @@ import torch
 
 import headrace as hr
 from tests.datasets import Numbers
-
-
-def lists(batches):
-    return [batch.tolist() for batch in batches]
+from tests.unit.consumer.test_skipping import lists
 
 
 @pytest.mark.parametrize("thing", [3, None, object(), lambda: None])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import headrace as hr
-from tests.unit.consumer.test_skipping import Mine, Numbers
+from tests.unit.consumer.test_skipping import Mine, Numbers, lists
 from tests.unit.streams.reading import Count
 
 STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
@@ -22,10 +22,6 @@ class TorchCount(torch.utils.data.IterableDataset):
 
     def __iter__(self):
         return iter(range(self.stop))
-
-
-def lists(batches):
-    return [batch.tolist() for batch in batches]
 
 
 def drain(iterator, most=100):

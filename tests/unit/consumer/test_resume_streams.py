@@ -1,6 +1,5 @@
 """A loader of a stream continues after the last delivered batch, wherever the stream is read."""
 
-import itertools
 import json
 
 import pytest
@@ -9,6 +8,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from headrace import AsyncIterableDataset, DataLoader, StateError, from_async_iterable
 from tests.datasets import TorchStream
+from tests.unit.consumer.test_resume import saved_after, values
 
 N = 11
 
@@ -68,19 +68,6 @@ CASES = {
     "torch in workers": lambda: DataLoader(TorchStream(N), 2, seed=0, transform=noisy, num_workers=2),
     "torch in workers, without a state": lambda: DataLoader(TorchNumbers(), 2, seed=0, transform=noisy, num_workers=2),
 }
-
-
-def values(batch):
-    return torch.as_tensor(batch).tolist()
-
-
-def saved_after(loader, batches):
-    """The batches given out, and the state after them, through JSON."""
-    iterator = iter(loader)
-    given = [values(batch) for batch in itertools.islice(iterator, batches)]
-    state = json.loads(json.dumps(loader.state_dict()))
-    iterator.close()
-    return given, state
 
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")

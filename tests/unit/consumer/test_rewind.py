@@ -28,9 +28,13 @@ def numbers_of(batches):
 
 def loader_of(kind, **options):
     data = Numbers(2400)
-    sampler = {"elastic": hr.ElasticSampler, "blocks": lambda d, seed: hr.BlockShuffleSampler(
-        d, block_size=10, blocks_at_once=6, seed=seed)}[kind](data, seed=5)  # fmt: skip
-    return hr.DataLoader(data, batch_size=4, sampler=sampler, seed=5, transform=noisy, **options)
+    if kind == "seed":
+        options |= {"shuffle": True}
+    else:
+        of_blocks = {"block_size": 10, "blocks_at_once": 6}
+        make, arguments = (hr.ElasticSampler, {}) if kind == "elastic" else (hr.BlockShuffleSampler, of_blocks)
+        options |= {"sampler": make(data, seed=5, **arguments)}
+    return hr.DataLoader(data, 4, seed=5, transform=noisy, **options)
 
 
 @pytest.mark.parametrize("kind", ["elastic", "blocks"])
@@ -151,12 +155,6 @@ def test_batch_size_that_has_changed_is_refused():
     assert second.samples_at(0, [1]) == numbers
 
 
-def plain_loader(kind, **options):
-    return loader_of(kind, **options) if kind != "seed" else hr.DataLoader(
-        Numbers(2400), 4, shuffle=True, seed=5, transform=noisy, **options
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("kind", ["elastic", "blocks"])
 def test_steps_and_keys_are_left_out_on_all_ranks_and_after_restarts(kind, as_rank):
     draw = random.Random(kind)
@@ -194,7 +192,7 @@ def test_steps_and_keys_are_left_out_on_all_ranks_and_after_restarts(kind, as_ra
 
 @pytest.mark.parametrize("kind", ["seed", "elastic", "blocks"])
 def test_batches_stay_full_and_are_found_again(kind):
-    with plain_loader(kind) as loader:
+    with loader_of(kind) as loader:
         before = list(loader)
         loader.set_epoch(0)
         loader.exclude(steps={0: [1, 5]}, keys=[7, 8])
@@ -210,7 +208,7 @@ def test_batches_stay_full_and_are_found_again(kind):
 
 
 def test_checkpoint_from_before_a_spike_continues_without_its_steps():
-    with plain_loader("seed") as loader:
+    with loader_of("seed") as loader:
         batches, checkpoint = iter(loader), None
         trained = []
         for step, batch in enumerate(batches):
@@ -234,7 +232,7 @@ def test_checkpoint_from_before_a_spike_continues_without_its_steps():
     ],
 )
 def test_unknown_steps_and_keys_are_refused(arguments, error, problem):
-    loader = plain_loader("seed")
+    loader = loader_of("seed")
     with pytest.raises(error, match=problem):
         loader.exclude(**arguments)
     assert len(loader) == 600

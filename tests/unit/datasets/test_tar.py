@@ -217,19 +217,6 @@ def test_ranks_divide_shards_into_equal_lengths(unequal_shards, world_size, poli
     assert len(first) == len(ranks[0])
 
 
-@pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
-@pytest.mark.parametrize("world_size", [5, 30])
-def test_ranks_divide_samples_if_counts_are_unknown(unequal_shards, world_size, policy):
-    ranks = parts(unequal_shards, world_size, split="samples", remainder=policy)
-    got = sum(map(Counter, ranks), Counter())
-    if policy == "keep":
-        assert got == EVERY
-    else:
-        assert len(set(map(len, ranks))) == 1
-        assert len(ranks[0]) == (len(EVERY) - 1) // world_size + 1 - (policy == "drop" and 24 % world_size > 0)
-        assert got <= EVERY if policy == "drop" else set(got) == set(EVERY)
-
-
 def test_each_rank_yields_samples_per_rank(unequal_shards):
     for policy in ("pad", "repeat"):
         assert list(map(len, parts(unequal_shards, 2, samples_per_rank=40, remainder=policy))) == [40, 40]

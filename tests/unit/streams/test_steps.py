@@ -16,7 +16,7 @@ import torch
 import headrace as hr
 from headrace._core.streams.steps import CHUNK
 from tests.datasets import SlowDataset
-from tests.unit.consumer.test_skipping import Mine
+from tests.unit.consumer.test_skipping import Mine, lists
 from tests.unit.streams.reading import Count
 
 THREADS = {"num_workers": 2, "executor": "thread", "placement": "thread"}
@@ -29,10 +29,6 @@ def even(sample):
 
 def square(sample):
     return sample * sample
-
-
-def lists(batches):
-    return [batch.tolist() for batch in batches]
 
 
 def flat(batches):

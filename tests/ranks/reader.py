@@ -7,7 +7,6 @@ the process knows its rank, as in a script that makes them before `trainer.fit()
 import itertools
 import json
 import os
-import random
 import sys
 from pathlib import Path
 
@@ -78,10 +77,6 @@ def init_worker(number):
     in_worker_init.extend(said())
 
 
-def drawn(sample):
-    return [sample, random.random()]
-
-
 def datasets(folder):
     lines = hr.LinesDataset(folder, shuffle=True, buffer_size=5, split="samples")
     whole_shards = hr.LinesDataset(folder, shuffle=True, counts=[10] * 4)
@@ -126,10 +121,6 @@ def main():
         options = {"transform": said_in_transform, "collate_fn": said_in_collate, "worker_init_fn": init_worker}
         with hr.DataLoader(Infos(), 1, **options, **place) as loader:
             read[f"infos, {placement}, {workers} workers"] = list(loader)
-        if "WHOLE" not in os.environ:
-            continue
-        with hr.DataLoader(Numbers(), 4, transform=drawn, collate_fn=list, seed=7, **place) as loader:
-            read[f"random, {placement}, {workers} workers"] = epochs_of(loader)
     print(json.dumps(read))
     sys.stdout.flush()
     if "GLOO" in os.environ:

@@ -50,13 +50,6 @@ def test_ranks_share_all_samples_evenly_in_each_epoch(read, stream, place):
         assert ours[0] != ours[1]
 
 
-@pytest.mark.parametrize("read", sorted(WHOLE), indirect=True)
-@pytest.mark.parametrize("place", PLACES)
-def test_ranks_and_epochs_draw_different_random_numbers(read, place):
-    drawn = [[number for _, number in epoch] for rank in read for epoch in rank[f"random, {place}"]]
-    assert len({number for numbers in drawn for number in numbers}) == 4 * 64
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_rank_is_known_in_all_code_that_a_loader_runs(read, place):
     for rank, scenarios in enumerate(read):

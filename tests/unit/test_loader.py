@@ -63,17 +63,6 @@ def test_with_block_closes_and_the_loader_can_be_used_again():
     loader.close()
 
 
-def test_async_with_block_closes_on_every_loop(consumer_loop):
-    async def scenario():
-        async with hr.DataLoader(Numbers(10), batch_size=5) as loader:
-            running = aiter(loader)
-            await anext(running)
-        with pytest.raises(hr.errors.LoaderClosedError):
-            await anext(running)
-
-    consumer_loop(scenario)
-
-
 def test_closing_wakes_a_consumer_in_another_thread():
     class Silent(Numbers):
         async def aget(self, index):

@@ -31,12 +31,7 @@ class Cursor(NamedTuple):
 class BalancedOrder:
     """The batches of an epoch, over all ranks: each rank has every W-th, so that any number of ranks can continue.
 
-    Args:
-        lengths: tokens of each sample.
-        max_tokens: the most tokens of a batch; no sample has more.
-        window: the least number of samples that are planned together; all samples if there are fewer.
-        seed: of the order, with `epoch`.
-        epoch: number of the epoch.
+    At least `window` samples are planned together; all if there are fewer.
     """
 
     def __init__(self, lengths: NDArray[Any], max_tokens: int, window: int, seed: int, epoch: int) -> None:
@@ -45,11 +40,7 @@ class BalancedOrder:
         self._windows = max(1, len(lengths) // window)
 
     def steps(self, shard: ShardOptions, cursor: Cursor) -> Iterator[tuple[list[int], Cursor]]:
-        """A rank's batches from a position on, each with the position after its step.
-
-        Raises:
-            StateError: the lengths at the position, or the arguments, are others than they were.
-        """
+        """A rank's batches from a position on, each with the position after its step."""
         batches = self._batches(cursor)
         while step := list(itertools.islice(batches, shard.count)):
             # The last step may have fewer batches than ranks: each of them is dealt to several, and if it has fewer
@@ -94,10 +85,7 @@ def _deal(tokens: NDArray[np.int64], max_tokens: int) -> NDArray[np.int64]:
 
     Longest first, each into the batch with the fewest tokens: they differ by less than a short sample, if there are
     some (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). If one has too many, there must be more batches.
-
-    Args:
-        tokens: of each sample, in descending order, at most `max_tokens`.
-        max_tokens: the most of a batch.
+    `tokens` are of each sample, in descending order.
     """
     count, more = max(int(tokens.sum() / (max_tokens * FILL)), int((tokens > max_tokens // 2).sum())) + 1, 0.01
     while True:

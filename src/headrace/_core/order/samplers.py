@@ -195,20 +195,7 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
 
 
 class SeededRandomSampler(CursorSampler, RandomSampler):
-    """A random order that follows from the seed and the epoch alone, in headrace's loader and in any other.
-
-    Args:
-        data_source: the sampled dataset, for its length.
-        seed: of the order, with the epoch.
-
-    Example:
-        >>> sampler = SeededRandomSampler(range(6), seed=0)
-        >>> list(sampler)
-        [3, 4, 2, 1, 0, 5]
-        >>> sampler.set_epoch(0)
-        >>> list(sampler)
-        [3, 4, 2, 1, 0, 5]
-    """
+    """A random order that follows from the seed and the epoch alone, in headrace's loader and in any other."""
 
     def __init__(self, data_source: Sized, *, seed: int) -> None:
         super().__init__(data_source)
@@ -232,12 +219,7 @@ class SeededRandomSampler(CursorSampler, RandomSampler):
 
 
 class SeededRankSampler(RankSampler):
-    """The order of a loader with a seed, dealt to the ranks: in place of a `DistributedSampler` put in by a trainer.
-
-    Args:
-        replaced: the sampler of the trainer, which says how the ranks share the dataset.
-        seed: the loader's.
-    """
+    """The order of a loader with a seed, dealt to the ranks: in place of a trainer's `DistributedSampler`."""
 
     def __init__(self, replaced: DistributedSampler[Any], *, seed: int) -> None:
         ranks = replaced.rank, replaced.num_replicas

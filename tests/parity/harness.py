@@ -27,7 +27,10 @@ SEED = 42
 # Warnings that depend on something else than the program: torch's about the size of the machine that the tests run on,
 # and since Python 3.12 that of a fork of a process with threads. Ours always has one more, the engine's; torch's loader
 # causes it as soon as torch has computed something on several threads, which not every program of these tests does.
-OF_THE_MACHINE = re.compile(r"This DataLoader will create|This process \(pid=\d+\) is multi-threaded, use of fork\(\)")
+# And lance's at each fork, if another test has imported it.
+OF_THE_MACHINE = re.compile(
+    r"This DataLoader will create|This process \(pid=\d+\) is multi-threaded, use of fork\(\)|lance is not fork-safe"
+)
 
 
 @dataclass(frozen=True)

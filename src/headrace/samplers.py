@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, Sampler
 
-from headrace._core.order.balanced import BalancedOrder, Cursor
+from headrace._core.order.balanced import Cursor, balanced_batches, of_rank
 from headrace._core.order.blocks import BlockOrder
 from headrace._core.order.exclusion import BaseOrder
 from headrace._core.order.samplers import RankSampler
@@ -252,15 +252,7 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         """The most samples of a batch: by it a loader numbers samples alike on all ranks, which so have one state."""
         return self.max_tokens
 
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        """The rank whose batches are drawn."""
-        return self._ranks.shard().index
-
-    @property
-    def num_replicas(self) -> int:  # type: ignore[override]
-        """The number of ranks."""
-        return self._ranks.shard().count
+    _shard, rank, num_replicas = RankSampler._shard, RankSampler.rank, RankSampler.num_replicas
 
     def __len__(self) -> int:
         raise TypeError("the number of batches is known only when all are planned: give the trainer a number of steps")
@@ -276,8 +268,8 @@ class BalancedBatchSampler(DistributedSampler[Any]):
     def _steps(self, shard: ShardOptions) -> Iterator[list[int]]:
         # Now, at the first `next()`: torch's loader calls iter() twice for an epoch, and draws from one of the two.
         epoch, cursor, self._restored = self.epoch, self._restored or Cursor(), None
-        order = BalancedOrder(self._lengths, self.max_tokens, self.window, self.seed, epoch)
-        for batch, after in order.steps(shard, cursor):
+        batches = balanced_batches(self._lengths, self.max_tokens, self.window, self.seed, epoch, cursor)
+        for batch, after in of_rank(batches, shard):
             self._position = epoch, after
             yield batch
         self._position = None

@@ -28,64 +28,52 @@ class Cursor(NamedTuple):
     checksum: int | None = None  # of the plan's arguments and the lengths in the window; None before the first step
 
 
-class BalancedOrder:
-    """The batches of an epoch, over all ranks: each rank has every W-th, so that any number of ranks can continue.
+def balanced_batches(
+    lengths: NDArray[Any], max_tokens: int, window: int, seed: int, epoch: int, cursor: Cursor
+) -> Iterator[tuple[NDArray[np.int64], Cursor]]:
+    """The batches of an epoch from a position on, over all ranks, each with the position after it.
 
     At least `window` samples are planned together; all if there are fewer.
     """
-
-    def __init__(self, lengths: NDArray[Any], max_tokens: int, window: int, seed: int, epoch: int) -> None:
-        self._lengths, self._max_tokens, self._seed, self._epoch = lengths, max_tokens, seed, epoch
-        self._order = Permutation(len(lengths), seed, epoch)
-        self._windows = max(1, len(lengths) // window)
-
-    def steps(self, shard: ShardOptions, cursor: Cursor) -> Iterator[tuple[list[int], Cursor]]:
-        """A rank's batches from a position on, each with the position after its step."""
-        batches = self._batches(cursor)
-        while step := list(itertools.islice(batches, shard.count)):
-            # The last step may have fewer batches than ranks: each of them is dealt to several, and if it has fewer
-            # samples than those are, some of its samples come twice.
-            part, number = divmod(shard.index, len(step))
-            batch = step[number][0]
-            own = batch[part :: len(range(number, shard.count, len(step)))]
-            yield (own if len(own) else batch[part % len(batch)][None]).tolist(), step[-1][1]
-
-    def _batches(self, cursor: Cursor) -> Iterator[tuple[NDArray[np.int64], Cursor]]:
-        for window in range(cursor.window, self._windows):
-            checksum, batches = self._plan(window)
-            first = cursor.batches if window == cursor.window else 0
-            if window == cursor.window and cursor.checksum not in (None, checksum):
-                raise StateError(
-                    "the state was saved by a BalancedBatchSampler with other lengths, max_tokens=, window= or seed=: "
-                    "what is left of the epoch would be other samples"
-                )
-            for number, batch in enumerate(batches[first:], first + 1):
-                yield batch, Cursor(window, number, checksum)
-
-    def _plan(self, window: int) -> tuple[int, list[NDArray[np.int64]]]:
-        """The checksum and the batches of a window, in random order."""
-        n = len(self._lengths)
-        samples = self._order[window * n // self._windows : (window + 1) * n // self._windows]
-        tokens = np.maximum(
-            self._lengths[samples].astype(np.int64), 1
-        )  # so that a batch has at most `max_tokens` samples
-        checksum = zlib.crc32(
-            tokens.tobytes(), zlib.crc32(repr((n, self._max_tokens, self._windows, self._seed)).encode())
-        )
+    n, order = len(lengths), Permutation(len(lengths), seed, epoch)
+    windows = max(1, n // window)
+    arguments = zlib.crc32(repr((n, max_tokens, windows, seed)).encode())
+    for number in range(cursor.window, windows):
+        samples = order[number * n // windows : (number + 1) * n // windows]
+        tokens = np.maximum(lengths[samples].astype(np.int64), 1)  # so a batch has at most `max_tokens` samples
+        checksum = zlib.crc32(tokens.tobytes(), arguments)
+        if number == cursor.window and cursor.checksum not in (None, checksum):
+            raise StateError(
+                "the state was saved by a BalancedBatchSampler with other lengths, max_tokens=, window= or seed=: "
+                "what is left of the epoch would be other samples"
+            )
         by_length = np.argsort(-tokens, kind="stable")
-        numbers = _deal(tokens[by_length], self._max_tokens)
-        ends = np.cumsum(np.bincount(numbers))
-        batches = np.split(samples[by_length[np.argsort(numbers, kind="stable")]], ends[:-1])
-        shuffled = Permutation(len(batches), batch_seed(self._seed, self._epoch, window), self._epoch)
-        return checksum, [batches[number] for number in shuffled]
+        dealt = _deal(tokens[by_length], max_tokens)
+        ends = np.cumsum(np.bincount(dealt))
+        batches = np.split(samples[by_length[np.argsort(dealt, kind="stable")]], ends[:-1])
+        shuffled = [*Permutation(len(batches), batch_seed(seed, epoch, number), epoch)]
+        for at in range(cursor.batches if number == cursor.window else 0, len(batches)):
+            yield batches[shuffled[at]], Cursor(number, at + 1, checksum)
+
+
+def of_rank(
+    batches: Iterator[tuple[NDArray[np.int64], Cursor]], shard: ShardOptions
+) -> Iterator[tuple[list[int], Cursor]]:
+    """A rank's batches, each with the position after its step: every W-th, so that any number of ranks can continue."""
+    while step := list(itertools.islice(batches, shard.count)):
+        # The last step may have fewer batches than ranks: each of them is dealt to several, and if it has fewer
+        # samples than those are, some of its samples come twice.
+        part, number = divmod(shard.index, len(step))
+        batch = step[number][0]
+        own = batch[part :: len(range(number, shard.count, len(step)))]
+        yield (own if len(own) else batch[part % len(batch)][None]).tolist(), step[-1][1]
 
 
 def _deal(tokens: NDArray[np.int64], max_tokens: int) -> NDArray[np.int64]:
-    """The number of the batch for each sample, of few batches with at most `max_tokens`.
+    """The number of the batch for each sample, by tokens in descending order, of few batches with at most `max_tokens`.
 
     Longest first, each into the batch with the fewest tokens: they differ by less than a short sample, if there are
     some (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). If one has too many, there must be more batches.
-    `tokens` are of each sample, in descending order.
     """
     count, more = max(int(tokens.sum() / (max_tokens * FILL)), int((tokens > max_tokens // 2).sum())) + 1, 0.01
     while True:

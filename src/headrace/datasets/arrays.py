@@ -14,7 +14,6 @@ from headrace._core.shards.discovery import Shard, Shards, find_shards, map_shar
 from headrace._core.shards.npy import npy_layout
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
-from headrace._core.streams.map_style import positions
 from headrace.datasets.cached import RangedShards
 from headrace.errors import ShardError
 
@@ -57,8 +56,7 @@ class ArrayDataset(RangedShards[torch.Tensor]):
                 raise ShardError(what, shard=shard.name)
         super().__init__(opened, [shape[0] for shape in shapes])
         self._row_bytes = self._dtype.itemsize * math.prod(self._shape)
-        # Where the first row of all would be, if the file had it.
-        self._begins = np.array(begins) - np.concatenate(([0], self._ends[:-1])) * self._row_bytes
+        self._begins = np.array(begins)
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the rows at `indices`; negative indices count from the end. Objects are numbered as shards.
@@ -66,8 +64,7 @@ class ArrayDataset(RangedShards[torch.Tensor]):
         Raises:
             IndexError: there is no such row.
         """
-        rows = positions(indices, len(self))
-        shards = np.searchsorted(self._ends, rows, side="right")
+        shards, rows = self._rows(indices)
         starts = self._begins[shards] + rows * self._row_bytes
         return Ranges(shards, starts, starts + self._row_bytes)
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Any, NamedTuple, TypeVar, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.ranged import RangedStream
@@ -17,7 +18,7 @@ from headrace._core.shards.stream import ShardedStream, StreamOptions
 from headrace._core.store.disk_cache import DiskCache
 from headrace._core.store.ranges import Ranges
 from headrace._core.streams.kinds import Capabilities, ReadRange, Views, capabilities, propagate_epoch, sample_key
-from headrace._core.streams.map_style import AsyncDataset, RangedDataset
+from headrace._core.streams.map_style import AsyncDataset, RangedDataset, positions
 from headrace._core.text import check_keywords
 from headrace.errors import ShardError
 
@@ -232,9 +233,9 @@ class CachedDataset(AsyncDataset[T_co]):
         self, number: int, ranges: Ranges, indices: Sequence[int], read_range: ReadRange
     ) -> AsyncGenerator[Views, None]:
         """Read the samples by one request, and cache each."""
-        async for positions, views in self.dataset.read_missing(number, ranges, indices, read_range):
-            await self._keep([indices[position] for position in positions], views)
-            yield positions, views
+        async for slots, views in self.dataset.read_missing(number, ranges, indices, read_range):
+            await self._keep([indices[slot] for slot in slots], views)
+            yield slots, views
 
     async def _keep(self, indices: Sequence[int], views: Sequence[memoryview]) -> None:
         """Cache samples, before they are given: an epoch that is left at its last sample is cached completely."""
@@ -253,6 +254,7 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
     def __init__(self, shards: Sequence[Shard], counts: Sequence[int]) -> None:
         self._shards = tuple(shards)
         self._ends = np.cumsum(counts)
+        self._firsts = self._ends - np.asarray(counts, np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -295,7 +297,13 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
         if not -length <= index < length:
             raise IndexError(f"index {index} is out of range for {self!r}")
         number = int(np.searchsorted(self._ends, index % length, side="right"))
-        return number, index % length - (int(self._ends[number - 1]) if number else 0)
+        return number, index % length - int(self._firsts[number])
+
+    def _rows(self, indices: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The number of the shard of each sample, and its row there; raises `IndexError` if there is none."""
+        places = positions(indices, len(self))
+        shards = np.searchsorted(self._ends, places, side="right")
+        return shards, places - self._firsts[shards]
 
     def range(self, index: int) -> tuple[int, int, int]:
         """Shard, start and stop of the bytes of the sample at `index`; raises `IndexError` if there is none."""

@@ -13,15 +13,7 @@ from numpy.typing import NDArray
 
 from headrace._core.shards.unpacked import UNPACKED_BYTES
 from headrace._core.store.store import StoreLike
-from headrace.datasets.offset_tables import (
-    OffsetTableDataset,
-    TableFile,
-    checked,
-    decode_fields,
-    raw_image,
-    read_index,
-    several,
-)
+from headrace.datasets import offset_tables as tables
 
 __all__ = ["MDSDataset"]
 
@@ -40,16 +32,16 @@ _DECODERS: dict[str, Callable[[memoryview], Any]] = {
     "json": lambda data: json.loads(bytes(data)),
     "jpeg": bytes,
     "png": bytes,
-    "pil": raw_image,
-    "jpeg_array": several,
-    "jpegarray": several,
-    "list[jpeg]": lambda data: several(data[4:]),
-    "list[png]": lambda data: several(data[4:]),
-    "list[pil]": lambda data: several(data[4:], raw_image),
+    "pil": tables.raw_image,
+    "jpeg_array": tables.several,
+    "jpegarray": tables.several,
+    "list[jpeg]": lambda data: tables.several(data[4:]),
+    "list[png]": lambda data: tables.several(data[4:]),
+    "list[pil]": lambda data: tables.several(data[4:], tables.raw_image),
 }
 
 
-class MDSDataset(OffsetTableDataset[dict[str, Any]]):
+class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
     """The samples of a folder that Mosaic's `MDSWriter` has written, map-style: a dict of the columns of each.
 
     Columns are decoded as Mosaic does, arrays and scalars in NumPy's types, but for images: ``jpeg`` and ``png`` stay
@@ -76,29 +68,29 @@ class MDSDataset(OffsetTableDataset[dict[str, Any]]):
     def __init__(
         self, url: StoreLike, *, split: str = "", unpacked_bytes: int = UNPACKED_BYTES, check: str | None = None
     ) -> None:
-        store, parsed = read_index(url, split, functools.partial(_parse, check=check))
+        store, parsed = tables.read_index(url, split, functools.partial(_parse, check=check))
         self._columns = [columns for _, columns in parsed]
         super().__init__(store, [file for file, _ in parsed], unpacked_bytes)
 
     def decode(self, number: int, data: memoryview) -> dict[str, Any]:
         """Make a sample of its bytes."""
         columns = self._columns[number]
-        values = decode_fields(data, [(name, _decoder(encoding), size) for name, encoding, size in columns])
+        values = tables.decode_fields(data, [(name, _decoder(encoding), size) for name, encoding, size in columns])
         return dict(zip([name for name, _, _ in columns], values, strict=True))
 
 
-def _parse(index: Any, folder: str, check: str | None) -> list[tuple[TableFile, Columns]]:
+def _parse(index: Any, folder: str, check: str | None) -> list[tuple[tables.TableFile, Columns]]:
     return [_parse_shard(shard, folder, check) for shard in index["shards"]]
 
 
-def _parse_shard(shard: Any, folder: str, check: str | None) -> tuple[TableFile, Columns]:
+def _parse_shard(shard: Any, folder: str, check: str | None) -> tuple[tables.TableFile, Columns]:
     if (shard["format"], shard["version"]) != ("mds", 2):
         raise ValueError(f"format {shard['format']!r} in version {shard['version']!r}; 'mds' in version 2 is read")
     raw, packed = shard["raw_data"], shard.get("zip_data")
     format = shard["compression"].partition(":")[0] if packed else None
     name, stored = (packed["basename"], packed["bytes"]) if packed else (raw["basename"], None)
     digest = (check, raw["hashes"][check]) if check else None
-    file = checked(folder, name, shard["samples"], raw["bytes"], format, stored=stored, digest=digest)
+    file = tables.checked(folder, name, shard["samples"], raw["bytes"], format, stored=stored, digest=digest)
     columns = tuple(zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True))
     for name, encoding, size in columns:
         if encoding == "pkl":

@@ -19,7 +19,6 @@ from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.kinds import Capabilities
-from headrace._core.streams.map_style import positions
 from headrace.datasets.cached import Extent, RangedShards
 from headrace.errors import ShardError
 
@@ -61,9 +60,6 @@ class OffsetTableDataset(RangedShards[T_co]):
         super().__init__([shard for shard, _ in opened], counts or [file.rows for file in files] or [0])
         self._offsets = np.concatenate([table for _, table in opened] or [np.zeros(1, np.int64)]).astype(np.uint32)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} samples)"
-
     async def _open(self, store: Store, file: TableFile) -> tuple[Shard, NDArray[np.int64]]:
         shard = Shard(store, file.key)
         if self._whole:
@@ -99,12 +95,10 @@ class OffsetTableDataset(RangedShards[T_co]):
         Raises:
             IndexError: there is no such sample.
         """
-        places = positions(indices, len(self))
-        shards = np.searchsorted(self._ends, places, side="right")
+        shards, rows = self._rows(indices)
         if self._whole:
-            rows = places - np.concatenate(([0], self._ends))[shards]
             return Ranges(shards, rows, rows + 1)
-        at = places + shards  # a table has one offset more than samples
+        at = self._firsts[shards] + rows + shards  # a table has one offset more than samples
         return Ranges(shards, self._offsets[at].astype(np.int64), self._offsets[at + 1].astype(np.int64))
 
     def extent(self, index: int) -> Extent:

@@ -17,7 +17,6 @@ from headrace._core.shards.npy import npy_layout
 from headrace._core.shards.token_index import read_index
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
-from headrace._core.streams.map_style import positions
 from headrace.datasets.cached import RangedShards
 from headrace.errors import ShardError
 
@@ -151,13 +150,11 @@ class TokenDataset(RangedShards[torch.Tensor]):
         Raises:
             IndexError: there is no such sample.
         """
-        places = positions(indices, len(self))
-        shards = np.searchsorted(self._ends, places, side="right")
+        shards, rows = self._rows(indices)
         if self._bounds is not None:
-            places = places + shards
-            return Ranges(shards, self._bounds[places], self._bounds[places + 1])
-        within = places - np.concatenate(([0], self._ends))[shards]
-        starts = self._begins[shards] + within * self._stride * self._sizes[shards]
+            at = self._firsts[shards] + rows + shards
+            return Ranges(shards, self._bounds[at], self._bounds[at + 1])
+        starts = self._begins[shards] + rows * self._stride * self._sizes[shards]
         return Ranges(shards, starts, starts + self._seq_len * self._sizes[shards])
 
     def sample_of(self, index: int, data: memoryview) -> torch.Tensor:

@@ -11,7 +11,6 @@ import torch
 from headrace._core.shards.discovery import HeaderReader, Shard, Shards, find_shards, map_shards
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
-from headrace._core.streams.map_style import positions
 from headrace.datasets.cached import RangedShards
 from headrace.errors import ShardError, TruncatedShardError
 
@@ -72,9 +71,8 @@ class WavDataset(RangedShards[torch.Tensor]):
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the windows at `indices`; raises `IndexError` if there is no such window."""
-        rows, step = positions(indices, len(self)), self._channels * self._width
-        files = np.searchsorted(self._ends, rows, side="right")
-        starts = self._begins[files] + (rows - np.append(0, self._ends)[files]) * self._stride * step
+        (files, rows), step = self._rows(indices), self._channels * self._width
+        starts = self._begins[files] + rows * self._stride * step
         return Ranges(files, starts, starts + self._samples * step)
 
     def sample_of(self, index: int, data: memoryview) -> torch.Tensor:

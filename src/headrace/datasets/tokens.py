@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard, Shards, find_shards, map_shards
 from headrace._core.shards.npy import npy_layout
-from headrace._core.shards.token_index import read_index
+from headrace._core.shards.token_index import TokenIndex, read_index
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
 from headrace.datasets.cached import RangedShards
@@ -30,17 +30,6 @@ _BEGINNING = 4096  # bytes read of each shard; the header of a one-dimensional a
 _LLMC_HEADER = 1024  # bytes: 256 numbers of 32 bits, of which two say the type, and the third counts the tokens
 _LLMC_TYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # by kind and version
 _LLMC_KINDS = {20240520, 20240522, 20240801}  # the second is of examples for evaluations
-
-
-@dataclass(frozen=True, slots=True)
-class _TokenFile:
-    """A shard with its layout: `count` tokens of type `dtype`, from byte `begin` on."""
-
-    shard: Shard
-    begin: int
-    dtype: np.dtype[np.generic]
-    count: int
-    bounds: NDArray[np.int64] | None  # bytes at which documents begin, and at which the last ends, if asked for
 
 
 class TokenDataset(RangedShards[torch.Tensor]):
@@ -114,19 +103,18 @@ class TokenDataset(RangedShards[torch.Tensor]):
         found = find_shards(shards, suffixes=_SUFFIXES, store=store)
         types = [(shard, _raw_type(shard, dtype), seq_len is None) for shard in found]  # before any request
         files = map_shards(_open_file, types)
-        bounds = [file.bounds for file in files if file.bounds is not None]
+        shards, begins, self._dtypes, counts, bounds = zip(*files, strict=True)
         # Of all shards, one more for each than it has documents; None for windows.
-        self._bounds = np.concatenate(bounds) if bounds else None
-        counts = [
-            max(0, (file.count - self._seq_len) // self._stride + 1) if file.bounds is None else len(file.bounds) - 1
-            for file in files
-        ]
-        super().__init__([file.shard for file in files], counts)
+        self._bounds = np.concatenate(bounds) if seq_len is None else None
+        if seq_len is None:
+            counts = tuple(len(each) - 1 for each in bounds)
+        else:
+            counts = tuple(max(0, (count - seq_len) // self._stride + 1) for count in counts)
+        super().__init__(shards, counts)
         if not len(self):
             kind = "a document" if seq_len is None else f"the {seq_len} tokens of a window"
             raise ValueError(f"none of {len(found)} shards has {kind}")
-        self._begins = np.array([file.begin for file in files], dtype=np.int64)
-        self._dtypes = tuple(file.dtype for file in files)
+        self._begins = np.array(begins, dtype=np.int64)
         self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], dtype=np.int64)
         self._dtype = self._dtypes[0] if len(set(self._dtypes)) == 1 else None
 
@@ -171,12 +159,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
 
 
 def _raw_type(shard: Shard, dtype: str | None) -> str | None:
-    """The type of the tokens in a raw shard, by `dtype` and the ending of its name; None if it must have a header.
-
-    Raises:
-        ShardError: the ending is that of a compression.
-        ValueError: the ending contradicts `dtype`, or is unknown and there is no `dtype`.
-    """
+    """The type of the tokens in a raw shard, by `dtype` and the ending of its name; None if it must have a header."""
     refuse_compressed(shard.name)
     key = shard.key.lower()
     named = next((named for ending, named in _RAW_TYPES.items() if named and key.endswith(ending)), None)
@@ -187,12 +170,12 @@ def _raw_type(shard: Shard, dtype: str | None) -> str | None:
     return named or dtype
 
 
-async def _open_file(of: tuple[Shard, str | None, bool]) -> _TokenFile:
-    """Find the layout of a shard: by its first bytes, as of numpy or llm.c, else by the index beside it, else raw."""
+async def _open_file(of: tuple[Shard, str | None, bool]) -> tuple[Shard, int, *TokenIndex]:
+    """Find the first byte and the contents of a shard: by its own header, else by the index beside it, else raw."""
     shard, raw, documents = of
     read = await shard.read_start(_BEGINNING)
     first, size = bytes(read.data[:_BEGINNING]), read.head.size
-    shard, key, begin, index = replace(shard, head=read.head), shard.key.lower(), 0, None
+    shard, key, begin, bounds = replace(shard, head=read.head), shard.key.lower(), 0, None
     if first.startswith(np.lib.format.MAGIC_PREFIX) or (raw is None and key.endswith(".npy")):
         begin, dtype, shape, _ = npy_layout(first, shard, "; raw tokens need dtype=")
         if len(shape) != 1 or dtype.kind not in "ui":
@@ -202,7 +185,7 @@ async def _open_file(of: tuple[Shard, str | None, bool]) -> _TokenFile:
     elif int.from_bytes(first[:4], "little") in _LLMC_KINDS:
         begin, dtype, count = _llmc_layout(first, shard)
     elif index := await read_index(shard, size, raw, documents):
-        dtype, count = index.dtype, index.count
+        dtype, count, bounds = index
     elif raw is None and key.endswith(".ds"):
         raise ShardError("its .index or .metadata is missing; for windows, give dtype=", shard=shard.name)
     else:
@@ -215,10 +198,10 @@ async def _open_file(of: tuple[Shard, str | None, bool]) -> _TokenFile:
     if begin + count * dtype.itemsize != size:
         there = (size - begin) // dtype.itemsize
         raise ShardError(f"{there} tokens, but {count} in the header", shard=shard.name, offset=begin)
-    if documents and index is None:
+    if documents and bounds is None:
         what = "no index of its documents, as Megatron's .bin and datatrove's .ds have beside them; give seq_len="
         raise ShardError(what, shard=shard.name)
-    return _TokenFile(shard, begin, dtype, count, None if index is None else index.bounds)
+    return shard, begin, dtype, count, bounds
 
 
 def _check_width(first: bytes, raw: str, shard: Shard) -> None:

@@ -29,8 +29,6 @@ OBJECTS = {
     "a/0.bin": TOKENS[0].astype("<u2").tobytes(),
     "a/1.bin": TOKENS[1][:777].astype("<u2").tobytes(),
     "a/2.bin": TOKENS[2][:5].astype("<u2").tobytes(),
-    "b/0.npy": npy(TOKENS[0].astype(np.uint32)),
-    "b/1.npy": npy(TOKENS[1].astype(">u2")),
 }
 
 
@@ -67,12 +65,6 @@ def test_windows_do_not_cross_shards(server, seq_len, stride):
     assert dataset[-1].tolist() == wanted[-1].tolist()
 
 
-def test_npy_shards_have_their_own_dtype(server):
-    dataset = opened(server, "b", seq_len=100)
-    assert torch.equal(torch.cat([dataset[i] for i in range(20)]), torch.from_numpy(TOKENS[:2].reshape(-1)))
-    assert dataset[0].dtype == torch.int64
-
-
 def test_ending_of_each_shard_gives_the_type_of_its_tokens(tmp_path):
     types = {"a.BIN": "<u2", "b.U16": "<u2", "c.u32": "<u4", "D.NPY": "<u4", "e.npy": "<u2"}
     arrays = {name: np.arange(10 * at, 10 * at + 10, dtype=type) for at, (name, type) in enumerate(types.items())}
@@ -105,6 +97,7 @@ def llmc(magic, tokens, version=1):
         ("a.bin", None, npy(np.arange(700, dtype="<u4"))),
         ("a.npy", "uint16", np.arange(700, dtype="<u2").tobytes()),  # of OLMo
         ("a.npy", "uint16", npy(np.arange(700, dtype="<u4"))),
+        ("a.npy", None, npy(np.arange(700, dtype=">u2"))),
         ("a.npy", "uint8", (np.arange(700) % 256).astype("u1").tobytes()),
         ("a.bin", "int32", np.arange(700, dtype="<i4").tobytes()),  # of Megatron, without its index
         ("a.bin", "int64", np.arange(700, dtype="<i8").tobytes()),
@@ -209,28 +202,16 @@ async def test_deleted_shard_raises_with_its_key_and_leaves_no_task(server):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_files_of_the_original_writers_are_read_by_document_and_by_window(name, tmp_path):
+def test_files_of_the_original_writers_are_read_by_document_and_by_window(name):
     tokens = [*chain(*DOCUMENTS[name])]
     windows = hr.TokenDataset(FIXTURES / name, seq_len=11, stride=3)
     assert [windows[i].tolist() for i in range(len(windows))] == [tokens[i : i + 11] for i in range(0, 90, 3)]
-    for dataset in (documents := hr.TokenDataset(FIXTURES / name, seq_len=None), documents.cache(tmp_path)):
-        for _ in range(2):
-            with hr.DataLoader(dataset, batch_size=4, collate_fn=list) as loader:
-                assert [each.tolist() for batch in loader for each in batch] == DOCUMENTS[name]
+    documents = hr.TokenDataset(FIXTURES / name, seq_len=None)
+    assert [each.tolist() for each in documents] == DOCUMENTS[name]
+    every = hr.TokenDataset([FIXTURES / each for each in DOCUMENTS], seq_len=None)
+    assert every.lengths.tolist() == [*map(len, chain(*DOCUMENTS.values()))]
     assert repr(documents) == "TokenDataset(1 shards, 7 documents)"
     assert documents[0].dtype == torch.int64
-
-
-def test_documents_of_several_shards_and_types_follow_each_other():
-    dataset = hr.TokenDataset([FIXTURES / name for name in DOCUMENTS], seq_len=None)
-    wanted = [*chain(*DOCUMENTS.values())]
-    with hr.DataLoader(dataset, batch_size=5, shuffle=True, seed=0, collate_fn=list) as loader:
-        given = [each.tolist() for batch in loader for each in batch]
-    assert sorted(given) == sorted(wanted)
-    assert [dataset[i].tolist() for i in range(-len(wanted), 0)] == wanted
-    assert dataset.lengths.tolist() == [*map(len, wanted)]
-    with pytest.raises(IndexError):
-        dataset[len(wanted)]
 
 
 @pytest.mark.counts
@@ -257,7 +238,6 @@ def patch(at, format, *values):
         ("int32.bin", "int32.idx", lambda data: data[:20], 1, "20 bytes are not|not an index"),
         ("int32.bin", "int32.idx", patch(0, "8s", b"TNTIDX"), 1, "not an index of Megatron's tokens.*TNTIDX"),
         ("int32.bin", "int32.idx", patch(9, "Q", 2), 1, "version 2"),
-        ("int32.bin", "int32.idx", patch(16, "B", 1), 1, "version 72057594037927937"),
         ("int32.bin", "int32.idx", patch(17, "B", 7), 1, "type 7"),
         ("int32.bin", "int32.idx", patch(18, "Q", 2**63), None, "bytes are not those of 9223372036854775808"),
         ("int32.bin", "int32.idx", patch(34, "i", 8), None, "sequence 1 does not begin where .*offset 70"),
@@ -267,7 +247,6 @@ def patch(at, format, *values):
         ("int32.bin", "int32.idx", patch(118, "q", 1), None, "its documents are not all of its 7 sequences"),
         ("int32.bin", "int32.idx", patch(118 + 8, "q", 5), None, "its documents are not all"),
         ("int32.bin", "int32.idx", patch(118 + 56, "q", 6), None, "its documents are not all"),
-        ("int32.bin", "int32.idx", patch(118 + 56, "q", 2**40), None, "its documents are not all"),
         ("int32.bin", "int32.idx", None, None, "no index of its documents"),
         ("4.ds", "4.ds", lambda data: data[:-4], 1, "396 bytes, but 100 tokens of uint32 by .*metadata"),
         ("4.ds", "4.ds.metadata", lambda data: b"gpt2|2\n100\n100 T", 1, "400 bytes, but 100 tokens of uint16"),
@@ -276,7 +255,6 @@ def patch(at, format, *values):
         ("4.ds", "4.ds.index", lambda data: data[:-8], None, "ends at 71, but 100 tokens by .metadata"),
         ("4.ds", "4.ds.index", lambda data: data[:-1], None, "55 bytes are not whole numbers"),
         ("4.ds", "4.ds.index", patch(8, "Q", 6), None, "document 1 ends before it begins .*offset 8"),
-        ("4.ds", "4.ds.index", patch(0, "Q", 2**63), None, "document 0 ends before it begins"),
         ("4.ds", "4.ds.index", None, None, "its .index or .metadata is missing"),
         ("bare4.ds", "bare4.ds", lambda data: data[:-4], 1, "tokens of 3 bytes|396 bytes, but 100"),
         ("bare4.ds", "bare4.ds.index", lambda data: data[:-8], 1, "tokens of 5 bytes"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,23 +17,12 @@ _DATATROVE_TYPES = {2: "uint16", 4: "uint32"}  # by bytes of a token
 _METADATA = 4096  # bytes, at most: a name, two numbers and a comment
 
 
-@dataclass(frozen=True, slots=True)
-class TokenIndex:
-    """The contents of the files beside a shard, which have been compared with its size."""
-
-    dtype: np.dtype[np.generic]
-    count: int  # number of tokens
-    bounds: NDArray[np.int64] | None  # bytes at which documents begin, and at which the last ends, if asked for
+# The type of the tokens, their number, and, if asked for, the bytes at which documents begin and the last ends.
+TokenIndex = tuple[np.dtype[np.generic], int, NDArray[np.int64] | None]
 
 
 async def read_index(shard: Shard, size: int, dtype: str | None, documents: bool) -> TokenIndex | None:
-    """Read the index beside a shard of `size` bytes; None if there is none, or an unusable one that is not needed.
-
-    Raises:
-        ShardError: the index is malformed, or of another shard.
-        StoreError: a request failed.
-        ValueError: it contradicts `dtype`.
-    """
+    """Read the index beside a shard of `size` bytes; None if there is none, or an unusable one that is not needed."""
     key = shard.key.lower()
     if not key.endswith((".bin", ".ds")):
         return None
@@ -50,7 +39,7 @@ async def read_index(shard: Shard, size: int, dtype: str | None, documents: bool
         return None  # it may be another program's; and some stores refuse what they do not have
     if dtype not in (None, kind):
         raise ValueError(f"dtype={dtype!r}, but {shard.name} is {kind!r} by {name}; leave dtype= out")
-    return TokenIndex(np.dtype(kind).newbyteorder("<"), count, None if ends is None else ends * width)
+    return np.dtype(kind).newbyteorder("<"), count, None if ends is None else ends * width
 
 
 # The name of the file, the type of the tokens, their number, and, if asked for, the ends of documents, after a 0.

@@ -109,7 +109,8 @@ class OffsetTableDataset(RangedShards[T_co]):
         """Read bytes of a shard, or take a row of one that is read as a whole."""
         if not self._whole:
             return await super().read_range(number, start, stop, index=index)
-        data = await self._unpacked.get(number, functools.partial(self._load, number))
+        unpacked = await self._unpacked.get(number, functools.partial(self._load, number))
+        data: memoryview = unpacked.data.toreadonly()
         begin, end = self._row(number, start, data)
         return data[begin:end]
 

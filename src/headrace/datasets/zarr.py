@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from headrace._core.eventloop.per_loop import per_loop
 from headrace._core.shards.discovery import split_url
+from headrace._core.shards.unpacked import UnpackedShards
 from headrace._core.store.ranges import map_all
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
@@ -43,7 +43,7 @@ class ZarrDataset(AsyncDataset[Any]):
         axis: the axis of samples, in all arrays, which must agree in its length.
         missing: what a chunk that does not exist is: an ``"error"``, or ``"fill"``, the array's fill value, since most
             writers leave out chunks that have only that. A store of zarr's decides itself; Icechunk knows its chunks.
-        cache_bytes: bytes of decoded chunks that each event loop keeps, beside those under way.
+        cache_bytes: bytes of decoded chunks that each process keeps, beside those under way.
         store: store of the arrays, a `headrace.Store` or its URL; `url` is then a key in it, or under its URL.
 
     Attributes:
@@ -76,10 +76,10 @@ class ZarrDataset(AsyncDataset[Any]):
         store: StoreLike | None = None,
     ) -> None:
         try:
-            from headrace._core.shards.zarr_store import ReadStore, SharedReads, open_array
+            from headrace._core.shards.zarr_store import ReadStore, open_array
         except ImportError:
             raise MissingExtraError(what="ZarrDataset", package="zarr", extra="zarr") from None
-        self._reads = per_loop(partial(SharedReads, cache_bytes))
+        self._reads = UnpackedShards(cache_bytes)
         self._store: Any = url
         self._path = self._prefix = ""
         if isinstance(url, Store):
@@ -119,7 +119,7 @@ class ZarrDataset(AsyncDataset[Any]):
     async def _row(self, number: int, place: int) -> Any:
         block_size = self._arrays[number].chunks[self._axis]
         read = partial(self._read_block, number, block := place // block_size)
-        values = await (await self._reads()).get((number, block), self._sizes[number] * block_size, read)
+        values = await self._reads.get((number, block), read)
         # A copy: a view would keep the block, and torch would pickle all of it.
         row = np.array(values[place % block_size], dtype=values.dtype.newbyteorder("="), order="C")
         try:

@@ -48,26 +48,30 @@ def unpack(data: memoryview, format: str, size: int, shard: str) -> NDArray[np.u
 
 
 class UnpackedShards:
-    """Unpacked bytes by a key: the latest, up to `limit` bytes, and those of which views are in use.
+    """Arrays by a key, as of unpacked bytes: the latest, up to `limit` bytes, and those of which views are in use.
 
     A pickled copy is empty.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._in_use: weakref.WeakValueDictionary[Hashable, NDArray[np.uint8]] = weakref.WeakValueDictionary()
-        self._latest: OrderedDict[Hashable, NDArray[np.uint8]] = OrderedDict()
+        self._in_use: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
+        self._latest: OrderedDict[Hashable, Any] = OrderedDict()
         self._latest_bytes = 0
         self._lock = threading.Lock()  # of all of these, which event loops share
-        self._tasks: dict[Hashable, asyncio.Task[NDArray[np.uint8]]] = {}  # by loop and key
+        self._tasks: dict[Hashable, asyncio.Task[Any]] = {}  # by loop and key
         self._waiting: Counter[Hashable] = Counter()
         self._corrupt: dict[Hashable, ShardError] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         return UnpackedShards, (self._limit,)
 
-    async def get(self, key: Hashable, load: Callable[[], Coroutine[Any, Any, NDArray[np.uint8]]]) -> memoryview:
-        """A view of what `load` gives, which runs once for all that wait. What was corrupt is not loaded again."""
+    def peek(self, key: Hashable) -> Any:
+        """What is here."""
+        return self._in_use.get(key)
+
+    async def get(self, key: Hashable, load: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """What `load` gives, which runs once for all that wait. What was corrupt is not loaded again."""
         if (data := self._in_use.get(key)) is not None:
             return self._keep(key, data)
         if key in self._corrupt:
@@ -89,7 +93,7 @@ class UnpackedShards:
                 del self._tasks[loop, key], self._waiting[loop, key]
                 await end_all((task,))
 
-    def _keep(self, key: Hashable, data: NDArray[np.uint8]) -> memoryview:
+    def _keep(self, key: Hashable, data: Any) -> Any:
         with self._lock:
             self._in_use[key] = data
             self._latest_bytes += data.nbytes if key not in self._latest else 0
@@ -97,4 +101,4 @@ class UnpackedShards:
             self._latest.move_to_end(key)
             while self._latest_bytes > self._limit and len(self._latest) > 1:
                 self._latest_bytes -= self._latest.popitem(last=False)[1].nbytes
-        return data.data.toreadonly()
+        return data

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import math
 import warnings
-from collections.abc import Awaitable, Callable, Hashable
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.core.array import AsyncArray
@@ -16,51 +13,25 @@ from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.errors import ArrayNotFoundError, NodeTypeValidationError
 from zarr.storage import ObjectStore, StorePath
 
-from headrace._core.eventloop.per_loop import PerLoop
 from headrace._core.shards.discovery import Shard
+from headrace._core.shards.unpacked import UnpackedShards
+from headrace._core.store.head import InitialRead
 from headrace._core.store.store import Store
 from headrace.errors import HeadraceError, ObjectNotFoundError, ShardError, TruncatedShardError
-
-T = TypeVar("T")
 
 _LARGEST_BLOCK, _MOST_CHUNKS = 8 << 30, 1 << 16  # bytes, and chunks, that are decoded with a sample
 _METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 
 
-class SharedReads:
-    """Results on one event loop, of which the least recently used are dropped beyond `max_bytes`.
+@dataclass(frozen=True)
+class _Index:
+    """The index of a shard, and the version of the object that it is of."""
 
-    A read under way is shared by all that ask for it; one that fails is not kept.
-    """
+    read: InitialRead
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._bytes = max_bytes, 0
-        self._reads: dict[Hashable, tuple[asyncio.Future[Any], int]] = {}  # the most recently used is the last
-
-    async def get(self, key: Hashable, size: int, read: Callable[[], Awaitable[T]]) -> T:
-        """The result of `read`, which takes `size` bytes."""
-        if key in self._reads:
-            reading, size = self._reads.pop(key)
-        else:
-            reading = asyncio.ensure_future(read())
-            reading.add_done_callback(partial(self._on_end, key))
-            self._bytes += size
-        self._reads[key] = reading, size
-        while self._bytes > self._max_bytes and self._reads[oldest := next(iter(self._reads))][0].done():
-            self._bytes -= self._reads.pop(oldest)[1]
-        try:
-            result: T = await asyncio.shield(reading)
-        except HeadraceError as error:  # each waiter adds its notes
-            raise copy.deepcopy(error) from error.__cause__
-        return result
-
-    def peek(self, key: Hashable) -> Any:
-        """A result that is here, or None."""
-        return self._reads[key][0].result() if key in self._reads and self._reads[key][0].done() else None
-
-    def _on_end(self, key: Hashable, reading: asyncio.Future[Any]) -> None:
-        if (reading.cancelled() or reading.exception() is not None) and key in self._reads:
-            self._bytes -= self._reads.pop(key)[1]
+    @property
+    def nbytes(self) -> int:
+        return len(self.read.data)
 
 
 class ReadStore(ObjectStore[Any]):
@@ -71,9 +42,7 @@ class ReadStore(ObjectStore[Any]):
     whose length is checked: numcodecs reads on beyond the end of a truncated one.
     """
 
-    def __init__(
-        self, source: Store, must_exist: bool, reads: PerLoop[SharedReads], blosc: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, source: Store, must_exist: bool, reads: UnpackedShards, blosc: tuple[str, ...] = ()) -> None:
         self._source, self._must_exist, self._shared, self.blosc = source, must_exist, reads, blosc
         super().__init__(source.backend(), read_only=True)
 
@@ -94,13 +63,18 @@ class ReadStore(ObjectStore[Any]):
         return prototype.buffer.from_bytes(data)
 
     async def _read(self, key: str, wanted: ByteRequest | None) -> memoryview:
-        store, reads = self._source, await self._shared()
+        store = self._source
         if isinstance(wanted, SuffixByteRequest):
-            index = await reads.get(key, wanted.suffix, partial(store.read_end, key, wanted.suffix))
-            return index.data[-wanted.suffix :]
+            suffix = wanted.suffix
+
+            async def read_index() -> _Index:
+                return _Index(await store.read_end(key, suffix))
+
+            found: _Index = await self._shared.get(key, read_index)
+            return found.read.data[-suffix:]
         if isinstance(wanted, RangeByteRequest):
-            index = reads.peek(key)
-            return await Shard(store, key, index and index.head).read(wanted.start, wanted.end)
+            index: _Index | None = self._shared.peek(key)
+            return await Shard(store, key, index.read.head if index else None).read(wanted.start, wanted.end)
         return (await store.read_all(key))[wanted.offset if isinstance(wanted, OffsetByteRequest) else 0 :]
 
 

@@ -7,6 +7,7 @@ import inspect
 import math
 import reprlib
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -108,9 +109,9 @@ def set_cause(error: BaseException, cause: BaseException | None) -> None:
     vars(BaseException)["__cause__"].__set__(error, cause)
 
 
-def users_stacklevel() -> int:
-    """The `stacklevel` with which the calling function's `warnings.warn` names the first line outside of headrace."""
-    level, frame = 1, sys._getframe(1)
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, at the first line outside of headrace."""
+    level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "headrace":
         level, frame = level + 1, frame.f_back
-    return level
+    warnings.warn(message, category, stacklevel=level)

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import logging
-import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -67,7 +66,7 @@ from headrace._core.streams.kinds import (
 from headrace._core.streams.operators import remainder_of
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.streams.torch_views import without_adapter
-from headrace._core.text import users_stacklevel
+from headrace._core.text import warn_user
 from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace._core.torchcompat.private import batches_skipped_by_hook
@@ -174,7 +173,7 @@ class LoaderControl:
             if strict:
                 raise
             epoch = states[0].epoch
-            warnings.warn(f"{error.args[0]} Epoch {epoch} begins anew.", UserWarning, stacklevel=users_stacklevel())
+            warn_user(f"{error.args[0]} Epoch {epoch} begins anew.")
             states = (LoaderState(epoch, now),)
         self.continue_from(loader, states)
 

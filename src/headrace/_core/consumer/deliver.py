@@ -6,7 +6,6 @@ The reasons for the replacement of batches that lost all their samples are in do
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from typing import Any
@@ -19,7 +18,7 @@ from headrace._core.failure import Failure, Stage
 from headrace._core.order.order import CANDIDATES
 from headrace._core.order.restore import EpochSpec
 from headrace._core.order.spec import LoaderSpec
-from headrace._core.text import shorten, users_stacklevel
+from headrace._core.text import shorten, warn_user
 from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import NotPicklableError, WorkerDiedError
 from headrace.telemetry.counters import Counters
@@ -173,7 +172,7 @@ def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
         "Later ones of this epoch are counted in loader.stats().skipped_samples, with those of other epochs, and the "
         "last errors are in loader.stats().skipped."
     )
-    warnings.warn(message, RuntimeWarning, stacklevel=users_stacklevel())
+    warn_user(message, RuntimeWarning)
 
 
 def opened(host: HostBatch) -> Any:
@@ -207,7 +206,7 @@ def checked_length(finish: Finish | None, dataset: Sized, *, copies: bool) -> Fi
 
     def finish_and_count(batch: Any, number: int) -> Any:
         if (count := next(given)) > announced:
-            _warn_at_iter(
+            warn_user(
                 f"Length of IterableDataset {dataset} was reported to be {announced}(when accessing len(dataloader)), "
                 f"but {count} samples have been fetched. {several_copies if copies else ''}"
             )
@@ -221,7 +220,7 @@ def should_pin(pin_memory: bool, device: str) -> bool:
     if not pin_memory:
         return False
     if device:
-        _warn_at_iter(
+        warn_user(
             f"pin_memory_device is deprecated, the current accelerator will be used as the device,"
             f"ignore pin_memory_device='{device}'."
         )
@@ -231,9 +230,5 @@ def should_pin(pin_memory: bool, device: str) -> bool:
     if available and not on_mps:
         return True
     why = "not supported on MPS now," if on_mps else "no accelerator is found, then"
-    _warn_at_iter(f"'pin_memory' argument is set as true but {why} device pinned memory won't be used.")
+    warn_user(f"'pin_memory' argument is set as true but {why} device pinned memory won't be used.")
     return False
-
-
-def _warn_at_iter(message: str) -> None:
-    warnings.warn(message, stacklevel=users_stacklevel())

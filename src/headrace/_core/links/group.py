@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import selectors
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -18,7 +17,7 @@ from headrace._core.links.dealing import Dealer
 from headrace._core.messages import Answer, Consumed, Link, Request, SessionEnd, Started, Status, StatusRequest
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import capabilities
-from headrace._core.text import users_stacklevel
+from headrace._core.text import warn_user
 from headrace.errors import EngineDiedError, EngineStartError
 
 CHECK_EVERY = 5.0  # seconds after which engines elsewhere are looked at, if nothing arrives from them
@@ -221,11 +220,8 @@ class EngineGroup(Link):
             return
         self._deal()
         for number, result in results.items():  # last, since a warning may be an error
-            warnings.warn(
-                f"engine {number} of {self._engines} {lost[number]}: {result}. Its batches are made again.",
-                RuntimeWarning,
-                stacklevel=users_stacklevel(),
-            )
+            warning = f"engine {number} of {self._engines} {lost[number]}: {result}. Its batches are made again."
+            warn_user(warning, RuntimeWarning)
 
     def _restart(self, number: int) -> str:
         """Start an engine in place of one that has died; returns the result, in words."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 
 from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
@@ -14,7 +13,7 @@ from headrace._core.links.thread import ThreadPlacement
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import DatasetKind, propagate_epoch
 from headrace._core.streams.resumable import warn_of_rereading
-from headrace._core.text import users_stacklevel
+from headrace._core.text import warn_user
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import DeadlockError, NotPicklableError
 
@@ -171,10 +170,7 @@ class PlacementSelector:
                 if self._placement == "process":
                     raise
                 why = str(error)
-                warnings.warn(
-                    f"the loader runs in a thread of this process, where the trainer's Python slows it: {error}",
-                    RuntimeWarning,
-                    stacklevel=users_stacklevel(),
-                )
+                warning = f"the loader runs in a thread of this process, where the trainer's Python slows it: {error}"
+                warn_user(warning, RuntimeWarning)
         self.where = f"thread: {why}"
         return ThreadPlacement(config, work)

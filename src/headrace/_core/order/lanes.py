@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from typing import Any
 
@@ -12,7 +11,7 @@ from headrace._core.order.state import LoaderState
 from headrace._core.ranks.distributed import ShardOptions, current_lane
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.kinds import DatasetKind, most_lanes, why_not_by_lanes
-from headrace._core.text import users_stacklevel
+from headrace._core.text import warn_user
 
 
 class LaneChoice:
@@ -60,7 +59,7 @@ class LaneChoice:
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, UserWarning, stacklevel=users_stacklevel())
+            warn_user(message)
 
     def describe(self) -> str:
         """How engines read the stream of the epoch begun last, for `stats()`."""

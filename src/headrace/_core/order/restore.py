@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import DatasetKind, splits_by_rank
 from headrace._core.streams.operators import divided_state
 from headrace._core.streams.resumable import expect
-from headrace._core.text import users_stacklevel
+from headrace._core.text import warn_user
 from headrace._core.torchcompat.datapipes import PipeSeeds, seed_pipe
 from headrace.errors import StateError
 
@@ -85,7 +84,7 @@ def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: s
     if workers > 1 and spec.kind is DatasetKind.ITERABLE and "workers" not in done:
         done.add("workers")
         if not isinstance(spec.source, IterableDataset):  # torch's loader takes no other stream
-            _warn(
+            warn_user(
                 f"each of {workers} workers reads all of {name}, so that each sample comes {workers} times: use "
                 f"num_workers=0. If {name} divides itself by torch.utils.data.get_worker_info(), say so by the base "
                 f"class torch.utils.data.IterableDataset"
@@ -102,7 +101,7 @@ def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: s
                 "alone, or all ranks are to have all, declare this by an attribute of it: splits_by_rank = True"
             )
             what = f"each of {rank.world_size} ranks reads all of {name}"
-            _warn(f"{what}, unless it splits itself: they train on the same samples. {remedy}")
+            warn_user(f"{what}, unless it splits itself: they train on the same samples. {remedy}")
 
 
 def _draws_all(loader: TorchLoader) -> bool:
@@ -127,10 +126,6 @@ def check_data_parallel(loader: TorchLoader, rank: RankInfo, seed: int | None) -
             raise ValueError(f"{shared}. They must draw the same random numbers: give the loader seed=")
         if not loader.in_order:
             raise ValueError(f"{shared}, but in_order=False gives each rank an order of its own: leave it out")
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=users_stacklevel())
 
 
 class EpochSeeds:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-import warnings
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack
@@ -20,7 +19,7 @@ from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.kinds import signature_of
 from headrace._core.streams.operators import EqualLength, ShuffleBuffer, Split
 from headrace._core.streams.resumable import ResumableIterator, State, expect
-from headrace._core.text import check_keywords, check_number, users_stacklevel
+from headrace._core.text import check_keywords, check_number, warn_user
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -411,13 +410,11 @@ class ShardedStream(PartStream[T_co]):
         if self._counts is None or self._warned_of_counts or not reader.differs_from(self._counts[reader.part]):
             return
         self._warned_of_counts = True
-        warnings.warn(
+        warn_user(
             f"{self._shards[reader.part].name} does not have the number of samples that counts= gives for it, "
             f"{self._counts[reader.part]}: len() is wrong, and with split='shards' and several ranks, samples may be "
             f"left out or repeated, or a rank may run out of them. Correct counts=, as TarDataset.index(...).counts "
-            f"has them for tar files, or set split='samples', which needs none.",
-            UserWarning,
-            stacklevel=users_stacklevel(),
+            f"has them for tar files, or set split='samples', which needs none."
         )
 
     def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:

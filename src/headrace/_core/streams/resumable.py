@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import warnings
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard, TypeVar, runt
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.epochs import Order, keys_within, spawn_key, stream_seeds
 from headrace._core.streams.kinds import has_method, signature_of
-from headrace._core.text import dataset_repr, users_stacklevel
+from headrace._core.text import dataset_repr, warn_user
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -243,12 +242,10 @@ def warn_of_rereading(state: object) -> None:
     samples: Counter[str] = Counter()
     _count_read_again(state, samples)
     for name, read in samples.items():
-        warnings.warn(
+        warn_user(
             f"{name} has no state_dict: to continue after {read} samples, it is read again from its start, and "
             f"those samples are dropped; they must be the same, in the same order. Give {name}, or the iterator that "
-            f"it returns, state_dict() and load_state_dict(state).",
-            UserWarning,
-            stacklevel=users_stacklevel(),
+            f"it returns, state_dict() and load_state_dict(state)."
         )
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard, Shards, find_shards, map_shards
 from headrace._core.shards.npy import npy_layout
 from headrace._core.store.ranges import Ranges
@@ -84,9 +83,6 @@ class ArrayDataset(RangedShards[torch.Tensor]):
 
 async def _open_file(shard: Shard) -> tuple[Shard, int, np.dtype[np.generic], tuple[int, ...]]:
     """The file, and the offset, the type and the shape of its array."""
-    refuse_compressed(shard.name)
-    if shard.key.lower().endswith(".npz"):
-        raise ShardError("rows of a zip of arrays have no place of their own; numpy.save each array", shard=shard.name)
     read = await shard.read_start(4096)
     begin, dtype, shape, fortran = npy_layout(bytes(read.data[:4096]), shard)
     try:

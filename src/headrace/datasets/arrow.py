@@ -17,9 +17,8 @@ from headrace.errors import ShardError
 
 __all__ = ["ArrowDataset"]
 
-_MAGIC = b"ARROW1"
 _MARK, _DICTIONARY, _BATCH = 0xFFFFFFFF, 2, 3  # of messages, and kinds of them
-_PIECE = 16 << 10  # bytes read at once to find the header of a message
+_MAGIC, _PIECE = b"ARROW1", 16 << 10  # bytes that are read at once to find the header of a message
 _SAVED = re.compile(r"(.*)/data-\d{5}-of-(\d{5})\.arrow")  # by `save_to_disk`
 
 
@@ -135,13 +134,12 @@ async def _open_all(shards: Sequence[Shard]) -> list[_ArrowFile]:
 class ArrowDataset(TableStream):
     """A stream of the rows of Arrow IPC files, or of their record batches as Arrow tables. Needs ``headrace[parquet]``.
 
-    Files (Feather 2) and streams, also with lz4 or zstd, and folders of Hugging Face's `save_to_disk`: one split,
+    Files (Feather 2) and streams, also with lz4 or zstd, and a folder of Hugging Face's `save_to_disk`: one split,
     without the results that `datasets` has cached there. Features (Image, Audio, ClassLabel) are given as stored.
 
-    Options, `groups` and errors are those of `ParquetDataset`, with these differences. Parts are record batches; each
-    is read whole by one request, whatever the `columns`, and by one more for each dictionary. They have no statistics
-    and no checksums, and no parts of nested columns are read. The constructor reads the headers of all record batches,
-    in each file one after the other, since each says where the next begins.
+    Options, `groups` and errors are those of `ParquetDataset`. Parts are record batches; each is read whole by one
+    request, whatever the `columns`, and by one more for each dictionary. They have no statistics and no checksums. No
+    parts of nested columns are read. The constructor reads the headers of all record batches, one after the other.
 
     Example:
         >>> import pathlib, tempfile, pyarrow.feather

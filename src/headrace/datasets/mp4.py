@@ -24,32 +24,29 @@ _PARENTS = (b"mdia", b"minf", b"stbl", b"edts", b"dinf")
 _COPIED = ((b"tkhd",), (b"mdhd", b"hdlr"), (b"vmhd", b"dinf"), (b"stsd",))  # into clips, at each depth
 
 
+def _check(good: object, what: str) -> None:
+    if not good:
+        raise ValueError(what)
+
+
 async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
     """Read the index of a file by one to three requests; the shard is returned with its size and version."""
     reader = HeaderReader(shard, await shard.read_start(_FIRST), _LATER)
     shard, size, at, kind, header, length = reader.shard, reader.size, 0, b"", 0, 0
     for _ in range(1000):
-        if (at := at + length) + 16 > size or kind == b"moof":
-            break
+        at += length
         kind, header, length = _header(await reader.take(at, at + 16), size - at)
-        if kind == b"moov" or length < header:
+        if kind in (b"moov", b"moof") or length < header:
             break
     if kind != b"moov" or not header <= length <= min(size - at, _MOST_BYTES):
         raise ShardError("not an mp4 or mov file with a whole index (moov)", shard=shard.name, offset=at)
-    moov = await reader.take(at + header, at + length)
     try:
-        track = _parse(moov)
+        track = _parse(await reader.take(at + header, at + length))
     except (ValueError, LookupError, RecursionError, struct.error) as error:
-        what = f"no video that can be read by ranges: {error!r}; ffmpeg -i OLD -c copy -movflags +faststart NEW.mp4"
-        raise ShardError(f"{what} may write one", shard=shard.name, offset=at) from None
+        raise ShardError(f"no video that can be read by ranges: {error!r}", shard=shard.name, offset=at) from None
     if (end := int(track[0]["offset"][-1]) + int(track[0]["size"][-1])) > size:
         raise TruncatedShardError(f"{size} bytes, but its video ends at {end}", shard=shard.name, offset=size)
     return shard, track
-
-
-def _check(good: object, what: str) -> None:
-    if not good:
-        raise ValueError(what)
 
 
 def _header(data: memoryview, left: int) -> tuple[bytes, int, int]:

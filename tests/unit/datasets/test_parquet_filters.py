@@ -62,7 +62,7 @@ def by_x(rows):
 def test_rows_and_tables_are_those_of_pyarrow(folder, filters, columns):
     expected = by_x(pq.read_table(folder, filters=filters, columns=columns).to_pylist())
     options = {"filters": filters, "columns": columns}
-    assert by_x(hr.ParquetDataset(folder, **options)) == expected
+    assert by_x(pickle.loads(pickle.dumps(hr.ParquetDataset(folder, **options)))) == expected
     for table_rows in (None, 2):
         tables = list(hr.ParquetDataset(folder, format="arrow", table_rows=table_rows, **options))
         assert by_x(row for table in tables for row in table.to_pylist()) == expected
@@ -126,13 +126,6 @@ def test_ranks_of_unknown_length_are_refused(folder, monkeypatch):
         len(make())
 
 
-def test_loader_gives_the_rows_of_the_filter(folder):
-    dataset = pickle.loads(pickle.dumps(hr.ParquetDataset(folder, columns=["x"], filters=[("x", ">", 20)])))
-    with hr.DataLoader(dataset, batch_size=7) as loader:
-        for _ in range(2):
-            assert sorted(x for batch in loader for x in batch["x"].tolist()) == [*range(21, 60)]
-
-
 def test_state_refuses_another_filter(folder):
     values = list(range(100))
     state = aiter(hr.ParquetDataset(folder, filters=X.isin(values))).state_dict()
@@ -172,10 +165,7 @@ def test_filters_that_do_not_fit_are_errors(folder, tmp_path):
         ((pa.string(), pa.large_string()), "a", pa.large_string()),
         ((pa.dictionary(pa.int32(), pa.string()), pa.string()), "a", pa.string()),
         ((pa.dictionary(pa.int32(), pa.string()), pa.large_string()), None, pa.large_string()),
-        ((pa.int32(), pa.int64()), 7, pa.int64()),
         ((pa.int64(), pa.float64()), 7, pa.float64()),
-        ((pa.list_(pa.int64()), pa.large_list(pa.int64())), [1, 2], pa.large_list(pa.int64())),
-        ((pa.null(), pa.string()), None, pa.string()),
         ((pa.list_(pa.null()), pa.list_(pa.int64())), [], pa.list_(pa.int64())),
         ((pa.timestamp("us"), pa.timestamp("ns")), datetime.datetime(2026, 1, 2), pa.timestamp("ns")),
         ((pa.list_(pa.field("item", pa.int64(), nullable=False)), pa.list_(pa.int64())), [1], pa.list_(pa.int64())),

@@ -146,7 +146,6 @@ def changed(tmp_path, **changes):
     ("changes", "what"),
     [
         ({"compressor": {"id": "pickle", "protocol": 5}}, "pickle"),
-        ({"dtype": "|O", "filters": [{"id": "vlen-utf8"}, {"id": "pickle"}]}, "would run its code"),
         ({"dtype": "|O", "filters": [{"id": "vlen-utf8"}], "compressor": {"id": "pickle"}}, "would run its code"),
         ({"chunks": [0, 2]}, "is not of a Zarr array"),
         ({"shape": [4, 1 << 40]}, "too much"),

@@ -11,11 +11,7 @@ from headrace.errors import ShardError
 
 
 def npy_layout(first: bytes, shard: Shard, remedy: str = "") -> tuple[int, np.dtype[np.generic], tuple[int, ...], bool]:
-    """The offset of the data, the type, the shape, and whether columns come first, by a file's first bytes.
-
-    Raises:
-        ShardError: they are no such header; the text ends with `remedy`.
-    """
+    """The offset of the data, the type, the shape, and whether columns come first, by a file's first bytes."""
     stream = io.BytesIO(first)
     try:
         version = np.lib.format.read_magic(stream)

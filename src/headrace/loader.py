@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, Sampler
 
+from headrace._core.consumer import rewind
 from headrace._core.consumer.control import LoaderControl, trainers
 from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator
 from headrace._core.device.streams import resolve
@@ -24,6 +25,7 @@ from headrace._core.order.samplers import SeededRandomSampler, SeededRankSampler
 from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import states_from_dict, states_to_dict
 from headrace._core.streams.kinds import DatasetKind, kind_of
+from headrace._core.streams.operators import drawn_of_mixes
 from headrace._core.streams.torch_views import torch_readable, unwrap, without_adapter
 from headrace._core.text import dataset_repr, function_name
 from headrace._core.torchcompat.portable_collate import PortableCollate, same
@@ -347,9 +349,7 @@ class DataLoader(TorchDataLoader[T_co]):
             >>> loader.batch_at(0, 1).equal(batches[1]), loader.samples_at(0, [0, 1])
             (True, [[3, 2], [1, 0]])
         """
-        from headrace._core.consumer.rewind import batch_at
-
-        batch: T_co = batch_at(self, epoch, step, rank, world_size)
+        batch: T_co = rewind.batch_at(self, epoch, step, rank, world_size)
         return batch
 
     def samples_at(
@@ -359,9 +359,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
         Arguments and errors are those of `batch_at`; streams are a `TypeError`.
         """
-        from headrace._core.consumer.rewind import samples_at
-
-        return samples_at(self, epoch, steps, rank, world_size)
+        return rewind.samples_at(self, epoch, steps, rank, world_size)
 
     def exclude(self, *, steps: Mapping[int, Iterable[int]] | None = None, keys: Iterable[Any] = ()) -> None:
         """Leave samples out, such as those of steps at which the loss has spiked; from the next iteration on.
@@ -390,9 +388,7 @@ class DataLoader(TorchDataLoader[T_co]):
             >>> [batch.tolist() for batch in loader]
             [[3, 4], [6, 2], [5]]
         """
-        from headrace._core.consumer.rewind import exclude
-
-        exclude(self, steps or {}, keys)
+        rewind.exclude(self, steps or {}, keys)
 
     def stats(self) -> LoaderStats:
         """The raw numbers: counts of batches, samples, skips, requests and waiting, over all epochs so far."""
@@ -403,7 +399,6 @@ class DataLoader(TorchDataLoader[T_co]):
 
         It covers the last 4,096 batches at most, and may be called during an iteration; see docs/my-gpu-waits.md.
         """
-        from headrace._core.streams.operators import drawn_of_mixes
         from headrace.telemetry.report import make_report
 
         progress = self._control.progress

@@ -77,11 +77,10 @@ def _load(part: Stateful, state: object) -> None:
 
 
 _WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # torch's that are not divided among ranks
-# Arguments of samplers that decide on the order, and do not depend on the number of ranks.
-_RANKS = "num_replicas"
 COMPUTED = (
     "use shuffle=True with seed=, an ElasticSampler (shuffle=False for the dataset's order), or a BlockShuffleSampler"
 )
+# Arguments of samplers that decide on the order, and do not depend on the number of ranks.
 _ARGUMENTS = (
     "order_of", "shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once", "max_tokens", "window",
 )  # fmt: skip
@@ -195,7 +194,7 @@ class EpochOrder:
         names: tuple[str, ...] = ()
         if type(part).__module__.partition(".")[0] in ("headrace", "torch"):
             of_ranks = isinstance(part, DistributedSampler) and not (self.shared or self.samples_at_most)
-            names = (*_ARGUMENTS, _RANKS) if of_ranks else _ARGUMENTS
+            names = (*_ARGUMENTS, "num_replicas") if of_ranks else _ARGUMENTS
         found = [f"{name}={getattr(part, name)!r}" for name in names if hasattr(part, name)]
         if type(part) in (SequentialSampler, *_WHOLE) and (size := self.size()) is not None and len(part) != size:
             found.append(f"length={len(part)}")

@@ -4,7 +4,6 @@ import itertools
 from pathlib import Path
 
 import pytest
-import torch
 
 import headrace as hr
 from tests.ranks import jobs
@@ -114,8 +113,3 @@ def test_wrong_type_and_a_function_that_returns_none_are_errors():
         hr.DataLoader([1, 2], data_parallel=3)
     with pytest.raises(TypeError, match="returned None"):
         iter(hr.DataLoader([1, 2], data_parallel=lambda: None))
-
-
-def test_group_is_not_sent_to_other_processes():
-    loader = hr.DataLoader([1, 2], data_parallel=lambda: torch.distributed.group.WORLD)
-    assert "data_parallel" not in hr.options.engine_options(loader._control.spec.options)

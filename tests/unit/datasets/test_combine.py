@@ -10,17 +10,7 @@ import pytest
 import headrace as hr
 from headrace.testing import DatasetContract, StreamContract
 from tests.datasets import SlowDataset
-from tests.unit.streams.reading import Count, Inside
-
-
-def stream(*samples):
-    async def make():
-        for sample in samples:
-            if isinstance(sample, Exception):
-                raise sample
-            yield sample
-
-    return hr.from_async_iterable(make)
+from tests.unit.streams.reading import Count, Inside, stream
 
 
 class TestConcatOfMaps(DatasetContract):

@@ -66,6 +66,14 @@ class Inside(hr.AsyncIterableDataset):
                 yield sample
 
 
+def stream(*samples):
+    async def make():
+        for sample in samples:
+            yield sample
+
+    return hr.from_async_iterable(make)
+
+
 async def outcomes(iterator, count=None):
     """Samples and errors until the end, or `count` of them."""
     found = []

@@ -12,17 +12,9 @@ from hypothesis import strategies as st
 import headrace as hr
 from headrace._core.streams.resumable import start_stream
 from tests.unit.shards.resuming import in_memory
-from tests.unit.streams.reading import Count, outcomes
+from tests.unit.streams.reading import Count, outcomes, stream
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["concat", "first_fit", "best_fit"])
-
-
-def stream(*documents):
-    async def make():
-        for document in documents:
-            yield document
-
-    return hr.from_async_iterable(make)
 
 
 def pack(documents, *args, **options):

@@ -46,29 +46,25 @@ def test_loader_warns_once_of_a_dataset_that_is_not_divided(as_rank, dataset, op
 
 
 @pytest.mark.parametrize(
-    ("dataset", "options"),
+    ("ranks", "dataset", "options"),
     [
-        (Numbers().split().map(abs), {}),
-        (Declared(), {}),
-        (Numbers(Declared()), {}),
-        (OfOneRank(4), {}),
-        (datasets.Numbers(4), {"sampler": hr.ElasticSampler(4)}),
-        (datasets.Numbers(4), {"sampler": DistributedSampler(range(4), 2, 0)}),
-        (datasets.Numbers(4), {"sampler": [0, 2]}),
-        (datasets.Numbers(4), {"batch_sampler": BatchSampler(SequentialSampler(range(2)), 1, False)}),
-        (range(4), {}),  # of torch, whose loader does not warn
+        (1, Numbers(), {}),
+        (1, datasets.Numbers(4), {}),
+        (2, Numbers().split().map(abs), {}),
+        (2, Declared(), {}),
+        (2, Numbers(Declared()), {}),
+        (2, OfOneRank(4), {}),
+        (2, datasets.Numbers(4), {"sampler": hr.ElasticSampler(4)}),
+        (2, datasets.Numbers(4), {"sampler": DistributedSampler(range(4), 2, 0)}),
+        (2, datasets.Numbers(4), {"sampler": [0, 2]}),
+        (2, datasets.Numbers(4), {"batch_sampler": BatchSampler(SequentialSampler(range(2)), 1, False)}),
+        (2, range(4), {}),  # of torch, whose loader does not warn
     ],
 )
-def test_loader_does_not_warn_of_a_dataset_or_a_sampler_that_may_divide(as_rank, dataset, options):
-    as_rank(0, 2)
+def test_loader_does_not_warn_of_one_rank_or_of_a_dataset_or_a_sampler_that_may_divide(
+    as_rank, ranks, dataset, options
+):
+    as_rank(0, ranks)
     with hr.DataLoader(dataset, **options) as loader, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        list(loader)
-
-
-@pytest.mark.parametrize("dataset", [Numbers(), datasets.Numbers(4)])
-def test_loader_does_not_warn_of_one_rank(dataset, as_rank):
-    as_rank(0, 1)
-    with hr.DataLoader(dataset) as loader, warnings.catch_warnings():
         warnings.simplefilter("error")
         list(loader)

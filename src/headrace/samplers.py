@@ -214,9 +214,6 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         ([6, 1], [0, 7]) [7, 7]
     """
 
-    wants_epoch = True
-    """Loaders call `set_epoch` before each epoch."""
-
     def __init__(
         self,
         lengths: NDArray[np.integer] | Sequence[int],
@@ -253,14 +250,10 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         return self.max_tokens
 
     _shard, rank, num_replicas = RankSampler._shard, RankSampler.rank, RankSampler.num_replicas
+    wants_epoch, set_epoch = True, RankSampler.set_epoch
 
     def __len__(self) -> int:
         raise TypeError("the number of batches is known only when all are planned: give the trainer a number of steps")
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, by default that after the last; not between a restore and its epoch."""
-        if self._restored is None:
-            self.epoch, self._position = epoch, None
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._steps(self._ranks.shard())  # the rank now, not at the first `next()`

@@ -63,8 +63,6 @@ class CocoDataset(ObjectDataset):
         keep_empty: bool = True,
         fields: Sequence[str] | None = None,
     ) -> None:
-        if isinstance(fields, str):
-            raise TypeError("fields= must be several names, not one str")
         self._store, name, content = as_store(store), "annotations", annotations
         try:
             if not isinstance(content, Mapping):

@@ -232,18 +232,6 @@ def _tfrecord() -> Format:
     return Format(files, None, [*map(sample, range(34))], stream, checked=True)
 
 
-def _mds(compression: str) -> Format:
-    return Format(files_in(f"mds/{compression}"), hr.MDSDataset, [*mds.samples(18)])
-
-
-def _litdata(compression: str) -> Format:
-    return Format(files_in(f"litdata/{compression}"), hr.LitDataset, [*map(litdata.sample, range(18))])
-
-
-def _litdata_arrow() -> Format:
-    return Format(files_in("litdata/arrow"), hr.LitDataset, [*map(litdata.row, range(18))])
-
-
 def _litdata_tokens() -> Format:
     files = files_in("litdata/tokens")
     chunks, samples, number = json.loads(files["index.json"])["chunks"], [], 1
@@ -255,12 +243,12 @@ def _litdata_tokens() -> Format:
 
 
 FORMATS = {
-    "litdata": _litdata("raw"),
-    "litdata frames": _litdata("frames"),
-    "litdata arrow": _litdata_arrow(),
+    "litdata": Format(files_in("litdata/raw"), hr.LitDataset, [*map(litdata.sample, range(18))]),
+    "litdata frames": Format(files_in("litdata/frames"), hr.LitDataset, [*map(litdata.sample, range(18))]),
+    "litdata arrow": Format(files_in("litdata/arrow"), hr.LitDataset, [*map(litdata.row, range(18))]),
     "litdata tokens": _litdata_tokens(),
-    "mds": _mds("raw"),
-    "mds zstd": _mds("zstd"),
+    "mds": Format(files_in("mds/raw"), hr.MDSDataset, [*mds.samples(18)]),
+    "mds zstd": Format(files_in("mds/zstd"), hr.MDSDataset, [*mds.samples(18)]),
     "tfrecord": _tfrecord(),
     "npy rows": _arrays(),
     "zarr, sharded": _zarr(chunks=(2, 2, 3), shards=(12, 2, 3)),

@@ -14,7 +14,6 @@ import torch
 
 import headrace as hr
 from headrace.errors import ShardError, StoreError
-from headrace.testing import DatasetContract
 from object_server import ObjectServer
 
 
@@ -40,15 +39,6 @@ def opened(server, shards, **options):
     return hr.TokenDataset(
         f"{server.url}/{shards}", store=hr.Store(server.url, options=server.store_options), **options
     )
-
-
-class TestWindows(DatasetContract):
-    @pytest.fixture(autouse=True)
-    def _served(self, server):
-        self.server = server
-
-    def make_dataset(self):
-        return opened(self.server, "a", seq_len=33, stride=32)
 
 
 @pytest.mark.parametrize(("seq_len", "stride"), [(10, 10), (33, 32), (5, 7), (777, 1), (1, 1)])

@@ -90,11 +90,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         return found._replace(ranges=False, agets=False) if self._whole else found
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
-        """The bytes of the samples at `indices`, or their rows in shards that are read as a whole.
-
-        Raises:
-            IndexError: there is no such sample.
-        """
+        """The bytes of the samples at `indices`, or their rows in shards that are read as a whole."""
         shards, rows = self._rows(indices)
         if self._whole:
             return Ranges(shards, rows, rows + 1)
@@ -135,11 +131,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         return found
 
     def sample_of(self, index: int, data: memoryview) -> T_co:
-        """Make the sample at `index` of its bytes.
-
-        Raises:
-            ShardError: they are corrupt.
-        """
+        """Make the sample at `index` of its bytes; raises `ShardError` if they are corrupt."""
         number, row = self.locate(index)
         try:
             return self.decode(number, data)
@@ -158,11 +150,7 @@ class OffsetTableDataset(RangedShards[T_co]):
 
 
 def read_index(url: StoreLike, folder: str, parse: Callable[[Any, str], T_co]) -> tuple[Store, T_co]:
-    """The store at `url`, and what `parse` makes of the index.json in a folder of it, and the keys in that folder.
-
-    Raises:
-        ShardError: it is none.
-    """
+    """The store at `url`, and what `parse` makes of the index.json in a folder of it, and the folder's key."""
     store, folder = as_store(url), f"{folder.strip('/')}/".lstrip("/")
     data = background_loop().run(store.read_all(f"{folder}index.json"))
     try:

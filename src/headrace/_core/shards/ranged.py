@@ -61,10 +61,8 @@ class _RangedReader(BlockReader):
             indices = self.rest[: _MOST_SAMPLES if joined else _MOST_OF_WHOLE]
             ranges = self._dataset.ranges(indices)
             ranges.check(len(indices))
-            sizes, most = (
-                np.cumsum(ranges.stops - ranges.starts),
-                self._ahead.chunk_bytes * self._ahead.requests_per_shard,
-            )
+            sizes = np.cumsum(ranges.stops - ranges.starts)
+            most = self._ahead.chunk_bytes * self._ahead.requests_per_shard
             indices = indices[: max(1, int(np.searchsorted(sizes, most, side="right")))]
             self.rest = self.rest[len(indices) :]
             ranges = ranges.at(np.arange(len(indices)))

@@ -21,11 +21,7 @@ FORMATS = ("br", "bz2", "gz", "snappy", "zstd")
 
 
 def unpacker(format: str) -> Callable[[Any, Any], int]:
-    """The function that unpacks bytes into an array, and returns their number.
-
-    Raises:
-        MissingExtraError: its package is not installed.
-    """
+    """The function that unpacks bytes into an array, and returns their number; needs cramjam."""
     try:
         import cramjam
     except ImportError:

@@ -110,15 +110,13 @@ class EpochOrder:
         self._dataset: Any = loader.dataset
         self._at_once = at_once
         self.is_stream = stream  # whether the dataset decides on the order
-        self._batch_sampler: Any = loader.batch_sampler
+        batches: Any = loader.batch_sampler
+        self._batch_sampler = batches
         self.sampler: Any = loader.sampler  # of single indices; None where a batch sampler of the user's decides
         # A subclass that only has attributes of its own batches its sampler as torch does.
-        if (
-            isinstance(self._batch_sampler, BatchSampler)
-            and type(self._batch_sampler).__iter__ is BatchSampler.__iter__
-        ):
-            self.sampler = self._batch_sampler.sampler
-        elif self._batch_sampler is not None:
+        if isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__:
+            self.sampler = batches.sampler
+        elif batches is not None:
             self.sampler = None
         self._decides: Any = self._batch_sampler if self.sampler is None else self.sampler  # on the order
         self.sampler_name = type(self._decides).__name__

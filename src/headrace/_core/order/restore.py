@@ -212,10 +212,7 @@ class EpochSeeds:
 
 
 def epoch_spec(
-    begun: LoaderState,
-    order: EpochOrder,
-    drawn: tuple[Iterator[Any], int, int | None],
-    rank: RankInfo,
+    begun: LoaderState, order: EpochOrder, drawn: tuple[Iterator[Any], int, int | None], rank: RankInfo
 ) -> EpochSpec:
     """The epoch with the state `begun`, of what `EpochSeeds` has drawn."""
     origin, ranks = 0, 1

@@ -38,6 +38,10 @@ VERSION: Final = 2
 _KEYS_OF_TORCHDATA: Final = frozenset({"_snapshot", "_num_yielded", "_sampler_iter_yielded", "_iterator_finished"})
 
 
+# Fields of a state before an epoch; the others have their defaults.
+_BETWEEN = ("rank", "ranks", "base_seed", "kept_seed", "sampler_epoch", "generator", "sampler", "streams", "history")
+
+
 class Fingerprint(NamedTuple):
     """The properties of a loader that a state must agree with."""
 
@@ -117,18 +121,7 @@ class LoaderState(NamedTuple):
     @property
     def is_between_epochs(self) -> bool:
         """Whether it is one before an epoch, for which nothing has been drawn."""
-        kept = {
-            "rank",
-            "ranks",
-            "base_seed",
-            "kept_seed",
-            "sampler_epoch",
-            "generator",
-            "sampler",
-            "streams",
-            "history",
-        }
-        fields = self._asdict() | {name: self._field_defaults[name] for name in kept}
+        fields = self._asdict() | {name: self._field_defaults[name] for name in _BETWEEN}
         return fields == LoaderState(self.epoch, self.fingerprint)._asdict()
 
     def noted(self, past: Past, ranks: int, batch_size: int) -> LoaderState:

@@ -68,7 +68,10 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
     def __init__(
         self, url: StoreLike, *, split: str = "", unpacked_bytes: int = UNPACKED_BYTES, check: str | None = None
     ) -> None:
-        store, parsed = tables.read_index(url, split, functools.partial(_parse, check=check))
+        def parse(index: Any, folder: str) -> list[tuple[tables.TableFile, Columns]]:
+            return [_parse_shard(shard, folder, check) for shard in index["shards"]]
+
+        store, parsed = tables.read_index(url, split, parse)
         self._columns = [columns for _, columns in parsed]
         super().__init__(store, [file for file, _ in parsed], unpacked_bytes)
 
@@ -77,10 +80,6 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
         columns = self._columns[number]
         values = tables.decode_fields(data, [(name, _decoder(encoding), size) for name, encoding, size in columns])
         return dict(zip([name for name, _, _ in columns], values, strict=True))
-
-
-def _parse(index: Any, folder: str, check: str | None) -> list[tuple[tables.TableFile, Columns]]:
-    return [_parse_shard(shard, folder, check) for shard in index["shards"]]
 
 
 def _parse_shard(shard: Any, folder: str, check: str | None) -> tuple[tables.TableFile, Columns]:

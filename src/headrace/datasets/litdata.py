@@ -41,8 +41,8 @@ class LitDataset(tables.OffsetTableDataset[Any]):
 
     Media (``jpeg``, ``image``, ``video``, …) are bytes, for `map`; raw PIL images are arrays. Nothing is unpickled.
     Chunks are read by ranges. As a whole, as by `headrace.MDSDataset`, are read those that are compressed, and those of
-    Arrow tables, in which LitData keeps dicts of text, numbers and bytes alone: all rows then have all keys, None
-    where there was none. Refused are encrypted chunks, and those compressed sample by sample.
+    Arrow tables, in which LitData keeps dicts of text, numbers and bytes alone: all rows of a chunk then have all its
+    keys, None where there was none. Refused are encrypted chunks, and those compressed sample by sample.
 
     The constructor requests the index and the beginning of each chunk; in an async program call it in a thread.
 

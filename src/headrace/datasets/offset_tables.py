@@ -66,7 +66,7 @@ class OffsetTableDataset(RangedShards[T_co]):
             shard, data = replace(shard, head=await store.head(file.key)), None
         else:
             read = await shard.read_start(4 * file.rows + 8)
-            shard, data = replace(shard, head=read.head), read.data
+            shard, data = replace(shard, head=read.head), read.data[: 4 * file.rows + 8]  # of more, without ranges
         assert shard.head is not None
         size = file.stored if file.format else file.size
         if size not in (None, shard.head.size):

@@ -42,8 +42,8 @@ class _RecordBatch(RowGroup):
     kind = "record batch"
 
     @property
-    def decoded_bytes(self) -> int:
-        return self.stored_bytes
+    def sizes(self) -> tuple[int, int]:
+        return (sum(stop - start for start, stop in self.footer.extents[self.number]),) * 2
 
     def _ranges(self) -> Ranges:
         return Ranges.of(self.footer.extents[self.number])
@@ -57,11 +57,10 @@ class _RecordBatch(RowGroup):
             stored.seek(start)
             parts.append((size, memoryview(stored.read_buffer(stop - start))))
             size += stop - start
-        source = pyarrow.PythonFile(SparseFile(parts, size), mode="r")
         columns, names = self.selection.columns, self.footer.schema.names
         wanted = [number for number, name in enumerate(names) if columns is None or name in columns]
         options = pyarrow.ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
-        for batch in pyarrow.ipc.open_stream(source, options=options):
+        for batch in pyarrow.ipc.open_stream(pyarrow.PythonFile(SparseFile(parts, size), mode="r"), options=options):
             batch.validate(full=True)  # wrong offsets would be followed out of its memory
             given = batch if wanted else batch.select([])
             yield from (given.slice(start, rows) for start in range(0, given.num_rows, rows))
@@ -121,8 +120,7 @@ async def _open_all(shards: Sequence[Shard]) -> list[_ArrowFile]:
     given = list(shards)
     saved = {named.groups(): one for one in shards if one.head and (named := _SAVED.fullmatch(one.name))}
     if len(saved) > 1:
-        what = "are several splits, or were saved twice: give the folder of one, or files by their names"
-        raise ValueError(f"{' and '.join(sorted(folder for folder, _ in saved))} {what}")
+        raise ValueError(f"several splits or saves, {sorted(saved)}: give the folder of one, or files by their names")
     for (folder, count), one in saved.items():
         kept = {f"{folder}/data-{number:05}-of-{count}.arrow" for number in range(int(count))}
         given = [each for each in given if not each.head or each.name in kept or each.name.rpartition("/")[0] != folder]

@@ -125,20 +125,12 @@ class RowGroup:
         return f"{self.footer.shard.key}, {self.kind} {self.number}"
 
     @property
-    def stored_bytes(self) -> int:
-        """Compressed size; 0 if the footer is corrupt, since reading raises then."""
-        try:
-            ranges = self._ranges()
-        except ShardError:
-            return 0
-        return int((ranges.stops - ranges.starts).sum())
-
-    @property
-    def decoded_bytes(self) -> int:
-        """Unpacked size; of columns with a dictionary as they are encoded."""
+    def sizes(self) -> tuple[int, int]:
+        """Compressed and unpacked bytes; of columns with a dictionary as they are encoded."""
         stored = self.footer.metadata.row_group(self.number)
-        return sum(
-            int(stored.column(leaf).total_uncompressed_size) for leaf in self.footer.leaves(self.selection.columns)
+        columns = [stored.column(leaf) for leaf in self.footer.leaves(self.selection.columns)]
+        return sum(each.total_compressed_size for each in columns), sum(
+            each.total_uncompressed_size for each in columns
         )
 
     async def fetch(self) -> Pieces:
@@ -284,14 +276,14 @@ class _RowGroupReader(BlockReader):
         self, group: RowGroup, rows: int | None, as_rows: bool, position: PartPosition, on_fetched: Callable[[], None]
     ) -> None:
         self._group = group
-        self.size = group.stored_bytes  # compressed
+        self.size, decoded_bytes = group.sizes
         self.fetched = False  # whether its bytes are there
         self._on_fetched = on_fetched
         self._table_rows = rows or group.rows
         if as_rows:
             self._rows, self._bytes_at_once = _ROWS_AT_ONCE, 0
         else:
-            table_bytes = max(1, group.decoded_bytes * self._table_rows // group.rows)
+            table_bytes = max(1, decoded_bytes * self._table_rows // group.rows)
             tables = max(1, min(_TABLES_AT_ONCE, _TABLE_BYTES_AT_ONCE // table_bytes))
             self._rows, self._bytes_at_once = self._table_rows * tables, _TABLE_BYTES_AT_ONCE
         self._as_rows = as_rows
@@ -401,7 +393,7 @@ class RowGroupStream(PartReader[_RowGroupReader]):
         """Read further groups ahead of the first one, which counts until its bytes are there."""
         while self._open and len(self._ahead) + (not self._open[0].fetched) < self._prefetch_row_groups:
             position, reading = self._peek(), sum(reader.size for reader in (*self._open, *self._ahead))
-            if position is None or reading + self._groups[position.part].stored_bytes > self._prefetch_bytes:
+            if position is None or reading + self._groups[position.part].sizes[0] > self._prefetch_bytes:
                 return
             if (reader := self._open_next()) is not None:
                 self._ahead.append(reader)

@@ -50,6 +50,7 @@ class ZarrDataset(AsyncDataset[Any]):
         block_size: samples in a chunk, of the array with the largest samples.
 
     Raises:
+        IndexError: an array has no such axis.
         MissingExtraError: zarr is not installed.
         ObjectNotFoundError: there is no array.
         ShardError: metadata are damaged, or the array needs the pickle codec. Later: a chunk is missing or damaged.

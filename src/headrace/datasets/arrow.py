@@ -87,8 +87,7 @@ async def _open(shard: Shard) -> _ArrowFile:
 
     reader = HeaderReader(shard, first := await shard.read_start(_PIECE), _PIECE)
     shard, size, is_file = reader.shard, reader.size, first.data[: len(_MAGIC)] == _MAGIC
-    at, schema, message, rows, extents = 8 * is_file, None, b"", list[int](), []
-    dictionaries: list[tuple[int, int]] = []
+    at, schema, message, rows, extents, dictionaries = 8 * is_file, None, b"", list[int](), [], list[tuple[int, int]]()
     while True:
         start, (mark, length) = at, struct.unpack("<Ii", await reader.take(at, at + 8))
         header, at = bytes(await reader.take(start, at + 8 + length)), at + 8 + length
@@ -134,7 +133,6 @@ class ArrowDataset(TableStream):
 
     Files (Feather 2) and streams, also with lz4 or zstd, and a folder of Hugging Face's `save_to_disk`: one split,
     without the results that `datasets` has cached there. Features (Image, Audio, ClassLabel) are given as stored.
-
     Options, `groups` and errors are those of `ParquetDataset`. Parts are record batches; each is read whole by one
     request, whatever the `columns`, and by one more for each dictionary. They have no statistics and no checksums. No
     parts of nested columns are read. The constructor reads the headers of all record batches, one after the other.

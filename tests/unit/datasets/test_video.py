@@ -194,7 +194,7 @@ def patched(old, new):
         (patched(b"avc1\0", b"encv\0"), "encrypted"),
         (patched(b"stts", b"sttz"), "KeyError.b'stts"),
         (with_edit(PLAIN, -1, 100), "edit list"),
-        (with_edit(PLAIN, 1 << 30, 100), "edit list that shows no frame"),
+        (with_edit(PLAIN, 1 << 30, 100), "zero-size array"),
     ],
 )
 def test_file_that_cannot_be_read_by_ranges_is_one_error_with_its_name(data, what):

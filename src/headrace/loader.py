@@ -325,28 +325,20 @@ class DataLoader(TorchDataLoader[T_co]):
         self._control.restore(self, states_from_dict(state_dict), strict=strict)
 
     def batch_at(self, epoch: int, step: int, *, rank: int | None = None, world_size: int | None = None) -> T_co:
-        """The batch that was, or will be, delivered at a step of an epoch, read and transformed again, bit for bit.
+        """The batch that was, or will be, delivered at a step of an epoch, computed again, bit for bit.
 
-        It can be computed on any machine, also of a rank of a large job in a single process, since order, position and
-        randomness follow from `seed`. A stream is read from the beginning of its epoch. Steps that `on_error="skip"`
-        left out count; batches that replaced lost ones are not found. The iteration under way is not affected.
-
-        Args:
-            epoch: its number.
-            step: number of the batch in the epoch, from 0, on each rank.
-            rank: whose batch it is; by default that of this process.
-            world_size: number of ranks, for steps that the loaded state does not know of; by default that of now.
+        Needs `seed`. `rank` is by default that of this process, and `world_size` what the loaded state knows of that
+        step, or that of now. docs/resuming.md says more.
 
         Raises:
             IndexError: the epoch has not so many steps.
             StateError: ranks or batch size were others then, and cannot be taken into account.
-            ValueError: the loader has no `seed`, or its order does not follow from it.
+            ValueError: the order or the randomness does not follow from a seed.
 
         Example:
             >>> import headrace as hr
             >>> loader = hr.DataLoader([1, 2, 3, 4], batch_size=2, shuffle=True, seed=0)
-            >>> batches = list(loader)
-            >>> loader.batch_at(0, 1).equal(batches[1]), loader.samples_at(0, [0, 1])
+            >>> loader.batch_at(0, 1).equal(list(loader)[1]), loader.samples_at(0, [0, 1])
             (True, [[3, 2], [1, 0]])
         """
         batch: T_co = rewind.batch_at(self, epoch, step, rank, world_size)
@@ -365,13 +357,12 @@ class DataLoader(TorchDataLoader[T_co]):
         """Leave samples out, such as those of steps at which the loss has spiked; from the next iteration on.
 
         The next iteration continues after the last batch, or after the state that was loaded. What is left moves up,
-        so that batches stay full, and is numbered anew; exclusions are part of the state. Call it on every rank, with
-        the same arguments.
+        so that batches stay full, and is numbered anew. The state has the exclusions. Call it on every rank, with the
+        same arguments. docs/resuming.md says more.
 
         Args:
             steps: for each epoch, numbers of batches, on all ranks; as `batch_at` counts them.
-            keys: of samples, as `samples_at` gives them, or their indices; they are left out of all epochs. Each epoch
-                then begins with a pass over its order, of 30 ms for a million samples.
+            keys: of samples, as `samples_at` gives them, or indices; they are left out of all epochs.
 
         Raises:
             IndexError: there is no such step or index.
@@ -381,9 +372,6 @@ class DataLoader(TorchDataLoader[T_co]):
         Example:
             >>> import headrace as hr
             >>> loader = hr.DataLoader(range(8), batch_size=2, shuffle=True, seed=0)
-            >>> [batch.tolist() for batch in loader]
-            [[3, 7], [1, 0], [4, 6], [2, 5]]
-            >>> loader.set_epoch(0)
             >>> loader.exclude(steps={0: [1]}, keys=[7])
             >>> [batch.tolist() for batch in loader]
             [[3, 4], [6, 2], [5]]

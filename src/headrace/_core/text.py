@@ -115,3 +115,9 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "headrace":
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+def check_names(option: str, names: object) -> None:
+    """Raise `TypeError` for one string, of which each letter would be taken for a name."""
+    if isinstance(names, str):
+        raise TypeError(f"{option}= must be several names, not one str")

@@ -16,6 +16,7 @@ from headrace._core.shards.discovery import Shards, find_shards
 from headrace._core.store.listing import Catalog, StringArray
 from headrace._core.store.store import StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
+from headrace._core.text import check_names
 from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.errors import ShardError
 
@@ -63,6 +64,7 @@ class CocoDataset(ObjectDataset):
         keep_empty: bool = True,
         fields: Sequence[str] | None = None,
     ) -> None:
+        check_names("fields", fields)
         self._store, name, content = as_store(store), "annotations", annotations
         try:
             if not isinstance(content, Mapping):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace._core.streams.map_style import AsyncDataset, positions
-from headrace._core.text import short_repr
+from headrace._core.text import check_names, short_repr
 from headrace.errors import MissingExtraError, StoreError
 
 __all__ = ["LanceDataset"]
@@ -52,6 +52,7 @@ class LanceDataset(AsyncDataset[Any]):
         version: int | str | None = None,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
+        check_names("columns", columns)
         try:
             import lance
         except ImportError:

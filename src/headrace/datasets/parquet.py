@@ -16,6 +16,7 @@ from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import AsyncDataset
+from headrace._core.text import check_names
 
 __all__ = ["ParquetDataset", "RowGroupDataset", "TableStream"]
 
@@ -88,6 +89,7 @@ class TableStream(PartStream[Any]):
     ) -> list[RowGroup]:
         """Find the files, read their footers, check that their columns agree."""
         require_pyarrow(f"reading {cls.__name__}")
+        check_names("columns", columns)
         names = None if columns is None else tuple(columns)
         if names is not None and (not names or len(set(names)) < len(names)):
             raise ValueError(f"columns={list(names)} must be at least one name, without repetition")

@@ -17,6 +17,7 @@ from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import positions
+from headrace._core.text import check_names
 from headrace.datasets.cached import RangedShards
 from headrace.errors import ShardError
 
@@ -105,8 +106,7 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         member_limit: int = MEMBER_LIMIT,
         **options: Unpack[StreamOptions],
     ) -> None:
-        if isinstance(fields, str):
-            raise TypeError("fields= must be several names, not one str")
+        check_names("fields", fields)
         self._fields = None if fields is None else tuple(fields)
         self._uniform = uniform
         self._member_limit = member_limit
@@ -153,8 +153,7 @@ class TarDataset(ShardedStream[dict[str, Any]]):
             >>> len(dataset), dataset[1]["txt"]
             (2, b'second')
         """
-        if isinstance(fields, str):
-            raise TypeError("fields= must be several names, not one str")
+        check_names("fields", fields)
         found = find_shards(shards, suffixes=_SUFFIXES, store=store)
         indices = background_loop().run(load_indices(found, uniform=uniform and fields is None, save=save))
         return IndexedTarDataset(indices, fields=fields)

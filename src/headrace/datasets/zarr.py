@@ -76,6 +76,8 @@ class ZarrDataset(AsyncDataset[Any]):
         cache_bytes: int = 256 << 20,
         store: StoreLike | None = None,
     ) -> None:
+        if missing not in ("error", "fill"):
+            raise ValueError(f"missing={missing!r} must be 'error' or 'fill'")
         try:
             from headrace._core.shards.zarr_store import ReadStore, open_array
         except ImportError:

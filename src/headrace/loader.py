@@ -25,7 +25,7 @@ from headrace._core.order.samplers import SeededRandomSampler, SeededRankSampler
 from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import states_from_dict, states_to_dict
 from headrace._core.streams.kinds import DatasetKind, kind_of
-from headrace._core.streams.operators import drawn_of_mixes
+from headrace._core.streams.mixing import drawn_of_mixes
 from headrace._core.streams.torch_views import torch_readable, unwrap, without_adapter
 from headrace._core.text import dataset_repr, function_name
 from headrace._core.torchcompat.portable_collate import PortableCollate, same

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast, get_args
 
 from headrace._core.streams.iterable_style import AsyncIterableDataset, ConcatenatedStreams, OperatedStream
 from headrace._core.streams.map_style import IndexedParts
-from headrace._core.streams.operators import Mix, Stop
+from headrace._core.streams.mixing import Mix, Stop
 from headrace._core.streams.resumable import is_stateful, start_stream
 from headrace._core.streams.torch_views import require_async
 from headrace._core.text import function_name, shorten

@@ -63,7 +63,7 @@ from headrace._core.streams.kinds import (
     translates_epochs,
     walk_datasets,
 )
-from headrace._core.streams.operators import remainder_of
+from headrace._core.streams.other_ranks import remainder_of
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import warn_user

@@ -21,7 +21,8 @@ from headrace._core.pool.supervisor import PINNED_AHEAD
 from headrace._core.ranks.distributed import ShardOptions, current_lane
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.epochs import keys_within
-from headrace._core.streams.operators import Pipe, resume_stream
+from headrace._core.streams.operators import Pipe
+from headrace._core.streams.other_ranks import resume_stream
 from headrace._core.streams.resumable import ResumableIterator, State, expect, start_stream
 from headrace.errors import StateError
 

@@ -19,7 +19,7 @@ from headrace._core.ranks.distributed import Remainder, ShardOptions, check_give
 from headrace._core.ranks.rankinfo import OF_STATE, RankInfo
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import DatasetKind, splits_by_rank
-from headrace._core.streams.operators import divided_state
+from headrace._core.streams.other_ranks import divided_state
 from headrace._core.streams.resumable import expect
 from headrace._core.text import warn_user
 from headrace._core.torchcompat.datapipes import PipeSeeds, seed_pipe

@@ -1,0 +1,212 @@
+"""The mix of several streams: weights, schedules, and how many samples of each were drawn."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import logging
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from headrace._core.ranks.rankinfo import bound
+from headrace._core.seeding import batch_seed
+from headrace._core.streams.epochs import Order, child_seeds, current_repetition, spawn_key
+from headrace._core.streams.kinds import walk_datasets
+from headrace._core.streams.resumable import (
+    InContext,
+    ResumableIterator,
+    State,
+    StreamOperation,
+    check_operation,
+    close_all,
+    expect,
+    start_stream,
+)
+from headrace._core.text import function_name, shorten
+from headrace.errors import StateError
+
+_BLOCK = 1024  # random numbers of a mix
+Stop = Literal["first", "all", "once"]
+_log = logging.getLogger("headrace")
+
+
+class Mix(StreamOperation[object]):
+    """Samples drawn from several streams by weight.
+
+    The weights are ascending pairs of the number of draws from which they hold, and a list; or a function of that
+    number, called for each block of random numbers. A dataset that occurs in several streams has another order in each.
+    """
+
+    operation = "mix"
+    options = ("names", "weights", "stop")
+    fields = ("order", "drawn", "over", "gave", "left_out", "passes", "counts")
+
+    def __init__(
+        self,
+        datasets: Sequence[Any],
+        names: Sequence[str],
+        weights: list[Any] | Callable[[int], Sequence[float]],
+        stop: Stop,
+        strict: bool,
+        order: Order,
+    ) -> None:
+        super().__init__(None)
+        count = len(datasets)
+        self._datasets = datasets
+        self._names = list(names)
+        self._schedule = weights
+        self._weights = function_name(weights) if callable(weights) else weights
+        self._stop = stop
+        self._strict = strict
+        self._order = order
+        self._drawn = 0  # numbers
+        self._over = False
+        self._gave = [False] * count  # whether the current pass of each has given a sample
+        self._left_out = [False] * count  # streams from which nothing is drawn any more
+        self._passes = [0] * count  # completed passes of each
+        self._counts = [0] * count  # samples of each
+        self._key = spawn_key()
+        self._occurrences = [*_occurrences(datasets)]
+        self._inner = [self._start(number) for number in range(count)]
+        self._states: list[State | None] = [None] * count
+        self._touched = {*range(count)}  # streams whose states are out of date
+        self._block, self._numbers = -1, list[float]()  # random numbers, and the number of their block
+        self._ends, self._last = list[float](), 0  # of the streams' ranges among the numbers; the last range
+        self._weighed_until: float = 0  # draws
+
+    def _start(self, number: int) -> ResumableIterator[Any]:
+        passes, start = self._passes[number], functools.partial(start_stream, self._datasets[number])
+        with child_seeds(self._key, passes * len(self._datasets) + number):
+            if not (passes or self._occurrences[number]):
+                return start()
+            repetition = batch_seed(self._order.repetition, self._occurrences[number], passes)
+            return InContext(bound(current_repetition, repetition), start)
+
+    def _draw(self) -> float:
+        """The random number at the position `_drawn`, from a block of them."""
+        block, offset = divmod(self._drawn, _BLOCK)
+        if block != self._block:
+            generator = np.random.default_rng(batch_seed(self._order.key(), 0, block))
+            self._block, self._numbers = block, generator.random(_BLOCK).tolist()
+        return self._numbers[offset]
+
+    def _weigh(self) -> None:
+        """Set the ranges of the streams as of now."""
+        if callable(self._schedule):
+            block = self._drawn // _BLOCK
+            weights = self._schedule(block * _BLOCK)
+            self._weighed_until = (block + 1) * _BLOCK
+        else:
+            at = bisect.bisect_right(self._schedule, self._drawn, key=operator.itemgetter(0))
+            weights = self._schedule[at - 1][1]
+            self._weighed_until = self._schedule[at][0] if at < len(self._schedule) else math.inf
+        kept = [0.0 if out else weight for weight, out in zip(weights, self._left_out, strict=True)]
+        self._ends = list(itertools.accumulate(kept))
+        self._last = bisect.bisect_left(self._ends, self._ends[-1])
+
+    async def __anext__(self) -> object:
+        while not (self._over or self._closed):
+            if self._drawn >= self._weighed_until:
+                self._weigh()
+            if not self._ends[-1]:  # all that have a weight have ended
+                await self._end()
+                break
+            chosen = bisect.bisect_right(self._ends, self._draw() * self._ends[-1], hi=self._last)
+            self._touched.add(chosen)
+            try:
+                sample = await anext(self._inner[chosen])
+            except StopAsyncIteration:
+                await self._on_end(chosen)
+            except Exception:  # of this sample; the next call draws anew
+                self._drawn += 1
+                raise
+            else:
+                self._drawn += 1
+                self._gave[chosen] = True
+                self._counts[chosen] += 1
+                return sample
+        raise StopAsyncIteration
+
+    async def _on_end(self, chosen: int) -> None:
+        again = self._gave[chosen] and self._stop != "once"  # one without a sample would be started again for ever
+        ended_before = self._passes[chosen] > 0
+        if again:
+            self._passes[chosen] += 1
+        else:
+            self._left_out[chosen] = True
+        all_ended = not ended_before and all(map(operator.or_, self._left_out, map(bool, self._passes)))
+        if self._stop == "first" or all_ended:
+            await self._end()
+            return
+        ended = self._inner[chosen]
+        if again:
+            self._inner[chosen] = self._start(chosen)
+            self._gave[chosen] = False
+        else:
+            self._weighed_until = 0
+        await close_all(ended)
+
+    async def _end(self) -> None:
+        self._over = True
+        await self.aclose()
+
+    def _inner_states(self) -> list[State | None]:
+        for number in self._touched:
+            self._states[number] = self._inner[number].state_dict()
+        self._touched.clear()
+        return self._states.copy()
+
+    def load_state_dict(self, state: State) -> None:
+        check_operation(state, self.operation)
+        before, now = expect(state, "names", list), self._names
+        changes = [f"{name!r} is new" for name in now if name not in before]
+        changes += [f"{name!r} is gone" for name in before if name not in now]
+        if not changes and before != now:
+            changes.append("the order of the streams is another one")
+        if (weights := state.get("weights")) != self._weights:
+            changes.append(f"the weights were {shorten(repr(weights))}, and are {shorten(repr(self._weights))}")
+        if changes:
+            text = f"the streams of a mix have changed since the state was saved: {shorten('; '.join(changes), 500)}"
+            if self._strict:
+                raise StateError(f"{text}. To continue with those of now, set strict=False of hr.mix()")
+            _log.warning("%s", text)
+            state = {**state, "names": now, "weights": self._weights}
+            for field, new in _OF_NEW.items():
+                values = expect(state, field, list, length=len(before))
+                state[field] = [values[before.index(name)] if name in before else new for name in now]
+        super().load_state_dict(state)
+        self._touched = {*range(len(now))}
+
+    def _restored(self) -> None:
+        self._weighed_until = 0
+        for number, passes in enumerate(self._passes):
+            if passes:
+                self._inner[number] = self._start(number)
+
+
+_OF_NEW: State = {"gave": False, "left_out": False, "passes": 0, "counts": 0, "inner": None}
+
+
+def _occurrences(datasets: Sequence[object]) -> Iterator[int]:
+    """For each dataset, how many times one of its parts occurs in those before it."""
+    seen = Counter[int]()
+    for dataset in datasets:
+        parts = {id(part) for part in walk_datasets(dataset)}
+        yield max(map(seen.__getitem__, parts), default=0)
+        seen.update(parts)
+
+
+def drawn_of_mixes(state: object) -> Counter[str]:
+    """The samples of each stream of the mixes in a state, or in several in dicts and lists."""
+    found = Counter[str]()
+    if isinstance(state, Mapping) and state.get("operation") == Mix.operation:
+        found.update(dict(zip(expect(state, "names", list), expect(state, "counts", list), strict=True)))
+    for part in state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ():
+        found += drawn_of_mixes(part)
+    return found

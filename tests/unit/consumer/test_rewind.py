@@ -227,6 +227,7 @@ def test_checkpoint_from_before_a_spike_continues_without_its_steps():
     ("arguments", "error", "problem"),
     [
         ({"steps": {0: [600]}}, IndexError, "epoch 0 ends before step 600"),
+        ({"steps": {0: [-1]}}, IndexError, "epoch 0 ends before step -1"),
         ({"keys": ["x", 2400]}, KeyError, "no sample 'x'"),
         ({"keys": [2400]}, IndexError, "2400"),
     ],
@@ -245,3 +246,32 @@ def test_orders_that_are_drawn_cannot_leave_samples_out():
     loader.exclude(keys=[1])
     with pytest.raises(hr.StateError):
         hr.DataLoader(Numbers(10), 2, seed=0).load_state_dict(loader.state_dict())
+
+
+def test_steps_of_single_samples_and_of_another_batch_size_are_left_out():
+    loader = hr.DataLoader(Numbers(12), None, shuffle=True, seed=0)
+    samples = list(loader)
+    loader.set_epoch(0)
+    loader.exclude(steps={0: [2, 11]})
+    assert list(loader) == samples[:2] + samples[3:11]
+    before = hr.DataLoader(Numbers(40), 4, shuffle=True, seed=0)
+    batches, numbers = iter(before), []
+    for _ in range(3):
+        numbers += next(batches).tolist()
+    rest = list(itertools.chain(*(batch.tolist() for batch in hr.DataLoader(Numbers(40), 4, shuffle=True, seed=0))))[
+        12:
+    ]
+    state = before.state_dict()
+    after = hr.DataLoader(Numbers(40), 2, shuffle=True, seed=0)
+    after.load_state_dict(state)
+    next(iter(after))
+    after.exclude(steps={0: [1, 5]})  # of 4 samples, given before; of 2, the third from here on
+    assert [number for batch in after for number in batch.tolist()] == rest[2:4] + rest[6:]
+
+
+def test_streams_are_filtered():
+    async def numbers():
+        yield 1
+
+    with pytest.raises(ValueError, match="filter"):
+        hr.DataLoader(hr.from_async_iterable(numbers), batch_size=1).exclude(steps={0: [0]})

@@ -59,21 +59,23 @@ def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]
     """Leave samples out from the next `iter()` on; the work of `DataLoader.exclude`."""
     control: LoaderControl = loader._control
     order, states = control.order(loader), control.states(loader, 0)
+    if order.is_stream:
+        raise ValueError("samples are left out of a stream by its .filter(function)")
     (state, *others), sampler = states, copy.copy(order.computed)
     if sampler is None or others or state.delivered:
         why = "batches were given out of order" if sampler is not None else f"{order.sampler_name} is drawn"
         raise ValueError(f"nothing can be left out of this order, since {why}: {COMPUTED}")
     with control.ranked() as here:
         ranks = order.rank_of(here).world_size
-    size = loader.batch_size or 1
     left_out = excluded_indices(_indices_of(control.spec.source, keys))
     for epoch, numbers in steps.items():
         for step in numbers:
-            run = _run_of(state, epoch, step, ranks, size)
-            first = run.cursor + (step - run.batches) * size * (run.ranks if order.shared else 1)
-            stop = first + run.batch_size * (run.ranks if order.shared else 1)
+            run = _run_of(state, epoch, step, ranks, loader.batch_size or 0)
+            of_step = (run.batch_size or 1) * (run.ranks if order.shared else 1)
+            first = run.cursor + (step - run.batches) * of_step
+            stop = first + of_step
             sampler.exclusions = tuple(Exclusion(*each) for each in state.excluded[: run.exclusions])
-            if first >= len(sampler.order_in(epoch)):
+            if step < 0 or first >= len(sampler.order_in(epoch)):
                 raise _no_step(epoch, step)
             left_out.append(Exclusion(epoch, *(sampler.whole(epoch, position) for position in (first, stop))))
     sampler.exclusions = tuple(Exclusion(*each) for each in state.excluded)

@@ -72,7 +72,11 @@ class _RangedReader(BlockReader):
                 views = await map_all(self._dataset.read_bytes, indices)
             self._views = views  # of the latest block: an unpacked shard is kept while it is in use
             for number, (index, view) in enumerate(zip(indices, views, strict=True), 1):
-                samples.append(await self._sample(index, view))
+                try:
+                    sample = self._dataset.sample_of(index, view)
+                except Exception:  # perhaps damaged in transit
+                    sample = await self._again(index)
+                samples.append(sample)
                 if not number % _SAMPLES_AT_ONCE:
                     await asyncio.sleep(0)
         except Exception as error:
@@ -81,14 +85,12 @@ class _RangedReader(BlockReader):
         self._position = replace(self._position, given=self._position.given + len(samples))
         return Block(samples, self._position if self.rest else None)
 
-    async def _sample(self, index: int, view: memoryview) -> Any:
+    async def _again(self, index: int) -> Any:
+        """The sample, read once more by itself."""
         try:
-            return self._dataset.sample_of(index, view)
-        except Exception:  # perhaps damaged in transit: read once more, by itself
-            try:
-                return await self._dataset.aget(index)
-            except Exception as error:
-                return BadRecord(as_exception(error))
+            return await self._dataset.aget(index)
+        except Exception as error:
+            return BadRecord(as_exception(error))
 
 
 class _InterleavedRanges(PartReader[_RangedReader]):

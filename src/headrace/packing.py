@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Unpack, get_args
 
 import numpy as np
 
+from headrace._core.ranks.rankinfo import own_rank
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.tar_index import SUFFIX, IndexDecoder, TarIndex
 from headrace._core.store.listing import require_pyarrow
@@ -84,7 +85,8 @@ def pack(
         shard_size: bytes, or as ``"256MB"``; a shard ends with the sample that reaches it. About five shards are on the
             local disk at a time.
         num_workers: processes for `transform`.
-        dry_run: whether only the first 256 samples are read, for an estimate, and nothing is written.
+        dry_run: whether only the first 256 samples are read, for an estimate, and nothing is written. Of a stream
+            without a length, it is the estimate for these.
         options: of the `DataLoader`: `transform`, whose randomness follows from `seed`, by default 0; `on_error`, ….
 
     Raises:
@@ -103,6 +105,8 @@ def pack(
     """
     if format not in get_args(Format):
         raise ValueError(f"format={format!r} must be one of {', '.join(get_args(Format))}")
+    if (rank := own_rank()).world_size > 1:
+        raise ValueError(f"{rank.world_size} ranks would write the same shards: pack in one process ({rank.source})")
     size = _bytes(shard_size)
     options.setdefault("seed", 0)
     loader: DataLoader[list[Any]] = DataLoader(dataset, BATCH, num_workers=num_workers, collate_fn=list, **options)

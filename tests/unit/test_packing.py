@@ -123,6 +123,12 @@ def test_directory_with_other_content_is_refused(tmp_path):
         hr.pack(data, tmp_path / "other", shard_size="many")
 
 
+def test_several_ranks_are_refused(tmp_path, as_rank):
+    as_rank(0, 2)
+    with pytest.raises(ValueError, match="2 ranks would write the same shards"):
+        hr.pack(dataset({"txt": b"a"}), tmp_path)
+
+
 def test_command(tmp_path, capsys):
     source, shards = tmp_path / "source", tmp_path / "shards"
     source.mkdir()

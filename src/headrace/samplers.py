@@ -182,9 +182,9 @@ class BalancedBatchSampler(DistributedSampler[Any]):
     each step: no rank communicates, and all make the same number of steps. Lightning needs
     ``use_distributed_sampler=False``; accelerate would divide the batches of a torch loader, not of ours, again.
 
-    Each sample comes once in an epoch. In the last step, what is left is dealt to all ranks, in smaller batches; only
-    if there are fewer samples than ranks some come twice. The number of batches is found by planning them, and is
-    another one in each epoch: there is no ``len()``. Give trainers a number of steps.
+    Each sample comes once in an epoch, but for the last step: the batches that are left are divided among all ranks,
+    and of one that has fewer samples than the ranks that share it some samples come twice. The number of batches is
+    found by planning them, and is another one in each epoch: there is no ``len()``. Give trainers a number of steps.
 
     The state is the epoch, the window and the number of its batches that were given out, by all ranks. It is the same
     on every rank, and any number of ranks can continue. With a `headrace.DataLoader`, save that of the loader instead.

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from headrace.datasets.tfrecord import TFRecordDataset as TFRecordDataset
     from headrace.datasets.tokens import TokenDataset as TokenDataset
     from headrace.datasets.video import VideoDataset as VideoDataset
-    from headrace.datasets.wav import WavDataset as WavDataset
     from headrace.datasets.zarr import ZarrDataset as ZarrDataset
     from headrace.errors import HeadraceError as HeadraceError
     from headrace.errors import StateError as StateError
@@ -107,7 +106,6 @@ _NAMES = {
     "headrace.datasets.tfrecord": ("TFRecordDataset",),
     "headrace.datasets.tokens": ("TokenDataset",),
     "headrace.datasets.video": ("VideoDataset",),
-    "headrace.datasets.wav": ("WavDataset",),
     "headrace.datasets.zarr": ("ZarrDataset",),
     "headrace.errors": ("HeadraceError", "StateError", "StoreError"),
     "headrace.loader": ("DataLoader",),

@@ -20,7 +20,6 @@ import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import soundfile
 import torch
 import zarr
 
@@ -204,18 +203,6 @@ def _arrays() -> Format:
     return Format(files, hr.ArrayDataset, [*torch.from_numpy(np.concatenate(parts))])
 
 
-def _wav() -> Format:
-    waves = [np.random.default_rng(n).uniform(-1, 1, (size, 2)) for n, size in enumerate((500, 40, 100, 710))]
-    files = {}
-    for number, wave in enumerate(waves):
-        file = io.BytesIO()
-        soundfile.write(file, wave, 8000, format="WAV", subtype="PCM_24")
-        files[f"{number}.wav"] = file.getvalue()
-    read = [soundfile.read(io.BytesIO(data), dtype="float32")[0].T for data in files.values()]
-    samples = [torch.from_numpy(one[:, at : at + 90]) for one in read for at in range(0, one.shape[1] - 89, 60)]
-    return Format(files, lambda store: hr.WavDataset(store, samples=90, stride=60), samples)
-
-
 def _tfrecord() -> Format:
     made = runpy.run_path(str(FIXTURES / "tfrecord/make.py"))["features"]
     types = {"id": np.int64, "ints": np.int64, "no ints": np.int64, "floats": np.float32}
@@ -260,5 +247,4 @@ FORMATS = {
     "video": _video(),
     "arrow": _tables(hr.ArrowDataset),
     "parquet": _tables(hr.ParquetDataset),
-    "wav": _wav(),
 }

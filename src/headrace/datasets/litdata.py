@@ -167,7 +167,7 @@ def _parse(index: Any, folder: str) -> tuple[list[tables.TableFile], dict[str, A
     config["framed"] = packing is not None and level == "batch"
     for chunk in index["chunks"]:
         name, rows, size = chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"]
-        files.append(tables.checked(folder, name, rows, size, packing, stored=size if config["framed"] else None))
+        files.append(tables.checked(folder, name, rows, size, packing, size if config["framed"] else None))
     config["dims"], config["of_arrow"] = {}, ()
     if loader == "TokensLoader":
         config["dims"] = {folder + chunk["filename"]: operator.index(chunk["dim"]) for chunk in index["chunks"]}

@@ -56,22 +56,15 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
         url: the folder with the index.json; the index of several folders, merged by Mosaic, is read too.
         split: a folder in it.
         unpacked_bytes: bytes of unpacked shards that each process keeps.
-        check: algorithm of hashes in the index, as ``"sha1"``, that are compared; all shards are then read as a whole.
 
     Raises:
         MissingExtraError: ``headrace[compression]`` is needed, and not installed.
         ShardError: the index, or a shard, is corrupt, or they are not of each other.
         StoreError: a request failed.
-        ValueError: a column is pickled, or the index has no such hashes.
     """
 
-    def __init__(
-        self, url: StoreLike, *, split: str = "", unpacked_bytes: int = UNPACKED_BYTES, check: str | None = None
-    ) -> None:
-        def parse(index: Any, folder: str) -> list[tuple[tables.TableFile, Columns]]:
-            return [_parse_shard(shard, folder, check) for shard in index["shards"]]
-
-        store, parsed = tables.read_index(url, split, parse)
+    def __init__(self, url: StoreLike, *, split: str = "", unpacked_bytes: int = UNPACKED_BYTES) -> None:
+        store, parsed = tables.read_index(url, split, _parse)
         self._columns = [columns for _, columns in parsed]
         super().__init__(store, [file for file, _ in parsed], unpacked_bytes)
 
@@ -82,14 +75,17 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
         return dict(zip([name for name, _, _ in columns], values, strict=True))
 
 
-def _parse_shard(shard: Any, folder: str, check: str | None) -> tuple[tables.TableFile, Columns]:
+def _parse(index: Any, folder: str) -> list[tuple[tables.TableFile, Columns]]:
+    return [_parse_shard(shard, folder) for shard in index["shards"]]
+
+
+def _parse_shard(shard: Any, folder: str) -> tuple[tables.TableFile, Columns]:
     if (shard["format"], shard["version"]) != ("mds", 2):
         raise ValueError(f"format {shard['format']!r} in version {shard['version']!r}; 'mds' in version 2 is read")
     raw, packed = shard["raw_data"], shard.get("zip_data")
     format = shard["compression"].partition(":")[0] if packed else None
     name, stored = (packed["basename"], packed["bytes"]) if packed else (raw["basename"], None)
-    digest = (check, raw["hashes"][check]) if check else None
-    file = tables.checked(folder, name, shard["samples"], raw["bytes"], format, stored=stored, digest=digest)
+    file = tables.checked(folder, name, shard["samples"], raw["bytes"], format, stored)
     columns = tuple(zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True))
     for name, encoding, size in columns:
         if encoding == "pkl":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +39,6 @@ class TableFile:
     size: int  # bytes, unpacked
     format: str | None = None  # of its compression
     stored: int | None = None  # bytes of the compressed object, if they are known
-    digest: tuple[str, str] | None = None  # a hash of the unpacked bytes, and its algorithm
 
 
 class OffsetTableDataset(RangedShards[T_co]):
@@ -50,7 +48,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         self, store: Store, files: Sequence[TableFile], unpacked_bytes: int, counts: Sequence[int] = ()
     ) -> None:
         self._files = tuple(files)
-        self._whole = any(file.format or file.digest for file in files)
+        self._whole = any(file.format for file in files)
         for format in {file.format for file in files if file.format}:
             unpacker(format)  # a missing package is noticed now
         if len(keys := [file.key for file in files]) > len(set(keys)):
@@ -125,8 +123,6 @@ class OffsetTableDataset(RangedShards[T_co]):
 
     def _unpack(self, file: TableFile, shard: Shard, data: memoryview) -> NDArray[np.uint8]:
         found = unpack(data, file.format, file.size, shard.name) if file.format else np.frombuffer(data, np.uint8)
-        if file.digest is not None and hashlib.new(file.digest[0], found.data).hexdigest() != file.digest[1]:
-            raise ShardError(f"its {file.digest[0]} is not that of its index", shard=shard.name)
         self._table(file, found.data, shard)
         return found
 
@@ -162,7 +158,7 @@ def read_index(url: StoreLike, folder: str, parse: Callable[[Any, str], T_co]) -
         raise ShardError(what, shard=store.name(f"{folder}index.json")) from None
 
 
-def checked(folder: str, name: str, rows: int, size: int, format: str | None, **more: Any) -> TableFile:
+def checked(folder: str, name: str, rows: int, size: int, format: str | None, stored: int | None) -> TableFile:
     """A shard by the values of an index; raises `ValueError` for those that lie."""
     if set(name.split("/")) & {"", ".", ".."} or "\\" in name:
         raise ValueError(f"shard {name!r} is not in the folder")
@@ -170,7 +166,7 @@ def checked(folder: str, name: str, rows: int, size: int, format: str | None, **
         raise ValueError(f"shard {name!r} has {rows!r} samples in {size!r} bytes")
     if format is not None and format not in FORMATS:
         raise ValueError(f"shard {name!r} has compression {format!r}; {', '.join(FORMATS)} are read")
-    return TableFile(folder + name, rows, size, format, **more)
+    return TableFile(folder + name, rows, size, format, stored)
 
 
 def decode_fields(data: memoryview, fields: Sequence[tuple[str, Callable[[memoryview], Any], int | None]]) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import re
@@ -77,13 +76,6 @@ TRAITS = (
     StoreTraits(schemes=("file",), backend=LocalStore, remote=False, bucket=False, quoted=True),
     StoreTraits(schemes=("memory",), backend=MemoryStore, remote=False, bucket=False, shared=False),
 )
-# Options that a misspelt or misplaced one may be meant to be.
-_OPTIONS = {
-    "s3://": "access_key_id secret_access_key session_token region endpoint skip_signature profile allow_redirects",
-    "gs://": "service_account service_account_key service_account_path application_credentials base_url",
-    "az://": "account_name account_key sas_key client_id client_secret tenant_id container_name endpoint",
-    "any store": "allow_http timeout connect_timeout proxy_url root_certificate default_headers client_options",
-}
 _BY_SCHEME = {scheme: traits for traits in TRAITS for scheme in traits.schemes}
 # Of https:// URLs that obstore opens as those of a bucket (the first group: of S3) or of a container.
 _CLOUD_HOST = re.compile(r".*(amazonaws|cloudflarestorage)\.com|.*\.(core\.windows\.net|fabric\.microsoft\.com)")
@@ -220,21 +212,12 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
         if "Unable to canonicalize filesystem root" in cause:
             failure: Exception = ObjectNotFoundError("there is no such directory", url=safe)
         else:
-            failure = ValueError(f"cannot open a store for {safe}: {cause.rstrip('.')}{_suggestion(url, cause)}")
+            if url.startswith("hf://"):
+                cause = "files of the Hugging Face Hub are listed by hr.hub('datasets/owner/name', '*.parquet')"
+            elif "recognise URL" in cause:
+                cause += f". It must begin with {', '.join(_BY_SCHEME)}://"
+            failure = ValueError(f"cannot open a store for {safe}: {cause}")
     raise failure  # here, so that the original, which may have secrets, is not its context
-
-
-def _suggestion(url: str, cause: str) -> str:
-    """The scheme or the option that may be meant where obstore knows none of that name."""
-    if url.startswith("hf://"):
-        return ". Files of the Hugging Face Hub are listed by hr.hub('datasets/owner/name', '*.parquet')"
-    if "recognise URL" in cause:
-        near = difflib.get_close_matches(urlsplit(url).scheme, _BY_SCHEME, 1)
-        return f". Did you mean {near[0]}://?" if near else f". It must begin with {', '.join(_BY_SCHEME)}://"
-    found = re.search(r"(?:Configuration|Invalid) key: '?(?:aws_|google_|azure_)?(\w+)", cause)
-    near = difflib.get_close_matches(found[1], " ".join(_OPTIONS.values()).split(), 1, 0.75) if found else []
-    kinds = [kind for kind, names in _OPTIONS.items() if near and near[0] in names.split()]
-    return f". Did you mean {near[0]!r}, an option of {' and '.join(kinds)}?" if near else ""
 
 
 def _kept_to_one_host(url: str, options: Mapping[str, object]) -> dict[str, object]:

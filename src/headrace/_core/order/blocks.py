@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 
 import numpy as np
@@ -40,30 +41,26 @@ class BlockOrder:
 
     def blocks(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[NDArray[np.int64]]:
         """The indices at the positions ``range(start, stop, step)``, as an array for each group."""
-        positions = range(self._n)[start:stop:step]
-        while positions:
-            number, first = divmod((positions[0] + self._shift) % self._n, self._group_size)
-            size = min(self._group_size, self._n - number * self._group_size)
-            within = range(first, size, step)[: len(positions)]
-            yield self._group(number, size, np.arange(within.start, within.stop, within.step))
-            positions = positions[len(within) :]
+        return self.at(range(self._n)[start:stop:step])
 
-    def at(self, positions: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    def at(self, positions: range | NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         """The indices at some positions, ascending, as an array for each group."""
-        numbers, within = np.divmod((positions + self._shift) % self._n, self._group_size)
-        for part in np.split(np.arange(len(positions)), np.flatnonzero(np.diff(numbers)) + 1):
-            if len(part):
-                number = int(numbers[part[0]])
-                size = min(self._group_size, self._n - number * self._group_size)
-                yield self._group(number, size, within[part], regular=False)
+        while len(positions):
+            number, first = divmod((int(positions[0]) + self._shift) % self._n, self._group_size)
+            start, size = int(positions[0]) - first, min(self._group_size, self._n - number * self._group_size)
+            end = bisect.bisect_left(positions, start + size)
+            part, positions = positions[:end], positions[end:]
+            if isinstance(part, range):
+                part = np.arange(part.start, part.stop, part.step)
+            yield self._group(number, size, part - start)
 
-    def _group(self, number: int, size: int, within: NDArray[np.int64], *, regular: bool = True) -> NDArray[np.int64]:
-        """The indices at positions within a group, which are at equal distances if `regular`."""
+    def _group(self, number: int, size: int, within: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The indices at positions within a group."""
         lanes, each = self._lanes, -(-size // self._lanes)
         draws = np.random.Philox(key=batch_seed(self._seed, 0, number)).random_raw(lanes * (each + 1))
         ranges = _ranks_of(draws[:lanes])  # which part of the group a lane is
         steps, lane = np.divmod(within, lanes)
-        own = np.unique(lane[:lanes] if regular else lane)  # later ones repeat these
+        own = np.flatnonzero(np.bincount(lane, minlength=lanes))  # the lanes that are asked for
         draws = draws[lanes:].reshape(lanes, each)[own]
         shorter = each * lanes - size  # lanes, the last ones, have one sample less
         sizes = np.full(lanes, each)

@@ -76,7 +76,7 @@ class OrderWithout:
 def taken(order: BaseOrder, positions: range | NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
     """The indices at ascending positions of an order, in blocks."""
     if isinstance(order, BlockOrder):
-        yield from order.at(np.asarray(positions))
+        yield from order.at(positions)
         return
     for first in range(0, len(positions), BLOCK):
         part = np.asarray(positions[first : first + BLOCK])

@@ -12,7 +12,7 @@ import aiofiles
 
 from headrace._core.eventloop.blocking import run_blocking
 from headrace._core.shards.discovery import glob_expression
-from headrace._core.store.listing import Labels, align_labels, folders_of
+from headrace._core.store.listing import KeyedSamples, Labels, align_labels
 from headrace._core.store.redaction import redact_url
 from headrace._core.streams.map_style import AsyncDataset
 from headrace._core.text import sample_repr
@@ -41,7 +41,7 @@ class FileSample(NamedTuple):
         return sample_repr(self)
 
 
-class FileDataset(AsyncDataset[FileSample]):
+class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
     """The files under a directory, one sample each: `FileSample(key, data, label)`.
 
     The directory is searched once, when the dataset is made; the keys are sorted, so an index means the same file every
@@ -88,23 +88,6 @@ class FileDataset(AsyncDataset[FileSample]):
             raise EmptyListingError(f"no file matches {searched}", url=Path(self._root).as_uri())
         self._labels = align_labels(labels, self._keys)
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The key of each sample, in the order of their indices."""
-        return self._keys
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The folders that keys begin with, sorted: the names of the labels of ``labels="folder"``.
-
-        Raises:
-            ValueError: a key is in no folder.
-        """
-        return folders_of(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._root!r}, {len(self)} files)"
 
@@ -121,10 +104,6 @@ class FileDataset(AsyncDataset[FileSample]):
         if data is None:
             data = await _read_in_pieces(path)
         return FileSample(key, data, None if self._labels is None else self._labels[index])
-
-    def sample_key(self, index: int) -> str:
-        """The key at `index`."""
-        return self._keys[index]
 
 
 async def _read_in_pieces(path: str) -> bytes:

@@ -11,11 +11,11 @@ from headrace._core.store.head import check_form
 from headrace._core.store.listing import (
     UNKNOWN,
     Catalog,
+    KeyedSamples,
     Labels,
     ListingFile,
     StringArray,
     align_labels,
-    folders_of,
     list_objects,
     read_table,
 )
@@ -59,7 +59,7 @@ def _restore_sample(key: str, data: bytes | memoryview, label: object) -> Object
     return ObjectSample(key, memoryview(data).toreadonly(), label)
 
 
-class ObjectDataset(Cacheable[ObjectSample]):
+class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
     """The objects under a URL, one sample each: `ObjectSample(key, data, label)`.
 
     The store is listed once, when the dataset is made; the keys are sorted, so an index means the same object every
@@ -190,29 +190,8 @@ class ObjectDataset(Cacheable[ObjectSample]):
                     check_form(checksum)
             self._checksums = StringArray(checksum or "" for checksum in given)
 
-    @property
-    def keys(self) -> Sequence[str]:
-        """The key of each sample, in the order of their indices."""
-        return self._keys
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The folders that keys begin with, sorted: the names of the labels of ``labels="folder"``.
-
-        Raises:
-            ValueError: a key is in no folder.
-        """
-        return folders_of(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._store.url!r}, {len(self)} keys)"
-
-    def sample_key(self, index: int) -> str:
-        """The key at `index`."""
-        return self._keys[index]
 
     async def aget(self, index: int) -> ObjectSample:
         """Fetch the object at `index`; as with a list, negative indices count from the end.

@@ -235,6 +235,33 @@ def folders_of(keys: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(folders))
 
 
+class KeyedSamples:
+    """The public methods of a dataset whose samples have keys."""
+
+    _keys: Sequence[str]
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The key of each sample, in the order of their indices."""
+        return self._keys
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The folders that keys begin with, sorted: the names of the labels of ``labels="folder"``.
+
+        Raises:
+            ValueError: a key is in no folder.
+        """
+        return folders_of(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def sample_key(self, index: int) -> str:
+        """The key at `index`."""
+        return self._keys[index]
+
+
 def compact(labels: Iterable[Any]) -> Sequence[object]:
     """Labels in less memory: numbers of one type in an array, equal strings as one object. Types are preserved."""
     interned: dict[str, str] = {}

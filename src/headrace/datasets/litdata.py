@@ -60,7 +60,7 @@ class LitDataset(tables.OffsetTableDataset[Any]):
     """
 
     def __init__(self, url: StoreLike, *, seq_len: int | None = None, unpacked_bytes: int = UNPACKED_BYTES) -> None:
-        store, (files, self._config) = tables.read_index(url, "", _parse)
+        store, (files, self._config) = tables.read_index(url, _parse)
         self._dims: dict[str, int] = self._config["dims"]
         if bool(self._dims) is (seq_len is None) or (seq_len is not None and operator.index(seq_len) < 1):
             what = f"seq_len={seq_len}: chunks of tokens need one, and others have none"
@@ -158,7 +158,7 @@ def _from_json(data: memoryview) -> Any:
     return json.loads(values[0], object_hook=lambda found: values[found[_BYTES]] if _BYTES in found else found)
 
 
-def _parse(index: Any, folder: str) -> tuple[list[tables.TableFile], dict[str, Any]]:
+def _parse(index: Any) -> tuple[list[tables.TableFile], dict[str, Any]]:
     config, files = index["config"], list[tables.TableFile]()
     loader, level = config.get("item_loader") or "PyTreeLoader", config.get("compression_level") or "chunk"
     packing = config["compression"].partition(":")[0] if config["compression"] else None
@@ -167,10 +167,10 @@ def _parse(index: Any, folder: str) -> tuple[list[tables.TableFile], dict[str, A
     config["framed"] = packing is not None and level == "batch"
     for chunk in index["chunks"]:
         name, rows, size = chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"]
-        files.append(tables.checked(folder, name, rows, size, packing, size if config["framed"] else None))
+        files.append(tables.checked(name, rows, size, packing, size if config["framed"] else None))
     config["dims"], config["of_arrow"] = {}, ()
     if loader == "TokensLoader":
-        config["dims"] = {folder + chunk["filename"]: operator.index(chunk["dim"]) for chunk in index["chunks"]}
+        config["dims"] = {chunk["filename"]: operator.index(chunk["dim"]) for chunk in index["chunks"]}
         (leaf,) = config["data_format"]
         if not leaf.startswith("no_header_") or min(config["dims"].values()) < 0:
             raise ValueError(f"chunks of {leaf!r} are not of tokens")

@@ -54,7 +54,6 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
 
     Args:
         url: the folder with the index.json; the index of several folders, merged by Mosaic, is read too.
-        split: a folder in it.
         unpacked_bytes: bytes of unpacked shards that each process keeps.
 
     Raises:
@@ -63,8 +62,8 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
         StoreError: a request failed.
     """
 
-    def __init__(self, url: StoreLike, *, split: str = "", unpacked_bytes: int = UNPACKED_BYTES) -> None:
-        store, parsed = tables.read_index(url, split, _parse)
+    def __init__(self, url: StoreLike, *, unpacked_bytes: int = UNPACKED_BYTES) -> None:
+        store, parsed = tables.read_index(url, _parse)
         self._columns = [columns for _, columns in parsed]
         super().__init__(store, [file for file, _ in parsed], unpacked_bytes)
 
@@ -75,17 +74,17 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
         return dict(zip([name for name, _, _ in columns], values, strict=True))
 
 
-def _parse(index: Any, folder: str) -> list[tuple[tables.TableFile, Columns]]:
-    return [_parse_shard(shard, folder) for shard in index["shards"]]
+def _parse(index: Any) -> list[tuple[tables.TableFile, Columns]]:
+    return [*map(_parse_shard, index["shards"])]
 
 
-def _parse_shard(shard: Any, folder: str) -> tuple[tables.TableFile, Columns]:
+def _parse_shard(shard: Any) -> tuple[tables.TableFile, Columns]:
     if (shard["format"], shard["version"]) != ("mds", 2):
         raise ValueError(f"format {shard['format']!r} in version {shard['version']!r}; 'mds' in version 2 is read")
     raw, packed = shard["raw_data"], shard.get("zip_data")
     format = shard["compression"].partition(":")[0] if packed else None
     name, stored = (packed["basename"], packed["bytes"]) if packed else (raw["basename"], None)
-    file = tables.checked(folder, name, shard["samples"], raw["bytes"], format, stored)
+    file = tables.checked(name, shard["samples"], raw["bytes"], format, stored)
     columns = tuple(zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True))
     for name, encoding, size in columns:
         if encoding == "pkl":

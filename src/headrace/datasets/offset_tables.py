@@ -145,20 +145,20 @@ class OffsetTableDataset(RangedShards[T_co]):
         return f"{self._shards[number].key}[{row}]"
 
 
-def read_index(url: StoreLike, folder: str, parse: Callable[[Any, str], T_co]) -> tuple[Store, T_co]:
-    """The store at `url`, and what `parse` makes of the index.json in a folder of it, and the folder's key."""
-    store, folder = as_store(url), f"{folder.strip('/')}/".lstrip("/")
-    data = background_loop().run(store.read_all(f"{folder}index.json"))
+def read_index(url: StoreLike, parse: Callable[[Any], T_co]) -> tuple[Store, T_co]:
+    """The store at `url`, and what `parse` makes of its index.json."""
+    store = as_store(url)
+    data = background_loop().run(store.read_all("index.json"))
     try:
-        return store, parse(json.loads(bytes(data)), folder)
+        return store, parse(json.loads(bytes(data)))
     except ShardError:
         raise
     except Exception as error:  # of a JSON that has something else in a place
         what = f"no index of such shards: {type(error).__name__}: {error}"
-        raise ShardError(what, shard=store.name(f"{folder}index.json")) from None
+        raise ShardError(what, shard=store.name("index.json")) from None
 
 
-def checked(folder: str, name: str, rows: int, size: int, format: str | None, stored: int | None) -> TableFile:
+def checked(name: str, rows: int, size: int, format: str | None, stored: int | None) -> TableFile:
     """A shard by the values of an index; raises `ValueError` for those that lie."""
     if set(name.split("/")) & {"", ".", ".."} or "\\" in name:
         raise ValueError(f"shard {name!r} is not in the folder")
@@ -166,7 +166,7 @@ def checked(folder: str, name: str, rows: int, size: int, format: str | None, st
         raise ValueError(f"shard {name!r} has {rows!r} samples in {size!r} bytes")
     if format is not None and format not in FORMATS:
         raise ValueError(f"shard {name!r} has compression {format!r}; {', '.join(FORMATS)} are read")
-    return TableFile(folder + name, rows, size, format, stored)
+    return TableFile(name, rows, size, format, stored)
 
 
 def decode_fields(data: memoryview, fields: Sequence[tuple[str, Callable[[memoryview], Any], int | None]]) -> list[Any]:

@@ -24,8 +24,7 @@ __all__ = ["TokenDataset"]
 
 TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
 
-_RAW_TYPES = {".bin": None, ".ds": None, ".u16": "uint16", ".u32": "uint32"}  # by the endings of names
-_SUFFIXES = (*_RAW_TYPES, ".npy")
+_SUFFIXES = (".bin", ".ds", ".npy")
 _BEGINNING = 4096  # bytes read of each shard; the header of a one-dimensional array takes 128
 _LLMC_HEADER = 1024  # bytes: 256 numbers of 32 bits, of which two say the type, and the third counts the tokens
 _LLMC_TYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # by kind and version
@@ -53,13 +52,13 @@ class TokenDataset(RangedShards[torch.Tensor]):
 
     Args:
         shards: URLs or paths, as for `TarDataset`: one-dimensional ``.npy``, llm.c's ``.bin``, Megatron's ``.bin`` with
-            ``.idx``, datatrove's ``.ds``, or raw little-endian integers, ``.bin``, ``.npy``, ``.u16`` or ``.u32``; of a
-            file or a glob also with another ending, which needs `dtype`.
+            ``.idx``, datatrove's ``.ds``, or raw little-endian integers, ``.bin`` or ``.npy``; of a file or a glob also
+            with another ending, which needs `dtype`.
         seq_len: tokens in a window; None for documents. All sequences of a document of Megatron are one sample; modes
             of several modalities are not read.
         stride: tokens from the start of a window to that of the next; by default `seq_len`.
         dtype: type of raw shards, as ``"uint32"``; those with a header, of numpy or llm.c, have their own, and an index
-            has to agree. None: by the ending of each name, where ``.bin`` without an index is ``"uint16"``.
+            has to agree. None: ``.bin`` without an index is ``"uint16"``.
         store: store of all shards, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
             By default each URL's own store is opened with default options.
 
@@ -68,8 +67,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         ShardError: a shard is not such an array, is compressed, or is truncated within a token; or an index is missing,
             malformed, or of another shard.
         StoreError: a request failed.
-        ValueError: an invalid argument, no shard is long enough for a window, or the ending of a name, or an index,
-            contradicts `dtype`.
+        ValueError: an invalid argument, no shard is long enough for a window, or an index contradicts `dtype`.
 
     Warns:
         UserWarning: raw tokens look like those of 32 bits, and are read as 16.
@@ -101,8 +99,12 @@ class TokenDataset(RangedShards[torch.Tensor]):
         if dtype is not None and dtype not in get_args(TokenType):
             raise ValueError(f"dtype={dtype!r} must be one of {', '.join(get_args(TokenType))}")
         found = find_shards(shards, suffixes=_SUFFIXES, store=store)
-        types = [(shard, _raw_type(shard, dtype), seq_len is None) for shard in found]  # before any request
-        files = map_shards(_open_file, types)
+        for shard in found:  # before any request
+            refuse_compressed(shard.name)
+            if dtype is None and not shard.key.lower().endswith(_SUFFIXES):
+                what = f"the ending of {shard.name} does not name a type; give dtype='uint16' or dtype='uint32'"
+                raise ValueError(what)
+        files = map_shards(_open_file, [(shard, dtype, seq_len is None) for shard in found])
         shards, begins, self._dtypes, counts, bounds = zip(*files, strict=True)
         # Of all shards, one more for each than it has documents; None for windows.
         self._bounds = np.concatenate(bounds) if seq_len is None else None
@@ -156,18 +158,6 @@ class TokenDataset(RangedShards[torch.Tensor]):
             return super().samples_of(indices, data)
         tokens = np.frombuffer(b"".join(data), self._dtype).reshape(len(data), self._seq_len)
         return torch.from_numpy(tokens.astype(np.int64))
-
-
-def _raw_type(shard: Shard, dtype: str | None) -> str | None:
-    """The type of the tokens in a raw shard, by `dtype` and the ending of its name; None if it must have a header."""
-    refuse_compressed(shard.name)
-    key = shard.key.lower()
-    named = next((named for ending, named in _RAW_TYPES.items() if named and key.endswith(ending)), None)
-    if named is not None and dtype not in (None, named):
-        raise ValueError(f"dtype={dtype!r}, but {shard.name} is {named!r} by its ending")
-    if named is None and dtype is None and not key.endswith(_SUFFIXES):
-        raise ValueError(f"the ending of {shard.name} does not name a type; give dtype='uint16' or dtype='uint32'")
-    return named or dtype
 
 
 async def _open_file(of: tuple[Shard, str | None, bool]) -> tuple[Shard, int, *TokenIndex]:

@@ -55,8 +55,8 @@ def test_windows_do_not_cross_shards(server, seq_len, stride):
     assert dataset[-1].tolist() == wanted[-1].tolist()
 
 
-def test_ending_of_each_shard_gives_the_type_of_its_tokens(tmp_path):
-    types = {"a.BIN": "<u2", "b.U16": "<u2", "c.u32": "<u4", "D.NPY": "<u4", "e.npy": "<u2"}
+def test_each_shard_has_a_type_of_its_own(tmp_path):
+    types = {"a.BIN": "<u2", "b.bin": "<u2", "D.NPY": "<u4", "e.npy": "<u2"}
     arrays = {name: np.arange(10 * at, 10 * at + 10, dtype=type) for at, (name, type) in enumerate(types.items())}
     data = {f"d/{name}": npy(a) if name.lower().endswith("npy") else a.tobytes() for name, a in arrays.items()}
     with ObjectServer(data) as server:
@@ -103,14 +103,12 @@ def test_first_bytes_say_the_layout_before_the_name_and_dtype(tmp_path, name, dt
 @pytest.mark.parametrize(
     ("name", "dtype", "error", "what"),
     [
-        ("a.u16", "uint32", ValueError, r"dtype='uint32', but .*a\.u16 is 'uint16'"),
-        ("a.U32", "uint16", ValueError, r"dtype='uint16', but .*a\.U32 is 'uint32'"),
         ("a.tokens", None, ValueError, r"a\.tokens does not name a type; give dtype="),
         ("a.bin.gz", "uint16", ShardError, r"compressed.*a\.bin\.gz"),
         ("a.npy.bz2", None, ShardError, r"compressed.*a\.npy\.bz2"),
     ],
 )
-def test_ending_that_contradicts_the_type_or_names_none_is_refused(tmp_path, name, dtype, error, what):
+def test_ending_that_names_no_type_is_refused(tmp_path, name, dtype, error, what):
     (tmp_path / name).write_bytes(bytes(8))
     for shards in (tmp_path / name, tmp_path / "a.*"):
         with pytest.raises(error, match=what):

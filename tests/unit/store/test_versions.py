@@ -67,7 +67,7 @@ def test_streamed_shard_is_of_one_version(headers):
 def test_windows_of_tokens_are_of_one_version():
     old, new = np.zeros(64, np.uint16).tobytes(), np.ones(64, np.uint16).tobytes()
     with answering(overwritten(old, new, HEADERS["weak tag"], after=2)) as url:
-        windows = hr.TokenDataset("x.u16", store=hr.Store(url, retry=QUICK), seq_len=8)
+        windows = hr.TokenDataset("x.npy", store=hr.Store(url, retry=QUICK), seq_len=8, dtype="uint16")
         assert windows[0].tolist() == [0] * 8
         with pytest.raises(ObjectChangedError):
             windows[1]

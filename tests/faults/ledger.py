@@ -46,9 +46,9 @@ class Ledger:
     def store(self, prefix="train", **more):
         return hr.Store(f"{self.url}/{prefix}", **{"options": self.options, "retry": QUICK, **more})
 
-    def objects(self, *, checksums=None, **more):
+    def objects(self, **more):
         """The dataset of the samples; `more` are options of its store."""
-        return hr.ObjectDataset(self.store(**more), keys=self.keys, checksums=checksums)
+        return hr.ObjectDataset(self.store(**more), keys=self.keys)
 
     def loader(self, dataset, **more):
         arguments = {"batch_size": 1, "transform": checked_number, "placement": self.placement, **more}

@@ -147,12 +147,14 @@ def test_flipped_bit_is_found_by_a_given_checksum(local, server):
     server.misbehave(Fault("flip", key="train/0007", at=3), Fault("flip", times=1, per_key=True, at=3))
 
     def program(ledger) -> None:
-        def sums(key):
-            if key < "0010":
-                return f"crc32:{zlib.crc32(body_of(int(key))):08x}"
-            return "sha256:" + hashlib.sha256(body_of(int(key))).hexdigest()
+        def checksum(number):
+            if number < 10:
+                return f"crc32:{zlib.crc32(body_of(number)):08x}"
+            return "sha256:" + hashlib.sha256(body_of(number)).hexdigest()
 
-        error = ledger.failure(ledger.objects(checksums=sums))
+        keys = ledger.objects().keys
+        table = {"key": keys, "sum": [checksum(int(key)) for key in keys]}
+        error = ledger.failure(hr.ObjectDataset.from_table(ledger.store(), table, checksum="sum"))
         assert type(error) is hr.errors.ChecksumError, error
         assert error.attempts == 3
 

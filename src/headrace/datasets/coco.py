@@ -72,7 +72,7 @@ class CocoDataset(ObjectDataset):
                 (shard,) = find_shards(content, suffixes=(".json",), store=self._store if inside else None)
                 name = shard.name
                 content = json.loads(bytes(background_loop().run(shard.store.read_all(shard.key))))
-            self._hold(self._parse(content, keep_empty, fields), None, None)
+            self._hold(self._parse(content, keep_empty, fields), None)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             what = f"no field, or category, {error}" if isinstance(error, KeyError) else str(error)
             raise ShardError(f"not as annotations of COCO: {what}", shard=name) from None

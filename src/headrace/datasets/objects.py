@@ -5,9 +5,8 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Awaitable, Sequence
-from typing import Any, NamedTuple, Never, Self, SupportsIndex
+from typing import Any, NamedTuple, Self, SupportsIndex
 
-from headrace._core.store.head import check_form
 from headrace._core.store.listing import (
     UNKNOWN,
     Catalog,
@@ -21,7 +20,7 @@ from headrace._core.store.listing import (
 )
 from headrace._core.store.store import StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
-from headrace._core.text import check_keywords, sample_repr
+from headrace._core.text import sample_repr
 from headrace._core.transport.pickling import out_of_band
 from headrace.datasets.cached import Cacheable, Extent
 
@@ -83,8 +82,6 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         labels: the label of each key: ``"folder"`` for the number, in `classes`, of the folder that it begins with; or
             a function of the key, a mapping from it, or a sequence in the order of `keys` (of the sorted listing, if
             there are none).
-        checksums: what each object's bytes must be, as ``algorithm:hexadecimal`` (sha256, sha1, md5, crc32); given as
-            `labels` are. None for an object that has none.
         listing_file: the path of a Parquet file that keeps the listing: where it is there, it is read and nothing is
             listed; where not, it is written after the listing. It must be of this store and `suffix`. Needs
             ``headrace[parquet]``.
@@ -113,11 +110,8 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         keys: Sequence[str] | None = None,
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
-        checksums: Labels = None,
         listing_file: str | os.PathLike[str] | None = None,
-        **unknown: Never,
     ) -> None:
-        check_keywords("ObjectDataset.__init__", unknown, [*ObjectDataset.__init__.__annotations__])
         if isinstance(keys, str):
             raise TypeError("keys= must be a sequence of keys, not one str")
         if keys is not None and (suffix is not None or listing_file is not None):
@@ -131,7 +125,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
             catalog = background_loop().run(list_objects(self._store, suffix))
             if file is not None:
                 file.write(catalog)
-        self._hold(catalog, labels, checksums)
+        self._hold(catalog, labels)
 
     @classmethod
     def from_table(
@@ -159,7 +153,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
             label: the column of the labels; several for tuples; None for no labels.
             size: the column of the sizes in bytes.
             etag: the column of the entity tags.
-            checksum: the column of the checksums, as for the class.
+            checksum: the column of what the bytes must be, as ``algorithm:hexadecimal`` (sha256, sha1, md5, crc32).
 
         Raises:
             ValueError: the table has no row or lacks a column, or a value is not a key under the store's URL, a size or
@@ -176,19 +170,13 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         dataset = cls.__new__(cls)
         dataset._store = as_store(store)
         catalog = read_table(table, dataset._store, key=key, label=label, size=size, etag=etag, checksum=checksum)
-        dataset._hold(catalog, None, None)
+        dataset._hold(catalog, None)
         return dataset
 
-    def _hold(self, catalog: Catalog, labels: Labels, checksums: Labels) -> None:
+    def _hold(self, catalog: Catalog, labels: Labels) -> None:
         self._keys, self._sizes, self._etags = catalog.keys, catalog.sizes, catalog.etags
         self._labels = catalog.labels if labels is None else align_labels(labels, self._keys)
         self._checksums = catalog.checksums
-        if checksums is not None:
-            given = align_labels(checksums, self._keys) or ()
-            for checksum in given:
-                if checksum is not None:
-                    check_form(checksum)
-            self._checksums = StringArray(checksum or "" for checksum in given)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._store.url!r}, {len(self)} keys)"

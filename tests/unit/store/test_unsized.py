@@ -29,8 +29,9 @@ def server(shared):
     return shared
 
 
-def read(server, key, **more):
-    dataset = ObjectDataset(Store(server.url, options=server.store_options, retry=QUICK), keys=[key], **more)
+def read(server, key, checksum=None):
+    store = Store(server.url, options=server.store_options, retry=QUICK)
+    dataset = ObjectDataset.from_table(store, {"key": [key], "sum": [checksum]}, checksum="sum")
     return bytes(dataset[0].data)
 
 
@@ -87,7 +88,7 @@ def test_what_is_overwritten_between_two_parts_is_an_error_and_never_a_mixture(s
 
 
 def test_a_checksum_is_of_the_whole(server):
-    assert read(server, "large", checksums=["sha256:" + hashlib.sha256(BODY).hexdigest()]) == BODY
+    assert read(server, "large", "sha256:" + hashlib.sha256(BODY).hexdigest()) == BODY
     server.misbehave(Fault("flip", skip=2, at=1))
     with pytest.raises(ChecksumError):
-        read(server, "large", checksums=["sha256:" + hashlib.sha256(BODY).hexdigest()])
+        read(server, "large", "sha256:" + hashlib.sha256(BODY).hexdigest())

@@ -44,10 +44,6 @@ _EXPIRED = re.compile(
 _CERTIFICATE = re.compile(r"InvalidCertificate\(([^\"]{0,400})")
 _WORDS = re.compile(r'(?:message|error): "([^"]{1,200})"')
 _ADDRESS = re.compile(r'"tcp connect error",\s+([0-9a-fA-F.:\[\]]+),')
-_UNUSABLE = re.compile(
-    r"Content-Length Header missing|Content-Range header not present|header containing non-ASCII data"
-    r"|parse value for CONTENT_RANGE header.{0,200}|Invalid (?:last modified|content length) .{0,200}"
-)
 _MAX_MESSAGE = 400  # characters; a server may answer an error with a page
 CREDENTIAL_HOST = "169.254.169.254"  # where AWS, GCP and Azure machines are asked for credentials
 NO_CREDENTIALS = (
@@ -190,8 +186,6 @@ def classify_error(error: BaseException) -> RequestFailure:
         return RequestFailure(Cause.WRONG_RANGE)
     if "incorrectly configured region" in text:
         return RequestFailure(Cause.WRONG_REGION)
-    if (unusable := _UNUSABLE.search(text)) is not None:
-        return RequestFailure(Cause.UNUSABLE, detail=unusable[0])
     if _TRANSPORT.search(text) is not None or isinstance(error, ConnectionError):
         failed = _transport_cause(text, dump)
         return RequestFailure(failed, detail="" if failed is Cause.REDIRECTED else _innermost(dump))

@@ -122,14 +122,6 @@ def _check_event_loop() -> Iterator[Finding]:
     yield Finding("event loop", text, remedy)
 
 
-def _check_credentials() -> Iterator[Finding]:
-    """AWS profiles, which are read only if one is named."""
-    named = {"AWS_PROFILE", "AWS_ACCESS_KEY_ID"} & os.environ.keys()
-    if (Path.home() / ".aws").is_dir() and not named:
-        text = "~/.aws is read only if a profile is named: export AWS_PROFILE=default, and pip install 'headrace[aws]'"
-        yield Finding("AWS credentials", text)
-
-
 def _check_device() -> Iterator[Finding]:
     """The accelerator, and whether host memory can be page-locked for copies to it."""
     import torch
@@ -162,7 +154,6 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _check_cores,
     _check_processes,
     _check_event_loop,
-    _check_credentials,
     _check_device,
     _check_versions,
 )

@@ -135,11 +135,3 @@ def test_the_loop_of_asyncio_is_a_problem_until_the_variable_is_unset(monkeypatc
     assert next(_check_event_loop()).remedy == "unset HEADRACE_EVENT_LOOP"
     monkeypatch.delenv("HEADRACE_EVENT_LOOP")
     assert next(_check_event_loop()).ok
-
-
-def test_profiles_of_aws_are_read_if_one_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path)})
-    (tmp_path / ".aws").mkdir()
-    assert [found.ok and "AWS_PROFILE=default" in found.text for found in doctor._check_credentials()] == [True]
-    os.environ["AWS_PROFILE"] = "research"
-    assert list(doctor._check_credentials()) == []

@@ -24,7 +24,6 @@ from headrace._core.store.head import Head, check_form, strong
 from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import PAGE, Store
-from headrace._core.text import add_note
 from headrace.errors import EmptyListingError, MissingExtraError, StoreError
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
         numbers = {name: number for number, name in enumerate(folders_of(keys))}
         return compact(numbers[key.partition("/")[0]] for key in keys)
     if callable(labels):
-        return compact(_called(labels, keys))
+        return compact(labels(key) for key in keys)  # not `map`, which a StopIteration would end
     if isinstance(labels, Mapping):
         missing = [key for key in keys if key not in labels]
         if missing:
@@ -211,15 +210,6 @@ def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
             f"labels= has {len(labels)} labels for {len(keys)} keys; they are matched in the order of `keys`"
         )
     return labels
-
-
-def _called(labels: Callable[[str], Any], keys: Sequence[str]) -> Iterator[Any]:
-    for key in keys:
-        try:
-            yield labels(key)
-        except Exception as error:  # user code
-            add_note(error, f"headrace: labels= was called with key {key!r}")
-            raise
 
 
 def folders_of(keys: Iterable[str]) -> tuple[str, ...]:

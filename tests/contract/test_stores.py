@@ -1,5 +1,6 @@
 """Connections to stores, their error messages, and the programs of docs/stores.md."""
 
+import gzip
 import json
 import os
 import pathlib
@@ -10,16 +11,25 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import obstore
 import pytest
 import trustme
 from botocore.exceptions import ProfileNotFound
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
 
 import headrace as hr
 from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.open import open_store
 from headrace.datasets.objects import ObjectDataset
 from headrace.datasets.tar import TarDataset
-from headrace.errors import EmptyListingError, MissingExtraError, StoreError, StoreUnreachableError
+from headrace.errors import (
+    EmptyListingError,
+    MissingExtraError,
+    ObjectNotFoundError,
+    StoreError,
+    StoreUnreachableError,
+)
 from headrace.loader import DataLoader
 from object_server import ObjectServer
 from tests.answers import answering
@@ -241,6 +251,25 @@ def test_missing_bucket_and_missing_key_are_different_errors(bucket):
     assert "there is no such bucket" in str(missing := failure_of("s3://another-bucket", **bucket))
     assert "Check bucket and key, and endpoint, region and credentials" in str(missing)
     assert "not found" in str(failure_of("s3://holidays/nothing", **bucket))
+    with pytest.raises(EmptyListingError, match="s3://holidays/nothing"):
+        ObjectDataset(hr.Store("s3://holidays/nothing", options=bucket))
+    with pytest.raises(ObjectNotFoundError, match="NoSuchBucket"):
+        ObjectDataset(hr.Store("s3://no-such-bucket", options=bucket))
+
+
+def test_listing_of_several_pages_is_complete_and_sorted(bucket):
+    stored, keys = s3_backends[DEFAULT_ACCOUNT_ID]["aws"], [f"{i % 7}/{i:05}.bin" for i in range(1010)]
+    for key in keys:  # 10 s faster than by requests
+        stored.put_object("holidays", f"many/{key}", b"")
+    assert list(ObjectDataset(hr.Store("s3://holidays/many", options=bucket)).keys) == sorted(keys)
+
+
+def test_object_with_content_encoding_is_not_decompressed(bucket):
+    store = hr.Store("s3://holidays/packed", options=bucket)
+    packed = gzip.compress(b"1\n2\n")
+    obstore.put(store.backend(), "a.jsonl.gz", packed, attributes={"Content-Encoding": "gzip"})
+    assert bytes(ObjectDataset(store)[0].data) == packed
+    assert list(hr.LinesDataset("a.jsonl.gz", store=store)) == [1, 2]
 
 
 def test_server_that_answers_404_to_a_listing_is_said_to_be_one_that_may_not_list():

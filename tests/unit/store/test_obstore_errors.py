@@ -12,9 +12,11 @@ import obstore
 import pytest
 from obstore.store import LocalStore, MemoryStore
 
+import headrace as hr
 from headrace._core.store.errors import NATIVE_ERRORS, Cause, classify_error, describe_error
 from headrace._core.store.open import open_store
 from object_server import Fault, ObjectServer
+from tests.answers import answering
 
 RELEASE = f"obstore {importlib.metadata.version('obstore')} words this error otherwise"
 BODY = bytes(1000)
@@ -106,3 +108,25 @@ def test_range_of_an_empty_object(tmp_path, make):
     store = make(tmp_path)
     obstore.put(store, "a", b"")
     check(error_of(store), Cause.OTHER)
+
+
+def chunked(request):
+    request.send_response(200)
+    request.send_header("Transfer-Encoding", "chunked")
+    request.end_headers()
+    request.wfile.write(b"3e8\r\n" + BODY + b"\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        (chunked, "Content-Length Header missing"),
+        (lambda request: request.send(206, BODY, {"Content-Range": "bytes 0-999/*"}), r"CONTENT_RANGE .*0-999/\*"),
+        (lambda request: request.send_object(BODY, {"ETag": '"caf\u00e9"'}), "non-ASCII"),
+    ],
+)
+def test_unusable_answer_is_reported_at_once_with_its_header(answer, named):
+    with answering(answer) as url, pytest.raises(hr.StoreError, match=f"failed: .*{named}") as failed:
+        hr.ObjectDataset(hr.Store(url, retry=5), keys=["x"])[0]
+    assert not isinstance(failed.value, hr.errors.StoreUnreachableError)
+    assert failed.value.attempts == 1

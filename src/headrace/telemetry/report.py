@@ -42,10 +42,6 @@ class Report(Figures):
     factor: float | None
     mixed: Mapping[str, int]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain values."""
-        return dataclasses.asdict(self)
-
     def __repr__(self) -> str:
         change = ", ".join(f"{name}={value!r}" for name, value in self.change.items())
         return f"<Report: waits {share(self.wait_share)}, limit={self.limit!r}{change and f', try {change}'}; print it>"

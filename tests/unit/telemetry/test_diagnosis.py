@@ -1,5 +1,7 @@
 """What limits a loader, from records of batches whose times are known."""
 
+import dataclasses
+
 import pytest
 
 from headrace._core.batches import FetchLoad, RequestCounts, StageTimes
@@ -278,7 +280,7 @@ def test_few_batches_or_none_have_no_diagnosis():
 
 def test_counts_are_in_the_values_and_in_the_text():
     found = report(fetch=0.02, load=FULL, requests=RequestCounts(requests=10, hedges=1, cache_hits=2))
-    values = found.to_dict()
+    values = dataclasses.asdict(found)
     assert (values["worker_deaths"], values["skipped"], values["requests"]["requests"]) == (3, 5, 500)
     assert values["stages"][1]["name"] == "fetch"
     for fact in ("workers that died", "skipped samples", "hedges", "cache hits"):

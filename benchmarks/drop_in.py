@@ -11,8 +11,8 @@ the loader is gone, with its workers; and in the second epoch of a loader with `
 two forked processes that read and stack every other batch each, into the same memory, and send nothing.
 
 Of headrace's time to the first batch the import takes most, so that its CPU time is shown too: of `headrace.DataLoader`
-once torch is imported, of the same while garbage is collected as usual, of every name of headrace, and of the other
-packages alone that a loader needs, which are the least that it could take.
+once torch is imported, of every name of headrace, and of the other packages alone that a loader needs, which are the
+least that it could take.
 
 Both loaders get the same seed and must give the same batches in the same order. In every sample the first and the last
 value are checked as they come; the order, and all values of each epoch's last batch, behind the clock.
@@ -206,7 +206,7 @@ def collate_on_demand(requests: Connection, dataset: Stored, half: int) -> None:
         requests.send("done")
 
 
-NEEDED = ("anyio.to_thread", "cloudpickle", "numpy.random", "obstore", "uvloop")  # by a loader of a torch dataset
+NEEDED = ("cloudpickle", "uvloop")  # by a loader of a torch dataset
 IMPORTED: dict[str, Callable[[], object]] = {
     "headrace.DataLoader": lambda: importlib.import_module("headrace").DataLoader,
     "every name": lambda: exec("from headrace import *", {}),

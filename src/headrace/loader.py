@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import anyio
-import anyio.to_thread
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, Sampler
@@ -404,6 +402,8 @@ class DataLoader(TorchDataLoader[T_co]):
     async def aclose(self) -> None:
         """As `close`, without blocking the caller's event loop."""
         self._control.close_epochs()
+        import anyio.to_thread  # 3 ms, for which a program without an event loop need not wait
+
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._control.close_engine)
 

@@ -124,8 +124,8 @@ def test_memoryview_of_any_shape(view):
 # Small tensors that are packed are as independent of each other as tensors that are sent alone.
 
 
-def columns():
-    return {f"column {number}": torch.full((4, 2), float(number)) for number in range(5)}
+def columns(count):
+    return {f"column {number}": torch.full((4, 2), float(number)) for number in range(count)}
 
 
 @given(st.lists(st.tuples(st.sampled_from([torch.int64, torch.bool, torch.float32]), st.integers(0, 5)), max_size=30))
@@ -141,8 +141,9 @@ def test_tensors_arrive_in_their_places_among_other_values(kinds):
         assert others["tensor"].item() == number
 
 
-def test_tensors_of_a_batch_are_independent():
-    batch = as_a_batch(columns())
+@pytest.mark.parametrize("count", [5, 50])
+def test_tensors_of_a_batch_are_independent(count):
+    batch = as_a_batch(columns(count))
     weight = torch.ones(4, 2, requires_grad=True)
     loss = (weight * batch["column 2"]).sum()
     batch["column 1"].mul_(10)

@@ -12,9 +12,6 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
-import anyio
-import anyio.lowlevel
-
 from headrace._core.consumer.agreement import StepGroup
 from headrace._core.consumer.deliver import FailureHandler, Finish, opened
 from headrace._core.consumer.prefetch import Prefetcher
@@ -415,6 +412,8 @@ class AsyncBatchIterator(Epoch, AsyncIterator[T_co]):
     """The iterator of `async for`: waits in `anext()` on the caller's event loop (asyncio, uvloop, trio)."""
 
     async def __anext__(self) -> T_co:
+        import anyio.lowlevel  # 3 ms, for which a program without an event loop need not wait
+
         # Other tasks of the caller's loop get their turn even while batches are always ready.
         await anyio.lowlevel.checkpoint()
         record = _begin_record(self) if profiler._is_profiler_enabled else None

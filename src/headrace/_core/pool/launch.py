@@ -204,8 +204,7 @@ class _Zygote:
         control, theirs = socket.socketpair()
         start = (
             f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; "
-            f"import {IMPORTED}; [getattr(headrace, name) for name in headrace.__all__]; "
-            f"headrace._core.pool.zygote.main({theirs.fileno()})"
+            f"import {IMPORTED}; headrace._core.pool.zygote.main({theirs.fileno()})"
         )
         with theirs:
             try:

@@ -24,7 +24,7 @@ from headrace._core.transport.log_records import forward_records, send_records_b
 from headrace._core.transport.pickling import SentModule, format_error, main_classes, picklable_error, prefer_references
 from headrace._core.transport.preload import import_modules
 from headrace._core.transport.shared_pickle import SharedPickle
-from headrace.collate import collating_into
+from headrace.collate import collate_into
 
 
 class WorkerTask(Protocol):
@@ -158,6 +158,7 @@ class Worker:
     def __init__(self, channel: BlockingChannel, number: int, workers: int) -> None:
         self._channel = channel
         self._position = number, workers
+        collate_into(channel.arena)
         self._tasks: dict[int, WorkerTask | Answer] = {}
         self._broken: BaseException | None = None
 
@@ -218,11 +219,9 @@ class Worker:
         return True
 
     def _run(self, task: WorkerTask, request: object) -> Answer:
-        arena = self._channel.arena
-        arena.begin()
+        self._channel.arena.begin()
         try:
-            with collating_into(arena):
-                return Answer(task(request))
+            return Answer(task(request))
         except BaseException as error:  # user code: SystemExit and KeyboardInterrupt are errors here, see docs/design
             return Answer.failed(error)
 

@@ -56,10 +56,6 @@ def main(control_descriptor: int) -> None:
     import numpy.random  # noqa: F401  # most engines and workers use these, and programs without them do not wait for them
     import obstore  # noqa: F401
 
-    # Collections in forks do not search what was imported, and so do not copy its pages. They were off meanwhile. In an
-    # engine with a thousand fetches in flight such a search took 8 µs of CPU time for each sample.
-    gc.freeze()
-    gc.enable()
     _serve(socket.socket(fileno=control_descriptor))
 
 
@@ -92,8 +88,13 @@ class _Zygote:
         self._poller.register(self._first, select.POLLIN)
 
     def serve(self) -> None:
+        # Imported while nothing is requested: the first request does not wait for what it may not need.
+        headrace = sys.modules["headrace"]
+        unused = [name for name in headrace.__all__ if name not in vars(headrace)]
         while True:
-            for descriptor, _ in self._poller.poll():
+            if not (requests := self._poller.poll(0 if unused else None)):
+                getattr(headrace, unused.pop())
+            for descriptor, _ in requests:
                 if descriptor == self._woken:
                     self._reap()
                 elif not self._answer(self._controls[descriptor]):
@@ -169,6 +170,10 @@ class _Zygote:
             _die_with(zygote)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.close()
+            # Collections in forks do not search what was imported, and so do not copy its pages. They were off
+            # meanwhile. In an engine with a thousand fetches in flight such a search took 8 µs for each sample.
+            gc.freeze()
+            gc.enable()
             run()
             code = 0
         except BaseException:  # printed as an interpreter does: the process ends here

@@ -125,23 +125,6 @@ def test_no_document_waits_for_more_than_four_windows_of_sequences():
     assert [1, 0, 0, 0] in [each["tokens"] for each in packed[: 4 * 3 + 1]]
 
 
-async def test_restored_stream_reads_again_only_what_waited():
-    def make(dataset):
-        return start_stream(dataset.map(lambda number: [number] * (number * 7 % 11 + 1)).pack(20, "best_fit", window=3))
-
-    packed = make(Count(10_000))
-    for _ in range(500):
-        await anext(packed)
-        state = packed.state_dict()
-    assert len(json.dumps(state)) < 500
-    dataset = Count(10_000)
-    restored = make(dataset)
-    restored.load_state_dict(state)
-    sequence, expected = await anext(restored), await anext(packed)
-    assert all(torch.equal(sequence[name], row) for name, row in expected.items())
-    assert dataset.reads < 5 * 3 * 20
-
-
 async def test_documents_that_differ_after_a_restore_are_an_error():
     packed = Count(90).map(lambda number: [1] * 7).pack(7, "first_fit", window=2)
     state, restored = start_stream(packed).state_dict(), start_stream(packed)

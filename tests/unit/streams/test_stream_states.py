@@ -372,7 +372,7 @@ def test_split_continues_with_another_number_of_ranks(before, after):
     asyncio.run(run())
 
 
-def test_shuffle_and_batches_by_tokens_read_again_only_what_they_held():
+def test_operations_read_again_only_what_they_held():
     async def reads(operation, position):
         iterator = start_stream(operation(Count(10_000)))
         for _ in range(position):
@@ -389,6 +389,7 @@ def test_shuffle_and_batches_by_tokens_read_again_only_what_they_held():
 
     assert asyncio.run(reads(lambda stream: stream.shuffle(50), 725)) == 50 + 24 + 1
     assert asyncio.run(reads(batches, 600)) < 50
+    assert asyncio.run(reads(lambda stream: stream.map(document).pack(30, "best_fit", window=3), 500)) < 5 * 3 * 30
 
 
 HOLDING = pytest.mark.parametrize(

@@ -404,12 +404,10 @@ class _SimplePickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if obj is _restore_simple:
             return NotImplemented
-        if type(obj) is not torch.Tensor or obj.is_nested or not self.few:
+        if type(obj) is not torch.Tensor or not self.few or obj.is_nested or not obj.is_contiguous():
             raise TypeError
         self.few -= 1
         array: Any = obj.numpy()  # raises for a gradient, a tensor of another device, …
-        if not array.flags.c_contiguous:
-            raise TypeError
         buffer = bytearray(array.data) if array.nbytes <= 4096 else pickle.PickleBuffer(array)
         return _restore_simple, (buffer, array.dtype.str, array.shape)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Awaitable, Sequence
-from typing import Any, NamedTuple, Self, SupportsIndex
+from typing import Any, NamedTuple, Never, Self, SupportsIndex
 
 from headrace._core.store.listing import (
     UNKNOWN,
@@ -20,7 +20,7 @@ from headrace._core.store.listing import (
 )
 from headrace._core.store.store import StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
-from headrace._core.text import sample_repr
+from headrace._core.text import check_keywords, sample_repr
 from headrace._core.transport.pickling import out_of_band
 from headrace.datasets.cached import Cacheable, Extent
 
@@ -111,7 +111,9 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
         listing_file: str | os.PathLike[str] | None = None,
+        **unknown: Never,
     ) -> None:
+        check_keywords("ObjectDataset.__init__", unknown, [*ObjectDataset.__init__.__annotations__])
         if isinstance(keys, str):
             raise TypeError("keys= must be a sequence of keys, not one str")
         if keys is not None and (suffix is not None or listing_file is not None):

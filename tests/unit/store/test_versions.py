@@ -64,6 +64,24 @@ def test_streamed_shard_is_of_one_version(headers):
             list(lines)
 
 
+def test_store_without_tags_in_its_answers_is_asked_to_compare():
+    asked = []
+
+    def answer(request):
+        asked.append(request.headers.get("If-Match"))
+        if asked[-1] is None:
+            request.send_object(b"other", {})
+        else:
+            request.send(412, b"")
+
+    with answering(answer) as url:
+        columns = {"key": ["x"], "size": [5], "etag": ['"1"']}
+        dataset = hr.ObjectDataset.from_table(hr.Store(url, retry=QUICK), columns, size="size", etag="etag")
+        with pytest.raises(ObjectChangedError):
+            dataset[0]
+    assert asked == [None, '"1"']
+
+
 def test_windows_of_tokens_are_of_one_version():
     old, new = np.zeros(64, np.uint16).tobytes(), np.ones(64, np.uint16).tobytes()
     with answering(overwritten(old, new, HEADERS["weak tag"], after=2)) as url:

@@ -103,9 +103,9 @@ class Store:
             `options` take precedence.
         retry: how failed requests are retried: a `RetryPolicy`, or the maximum number of attempts. A loader's `retry`
             takes precedence.
-        if_match: whether reads are conditional on the entity tag that was listed, or compared with the modification
-            time if there is none, so that an object that was overwritten by one of the same length is an error too.
-            False saves about 50 µs of CPU time a sample.
+        if_match: whether answers are compared with the entity tag that was listed, or with the modification time if
+            there is none, so that an object that was overwritten by one of the same length is an error too. False saves
+            about 30 µs of CPU time a sample.
 
     Raises:
         ValueError: an argument is out of range or contradicts another, or the URL names no store.
@@ -366,12 +366,12 @@ class Store:
         key, start, stop, _, size, etag, modified, checksum = wanted
         if initial and not key.strip("/"):  # a web server would send a page
             raise RequestFailure(Cause.NO_KEY, detail="it is empty")
-        stats, whole = self.stats, self._ranges_ignored
+        stats, whole, tag = self.stats, self._ranges_ignored, strong(etag)
         began = time.perf_counter()
-        options: dict[str, object] = {}
+        options: dict[str, Any] = {}
         if not whole:
             options["range"] = (start, stop) if start >= 0 else {"suffix": -start}
-            if (tag := strong(etag)) is not None:
+            if tag is not None and not self.traits.remote:  # elsewhere the answer's tag is compared, which costs less
                 options["if_match"] = tag
         try:
             result = await obstore.get_async(store, key, options=options)  # type: ignore[arg-type]
@@ -388,6 +388,11 @@ class Store:
                 raise
             whole = ignored
         meta = result.meta
+        if meta["e_tag"] is None and tag is not None and not whole:  # only the store can compare
+            stats.requests += 1
+            options["if_match"] = tag
+            result = await obstore.get_async(store, key, options=options)  # type: ignore[arg-type]
+            meta = result.meta
         if meta["e_tag"] != etag or meta["size"] != size or modified is not None:
             check_version(size, etag, modified, Head.of(key, meta))
         first_byte = time.perf_counter() - began

@@ -31,6 +31,11 @@ NGINX = "nginx with Lua, one worker process"
 
 # A normally distributed number, by Box and Muller.
 NORMAL = "math.sqrt(-2 * math.log(1 - math.random())) * math.cos(2 * math.pi * math.random())"
+# Requests take their turn at a rate; the seconds until then.
+TURN = """(function()
+    queue.free_at = math.max(queue.free_at, ngx.now()) + 1 / {rate}
+    return queue.free_at - ngx.now()
+end)()"""
 MODULES = Path("/usr/lib/nginx/modules")
 # No cache of open files: it made no difference to the rate, and with a connection for each of some thousand fetches it
 # came to the limit of descriptors, where nginx accepts no more.
@@ -45,6 +50,7 @@ http {{
     client_body_temp_path {folder}/t; proxy_temp_path {folder}/t; fastcgi_temp_path {folder}/t;
     uwsgi_temp_path {folder}/t; scgi_temp_path {folder}/t;
     default_type application/octet-stream;
+    init_by_lua_block {{ queue = {{ free_at = 0 }} }}
     server {{
         listen 127.0.0.1:{port} backlog=4096;
         root {folder}/root;
@@ -114,7 +120,9 @@ def nginx_is_installed() -> bool:
 
 
 @contextlib.contextmanager
-def serve(objects: int, size: int, *, latency: float, spread: float = 0.0, nginx: bool = True) -> Iterator[Store]:
+def serve(
+    objects: int, size: int, *, latency: float, spread: float = 0.0, nginx: bool = True, rate: float = 0.0
+) -> Iterator[Store]:
     """A store with `objects` as `contents` makes them.
 
     Args:
@@ -123,14 +131,16 @@ def serve(objects: int, size: int, *, latency: float, spread: float = 0.0, nginx
         latency: seconds to the first byte; with a spread the median of a log-normal distribution.
         spread: the standard deviation of the logarithm of the latency. It needs nginx.
         nginx: False for the library's own test server in any case.
+        rate: requests a second, above which they wait; 0 for no limit. It needs nginx.
     """
     if nginx and nginx_is_installed():
         objects_made = ((key_of(number), content_of(number, size)) for number in range(objects))
-        with _nginx(objects_made, _log_normal(latency, spread)) as (endpoint, pid):
+        seconds = _log_normal(latency, spread) + (rate > 0) * f" + {TURN.format(rate=rate)}"
+        with _nginx(objects_made, seconds) as (endpoint, pid):
             yield Store(endpoint, NGINX, size, pid)
     else:
-        if spread:
-            raise ValueError("the test server has one latency for all requests")
+        if spread or rate:
+            raise ValueError("the test server has one latency for all requests, and no limit to their rate")
         why = "nginx with its Lua module is not installed" if nginx else "as was asked"
         with ObjectServer(contents(objects, size), bucket=BUCKET, latency=latency) as server:
             yield Store(server.endpoint, f"headrace's test server ({why})", size)

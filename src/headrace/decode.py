@@ -191,7 +191,7 @@ def _decode_video(sample: Any, size: tuple[int, int] | None, count: int | None) 
         raise ValueError(f"a damaged video: {len(shown)} frames, where there should be {expected or 'some'}")
     if count is not None:
         shown = [shown[round(place)] for place in np.linspace(0, len(shown) - 1, count)]
-    return _labelled(torch.from_numpy(np.stack([_upright(frame, size) for frame in shown])), sample)
+    return _labelled(torch.from_numpy(np.array([_upright(frame, size) for frame in shown])), sample)
 
 
 def _upright(frame: Any, size: tuple[int, int] | None) -> np.ndarray[Any, Any]:
@@ -202,7 +202,7 @@ def _upright(frame: Any, size: tuple[int, int] | None) -> np.ndarray[Any, Any]:
     new = max(height, round(frame.height * scale)), max(width, round(frame.width * scale))
     pixels: np.ndarray[Any, Any] = frame.to_ndarray(format="rgb24", height=new[0], width=new[1])
     top, left = (new[0] - height) // 2, (new[1] - width) // 2
-    return np.rot90(pixels[top : top + height, left : left + width], quarters).transpose(2, 0, 1).copy()
+    return np.rot90(pixels[top : top + height, left : left + width], quarters).transpose(2, 0, 1)
 
 
 def _decode_audio(sample: Any, rate: int | None, mono: bool) -> Any:

@@ -294,15 +294,18 @@ class _TarWriter(_ShardWriter):
     def _add(self, sample: Any, number: int) -> None:
         fields = dict(sample) if isinstance(sample, Mapping) else _fields_of(sample)
         key = str(fields.pop("__key__", f"{number:09d}"))
-        if key == self._last or "." in key.rpartition("/")[2]:
-            raise ValueError(f"key {key!r} is that of the sample before, or has a dot, from which readers take a field")
+        name = key.rpartition("/")[2]
+        if key == self._last or key.startswith("/") or not name or "." in name:
+            what = "is that of the sample before, is absolute, or its name is empty or has a dot"
+            raise ValueError(f"key {key!r} {what}, from which readers take a field")
+        files = {name: _encoded(name, value) for name, value in fields.items() if not name.startswith("__")}
+        if not files:
+            raise ValueError(f"{key!r} has no field, so that it would not be read")
         self._last = key
-        for name, value in fields.items():
-            if not name.startswith("__"):
-                data = _encoded(name, value)
-                info = tarfile.TarInfo(f"{key}.{name}")
-                info.size = len(data)
-                self._archive.addfile(info, io.BytesIO(data))
+        for name, data in files.items():
+            info = tarfile.TarInfo(f"{key}.{name}")
+            info.size = len(data)
+            self._archive.addfile(info, io.BytesIO(data))
         self.nbytes = self._archive.offset
 
     def close(self) -> None:
@@ -357,13 +360,17 @@ class _ParquetWriter(_ShardWriter):
         import pyarrow
         import pyarrow.parquet
 
-        schema = None if self._writer is None else self._writer.schema
-        table = pyarrow.Table.from_pylist(self._rows, schema=schema)
+        rows, self._rows = self._rows, []
+        names = rows[0] if self._writer is None else self._writer.schema.names
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
         if self._writer is None:
-            if lacking := {name for row in self._rows for name in row} - set(table.column_names):
+            if lacking := {name for row in rows for name in row} - set(table.column_names):
                 raise ValueError(f"not every sample has the columns {sorted(lacking)}")
             self._writer = pyarrow.parquet.ParquetWriter(self._file, table.schema, write_page_checksum=True)
-        self._rows = []
+        schema = self._writer.schema  # given to pyarrow.array, it would make integers of floats
+        if pyarrow.unify_schemas([schema, table.schema], promote_options="permissive") != schema:
+            raise ValueError(f"{table.schema}, but {schema} in the samples before".replace("\n", ", "))
+        table = table.cast(schema)
         self._tables.append(table)
         self.nbytes += table.nbytes
         if sum(table.nbytes for table in self._tables) >= ROW_GROUP:

@@ -248,3 +248,22 @@ def test_stream_that_is_not_split_is_read_by_each_rank_as_in_torch(of_ranks):
         for name in ("webdataset without a split", "s3torchconnector without a split"):
             assert sorted(rank[name, 0, False][0]) == sorted(rank[name, 0, True][0]) == [*range(SAMPLES)]
         assert "explicit nodesplitter" in rank["webdataset by default"]
+
+
+def test_webdataset_reads_packed_shards(tmp_path):
+    samples = [
+        {
+            "__key__": f"a/{n:02}",
+            "cls": n,
+            "npy": np.full(3, n),
+            "json": {"n": [n]},
+            "txt": f"é{n}",
+            "seg.bin": b"%d" % n,
+        }
+        for n in range(SAMPLES)
+    ]
+    assert hr.pack(samples, tmp_path, shard_size=50_000).shards > 1
+    names = [str(path) for path in sorted(tmp_path.glob("*.tar"))]
+    for found, sample in zip(webdataset.WebDataset(names, shardshuffle=False).decode(), samples, strict=True):
+        assert found.pop("npy").tolist() == sample.pop("npy").tolist()
+        assert {name: found[name] for name in sample} == sample

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import io
 import json
 import os
 import sys
 import tempfile
+import threading
 import time
+import urllib.request
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +30,7 @@ from getting import allow_http_for_litdata
 
 BATCH, SIZE, SHARD = 64, 20_000, 256  # samples; bytes; samples
 IN_FLIGHT = 64  # requests of the bare loop
+CLIP, CLIPS, PIXELS = 16, 64, (240, 320)  # frames; clips of a video; height and width
 BARE, OURS, WRITE = "bare GETs", "headrace", "write"
 
 
@@ -34,6 +41,7 @@ class Job(NamedTuple):
     folder: Path  # to write into; of a reader, for its caches
     count: int  # samples
     endpoint: str  # of the store
+    data: Path  # what is in it, locally
 
     def images(self) -> list[bytes]:
         return [content_of(number, SIZE) for number in range(self.count)]
@@ -232,6 +240,188 @@ def tfrecord(job: Job) -> Any:
     return in_batches(records())
 
 
+def npy(job: Job) -> Any:
+    if job.who == WRITE:
+        for name, images in job.shards():
+            np.save(job.folder / f"{name}.npy", np.frombuffer(b"".join(images), "u1").reshape(-1, SIZE))
+        return None
+    if job.who == OURS:
+        return job.read(lambda hr, store: hr.ArrayDataset("*.npy", store=store).stream(shuffle=True), bytes_of)
+    import fsspec
+    from torch.utils.data import DataLoader
+
+    class Files(list[str]):
+        def __getitem__(self, number: Any) -> Any:
+            with fsspec.open(super().__getitem__(number)) as file:
+                return np.load(io.BytesIO(file.read()))
+
+    files = Files(f"{job.endpoint}/bucket/{name}.npy" for name, _ in job.shards())
+    arrays = DataLoader(files, None, shuffle=True, num_workers=2, multiprocessing_context="fork")
+    return (list(rows.numpy()) for array in arrays for rows in array.split(BATCH))
+
+
+def datatrove(job: Job) -> Any:
+    if job.who == OURS:
+        of = lambda tokens: tokens.numpy().astype(np.uint16).tobytes()  # noqa: E731
+        tokens = {"seq_len": SIZE // 2}
+        return job.read(lambda hr, store: hr.TokenDataset("*.ds", store=store, **tokens).stream(shuffle=True), of)
+    from datatrove.pipeline.tokens.tokenizer import TokenizedFile
+    from datatrove.utils.dataset import DatatroveFolderDataset
+
+    if job.who == WRITE:
+        for name, images in job.shards():
+            file = TokenizedFile(str(job.folder), f"{name}.ds")
+            for image in images:
+                file.write(np.frombuffer(image, np.uint16).tolist(), None)
+            file.close()
+        return None
+
+    class Windows(list[int]):
+        @functools.cached_property
+        def folder(self) -> Any:
+            return DatatroveFolderDataset("s3://bucket", SIZE // 2 - 1, "*.ds", shuffle=True)
+
+        def __getitem__(self, number: Any) -> Any:
+            return self.folder[number]  # opened in each worker: s3fs does not survive a fork
+
+    return job.torch(Windows(range(job.count)), lambda sample: sample["input_ids"].numpy().astype(np.uint16).tobytes())
+
+
+@functools.cache
+def hub_of(endpoint: str, data: Path) -> str:
+    """The endpoint of a hub of 20 ms, in a thread of this process, that redirects to the store."""
+    entries = [{"type": "file", "path": path.name, "size": path.stat().st_size, "oid": ""} for path in data.iterdir()]
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            time.sleep(0.02)  # its latency
+            found = entries if "/tree/" in self.path else {"id": "org/name", "sha": "a" * 40}
+            body = b"" if "/resolve/" in self.path else json.dumps(found).encode()
+            self.send_response(200 if body else 302)
+            self.send_header("Location", f"{endpoint}/bucket/{self.path.rpartition('/')[2]}")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()  # as long as the process
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def hub(job: Job) -> Any:
+    if job.who == WRITE:
+        return parquet(job)
+    os.environ |= {"HF_ENDPOINT": hub_of(job.endpoint, job.data), "HF_HOME": str(job.folder)}
+    if job.who == OURS:
+        repository, of = ("datasets/org/name", "*.parquet"), {"columns": ["image"], "shuffle": True}
+        return job.read(lambda hr, store: hr.ParquetDataset(hr.hub(*repository), **of), image_of)
+    import datasets
+    import huggingface_hub
+    import pyarrow.dataset  # noqa: F401  # once, not in each worker
+
+    datasets.disable_progress_bars()
+    huggingface_hub.HfFileSystem.clear_instance_cache()
+    files = {"data_files": "hf://datasets/org/name/*.parquet", "columns": ["image"], "cache_dir": job.cold()}
+    streamed = datasets.load_dataset("parquet", split="train", streaming=True, **files)
+    return job.torch(streamed.shuffle(seed=0, buffer_size=SHARD), image_of)
+
+
+def coco(job: Job) -> Any:
+    if job.who == WRITE:
+        (job.folder / "images").mkdir()
+        each = [{"id": number, "file_name": f"images/{number:06d}.jpg"} for number in range(job.count)]
+        boxes = [{"id": n, "image_id": n, "category_id": 1, "bbox": [n, 0, 9, 9]} for n in range(job.count)]
+        for image, content in zip(each, job.images(), strict=True):
+            (job.folder / image["file_name"]).write_bytes(content)
+        content = {"images": each, "annotations": boxes, "categories": [{"id": 1, "name": "a"}]}
+        (job.folder / "a.json").write_text(json.dumps(content))
+        return None
+
+    def of(image: Any, left: float) -> Any:
+        if int.from_bytes(bytes(image[:8]), sys.byteorder) != left:
+            raise RuntimeError(f"the box of another image begins at {left}: this run does not count")
+        return image
+
+    if job.who == OURS:
+        of_sample = lambda sample: of(sample.data, sample.label["boxes"][0, 0])  # noqa: E731
+        return job.read(lambda hr, store: hr.CocoDataset(store, "s3://bucket/a.json"), of_sample, shuffle=True)
+    import fsspec
+    from pycocotools.coco import COCO
+
+    found = COCO()
+    with urllib.request.urlopen(f"{job.endpoint}/bucket/a.json") as file:  # fsspec's thread would not survive the fork
+        found.dataset = json.load(file)
+    found.createIndex()
+
+    class Images(list[Any]):
+        def __getitems__(self, numbers: list[int]) -> list[Any]:
+            urls = [f"{job.endpoint}/bucket/{found.loadImgs(number)[0]['file_name']}" for number in numbers]
+            images = fsspec.filesystem("http").cat(urls)
+            marks = [found.loadAnns(found.getAnnIds(number)) for number in numbers]
+            return [(images[url], boxes) for url, boxes in zip(urls, marks, strict=True)]
+
+    return job.torch(Images(found.imgs), lambda sample: of(sample[0], sample[1][0]["bbox"][0]), shuffle=True)
+
+
+@functools.cache
+def clip_numbers(data: Path) -> dict[int, int]:
+    """The number of each clip by the checksum of its frames [C, H, W], as PyAV decodes them of whole files."""
+    import av
+
+    frames: list[Any] = []
+    for path in sorted(data.glob("*.mp4")):
+        with av.open(str(path)) as file:
+            frames += (frame.to_ndarray(format="rgb24").transpose(2, 0, 1) for frame in file.decode(video=0))
+    return {zlib.crc32(np.array(frames[at : at + CLIP])): at // CLIP for at in range(0, len(frames), CLIP)}
+
+
+def video(job: Job) -> Any:
+    """A clip with the right frames stands for the image of its number."""
+    count = round(job.count * FORMATS["video"].share)
+    if job.who == WRITE:
+        import av
+
+        noise = np.random.default_rng(0).integers(0, 255, (*PIXELS, 3), dtype=np.uint8)
+        for number in range(count // CLIPS):
+            with av.open(str(job.folder / f"{number:04d}.mp4"), "w", options={"movflags": "faststart"}) as output:
+                stream = output.add_stream("libx264", rate=30, width=PIXELS[1], height=PIXELS[0], pix_fmt="yuv420p")
+                stream.options, stream.codec_context.gop_size = {"preset": "veryfast"}, 30
+                for at in range(CLIP * CLIPS):
+                    picture = np.roll(noise // 4 + (number + at // 8) % 192, (at, 2 * at), (0, 1))
+                    output.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+                output.mux(stream.encode())
+        return None
+    known = clip_numbers(job.data)
+
+    def check(batches: Any) -> Any:
+        for batch in batches:
+            yield [content_of(known[zlib.crc32(np.ascontiguousarray(frames))], SIZE) for frames in batch]
+
+    if job.who == OURS:
+        import headrace as hr
+
+        decoding: dict[str, Any] = {"transform": hr.decode.video(), "num_workers": 2, "shuffle": True}
+        return check(job.read(lambda hr, store: hr.VideoDataset(store, frames=CLIP), lambda clip: clip, **decoding))
+    from obstore.store import from_url
+    from torchcodec.decoders import VideoDecoder
+
+    class Clips(list[int]):
+        @functools.cached_property
+        def store(self) -> Any:
+            return from_url("s3://bucket", **job.options)
+
+        def __getitem__(self, number: Any) -> Any:
+            whole, first = self.store.get(f"{number // CLIPS:04d}.mp4").bytes(), number % CLIPS * CLIP
+            decoder = VideoDecoder(bytes(whole), num_ffmpeg_threads=1, seek_mode="approximate")
+            return decoder.get_frames_in_range(first, first + CLIP).data
+
+    return check(job.torch(Clips(range(count)), lambda clip: clip, shuffle=True))
+
+
 class Format(NamedTuple):
     """A format, and who else reads it."""
 
@@ -239,7 +429,7 @@ class Format(NamedTuple):
     peer: str
     packages: tuple[str, ...]  # the peer's
     writes: bool = True  # whether they are needed to write it too
-    share: float = 1.0  # of the samples that a filter leaves
+    share: float = 1.0  # of the samples that are read
 
 
 FORMATS = {
@@ -250,6 +440,11 @@ FORMATS = {
     "Lance": Format(lance, "lance.torch, in order", ("pylance",), writes=False),
     "save_to_disk": Format(save_to_disk, "datasets", ("datasets", "s3fs")),
     "TFRecord": Format(tfrecord, "tfrecord, GETs in turn", ("tfrecord", "obstore")),
+    "npy": Format(npy, "numpy, whole files", ("fsspec", "aiohttp"), writes=False),
+    "datatrove": Format(datatrove, "datatrove", ("datatrove", "s3fs")),
+    "COCO": Format(coco, "pycocotools, fsspec", ("pycocotools", "fsspec", "aiohttp"), writes=False),
+    "hub": Format(hub, "datasets, streaming", ("datasets", "huggingface_hub"), writes=False),
+    "video": Format(video, "torchcodec, whole files", ("torchcodec", "av", "obstore"), writes=False, share=1 / 8),
     "Parquet, filtered": Format(parquet, "pyarrow.dataset", ("pyarrow",), writes=False, share=0.5),
 }
 
@@ -291,7 +486,7 @@ def epoch(name: str, job: Job, data: Path) -> float:
 def main(name: str, who: str, folder: str, count: str, endpoint: str, data: str) -> None:
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_DEFAULT_REGION")
     os.environ |= {**dict.fromkeys(names, "us-east-1"), "AWS_ENDPOINT_URL": endpoint, "S3_ENDPOINT_URL": endpoint}
-    job = Job(who, Path(data if who == WRITE else folder), int(count), endpoint)
+    job = Job(who, Path(data if who == WRITE else folder), int(count), endpoint, Path(data))
     answer(lambda: contextlib.nullcontext(lambda: epoch(name, job, Path(data))))
 
 

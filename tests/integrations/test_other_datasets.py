@@ -251,17 +251,8 @@ def test_stream_that_is_not_split_is_read_by_each_rank_as_in_torch(of_ranks):
 
 
 def test_webdataset_reads_packed_shards(tmp_path):
-    samples = [
-        {
-            "__key__": f"a/{n:02}",
-            "cls": n,
-            "npy": np.full(3, n),
-            "json": {"n": [n]},
-            "txt": f"é{n}",
-            "seg.bin": b"%d" % n,
-        }
-        for n in range(SAMPLES)
-    ]
+    fields = [{"cls": n, "npy": np.full(3, n), "json": {"n": [n]}, "seg.txt": f"é{n}"} for n in range(SAMPLES)]
+    samples = [{"__key__": f"a/{number:02}", **each} for number, each in enumerate(fields)]
     assert hr.pack(samples, tmp_path, shard_size=50_000).shards > 1
     names = [str(path) for path in sorted(tmp_path.glob("*.tar"))]
     for found, sample in zip(webdataset.WebDataset(names, shardshuffle=False).decode(), samples, strict=True):

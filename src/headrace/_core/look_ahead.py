@@ -19,6 +19,7 @@ LEAST_AHEAD = 6
 # How many times the concurrent fetches the look-ahead may grow to hold. With latencies of a log-normal distribution of
 # spread 0.8 that keeps 0.8 to 1.0 of the fetches in flight, and 4 times 0.5 to 0.9 (benchmarks/simulation.py).
 MOST_COVERED = 8
+MOST_SMALL = 64  # batches to which the look-ahead of a stream of small ones may grow
 
 
 def most_fetches(options: LoaderOptions) -> int:

@@ -104,3 +104,20 @@ def test_look_ahead_shrinks_while_the_consumer_never_waits():
         assert len(engine.ahead.under_way) <= sizes[-2]
     assert sizes == [15, 10, 8, 7, 6, 6]
     assert numbers(engine.sent) == list(range(engine.ahead.planned))
+
+
+def test_look_ahead_of_a_stream_grows_while_its_batches_are_small():
+    engine = Engine(plans(), 6, most=64, together=True)
+    engine.ahead.fill()
+
+    def sizes(nbytes, batches):
+        for _ in range(batches):
+            engine.stall()
+            engine.arrive()
+            engine.take(StageTimes(fetched=2.0, nbytes=nbytes))
+            yield engine.look_ahead.batches
+
+    assert set(sizes(8 << 10, CALM - 12)) == {6}  # an epoch may be short
+    assert max(sizes(8 << 10, CALM)) == 64
+    assert [*sizes(1 << 20, 6)][-1] == 6
+    assert max(sizes(0, CALM)) == 6  # of unknown size

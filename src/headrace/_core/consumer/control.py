@@ -33,7 +33,7 @@ from headrace._core.engine.config import EngineConfig
 from headrace._core.links.inline import InlineLink
 from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import Session
-from headrace._core.look_ahead import LookAheadSize, look_ahead, most_ahead, most_concurrency, most_fetches
+from headrace._core.look_ahead import MOST_SMALL, LookAheadSize, look_ahead, most_ahead, most_concurrency, most_fetches
 from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
@@ -459,6 +459,8 @@ class LoaderControl:
             least = max(least, 2 * self._lanes.own)
         if spec.device is not None:  # what waits there has left the workers nothing to do: it does not count
             least += options["device_prefetch"]
+        if given is None and spec.kind is DatasetKind.ASYNC_ITERABLE:
+            return least, max(least, MOST_SMALL)
         if given is not None or spec.kind is not DatasetKind.ASYNC_MAP or samples:
             return least, least
         return least, most_ahead(least, concurrency=fetches, batch_size=batch_size)

@@ -13,6 +13,7 @@ from headrace._core.look_ahead import LookAheadSize
 # a thread and 20 to 90 µs where it is a process (benchmarks/next_latency.py), and only pays if it idles.
 PROMPT, MOST_PROMPT = 8, 1 << 10
 CALM = 64  # batches without a stall, at least, after which the look-ahead is reduced
+SMALL = 1 << 20  # bytes of the batches of a stream, up to which a stall doubles the look-ahead: each costs two wake-ups
 
 
 class Prefetcher:
@@ -22,8 +23,8 @@ class Prefetcher:
     After a stall of the consumer each plan is sent at once for a while: twice as long at each stall.
 
     The look-ahead is extended whenever the consumer waited for samples to be fetched, and fetches had nothing to begin:
-    by the batches that they could begin. It is reduced after twice as many batches as it has, and `CALM` at least,
-    without a wait.
+    by the batches that they could begin; that of a stream of small batches is doubled. It is reduced after twice as
+    many batches as it has, and `CALM` at least, without a wait.
 
     Args:
         plans: draws them; runs the user's sampler.
@@ -102,9 +103,14 @@ class Prefetcher:
         ahead = self._ahead
         if ahead is None:
             return False
+        nbytes = 0 if times.load.limit else ahead.batches * times.nbytes  # of a stream; 0 if unknown
+        if nbytes > SMALL:
+            ahead.reduce()
         if self._stalled is not None:
             if times.fetched > self._stalled and not self.exhausted:
                 ahead.extend(math.ceil(times.load.unused / max(1, len(plan.indices))))
+                if self.planned > CALM and 0 < 2 * nbytes <= SMALL:
+                    ahead.extend(ahead.batches)
             self._stalled, self._unstalled = None, 0
         else:
             self._unstalled += 1

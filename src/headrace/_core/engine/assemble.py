@@ -97,7 +97,7 @@ class Assembler:
         by one, which may take long.
         """
         samples = raw.samples
-        if self.runs_user_code or raw.whole or not samples:
+        if self.transforms or raw.whole or not samples:
             return None
         if self.batched:
             if type(samples) is Rows and destined(self.collate) is not self.collate:  # a default collate

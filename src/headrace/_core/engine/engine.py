@@ -16,7 +16,7 @@ from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.executors import Executor, ProcessExecutor, ThreadExecutor, Work
 from headrace._core.engine.fetch import BatchFetch, FetchContext, FetchRecorder, FetchStage, SampleFetch
-from headrace._core.engine.memory import MemoryBudget, SampleSizes
+from headrace._core.engine.memory import MEASURED_BATCHES, MEASURED_RARELY, MemoryBudget, SampleSizes
 from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.engine.stepping import Apply, session_compute
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
@@ -51,7 +51,8 @@ class Engine:
         self.config = config
         self.watch = LoopWatch(type(config.dataset).__qualname__)  # how long user code has blocked the loop, and where
         self._control: AdaptiveLimit | None = None  # the last epoch's
-        self.sizes = SampleSizes()
+        bounded = config.options["memory_budget"] is not None and config.kind is DatasetKind.ASYNC_MAP
+        self.sizes = SampleSizes(MEASURED_BATCHES if bounded else MEASURED_RARELY)
         self.executor: Executor
         if config.has_processes:
             self.executor = ProcessExecutor(config, first_task)

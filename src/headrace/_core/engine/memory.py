@@ -13,7 +13,8 @@ from headrace._core.failure import Failure
 # A budget of 1 GiB begins with 1,024 samples, a budget of 8 MiB with 8.
 FIRST_GUESS = 1 << 20
 MEASURED_SAMPLES = 8  # of a batch; their mean stands for all
-MEASURED_BATCHES = 8  # the first so many batches are measured, and then one in so many
+MEASURED_BATCHES = 8  # the first so many batches are measured, and then one in so many, or in
+MEASURED_RARELY = 64  # where only reports need it: pyarrow gives Python's lock away, and may wait long for it
 MEASURED_ITEMS = 16  # of a list or mapping; a list of a million numbers must not block the loop
 WEIGHT = 0.25  # of a batch in the running mean, which follows a change of sizes within a few measured ones
 
@@ -21,7 +22,8 @@ WEIGHT = 0.25  # of a batch in the running mean, which follows a change of sizes
 class SampleSizes:
     """Running means of a sample's size in bytes; of one loader, for all its epochs. None before the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = MEASURED_BATCHES) -> None:
+        self._every = every  # batches
         self.fetched: float | None = None
         self.assembled: float | None = None  # in its batch: decoding an image can take fifty times its bytes
         # Batches so far. Counted here: the numbers of an engine's batches may all leave the same rest.
@@ -41,7 +43,7 @@ class SampleSizes:
     def _measure(self, name: str, size_of: Callable[[], float | None]) -> None:
         """Measure a batch, if it is one of the first or one in so many."""
         self._counts[name] = count = self._counts[name] + 1
-        if (count <= MEASURED_BATCHES or not count % MEASURED_BATCHES) and (size := size_of()) is not None:
+        if (count <= MEASURED_BATCHES or not count % self._every) and (size := size_of()) is not None:
             mean = getattr(self, name)
             setattr(self, name, size if mean is None else mean + WEIGHT * (size - mean))
 

@@ -7,7 +7,7 @@ import typing
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -16,9 +16,10 @@ from torch.utils.data import DistributedSampler, Sampler
 from headrace._core.consumer import rewind
 from headrace._core.consumer.control import LoaderControl, trainers
 from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator
+from headrace._core.consumer.worker_search import WorkerSearch
 from headrace._core.device.streams import resolve
 from headrace._core.error_policy import error_policy
-from headrace._core.links.select import check_engines
+from headrace._core.links.select import check_automatic, check_engines
 from headrace._core.order.samplers import SeededRandomSampler, SeededRankSampler
 from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import states_from_dict, states_to_dict
@@ -28,7 +29,7 @@ from headrace._core.streams.torch_views import torch_readable, unwrap, without_a
 from headrace._core.text import dataset_repr, function_name
 from headrace._core.torchcompat.portable_collate import PortableCollate, same
 from headrace.collate import default_collate
-from headrace.options import OPTIONS, LoaderOptions, Samples, Unset, checked_options, shown_in_signature
+from headrace.options import OPTIONS, Automatic, LoaderOptions, Samples, Unset, checked_options, shown_in_signature
 from headrace.telemetry.counters import LoaderStats
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class DataLoader(TorchDataLoader[T_co]):
         shuffle: whether a new random order is drawn at each epoch.
         sampler: yields the indices one by one.
         batch_sampler: yields the indices of a batch at a time.
-        num_workers: CPU processes for `transform` and `collate_fn`; 0 for the caller's own thread, inside `next()`.
+        num_workers: CPU processes for `transform` and `collate_fn`; 0 for the caller's own thread, inside `next()`;
+            ``"auto"``, of an async dataset, finds the number while the loader runs.
         collate_fn: makes a batch of a list of samples; by default `headrace.default_collate`.
         pin_memory: whether batches are copied to pinned memory, by the thread that takes them.
         drop_last: whether a last batch that is not full is left out.
@@ -111,7 +113,7 @@ class DataLoader(TorchDataLoader[T_co]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[Any], T_co] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -137,16 +139,23 @@ class DataLoader(TorchDataLoader[T_co]):
         dataset = without_adapter(dataset)
         options.pop("snapshot_every_n_steps", None)  # type: ignore[typeddict-item]  # of torchdata's StatefulDataLoader
         checked = checked_options(options)
+        automatic = num_workers == "auto" or isinstance(num_workers, Automatic)
+        workers = 0 if num_workers == "auto" else num_workers
         device = resolve(checked["device"])
         source, maps = unwrap(dataset)
         kind = kind_of(source)
         policy = error_policy(checked["on_error"])
         self._control = LoaderControl(LoaderSpec(source, kind, maps, checked, policy, device))
+        if automatic:
+            check_automatic(kind, checked, multiprocessing_context)
+            least = checked["engines"] if self._control.spec.placement == "process" else 0
+            self._control.search = WorkerSearch()
+            workers = Automatic(max(least, workers))
         check_engines(
             checked["engines"],
             checked["placement"],
             kind,
-            num_workers,
+            workers,
             divided=kind is DatasetKind.ASYNC_MAP or self._control.reads_lanes,
         )
         seed = checked["seed"]
@@ -171,7 +180,7 @@ class DataLoader(TorchDataLoader[T_co]):
             shuffle,
             sampler,
             batch_sampler,
-            num_workers,
+            max(1, workers) if automatic else workers,  # of none, torch refuses arguments that are for workers
             collate,
             pin_memory,
             drop_last,
@@ -184,6 +193,8 @@ class DataLoader(TorchDataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        if automatic:
+            self.num_workers = workers
         self.__dict__["dataset"] = shown  # past the freeze; of a DataPipe torch keeps a wrapper
         for name, value in checked.items():  # for code that rebuilds a loader; subclasses may have these names
             if not hasattr(self, name):
@@ -238,7 +249,12 @@ class DataLoader(TorchDataLoader[T_co]):
         shown = [dataset_repr(self.dataset), f"batch_size={self.batch_size}"]
         if self.batch_size is None and self.batch_sampler is not None:
             shown[1] = f"batch_sampler={dataset_repr(self.batch_sampler)}"
-        torchs = {"num_workers": 0, "drop_last": False, "pin_memory": False, "persistent_workers": False}
+        torchs = {
+            "num_workers": 0 if self._control.search is None else None,
+            "drop_last": False,
+            "pin_memory": False,
+            "persistent_workers": False,
+        }
         shown += [f"{name}={value!r}" for name, usual in torchs.items() if (value := getattr(self, name)) != usual]
         for name, value in self._control.spec.options.items():
             if value != OPTIONS[name].default:

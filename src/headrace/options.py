@@ -43,6 +43,13 @@ class Unset(int):
     """A default that torch filled in: it stays one where a trainer rebuilds a loader from the attributes of another."""
 
 
+class Automatic(int):
+    """The number that is in force of what ``"auto"`` chooses; a loader that is rebuilt from it chooses too."""
+
+    def __repr__(self) -> str:
+        return "'auto'"
+
+
 Check = Callable[[str, object], object]
 
 

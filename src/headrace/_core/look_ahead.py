@@ -77,6 +77,11 @@ class LookAheadSize:
         later.batches = min(most, least + self.batches - self._least)
         return later
 
+    def raise_to(self, least: int, most: int) -> None:
+        """Plan at least so many, from now on."""
+        self._least, self._most = least, most
+        self.batches = max(self.batches, least)
+
     def extend(self, batches: int) -> None:
         self.batches = min(self._most, self.batches + batches)
 

@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.eventloop.waiting import Readable
@@ -38,7 +39,15 @@ class TraceRequest:
     on: bool
 
 
-Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest
+@dataclass(frozen=True, slots=True)
+class WorkersRequest:
+    """The request for so many worker processes, of all engines together."""
+
+    number: int
+    functions: Any = None  # the assembly of batches, a `SharedPickle`, for an engine that has no processes yet
+
+
+Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest | WorkersRequest
 
 # From an engine; besides these, batches.
 

@@ -67,6 +67,7 @@ class Setup(NamedTuple):
     engines: int = 1
     by_engines: bool = True  # whether several engines can divide the dataset
     executor: str = "process"
+    chosen: tuple[str, ...] = ()  # see `Report.chosen`
     remedies: frozenset[str] = frozenset()  # that not every dataset has: "cache", "hedge", options to read more at once
 
 
@@ -94,9 +95,7 @@ class _Model:
         self._figures = figures
         self.in_call = 0.0 if setup.placement == "inline" else figures.in_call_seconds
         in_workers = setup.num_workers and not figures.in_call
-        self.floor = max(
-            figures.engine_cpu * figures.period, figures.work_seconds / setup.num_workers if in_workers else 0.0
-        )
+        self.floor = max(figures.engine_seconds, figures.work_seconds / setup.num_workers if in_workers else 0.0)
         fixed = setup.is_async and not setup.stream and setup.concurrency != "auto" and figures.concurrency
         self.window = figures.period * figures.in_flight / figures.concurrency if fixed else 0.0
 

@@ -161,6 +161,7 @@ class Figures:
     workers_busy: float = 0.0
     workers_cpu: float = 0.0
     engine_cpu: float = 0.0
+    engine_seconds: float = 0.0  # CPU seconds of that thread for a batch
     engine_queued: float = 0.0
     consumer_cpu: float = 0.0  # CPU seconds of the consumer's thread per second
     blocked: float = 0.0
@@ -246,6 +247,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         workers_busy=worked / seconds,
         workers_cpu=sum(record.times.work_cpu for record in rest) / seconds,
         engine_cpu=(end.engine_cpu - begin.engine_cpu) / engine_seconds,
+        engine_seconds=(end.engine_cpu - begin.engine_cpu) / len(rest),
         engine_queued=(end.engine_queued - begin.engine_queued) / engine_seconds,
         consumer_cpu=(rest[-1].cpu - first.cpu) / seconds,
         blocked=(end.blocked - begin.blocked) / engine_seconds,

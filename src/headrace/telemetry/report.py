@@ -32,6 +32,7 @@ class Report(Figures):
         factor: by how much the change makes the limiting stage faster; None if that is not known.
         mixed: number of samples that `headrace.mix` has drawn from each stream in this epoch, by name, or else by
             position; up to where a restored loader reads on, and of all ranks if the mix is split.
+        chosen: numbers of workers that ``num_workers="auto"`` has chosen or tried in vain, and why, the oldest first.
     """
 
     limit: str
@@ -41,6 +42,7 @@ class Report(Figures):
     change: Mapping[str, Any]
     factor: float | None
     mixed: Mapping[str, int]
+    chosen: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         change = ", ".join(f"{name}={value!r}" for name, value in self.change.items())
@@ -96,6 +98,7 @@ class Report(Figures):
             facts.append(("event loop busy", share(self.engine_cpu) + waits))
         if self.worker_deaths:
             facts.append(("workers that died", f"{self.worker_deaths:,}"))
+        facts += [("chosen" * (not number), text) for number, text in enumerate(self.chosen)]
         if self.skipped:
             facts.append(("skipped samples", f"{self.skipped:,}"))
         if total := sum(self.mixed.values()):
@@ -145,4 +148,4 @@ def make_report(records: Sequence[BatchRecord], setup: Setup, mixed: Mapping[str
     figures = figures_of(records) if records else Figures(0.0)
     diagnosis = diagnose(figures, setup) if records else Diagnosis("start-up", "no batch has been delivered")
     values = {each.name: getattr(figures, each.name) for each in dataclasses.fields(figures)}
-    return Report(**values, **diagnosis._asdict(), mixed=dict(mixed or {}))
+    return Report(**values, **diagnosis._asdict(), mixed=dict(mixed or {}), chosen=setup.chosen)

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ from headrace._core.cgroup import usable_cores
 from headrace._core.consumer.agreement import StepGroup, begin_agreement, close_all
 from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
+from headrace._core.consumer.worker_search import RECORDS, WorkerSearch
 from headrace._core.descriptors import explained
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import pin
@@ -52,7 +54,7 @@ from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.order.state import Fingerprint, LoaderState, Past, Run, encoded
 from headrace._core.pool.launch import start_early
 from headrace._core.ranks.data_parallel import group_of, rank_among
-from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
+from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank, ranks_on_host
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.epochs import counted_epoch, session_seed
 from headrace._core.streams.kinds import (
@@ -70,8 +72,8 @@ from headrace._core.text import warn_user
 from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace._core.torchcompat.private import batches_skipped_by_hook
-from headrace.errors import StateError
-from headrace.options import Unset, engine_options
+from headrace.errors import NotPicklableError, StateError
+from headrace.options import Automatic, Unset, engine_options
 from headrace.telemetry.counters import Counters
 
 if TYPE_CHECKING:
@@ -111,6 +113,7 @@ class LoaderControl:
         self._seeds = EpochSeeds(spec)
         self._checked: set[str] = set()  # of the warnings that are given once
         self._lanes = LaneChoice(spec)
+        self.search: WorkerSearch | None = None  # with `num_workers="auto"`
         self._reset()
 
     def _reset(self) -> None:
@@ -130,6 +133,7 @@ class LoaderControl:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._seeds, self.counters = copy.copy(self._seeds), copy.copy(self.counters)
+        self.search = None if self.search is None else WorkerSearch()
         self._reset()
 
     def with_spec(self, spec: LoaderSpec) -> LoaderControl:
@@ -161,7 +165,10 @@ class LoaderControl:
 
         One of all ranks, or this rank's; or those of each, where these were restored.
         """
-        return self.resumed or (self._state_of(self.progress, loader, lag),)
+        if self.resumed:
+            return self.resumed
+        state = self._state_of(self.progress, loader, lag)
+        return (state if self.search is None else state._replace(found={"num_workers": int(loader.num_workers)}),)
 
     def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...], *, strict: bool) -> None:
         """Continue from a state of all ranks, or this rank's among those of each, at the next `iter()`."""
@@ -180,6 +187,9 @@ class LoaderControl:
     def continue_from(self, loader: TorchLoader, states: tuple[LoaderState, ...]) -> None:
         """Continue from states that fit, at the next `iter()`."""
         self.resumed = states
+        if self.search is not None:
+            found = min(states[0].found.get("num_workers", 0), self._cores())
+            loader.num_workers = Automatic(max(loader.num_workers, found))
         self.order(loader).leave_out(states[0].excluded)
 
     def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
@@ -390,6 +400,7 @@ class LoaderControl:
             progress=progress,
             state=functools.partial(self._state_of, progress, loader),
             agreement=agreement,
+            tune=None if self.search is None else functools.partial(self._tune, loader, self.search, session),
         )
         self._open_epochs[epoch] = spec.begun.epoch
         return epoch
@@ -427,6 +438,7 @@ class LoaderControl:
             rank=rank,
             pipe_seed=spec.pipe_seed,
             lanes=self._lanes.own,
+            most_workers=0 if self.search is None else self._cores(),
         )
         if not self.spec.kind.is_async and loader.num_workers == 0:
             self.counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
@@ -439,6 +451,20 @@ class LoaderControl:
             session = self._placements.open(config, start, persistent=persistent)
         self.counters.placement = self._placements.where + self._lanes.describe()
         return session
+
+    def _tune(self, loader: TorchLoader, search: WorkerSearch, session: Session) -> float:
+        """Change the number of workers, if the last batches say so; returns when to look again."""
+        number = search.look(self.counters.records(RECORDS), self.setup(loader))
+        if number is not None:
+            try:
+                session.send(self._placements.workers_request(number))
+            except (NotPicklableError, OSError) as error:
+                search.end(str(error))
+                return math.inf
+            loader.num_workers = Automatic(number)
+            if self._ahead is not None:
+                self._ahead.raise_to(*self.look_ahead(loader))
+        return search.next_look
 
     def look_ahead(self, loader: TorchLoader) -> tuple[int, int]:
         """How many batches are planned before the one that is delivered: at least, and at most."""
@@ -489,16 +515,13 @@ class LoaderControl:
         """The arguments that decide on the loader's speed."""
         from headrace.telemetry.diagnosis import Setup
 
-        options, placement = self.spec.options, self.spec.placement
+        options = self.spec.options
         least, most = self.look_ahead(loader)
         can = capabilities(self.spec.source)
         hedged = can.ranges or (can.aget and not (can.agets and loader._auto_collation))
-        cores = usable_cores()
-        if isinstance(placement, RayPlacement):
-            cores = self.spec.engines * placement.cpus_per_engine
         return Setup(
             concurrency=options["concurrency"],
-            num_workers=loader.num_workers,
+            num_workers=int(loader.num_workers),
             look_ahead=least,
             most_ahead=most,
             batch_size=loader.batch_size,
@@ -507,16 +530,25 @@ class LoaderControl:
             placement=self.counters.placement.partition(":")[0],
             stream=self.spec.kind.is_iterable,
             is_async=self.spec.kind.is_async,
-            cores=max(1, int(cores)),
+            cores=self._cores(),
             most_concurrency=self.spec.engines * most_concurrency(),
             engines=self.spec.engines,
             by_engines=not self.spec.kind.is_iterable or self._lanes.possible,
             executor=options["executor"],
             fixed_look_ahead=not isinstance(loader.prefetch_factor, Unset | None),
+            chosen=() if self.search is None else tuple(self.search.chosen),
             remedies=frozenset(("hedge",) * hedged).union(
                 *(getattr(type(part), "_remedies", ()) for part in walk_datasets(self.spec.source))
             ),
         )
+
+    def _cores(self) -> int:
+        """CPUs that the loader may use; with `num_workers="auto"` those of this rank, among the ranks of the host."""
+        placement = self.spec.placement
+        if isinstance(placement, RayPlacement):
+            return max(1, int(self.spec.engines * placement.cpus_per_engine))
+        ranks = 1 if self.search is None else ranks_on_host()
+        return max(1, int(usable_cores() / ranks))
 
     @property
     def open_epochs(self) -> list[tuple[Epoch, int]]:

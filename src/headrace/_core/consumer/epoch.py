@@ -5,6 +5,7 @@ Everything runs on the consumer's thread. `for` and `async for` differ only in h
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -60,6 +61,7 @@ class Epoch:
         look_ahead: how many plans may be outstanding; None to plan one batch at a time, in the caller's thread.
         state: returns the state after the last call of `next()`, or so many calls before.
         agreement: of the ranks, on the number of steps; None if each ends its epoch by itself.
+        tune: called after a batch, looks whether to change the number of workers, and returns when to be called again.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Epoch:
         progress: EpochProgress,
         state: Callable[[int], LoaderState],
         agreement: StepGroup | None,
+        tune: Callable[[], float] | None = None,
     ) -> None:
         self._loader = loader
         # As in torch's iterators, for libraries that read them; with `seed=` no seed is drawn.
@@ -104,6 +107,8 @@ class Epoch:
         self._ended = True  # whether this rank has nothing left at the end of the epoch
         self._iteration = counters.epochs
         self._skipped = counters.skipped_samples  # at the batch before
+        self._tune = tune
+        self._tune_at = math.inf if tune is None else 0.0  # by `time.perf_counter`
         self._called = 0.0  # when the running call of next() began to wait for a batch; 0.0 once it was taken
         self._cpu = self._cpu_read = 0.0  # the thread's CPU seconds, and when they were read
         self._over = False
@@ -201,6 +206,8 @@ class Epoch:
             repeat=plan.repeat,
         )
         self._skipped = skipped
+        if returned > self._tune_at and self._tune is not None:
+            self._tune_at = self._tune()
         return batch
 
     def _agree(self, agreement: StepGroup) -> bool:

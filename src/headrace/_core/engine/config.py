@@ -23,7 +23,7 @@ class EngineConfig(NamedTuple):
     dataset: Any  # where samples are fetched, without what `map` queued
     kind: DatasetKind
     assembler: Assembler
-    num_workers: int  # 0 for a helper thread, or for none where `deferred`
+    num_workers: int  # of all engines; 0 for a helper thread, or for none where `deferred`
     options: LoaderOptions  # those that are for the engine
     deferred: bool  # whether the CPU work is left to the consumer's thread
     look_ahead: int  # batches that may be planned and not yet taken
@@ -34,8 +34,8 @@ class EngineConfig(NamedTuple):
     context: Any  # a `multiprocessing` context the user asked for
     rank: RankInfo  # of the consumer's process; another needs another engine, whose processes get it at their start
     pipe_seed: int | None = None  # of a data pipe's random pipes in this epoch
-    first_worker: int = 0
-    all_workers: int = 0  # of all engines; 0 where there is one engine
+    most_workers: int = 0  # that `num_workers` may grow to
+    engine: int = 0  # its number
     engines: int = 1
     lanes: int = 1  # in which a stream is read that begins anew; no more engines than that read it
 
@@ -51,18 +51,21 @@ class EngineConfig(NamedTuple):
             options["concurrency"] = max(1, _divided(options["concurrency"], engine, engines))
         if options["memory_budget"] is not None:
             options["memory_budget"] = max(1, options["memory_budget"] // engines)
-        return self._replace(
-            options=options,
-            num_workers=_divided(self.num_workers, engine, engines),
-            first_worker=sum(_divided(self.num_workers, before, engines) for before in range(engine)),
-            all_workers=self.num_workers,
-            in_order=False,
-            engines=engines,
-        )
+        return self._replace(options=options, in_order=False, engine=engine, engines=engines)
+
+    @property
+    def workers(self) -> range:
+        """The numbers of this engine's workers."""
+        return range(self.engine, self.num_workers, self.engines)
+
+    @property
+    def most_parallel(self) -> int:
+        """How many calls of user code on samples this engine's workers, or those that are added, may run at once."""
+        return max(1, len(self.workers), self.most_workers // self.engines)
 
     @property
     def has_processes(self) -> bool:
-        return self.num_workers > 0 and self.options["executor"] == "process"
+        return len(self.workers) > 0 and self.options["executor"] == "process"
 
     @property
     def steps_on_consumers_thread(self) -> bool:
@@ -105,7 +108,7 @@ class EngineConfig(NamedTuple):
             return task
         # A thread does not wait until a batch is sent, and seeds only if it is alone.
         default = task.assembler.collate is not self.assembler.collate
-        return replace(task, copies=not default, seeds=self.num_workers <= 1)
+        return replace(task, copies=not default, seeds=len(self.workers) <= 1)
 
     def without_functions(self) -> EngineConfig:
         """The other parts of the config, which fetching needs."""

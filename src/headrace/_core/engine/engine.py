@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart, StageTimes
@@ -18,13 +19,22 @@ from headrace._core.engine.executors import Executor, ProcessExecutor, ThreadExe
 from headrace._core.engine.fetch import BatchFetch, FetchContext, FetchRecorder, FetchStage, SampleFetch
 from headrace._core.engine.memory import MEASURED_BATCHES, MEASURED_RARELY, MemoryBudget, SampleSizes
 from headrace._core.engine.range_fetch import RangeFetch
-from headrace._core.engine.stepping import Apply, session_compute
+from headrace._core.engine.stepping import Apply, Chunk, StepsTask, session_compute
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
 from headrace._core.engine.worker_tasks import StartEpoch
 from headrace._core.eventloop.watchdog import LoopWatch
 from headrace._core.failure import describe_samples
 from headrace._core.look_ahead import AUTO_CONCURRENCY, most_concurrency
-from headrace._core.messages import Answer, Consumed, Request, SessionEnd, Status, StatusRequest, TraceRequest
+from headrace._core.messages import (
+    Answer,
+    Consumed,
+    Request,
+    SessionEnd,
+    Status,
+    StatusRequest,
+    TraceRequest,
+    WorkersRequest,
+)
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.ranks.rankinfo import provide_rank
 from headrace._core.retry_policy import as_policy
@@ -36,6 +46,8 @@ from headrace._core.streams.kinds import DatasetKind, capabilities, sample_key
 from headrace._core.streams.steps import compute
 from headrace._core.transport.pickling import PickledPayload
 from headrace._core.transport.shared_pickle import SharedPickle
+
+_log = logging.getLogger("headrace")
 
 
 class Engine:
@@ -57,8 +69,9 @@ class Engine:
         if config.has_processes:
             self.executor = ProcessExecutor(config, first_task)
         else:
-            threads = 0 if config.deferred else max(1, config.num_workers)
+            threads = 0 if config.deferred else max(1, len(config.workers))
             self.executor = ThreadExecutor(threads, config.rank, seeds=owns_process and threads == 1)
+        self.added: list[ProcessExecutor] = []  # by sessions that had no workers
         self._opening: asyncio.Task[None] | None = None
         self._entered = EnteredDatasets()
         self._running: dict[Session, asyncio.Task[None]] = {}
@@ -117,8 +130,19 @@ class Engine:
         await asyncio.wait([self._opening], timeout=deadline)
         if self._opening.done():
             self._opening.exception()  # the sessions that needed the executor have raised it
-        await self.executor.close(deadline)
+        for executor in (self.executor, *self.added):
+            await executor.close(deadline)
         return f"cancelled, and still running: {len(late)} epoch{'s' * (len(late) > 1)}" if late else None
+
+    def kill(self) -> None:
+        """End the workers, when the loop cannot close them; from any thread."""
+        for executor in (self.executor, *self.added):
+            executor.kill()
+
+    def release(self) -> None:
+        """Close what is left of the workers, after the loop is closed."""
+        for executor in (self.executor, *self.added):
+            executor.release()
 
     def make_stage(self, context: FetchContext, start: SessionStart) -> FetchStage:
         config, dataset, options = self.config, self.config.dataset, self.config.options
@@ -166,9 +190,11 @@ class Session:
         self._engine = engine
         self._assembler = config.assembler
         self._executor, self._sizes, self._watch = engine.executor, engine.sizes, engine.watch
+        self._pool = engine.executor if isinstance(engine.executor, ProcessExecutor) else None
         self._work = work
-        apply, parallel = (steps, 1) if steps else (engine.executor.apply, engine.executor.workers)
-        self._compute = session_compute(apply, parallel, seed, batch_seed(config.options["seed"] or 0, start.epoch, 0))
+        self._steps = steps or engine.executor.apply
+        common_seed = batch_seed(config.options["seed"] or 0, start.epoch, 0)
+        self._compute = session_compute(self._apply, config.most_parallel, seed, common_seed)
         self._send = send
         # Lanes take turns; those of several engines where their batches arrive.
         self._in_order = config.in_order or (start.lanes > 1 and config.engines == 1)
@@ -203,6 +229,26 @@ class Session:
             self._send(Status(self._status(message.number)))
         elif isinstance(message, TraceRequest):
             self._context.recorder = FetchRecorder() if message.on else None
+        elif isinstance(message, WorkersRequest) and self._pool is not None:
+            self._pool.resize(message.number)
+
+    def add_workers(self, pool: ProcessExecutor, work: SharedPickle | None) -> None:
+        """Assemble batches in workers of `pool`, once one has started; the engine owns it from here on."""
+        self._pool = pool
+        self._engine.added.append(pool)
+
+        async def change() -> None:
+            await pool.open()
+            await pool.started.wait()
+            if pool.broken is None:
+                self._executor, self._work, self._steps = pool, work, pool.apply
+            else:
+                _log.warning("num_workers='auto': batches are still made without workers: %s", pool.broken)
+
+        self._spawn(change)
+
+    def _apply(self, task: StepsTask, chunk: Chunk) -> Awaitable[list[object]]:
+        return self._steps(task, chunk)
 
     def _on_consumed(self, number: int) -> None:
         if self._memory is not None:

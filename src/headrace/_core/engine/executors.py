@@ -127,12 +127,10 @@ class ProcessExecutor(Pool):
         try:
             super().__init__(
                 config.worker_task() if first_task is None else first_task,
-                workers=config.num_workers,
+                numbers=config.workers,
                 # A torch dataset's are started by torch's method; those of functions are forks of the zygote.
                 context=config.context or (multiprocessing.get_context() if torchs else None),
                 stateful=torchs and (config.kind.is_iterable or is_stateful(config.dataset)),
-                first=config.first_worker,
-                of=config.all_workers or None,
             )
             self.launch()
         except Exception as error:

@@ -10,12 +10,14 @@ from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.links.placement import Placement, snapshot
 from headrace._core.links.session import Session
 from headrace._core.links.thread import ThreadPlacement
+from headrace._core.messages import WorkersRequest
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import DatasetKind, propagate_epoch
 from headrace._core.streams.resumable import warn_of_rereading
 from headrace._core.text import warn_user
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import DeadlockError, NotPicklableError
+from headrace.options import LoaderOptions
 
 
 def check_engines(
@@ -38,6 +40,19 @@ def check_engines(
             f"{asked}: engines divide the workers, so num_workers must be 0 or at least {engines}, but got "
             f"{num_workers}"
         )
+
+
+def check_automatic(kind: DatasetKind, options: LoaderOptions, context: object) -> None:
+    """Raise ValueError where ``num_workers="auto"`` excludes other arguments."""
+    why = None
+    if not kind.is_async:
+        why = "needs an async dataset: a torch dataset is read by a number of workers that is given"
+    elif isinstance(options["placement"], RayPlacement):
+        why = "and RayPlacement exclude each other: cpus_per_engine says how many workers an engine has room for"
+    elif options["executor"] != "process" or context is not None:
+        why = "starts processes, in its own way: leave out executor= and multiprocessing_context="
+    if why is not None:
+        raise ValueError(f'num_workers="auto" {why}')
 
 
 class PlacementSelector:
@@ -94,6 +109,15 @@ class PlacementSelector:
         if not (current.alive and same and self._config.same_engine(config)):
             return False
         return self._seen is None or self._seen == snapshot(config.dataset)
+
+    def workers_request(self, number: int) -> WorkersRequest:
+        """The request to the current engine to have so many workers; raises `NotPicklableError`."""
+        assert self._config is not None
+        changed = self._config._replace(num_workers=number)
+        if not self._config.has_processes:  # the next epoch has an engine that is made for workers
+            return WorkersRequest(number, self._functions(changed))
+        self._config = changed
+        return WorkersRequest(number)
 
     def set_epoch(self, dataset: object, epoch: int, *, only_wanted: bool) -> None:
         """Call a dataset's `set_epoch` in this process; a copy in another gets the epoch with its next session."""

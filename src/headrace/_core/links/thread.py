@@ -13,12 +13,13 @@ from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.engine import Engine
 from headrace._core.engine.engine import Session as EngineSession
+from headrace._core.engine.executors import ProcessExecutor
 from headrace._core.engine.stepping import apply_on_consumers_thread
 from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.links.inline import WorkOnConsumersThread
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
 from headrace._core.links.session import Session
-from headrace._core.messages import Link, Request, SessionEnd
+from headrace._core.messages import Link, Request, SessionEnd, WorkersRequest
 from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.streams.blocking import background_loop, context_managers
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -98,8 +99,8 @@ class ThreadPlacement(Placement):
         try:
             self._loop = background_loop() if self._shares_loop else LoopThread("headrace-engine")
         except BaseException:  # no thread could be started, or Ctrl-C: the engine has workers
-            self._engine.executor.kill()
-            self._engine.executor.release()
+            self._engine.kill()
+            self._engine.release()
             raise
         self._ended = False
 
@@ -112,7 +113,7 @@ class ThreadPlacement(Placement):
         return self._loop.is_current
 
     def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
-        link = ThreadLink(self._loop)
+        link = ThreadLink(self._loop, config)
         shipped = work if config.context is None else None
         steps = apply_on_consumers_thread(link.put) if config.steps_on_consumers_thread else None
         functions = shipped if config.has_processes else config.assembler
@@ -143,12 +144,12 @@ class ThreadPlacement(Placement):
             left = self._loop.blocked_in()
         except EngineDiedError:
             pass
-        self._engine.executor.kill()
+        self._engine.kill()
         if not self._shares_loop:
             left = self._loop.close(CLOSE_DEADLINE)
         self._engine.watch.close()
         if left is None:
-            self._engine.executor.release()
+            self._engine.release()
         else:
             warnings.warn(
                 f"the loader did not end within its deadline: {left}. In aget and __aiter__, let CancelledError pass, "
@@ -159,7 +160,7 @@ class ThreadPlacement(Placement):
 
     async def _end_on_loop(self) -> None:
         await self._engine.close(CLOSE_DEADLINE)
-        self._engine.executor.kill()
+        self._engine.kill()
         self._engine.watch.close()
         if not self._shares_loop:
             self._loop.close(CLOSE_DEADLINE)
@@ -170,14 +171,27 @@ class ThreadLink(Mailbox):
 
     session: EngineSession
 
-    def __init__(self, loop: LoopThread) -> None:
+    def __init__(self, loop: LoopThread, config: EngineConfig) -> None:
         super().__init__()
         self._loop = loop
+        self._config = config
         loop.on_death.add(self._on_death)
 
     def send(self, message: Request) -> None:
+        if isinstance(message, WorkersRequest) and message.functions is not None:
+            self._add_workers(message)
+            return
         with contextlib.suppress(EngineDiedError):  # whose message has the reason
             self._loop.call_soon(self.session.handle, message)
+
+    def _add_workers(self, message: WorkersRequest) -> None:
+        # Started here, since workers get the settings of the consumer's thread.
+        pool = ProcessExecutor(self._config._replace(num_workers=message.number), message.functions)
+        try:
+            self._loop.call_soon(self.session.add_workers, pool, message.functions)
+        except EngineDiedError:
+            pool.kill()
+            pool.release()
 
     def leave(self) -> None:
         self._loop.on_death.discard(self._on_death)

@@ -39,7 +39,18 @@ _KEYS_OF_TORCHDATA: Final = frozenset({"_snapshot", "_num_yielded", "_sampler_it
 
 
 # Fields of a state before an epoch; the others have their defaults.
-_BETWEEN = ("rank", "ranks", "base_seed", "kept_seed", "sampler_epoch", "generator", "sampler", "streams", "history")
+_BETWEEN = (
+    "rank",
+    "ranks",
+    "base_seed",
+    "kept_seed",
+    "sampler_epoch",
+    "generator",
+    "sampler",
+    "streams",
+    "history",
+    "found",
+)
 
 
 class Fingerprint(NamedTuple):
@@ -114,6 +125,7 @@ class LoaderState(NamedTuple):
     # Where the number of ranks or the size of a batch changed, from the run's first epoch on; see `Run`.
     history: tuple[tuple[int, ...], ...] = ()
     excluded: tuple[tuple[int, ...], ...] = ()  # samples that are left out; see `Exclusion`
+    found: Mapping[str, int] = {}  # arguments with "auto", and the values in force; no batch depends on them
     # Counts of `on_error`: delivered and skipped samples, those in a row, lost batches to be replaced, and replacements
     # among `batches`. With a user's sampler that has a state also the indices of a batch to be repeated.
     skipped: tuple[Any, ...] = (0, 0, 0, 0, 0)
@@ -150,6 +162,7 @@ class LoaderState(NamedTuple):
             "merged": tuple(map(dict, self.merged)),
             "history": tuple(map(tuple, self.history)),
             "excluded": tuple(map(tuple, self.excluded)),
+            "found": dict(self.found),
         }
         return {**values, "checksum": _checksum(values)}
 
@@ -176,6 +189,7 @@ class LoaderState(NamedTuple):
             delivered=tuple(map(tuple, values["delivered"])),
             history=tuple(map(tuple, values.get("history", ()))),
             excluded=tuple(map(tuple, values.get("excluded", ()))),
+            found=dict(values.get("found", {})),
             skipped=tuple(values["skipped"]),
         )
 

@@ -131,11 +131,9 @@ class Pool:
         self,
         task: WorkerTask | SharedPickle,
         *,
-        workers: int,
+        numbers: range,  # of the workers; those that are added go on in its steps
         context: BaseContext | None,  # starts the workers, which inherit the task; None: the zygote, and tasks are sent
         stateful: bool,
-        first: int,  # number of a worker
-        of: int | None,  # workers of all pools of a loader; None where this is the only one
     ) -> None:
         self._inherited: WorkerTask | None = None
         self._latest: SharedPickle | None = None  # the first task of new workers
@@ -146,12 +144,13 @@ class Pool:
             self._settings = Settings.here()  # not in `open`: some belong to the caller's thread
         else:
             self._inherited = task.loads() if isinstance(task, SharedPickle) else task
-        self._numbers = range(first, first + workers)
-        self._of = workers if of is None else of
+        self._numbers = numbers
         self._context = context
         self._attempts = 1 if stateful else ATTEMPTS
         self._stateful = stateful
-        self._workers: list[NumberedWorker] = []
+        self._workers: dict[int, NumberedWorker] = {}
+        self._leaving: set[NumberedWorker] = set()  # they end when they are idle
+        self.started = asyncio.Event()  # whether a worker has begun to read jobs
         self._waiting: deque[Job] = deque()
         self.broken: WorkerDiedError | None = None  # why it runs nothing any more
         self.deaths = 0  # of processes that had started, since the reader of this set it to 0
@@ -166,7 +165,7 @@ class Pool:
         try:
             for number in self._numbers:
                 process, connection = self._start(number)
-                self._workers.append(NumberedWorker(number, process, connection))
+                self._workers[number] = NumberedWorker(number, process, connection)
         except BaseException:  # Ctrl-C too: nothing owns the workers that have started
             self.kill()
             self.release()
@@ -174,14 +173,37 @@ class Pool:
 
     def _start(self, number: int) -> tuple[WorkerProcess, Connection]:
         modules = () if self._latest is None else self._modules(self._latest)
-        return launch_worker(self._context, self._inherited, number, self._of, modules)
+        return launch_worker(self._context, self._inherited, number, self._numbers.stop, modules)
 
     def _modules(self, task: SharedPickle) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self._settings.modules, *task.modules)))
 
     async def open(self) -> None:
-        for worker in self._workers:
+        for worker in list(self._workers.values()):
             self._connect(worker)
+
+    def resize(self, stop: int) -> None:
+        """Have workers with the numbers up to `stop`: those beyond it end when they have answered their jobs."""
+        self._numbers = range(self._numbers.start, stop, self._numbers.step)
+        if self.broken is not None or self._closing:
+            return
+        for number in [number for number in self._workers if number not in self._numbers]:
+            worker = self._workers.pop(number)
+            self._leaving.add(worker)
+            self._end_if_idle(worker)
+        try:
+            for number in self._numbers:
+                if number not in self._workers:
+                    with explained(f"start worker {number}"):
+                        process, connection = self._start(number)
+                    self._workers[number] = worker = NumberedWorker(number, process, connection)
+                    self._connect(worker)
+        except OSError as error:  # the others go on
+            _log.warning("%s", error)
+
+    def _end_if_idle(self, worker: NumberedWorker) -> None:
+        if worker in self._leaving and not worker.jobs:
+            worker.close_channel()  # its process ends by itself
 
     def _connect(self, worker: NumberedWorker) -> None:
         on_object, on_lost = functools.partial(self._on_object, worker), functools.partial(self._on_lost, worker)
@@ -189,7 +211,7 @@ class Pool:
         worker.connected = True
         worker.channel = channel = EngineChannel(worker.connection, on_object, on_lost)
         if (task := self._latest) is not None:
-            place = worker.number, self._of
+            place = worker.number, self._numbers.stop
             boot = BootMessage(ProcessEnvironment.here(), self._settings, self._modules(task), task, *place)
             channel.send(dump_message(boot))
             worker.loaded.add(task.number)
@@ -201,7 +223,7 @@ class Pool:
                 asyncio.get_running_loop().remove_reader(worker.process.sentinel)
                 worker.exited.set()
                 if not self._closing:
-                    self._on_death(worker)
+                    self._on_exit(worker)
 
         if not worker.exited.is_set():
             asyncio.get_running_loop().add_reader(worker.process.sentinel, check)
@@ -216,12 +238,12 @@ class Pool:
             self._in_use[job.task.number] = job.task
             self._latest = job.task if job.doing is None else self._latest
         if job.worker is not None:
-            chosen = self._workers[self._numbers.index(job.worker)]
+            chosen = self._workers[job.worker]
             chosen.pinned.append(job)
             self._next_job(chosen)
         else:
             self._waiting.append(job)
-            for candidate in self._workers:
+            for candidate in self._workers.values():
                 self._next_job(candidate)
         return await job.answer
 
@@ -229,7 +251,7 @@ class Pool:
         """Send each worker, by its number, a request ahead of later ones, without waiting for the answers."""
         if self.broken is not None:
             return
-        for worker in self._workers:
+        for worker in self._workers.values():
             job = Job(request(worker.number), self._latest)
             job.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # it is retrieved
             worker.pinned.append(job)
@@ -237,7 +259,7 @@ class Pool:
 
     def worker_of(self, batch: int) -> int | None:
         """The number of the worker that the request for a batch has been sent to, if it has been."""
-        return next((w.number for w in self._workers if any(job.batch == batch for job in w.jobs)), None)
+        return next((w.number for w in self._all() if any(job.batch == batch for job in w.jobs)), None)
 
     async def close(self, deadline: float) -> None:
         """End all workers by closing their channels: each finishes the request that it is busy with.
@@ -246,31 +268,31 @@ class Pool:
         `deadline` seconds more.
         """
         self._closing = True
-        for worker in self._workers:
+        for worker in self._all():
             worker.close_channel()
             self._watch(worker)  # if it could not be connected
-        living = [asyncio.ensure_future(worker.exited.wait()) for worker in self._workers]
+        living = [asyncio.ensure_future(worker.exited.wait()) for worker in self._all()]
         for last, patience in ((signal.SIGTERM, WORK_DEADLINE), (signal.SIGKILL, deadline), (None, 1.0)):
             late = (await asyncio.wait(living, timeout=patience))[1] if living else ()  # SIGKILL takes milliseconds
             if not late:
                 break
-            for worker in self._workers:
+            for worker in self._all():
                 if last is not None:
                     worker.process.signal(last)
         for task in living:
             task.cancel()
-        for worker in self._workers:
+        for worker in self._all():
             worker.release()
         self._forget()
 
     def kill(self) -> None:
         """Send SIGKILL to all workers; from any thread, when the loop cannot close the pool."""
-        for worker in self._workers:
+        for worker in self._all():
             worker.process.signal(signal.SIGKILL)
 
     def release(self) -> None:
         """Close the remaining handles, after the loop is closed."""
-        for worker in self._workers:
+        for worker in self._all():
             worker.process.release()
             worker.connection.close()
         self._forget()
@@ -278,10 +300,15 @@ class Pool:
     def _forget(self) -> None:
         """Free descriptors and shared memory now, not when the cycles of this pool are collected."""
         self._workers.clear()
+        self._leaving.clear()
         self._latest = None
 
+    def _all(self) -> list[NumberedWorker]:
+        return [*self._workers.values(), *self._leaving]
+
     def _next_job(self, worker: NumberedWorker) -> None:
-        while worker.channel is not None:
+        self._end_if_idle(worker)
+        while worker.channel is not None and worker not in self._leaving:
             # Those that wait are first: for pinned requests, they are those of a dead worker.
             queue, most = (self._waiting, 1) if self._waiting else (worker.pinned, PINNED_AHEAD)
             if not queue or len(worker.jobs) >= most:
@@ -312,6 +339,7 @@ class Pool:
     def _on_object(self, worker: NumberedWorker, obj: object) -> None:
         if isinstance(obj, Started):
             worker.started = True
+            self.started.set()
             return
         if type(obj) is tuple:
             obj = Answer(*obj)
@@ -330,7 +358,11 @@ class Pool:
         if worker.channel is not None:  # otherwise it was closed here, and the process ends by itself
             worker.process.signal(signal.SIGKILL)  # it cannot work without a channel
 
-    def _on_death(self, worker: NumberedWorker) -> None:
+    def _on_exit(self, worker: NumberedWorker) -> None:
+        if worker in self._leaving and not worker.jobs:
+            self._leaving.remove(worker)
+            worker.release()
+            return
         refusal = worker.process.refusal
         self.deaths += refusal is None
         job = worker.jobs.popleft() if worker.jobs else None
@@ -347,6 +379,12 @@ class Pool:
             again.appendleft(job)
         if suspect is not None:
             worker.failed_starts = 0  # the job's attempts are the bound here
+        if worker in self._leaving:  # its jobs go to the others
+            self._leaving.remove(worker)
+            worker.release()
+            for candidate in self._workers.values():
+                self._next_job(candidate)
+            return
         if self.broken or (refusal is None and (self._stateful or worker.failed_starts >= STARTS_WITHOUT_ANSWER)):
             self._break(self.broken or died)
             return
@@ -364,7 +402,7 @@ class Pool:
         if suspect is None or not suspect.answer.done():  # else the error reports it
             _log.warning("%s Another process has taken its place.", died)
         successor = NumberedWorker(worker.number, process, connection, worker.pinned, worker.failed_starts + 1)
-        self._workers[self._numbers.index(worker.number)] = successor
+        self._workers[worker.number] = successor
         try:
             self._connect(successor)
         except Exception as error:
@@ -374,6 +412,7 @@ class Pool:
     def _break(self, died: WorkerDiedError) -> None:
         """Fail all requests, with a copy of the error each: their consumer adds a note of its own."""
         self.broken = died
-        for queue in [self._waiting, *(worker.pinned for worker in self._workers)]:
+        self.started.set()
+        for queue in [self._waiting, *(worker.pinned for worker in self._workers.values())]:
             while queue:
                 queue.popleft().fail(copy.copy(died))

@@ -208,6 +208,11 @@ def _from_local_rank() -> RankInfo | None:
     return RankInfo(rank, world_size, "NODE_RANK, LOCAL_RANK and WORLD_SIZE")
 
 
+def ranks_on_host() -> int:
+    """The number of ranks that share this machine, as torchrun and other launchers say; 1 if none does."""
+    return max(1, _number("LOCAL_WORLD_SIZE") or 1)
+
+
 def _unknown(why: str) -> UnknownRankError:
     return UnknownRankError(why=f"WORLD_SIZE={os.environ['WORLD_SIZE']} {why}")
 

@@ -1,0 +1,119 @@
+"""The search for the number of workers, with ``num_workers="auto"``.
+
+It begins without workers, or with what an earlier run found, and follows the diagnosis of the last batches: where that
+says that transforms and collation are the limit, and so many workers make the loop faster by a predicted factor, they
+are tried. They stay if at least half of the predicted gain is measured; otherwise half as many more are tried. Pure:
+records have the time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headrace.telemetry.counters import BatchRecord
+from headrace.telemetry.diagnosis import BATCHES_AT_LEAST, Diagnosis, Setup, diagnose
+from headrace.telemetry.figures import Figures, figures_of
+
+_log = logging.getLogger("headrace")
+
+MEASURE_SECONDS = 1.0  # over which a rate is measured, at least
+RECORDS = 256  # that are looked at
+NEGLIGIBLE = 1e-4  # seconds of transforms and collation for a batch, below which sending it to a worker takes longer
+LEAST_GAIN = 0.5  # of the predicted one
+START_SECONDS = 10.0  # that new workers may take until they have made a batch, and are counted on
+PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two looks without a change; doubled each time
+HOLD, LONGEST_HOLD = 30.0, 1800.0  # seconds without a trial after one that failed; doubled each time
+
+
+class _Trial(NamedTuple):
+    before: int  # number of workers
+    tried: int
+    rate: float  # batches a second before
+    predicted: float  # factor of the rate
+    since: float
+
+
+class WorkerSearch:
+    """Proposes numbers of workers.
+
+    Attributes:
+        chosen: a sentence for each number that was kept, or tried in vain.
+    """
+
+    def __init__(self) -> None:
+        self.chosen: list[str] = []
+        self.next_look = 0.0  # by the clock of the records
+        self._trial: _Trial | None = None
+        self._settled = True  # whether all workers make batches
+        self._since = 0.0  # from when on batches were planned with the present workers
+        self._failed: int | None = None  # the fewest workers that were tried in vain
+        self._pause, self._hold = PAUSE, HOLD
+
+    def look(self, records: Sequence[BatchRecord], setup: Setup) -> int | None:
+        """The number of workers to have from now on, after the batches of `records`; None to change nothing."""
+        now = records[-1].returned
+        if not self._settled and not self._settle(records, now):
+            return None
+        measured = [record for record in records if record.planned >= self._since]
+        if len(measured) <= BATCHES_AT_LEAST or now - measured[0].returned < MEASURE_SECONDS:
+            return None
+        figures = figures_of(measured)
+        if self._trial is not None:
+            return self._judge(self._trial, figures, now)
+        return self._propose(figures, setup, now)
+
+    def end(self, why: str) -> None:
+        """Give up: workers cannot be started."""
+        self._trial = None
+        self._say(f"num_workers=0: {why}")
+
+    def _say(self, sentence: str) -> None:
+        self.chosen.append(sentence)
+        _log.info("%s", sentence)
+
+    def _settle(self, records: Sequence[BatchRecord], now: float) -> bool:
+        """Whether the workers that were added have all made a batch."""
+        assert self._trial is not None
+        added = set(range(self._trial.before, self._trial.tried))
+        seen = {
+            record.times.worked_by[2]
+            for record in records
+            if record.times.worked_by is not None and record.times.work_began >= self._trial.since
+        }
+        if added <= seen or now > self._trial.since + START_SECONDS:
+            self._settled, self._since = True, now
+        return self._settled
+
+    def _propose(self, figures: Figures, setup: Setup, now: float) -> int | None:
+        self.next_look, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        trainers = figures.consumer_cpu - figures.workers_cpu * figures.in_call
+        most = max(1, setup.cores - round(trainers))
+        if figures.nbytes and setup.memory_budget:
+            most = max(1, min(most, setup.memory_budget * figures.batches // figures.nbytes))
+        if self._failed is not None:
+            most = min(most, (setup.num_workers + self._failed) // 2)
+        found: Diagnosis = diagnose(figures, setup._replace(cores=most))
+        wanted: int = found.change.get("num_workers", 0)
+        if not wanted > setup.num_workers or found.predicted is None or figures.work_seconds < NEGLIGIBLE:
+            if self._failed is not None:  # what is between was tried
+                self._failed, self.next_look = None, now + self._hold
+                self._hold = min(2 * self._hold, LONGEST_HOLD)
+            return None
+        predicted = (1 - found.predicted) / max(1e-9, 1 - figures.wait_share)
+        self._trial = _Trial(setup.num_workers, wanted, figures.batches / figures.seconds, predicted, now)
+        self._settled = False
+        return wanted
+
+    def _judge(self, trial: _Trial, figures: Figures, now: float) -> int | None:
+        gain = figures.batches / figures.seconds / trial.rate
+        self._trial, self._pause, self.next_look = None, PAUSE, now
+        measured = f"{gain:.2f} times the rate with {trial.before}, where {trial.predicted:.2f} were predicted"
+        if gain - 1 >= LEAST_GAIN * (trial.predicted - 1):
+            self._hold = HOLD
+            self._say(f"num_workers={trial.tried}: transforms and collation were the limit; {measured}")
+            return None
+        self._say(f"num_workers={trial.before}, not {trial.tried}: {measured}")
+        self._failed, self._since = trial.tried, now
+        return trial.before

@@ -116,6 +116,7 @@ class StageTimes(NamedTuple):
     work_cpu: float = 0.0  # CPU seconds of the transforms and the collation
     blocked_before: float = 0.0  # `blocked` when the iteration began
     worked_by: tuple[int, int, int] | None = None  # process, native thread, worker (-1 for none); None if unknown
+    steps_seconds: float = 0.0  # of a stream's functions before batching, since the session began
 
 
 NO_TIMES = StageTimes()

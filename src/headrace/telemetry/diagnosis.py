@@ -157,6 +157,10 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
 
 
 def _of_stage(stage: str, figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
+    # Without workers they run in `next()`, whatever that waits for.
+    busy = IDLE_WORKERS * setup.num_workers or figures.wait_share / 2
+    if setup.stream and setup.is_async and figures.steps_busy > busy and stage in ("fetching", "sending batches"):
+        return _stepping(figures, setup, model)
     if stage == "fetching":
         return _fetching(figures, setup, model)
     if stage == "transforms and collation":
@@ -220,7 +224,7 @@ def _fetching(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
         return Diagnosis(
             "latency",
             f"the stream gives {rate(figures.samples / figures.seconds)} samples/s, with the event loop "
-            f"{share(figures.engine_cpu)} busy: it waits for its source, or for functions of its map and filter",
+            f"{share(figures.engine_cpu)} busy: it waits for its source",
             f"read {digits(factor)} times as much at once: {_read_more(setup)}",
             model.after(factor),
             factor=factor,
@@ -416,6 +420,23 @@ def _more_in_flight(
         ahead = max(ahead, limit)
     factor = min(limit, ahead) / max(1.0, now)
     return ", ".join(f"{name}={value}" for name, value in change.items()), model.after(factor), change, factor
+
+
+def _stepping(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
+    """The functions of a stream before batching are the limit."""
+    workers, each = setup.num_workers, figures.steps_busy * figures.period
+    where = f"in {workers} workers" if workers else "in the loop's own thread"
+    evidence = f"functions of the stream's map and filter take {seconds(each)} for a batch, {where}"
+    wanted = math.ceil(min(MOST, HEADROOM * each / max(figures.compute + model.in_call, figures.period / 100)))
+    factor = min(wanted, setup.cores) / max(1, workers)
+    if factor <= 1 and workers:
+        factor = wanted / workers
+        return Diagnosis(
+            "workers", evidence, "less work for each sample", model.after(factor, floor=0.0), factor=factor
+        )
+    wanted = min(max(1, wanted), setup.cores)
+    after = model.at_period(each / wanted, floor=0.0)
+    return Diagnosis("workers", evidence, f"num_workers={wanted}", after, {"num_workers": wanted}, factor)
 
 
 def _working(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:

@@ -160,6 +160,7 @@ class Figures:
     work_seconds: float = 0.0  # mean seconds of transforms and collation of a batch
     workers_busy: float = 0.0
     workers_cpu: float = 0.0
+    steps_busy: float = 0.0  # mean number of calls of a stream's functions before batching at the same time
     engine_cpu: float = 0.0
     engine_seconds: float = 0.0  # CPU seconds of that thread for a batch
     engine_queued: float = 0.0
@@ -246,6 +247,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         work_seconds=worked / len(rest),
         workers_busy=worked / seconds,
         workers_cpu=sum(record.times.work_cpu for record in rest) / seconds,
+        steps_busy=(end.steps_seconds - begin.steps_seconds) / engine_seconds,
         engine_cpu=(end.engine_cpu - begin.engine_cpu) / engine_seconds,
         engine_seconds=(end.engine_cpu - begin.engine_cpu) / len(rest),
         engine_queued=(end.engine_queued - begin.engine_queued) / engine_seconds,

@@ -182,7 +182,7 @@ class FakeExecutor:
     async def apply(self, task, chunk):
         for _ in range(self.delays.randrange(7)):
             await asyncio.sleep(0)
-        return task.apply(chunk)
+        return task.apply(chunk).of_samples
 
 
 @contextlib.contextmanager
@@ -190,7 +190,7 @@ def loader(epoch=0, delays=0):
     """What a loader's session sets while it reads a stream."""
     with contextlib.ExitStack() as stack:
         for variable, value in (
-            (compute, session_compute(FakeExecutor(delays).apply, 2, 5, 6)),
+            (compute, session_compute(FakeExecutor(delays).apply, lambda: 2, 5, 6)),
             (session_epoch, epoch),
         ):
             stack.callback(variable.reset, variable.set(value))

@@ -438,7 +438,6 @@ class LoaderControl:
             rank=rank,
             pipe_seed=spec.pipe_seed,
             lanes=self._lanes.own,
-            most_workers=0 if self.search is None else self._cores(),
         )
         if not self.spec.kind.is_async and loader.num_workers == 0:
             self.counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"

@@ -18,8 +18,9 @@ from headrace.telemetry.figures import Figures, figures_of
 
 _log = logging.getLogger("headrace")
 
-MEASURE_SECONDS = 1.0  # over which a rate is measured, at least
-RECORDS = 256  # that are looked at
+LOOK_SECONDS = 0.25  # between two looks, at least: one takes a millisecond or two
+MEASURE_SECONDS = 2.0  # over which a rate is measured, at least
+RECORDS = 1024  # that are looked at, at most
 NEGLIGIBLE = 1e-4  # seconds of transforms and collation for a batch, below which sending it to a worker takes longer
 LEAST_GAIN = 0.5  # of the predicted one
 START_SECONDS = 10.0  # that new workers may take until they have made a batch, and are counted on
@@ -47,17 +48,18 @@ class WorkerSearch:
         self.next_look = 0.0  # by the clock of the records
         self._trial: _Trial | None = None
         self._settled = True  # whether all workers make batches
-        self._since = 0.0  # from when on batches were planned with the present workers
+        self._since = 0.0  # when the present workers were all there; later batches count
         self._failed: int | None = None  # the fewest workers that were tried in vain
         self._pause, self._hold = PAUSE, HOLD
 
     def look(self, records: Sequence[BatchRecord], setup: Setup) -> int | None:
         """The number of workers to have from now on, after the batches of `records`; None to change nothing."""
         now = records[-1].returned
+        self._since, self.next_look = self._since or now, now + LOOK_SECONDS
         if not self._settled and not self._settle(records, now):
             return None
         measured = [record for record in records if record.planned >= self._since]
-        if len(measured) <= BATCHES_AT_LEAST or now - measured[0].returned < MEASURE_SECONDS:
+        if len(measured) <= BATCHES_AT_LEAST or now - self._since < MEASURE_SECONDS:
             return None
         figures = figures_of(measured)
         if self._trial is not None:
@@ -95,8 +97,9 @@ class WorkerSearch:
         if self._failed is not None:
             most = min(most, (setup.num_workers + self._failed) // 2)
         found: Diagnosis = diagnose(figures, setup._replace(cores=most))
-        wanted: int = found.change.get("num_workers", 0)
-        if not wanted > setup.num_workers or found.predicted is None or figures.work_seconds < NEGLIGIBLE:
+        wanted: int = min(most, found.change.get("num_workers", 0))
+        work = figures.work_seconds + figures.steps_busy * figures.period
+        if wanted <= setup.num_workers or found.predicted is None or work < NEGLIGIBLE:
             if self._failed is not None:  # what is between was tried
                 self._failed, self.next_look = None, now + self._hold
                 self._hold = min(2 * self._hold, LONGEST_HOLD)
@@ -108,7 +111,7 @@ class WorkerSearch:
 
     def _judge(self, trial: _Trial, figures: Figures, now: float) -> int | None:
         gain = figures.batches / figures.seconds / trial.rate
-        self._trial, self._pause, self.next_look = None, PAUSE, now
+        self._trial, self._pause = None, PAUSE
         measured = f"{gain:.2f} times the rate with {trial.before}, where {trial.predicted:.2f} were predicted"
         if gain - 1 >= LEAST_GAIN * (trial.predicted - 1):
             self._hold = HOLD

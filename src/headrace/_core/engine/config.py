@@ -34,7 +34,6 @@ class EngineConfig(NamedTuple):
     context: Any  # a `multiprocessing` context the user asked for
     rank: RankInfo  # of the consumer's process; another needs another engine, whose processes get it at their start
     pipe_seed: int | None = None  # of a data pipe's random pipes in this epoch
-    most_workers: int = 0  # that `num_workers` may grow to
     engine: int = 0  # its number
     engines: int = 1
     lanes: int = 1  # in which a stream is read that begins anew; no more engines than that read it
@@ -57,11 +56,6 @@ class EngineConfig(NamedTuple):
     def workers(self) -> range:
         """The numbers of this engine's workers."""
         return range(self.engine, self.num_workers, self.engines)
-
-    @property
-    def most_parallel(self) -> int:
-        """How many calls of user code on samples this engine's workers, or those that are added, may run at once."""
-        return max(1, len(self.workers), self.most_workers // self.engines)
 
     @property
     def has_processes(self) -> bool:

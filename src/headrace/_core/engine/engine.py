@@ -8,7 +8,7 @@ import logging
 import operator
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart, StageTimes
@@ -169,6 +169,24 @@ class Engine:
         return make(context, dataset, concurrency, hedge=options["hedge"] is not None)
 
 
+class _Assembly:
+    """The CPU work of a session: assembly of batches, and a stream's functions before batching, by an executor."""
+
+    def __init__(self, executor: Executor, work: Work, steps: Apply | None = None) -> None:
+        self.executor = executor
+        self.work = work
+        self.apply = steps or executor.apply
+        self._parallel = 1 if steps else None
+
+    @property
+    def parallel(self) -> int:
+        """How many calls of `apply` it makes at once."""
+        return self._parallel or max(1, self.executor.workers)
+
+    async def __call__(self, raw: RawBatch) -> HostBatch:
+        return await self.executor.assemble(raw, self.work)
+
+
 class Session:
     """Runs one epoch: plans in, batches out to the consumer, until it is cancelled.
 
@@ -189,12 +207,12 @@ class Session:
         self.start = start
         self._engine = engine
         self._assembler = config.assembler
-        self._executor, self._sizes, self._watch = engine.executor, engine.sizes, engine.watch
-        self._pool = engine.executor if isinstance(engine.executor, ProcessExecutor) else None
-        self._work = work
-        self._steps = steps or engine.executor.apply
+        self._sizes, self._watch = engine.sizes, engine.watch
+        self._assembly = self._first = _Assembly(engine.executor, work, steps)
+        self._in_pool = self._first if isinstance(engine.executor, ProcessExecutor) else None
+        self._steps_seconds = 0.0
         common_seed = batch_seed(config.options["seed"] or 0, start.epoch, 0)
-        self._compute = session_compute(self._apply, config.most_parallel, seed, common_seed)
+        self._compute = session_compute(self._apply, lambda: self._assembly.parallel, seed, common_seed)
         self._send = send
         # Lanes take turns; those of several engines where their batches arrive.
         self._in_order = config.in_order or (start.lanes > 1 and config.engines == 1)
@@ -229,26 +247,41 @@ class Session:
             self._send(Status(self._status(message.number)))
         elif isinstance(message, TraceRequest):
             self._context.recorder = FetchRecorder() if message.on else None
-        elif isinstance(message, WorkersRequest) and self._pool is not None:
-            self._pool.resize(message.number)
+        elif isinstance(message, WorkersRequest):
+            self._resize(message.number)
 
-    def add_workers(self, pool: ProcessExecutor, work: SharedPickle | None) -> None:
-        """Assemble batches in workers of `pool`, once one has started; the engine owns it from here on."""
-        self._pool = pool
+    @property
+    def has_pool(self) -> bool:
+        """Whether a `WorkersRequest` can be answered."""
+        return self._in_pool is not None
+
+    def add_pool(self, pool: ProcessExecutor, work: SharedPickle) -> None:
+        """Give the engine a pool, without workers, for requests of them; from any thread."""
         self._engine.added.append(pool)
+        self._in_pool = _Assembly(pool, work)
 
-        async def change() -> None:
-            await pool.open()
-            await pool.started.wait()
-            if pool.broken is None:
-                self._executor, self._work, self._steps = pool, work, pool.apply
-            else:
-                _log.warning("num_workers='auto': batches are still made without workers: %s", pool.broken)
+    def _resize(self, workers: int) -> None:
+        assert self._in_pool is not None
+        pool = self._in_pool.executor
+        assert isinstance(pool, ProcessExecutor)
+        pool.resize(workers)
+        if self._in_pool is self._first:
+            return
+        self._assembly = self._first  # until a worker has started
+        if workers:
+            self._spawn(functools.partial(self._use, self._in_pool, pool))
 
-        self._spawn(change)
+    async def _use(self, assembly: _Assembly, pool: ProcessExecutor) -> None:
+        await pool.started.wait()
+        if pool.workers and pool.broken is None:
+            self._assembly = assembly
+        elif pool.broken is not None:
+            _log.warning("num_workers='auto': batches are still made without workers: %s", pool.broken)
 
-    def _apply(self, task: StepsTask, chunk: Chunk) -> Awaitable[list[object]]:
-        return self._steps(task, chunk)
+    async def _apply(self, task: StepsTask, chunk: Chunk) -> list[object]:
+        outcomes = await self._assembly.apply(task, chunk)
+        self._steps_seconds += outcomes.seconds
+        return outcomes.of_samples
 
     def _on_consumed(self, number: int) -> None:
         if self._memory is not None:
@@ -267,7 +300,7 @@ class Session:
             samples = describe_samples(missing, self._sample_key)
             count = "1 sample" if len(missing) == 1 else f"{len(missing)} samples"
             return f"batch {number} is in stage fetch, and waits for {count}: {samples}"
-        worker = self._executor.worker_of(number)
+        worker = self._assembly.executor.worker_of(number)
         stage = "assemble (transform and collate)" if raw.samples is not None else "fetch, in a worker"
         who = "" if worker is None else f", worker {worker}"
         return f"batch {number} is in stage {stage}{who}, {describe_samples(raw.plan.indices, self._sample_key)}"
@@ -297,7 +330,11 @@ class Session:
         finally:
             self._requests.bodies.close()
             self._send(SessionEnd(error))
-            del self._work  # frees its shared memory now, not at the next garbage collection
+            del (
+                self._assembly,
+                self._first,
+                self._in_pool,
+            )  # frees its shared memory now, not at the next garbage collection
 
     async def _run_stages(self) -> None:
         # Not anyio's task group, which cancels a task again at each await, and so interrupts `finally` blocks of user
@@ -331,7 +368,8 @@ class Session:
             load = self._memory.load(load, len(self._plans))
             self._changed.set()
         # Where batches stay in this process, a task and a thread would take longer than the work.
-        host = self._work.passed_on(raw) if isinstance(self._work, Assembler) else None
+        work = self._assembly.work
+        host = work.passed_on(raw) if isinstance(work, Assembler) else None
         if host is None:
             self._assembling[raw.plan.number] = raw
             self._tasks.create_task(self._assemble(raw, fetched, load))
@@ -340,11 +378,11 @@ class Session:
 
     async def _assemble(self, raw: RawBatch, fetched: float, load: FetchLoad) -> None:
         if raw.samples is None:
-            host = await self._executor.assemble(raw, self._work)
+            host = await self._assembly(raw)
         else:
             # Failures stay in this process: an exception of user code is not sent to a worker and back.
             kept, lost = raw.without_failures()
-            host = self._assembler.nothing_to_do(kept, lost) or await self._executor.assemble(kept, self._work)
+            host = self._assembler.nothing_to_do(kept, lost) or await self._assembly(kept)
             host = host.with_lost(raw, lost)
         del self._assembling[raw.plan.number]
         self._put(raw, host, fetched, load)
@@ -372,12 +410,13 @@ class Session:
             time.thread_time(),
             self._watch.blocked_seconds,
             self._watch.place,
-            self._executor.take_deaths(),
+            self._assembly.executor.take_deaths(),
             self._watch.queued_seconds,
             *self._requests.take_times(),
             work.work_cpu,
             self._blocked_before,
             work.worked_by,
+            self._steps_seconds,
         )
         fetches = None if self._context.recorder is None else self._context.recorder.take()
         host = host._replace(requests=self._requests.take(), stream_state=state, times=times, fetches=fetches)

@@ -16,7 +16,7 @@ from torch import multiprocessing
 
 from headrace._core.batches import HostBatch, RawBatch
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.engine.stepping import Chunk, StepsTask, settle
+from headrace._core.engine.stepping import Chunk, Outcomes, StepsTask, settle
 from headrace._core.engine.worker_tasks import not_picklable
 from headrace._core.failure import Failure, Stage, as_exception
 from headrace._core.pool.supervisor import Job, Pool
@@ -70,8 +70,8 @@ class ThreadExecutor:
         host: HostBatch = await self._call(functools.partial(work, raw))
         return host
 
-    async def apply(self, task: StepsTask, chunk: Chunk) -> list[object]:
-        outcomes: list[object] = await self._call(functools.partial(task.apply, chunk, seeds=self._seeds))
+    async def apply(self, task: StepsTask, chunk: Chunk) -> Outcomes:
+        outcomes: Outcomes = await self._call(functools.partial(task.apply, chunk, seeds=self._seeds))
         return outcomes
 
     async def _call(self, work: Callable[[], object]) -> Any:
@@ -136,11 +136,10 @@ class ProcessExecutor(Pool):
         except Exception as error:
             name_unpicklable(config, error)
 
-    async def apply(self, task: StepsTask, chunk: Chunk) -> list[object]:
+    async def apply(self, task: StepsTask, chunk: Chunk) -> Outcomes:
         answer = await self.run(Job(tuple(chunk), task.pickle(self._steps), doing=_STEPS))
         if answer.error is None:
-            outcomes: list[object] = answer.value
-            return outcomes
+            return Outcomes(*answer.value)
         if answer.step == "pack":
             remedy = "It is sent back from a worker process: return tensors, arrays, or classes that both can import."
             raise not_picklable("the result of a function before batching", answer.error, remedy)

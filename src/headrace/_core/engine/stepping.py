@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
@@ -33,6 +34,16 @@ class Chunk(NamedTuple):
     samples: Sequence[object]
     seed: int
     position: int
+
+
+class Outcomes(NamedTuple):
+    """Those of a chunk's samples, and the seconds that they took.
+
+    A sample that is not kept is `NOTHING`, one that failed `Raised`.
+    """
+
+    of_samples: list[object]
+    seconds: float
 
 
 class StepsTask:
@@ -72,23 +83,23 @@ class StepsTask:
     def start(self, worker: int, workers: int) -> None:
         pass  # the assembly's task was started before
 
-    def __call__(self, request: tuple[Sequence[object], int, int]) -> list[object]:
+    def __call__(self, request: tuple[Sequence[object], int, int]) -> Outcomes:
         """The outcomes of a `Chunk` in a worker process, with errors that can be pickled."""
         outcomes = self.apply(Chunk(*request))
-        for place, outcome in enumerate(outcomes):
+        for place, outcome in enumerate(outcomes.of_samples):
             if type(outcome) is Raised:
                 text = format_error(outcome.error).rstrip()
                 error = picklable_error(outcome.error)
                 add_note(error, f"in a worker process:\n{text}")
-                outcomes[place] = Raised(error)
+                outcomes.of_samples[place] = Raised(error)
         return outcomes
 
-    def apply(self, chunk: Chunk, *, seeds: bool = True, catch: Catch = BaseException) -> list[object]:
-        """The outcome of each sample: `NOTHING` where it is not kept, `Raised` where it failed with one of `catch`.
+    def apply(self, chunk: Chunk, *, seeds: bool = True, catch: Catch = BaseException) -> Outcomes:
+        """The outcome of each sample; errors of the kinds in `catch` are.
 
         With `seeds`, random generators are seeded for each sample.
         """
-        current = CurrentSample(chunk.seed)
+        current, began = CurrentSample(chunk.seed), time.perf_counter()
         outcomes: list[object] = []
         token = current_sample.set(current)
         try:
@@ -97,13 +108,13 @@ class StepsTask:
                 if seeds:
                     self._generators.seed(batch_seed(chunk.seed, 0, position))
                 outcomes.append(apply_steps(self._steps, sample, catch))
-            return outcomes
+            return Outcomes(outcomes, time.perf_counter() - began)
         finally:
             current_sample.reset(token)
 
 
-Apply = Callable[[StepsTask, Chunk], Awaitable[list[object]]]
-"""Applies steps off the session's event loop; returns the outcome of each sample."""
+Apply = Callable[[StepsTask, Chunk], Awaitable[Outcomes]]
+"""Applies steps off the session's event loop."""
 
 
 def settle(answer: asyncio.Future[Any], result: object, error: Exception | None = None) -> None:
@@ -124,8 +135,8 @@ def settle(answer: asyncio.Future[Any], result: object, error: Exception | None 
 def apply_on_consumers_thread(send: Callable[[Call], None]) -> Apply:
     """Application of steps when the consumer waits for a batch, with `num_workers=0`."""
 
-    async def apply(task: StepsTask, chunk: Chunk) -> list[object]:
-        answer: asyncio.Future[list[object]] = asyncio.get_running_loop().create_future()
+    async def apply(task: StepsTask, chunk: Chunk) -> Outcomes:
+        answer: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
             if not answer.done():  # else the session was cancelled
@@ -137,7 +148,12 @@ def apply_on_consumers_thread(send: Callable[[Call], None]) -> Apply:
     return apply
 
 
-def session_compute(apply: Apply, parallel: int, seed: int, common_seed: int) -> Compute:
+def session_compute(
+    apply: Callable[[StepsTask, Chunk], Awaitable[list[object]]],
+    parallel: Callable[[], int],
+    seed: int,
+    common_seed: int,
+) -> Compute:
     """Application of one session's steps; so many chunks in parallel keep `apply` busy.
 
     Each pass of a stream has a seed of its own, by `spawn_key`: of the session's seed, or of the common one under
@@ -145,7 +161,7 @@ def session_compute(apply: Apply, parallel: int, seed: int, common_seed: int) ->
     none.
     """
 
-    def prepare(steps: tuple[Step, ...]) -> tuple[RunSteps, int]:
+    def prepare(steps: tuple[Step, ...]) -> tuple[RunSteps, Callable[[], int]]:
         task = StepsTask(steps)
         own = batch_seed(common_seed if undivided.get() else seed, 1, spawn_key())
         return lambda samples, position: apply(task, Chunk(samples, own, position)), parallel

@@ -175,7 +175,8 @@ class EngineGroup(Link):
         self._times[link] = times
         loads = [self._times[each].load for each in self._links.values() if each in self._times]
         means = {name: sum(getattr(e, name) for e in self._times.values()) / self._engines for name in _GROWING}
-        return times._replace(load=FetchLoad(*map(sum, zip(*loads, strict=True))), **means)
+        steps = sum(each.steps_seconds for each in self._times.values())
+        return times._replace(load=FetchLoad(*map(sum, zip(*loads, strict=True))), steps_seconds=steps, **means)
 
     def _deal(self) -> None:
         if self._over or not self._dealer.waiting:

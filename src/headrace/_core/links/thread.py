@@ -20,6 +20,7 @@ from headrace._core.links.inline import WorkOnConsumersThread
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
 from headrace._core.links.session import Session
 from headrace._core.messages import Link, Request, SessionEnd, WorkersRequest
+from headrace._core.pool.launch import start_early
 from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.streams.blocking import background_loop, context_managers
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -178,20 +179,13 @@ class ThreadLink(Mailbox):
         loop.on_death.add(self._on_death)
 
     def send(self, message: Request) -> None:
-        if isinstance(message, WorkersRequest) and message.functions is not None:
-            self._add_workers(message)
-            return
+        if isinstance(message, WorkersRequest) and not self.session.has_pool:
+            # Made here, since workers get the settings of the consumer's thread.
+            pool = ProcessExecutor(self._config._replace(num_workers=0), message.functions)
+            self.session.add_pool(pool, message.functions)
+            start_early()
         with contextlib.suppress(EngineDiedError):  # whose message has the reason
             self._loop.call_soon(self.session.handle, message)
-
-    def _add_workers(self, message: WorkersRequest) -> None:
-        # Started here, since workers get the settings of the consumer's thread.
-        pool = ProcessExecutor(self._config._replace(num_workers=message.number), message.functions)
-        try:
-            self._loop.call_soon(self.session.add_workers, pool, message.functions)
-        except EngineDiedError:
-            pool.kill()
-            pool.release()
 
     def leave(self) -> None:
         self._loop.on_death.discard(self._on_death)

@@ -191,6 +191,8 @@ class Pool:
             worker = self._workers.pop(number)
             self._leaving.add(worker)
             self._end_if_idle(worker)
+        if not self._numbers:
+            self.started.clear()
         try:
             for number in self._numbers:
                 if number not in self._workers:
@@ -202,7 +204,7 @@ class Pool:
             _log.warning("%s", error)
 
     def _end_if_idle(self, worker: NumberedWorker) -> None:
-        if worker in self._leaving and not worker.jobs:
+        if worker in self._leaving and not worker.jobs and (self._workers or not self._waiting):
             worker.close_channel()  # its process ends by itself
 
     def _connect(self, worker: NumberedWorker) -> None:
@@ -308,7 +310,7 @@ class Pool:
 
     def _next_job(self, worker: NumberedWorker) -> None:
         self._end_if_idle(worker)
-        while worker.channel is not None and worker not in self._leaving:
+        while worker.channel is not None and (worker not in self._leaving or not self._workers):
             # Those that wait are first: for pinned requests, they are those of a dead worker.
             queue, most = (self._waiting, 1) if self._waiting else (worker.pinned, PINNED_AHEAD)
             if not queue or len(worker.jobs) >= most:

@@ -39,8 +39,8 @@ class Raised(NamedTuple):
 RunSteps = Callable[[Sequence[Any], int], Awaitable[list[Any]]]
 """Applies steps to samples, of which the first is at a position of the stream; returns the outcome of each."""
 
-Compute = Callable[[tuple[Step, ...]], tuple[RunSteps, int]]
-"""Makes a function that applies steps off the session's event loop; and the number of requests that keep it busy."""
+Compute = Callable[[tuple[Step, ...]], tuple[RunSteps, Callable[[], int]]]
+"""Makes a function that applies steps off the session's event loop; and one of how many requests keep that busy."""
 
 compute: ContextVar[Compute | None] = ContextVar("headrace_compute", default=None)
 """That of the session that reads; None without a loader."""
@@ -92,8 +92,8 @@ class Steps(ReplayOperation[Any]):
         self._steps = steps
         prepare = compute.get()
         self._run: RunSteps | None
-        self._run, parallel = (None, 0) if prepare is None else prepare(steps)
-        self._limit = parallel + 1  # chunks in flight
+        self._parallel: Callable[[], int]
+        self._run, self._parallel = (None, int) if prepare is None else prepare(steps)
         self._held = 0  # samples read whose outcomes are not received
         self._unsent: _Chunk | None = None
         self._sent: deque[tuple[_Chunk, asyncio.Task[list[object]]]] = deque()  # in order, with their outcomes
@@ -128,6 +128,11 @@ class Steps(ReplayOperation[Any]):
             else:
                 await self._change()
         return _raised_or(self._outcomes.popleft())
+
+    @property
+    def _limit(self) -> int:
+        """How many chunks may be in flight."""
+        return self._parallel() + 1
 
     def _note_origin(self, first: int, kept: list[int]) -> None:
         self._origins.append((self._given, lambda number: self._inner.origin(first + kept[number])))

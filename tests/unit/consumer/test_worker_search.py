@@ -1,0 +1,121 @@
+"""num_workers="auto": which numbers are tried, and kept."""
+
+import pytest
+
+from headrace._core.batches import StageTimes
+from headrace._core.consumer.worker_search import HOLD, START_SECONDS, WorkerSearch
+from headrace.telemetry.counters import BatchRecord
+from headrace.telemetry.diagnosis import Setup
+
+COMPUTE, WORK = 0.01, 0.04  # seconds of the loop, and of transforms and collation, for a batch
+
+
+class Machine:
+    """A loader of which transforms are the limit: its batches, as so many workers on so many cores would make them."""
+
+    def __init__(self, workers=0, cores=8, *, real_cores=8, work=WORK, nbytes=0, memory_budget=None, start=0.5):
+        self.workers, self.work, self.real_cores, self.nbytes, self.start = workers, work, real_cores, nbytes, start
+        self.setup = Setup("auto", workers, 6, 6, 8, True, memory_budget, "thread", False, True, cores, 1024)
+        self.search = WorkerSearch()
+        self.now, self.started, self.records, self.numbers = 100.0, 0.0, [], []
+
+    def run(self, seconds):
+        """Let the loop run for so long; returns the numbers of workers that were set, in order."""
+        end, self.numbers = self.now + seconds, []
+        while self.now < end:
+            self.batch()
+            if self.now <= self.search.next_look:
+                continue
+            setup = self.setup._replace(num_workers=self.workers)
+            if (number := self.search.look(self.records[-1024:], setup)) is not None:
+                self.numbers.append(number)
+                self.workers, self.started = number, self.now + self.start
+        return self.numbers
+
+    def batch(self):
+        in_workers = self.workers if self.now >= self.started else 0
+        called = self.now
+        if in_workers:
+            ready = called + max(0.0, self.work / min(in_workers, self.real_cores) - COMPUTE)
+            began, ended, worker = ready - self.work, ready, len(self.records) % in_workers
+        else:
+            began, ended, worker = called, called + self.work, -1
+            ready = ended
+        times = StageTimes(
+            admitted=called - 1,
+            began=called - 1,
+            fetched=called - 0.9,
+            work_began=began,
+            work_ended=ended,
+            assembled=ended if in_workers else called - 0.9,
+            worked_by=(1, 1, worker),
+            nbytes=self.nbytes,
+        )
+        self.now = ready + COMPUTE
+        number, cpu = len(self.records), 0.1 * self.now
+        self.records.append(BatchRecord(1, number, 8, called - 0.01, times, called, ready, ready, ready, 2, None, cpu))
+
+
+def test_workers_that_the_diagnosis_asks_for_are_tried_and_kept():
+    machine = Machine()
+    assert machine.run(20) == [5]
+    assert machine.search.chosen[0].startswith("num_workers=5: transforms and collation were the limit; ")
+
+
+def test_nothing_is_changed_once_the_loop_is_the_limit():
+    machine = Machine()
+    machine.run(20)
+    assert machine.run(3600) == []
+
+
+def test_no_worker_is_started_for_work_of_microseconds():
+    assert Machine(work=9e-5).run(60) == []
+
+
+@pytest.mark.parametrize(("cores", "most"), [(1, 1), (3, 3), (4, 4)])
+def test_workers_are_at_most_as_many_as_cores(cores, most):
+    machine = Machine(cores=cores)
+    machine.run(120)
+    assert max([machine.workers, *machine.numbers]) == most
+
+
+def test_a_core_that_the_training_loop_uses_is_left_to_it():
+    machine = Machine(cores=4)
+    batch = machine.batch
+
+    def busy():
+        batch()
+        machine.records[-1] = machine.records[-1]._replace(cpu=machine.now)
+
+    machine.batch = busy
+    assert machine.run(60)[0] == 3
+
+
+def test_batches_in_workers_stay_within_the_memory_budget():
+    machine = Machine(nbytes=100, memory_budget=250)
+    assert machine.run(20) == [2]
+
+
+def test_a_change_without_half_the_gain_is_taken_back_and_fewer_are_tried():
+    machine = Machine(work=0.08, cores=8, real_cores=2)  # 8 promise 8 times the rate, and two give it twice
+    machine.run(120)
+    assert machine.workers == 2, machine.search.chosen
+    assert machine.search.chosen[0].startswith("num_workers=0, not 8: ")
+
+
+def test_changes_in_vain_become_rare():
+    machine = Machine(work=0.04, real_cores=0.2)  # workers are slower than the loop's thread
+    assert machine.run(HOLD + 15)[:6] == [5, 0, 2, 0, 1, 0]
+    machine.run(3600)
+    assert len(machine.run(3600)) <= 12
+
+
+def test_workers_that_do_not_start_are_given_up():
+    machine = Machine(start=1e9)
+    assert machine.run(START_SECONDS + 20)[:2] == [5, 0]
+
+
+def test_end_of_the_search_has_its_reason():
+    search = WorkerSearch()
+    search.end("the transform cannot be pickled")
+    assert search.chosen == ["num_workers=0: the transform cannot be pickled"]

@@ -1,0 +1,133 @@
+"""num_workers="auto": the rate that it reaches within a minute from no workers, of the best number of a sweep.
+
+Transforms sleep, so that workers on this machine stand for those of a larger one; loaders count 16 cores.
+Each case is read in turn with each number of the sweep, and by "auto" for a minute, whose last ten seconds count.
+The SHA-256 of the first batches has to be the same. ::
+
+    python benchmarks/auto_workers.py [--rounds 5] [--seconds 60]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import numpy as np
+from harness import Figure, claim, describe_machine, parse_arguments
+
+import headrace as hr
+from headrace._core.consumer import control
+
+CORES = 16.0
+SWEEP = (0, 1, 2, 4, 8, 16)
+COMPARED = 200  # batches whose SHA-256 is compared
+
+
+class Numbers(hr.AsyncDataset):
+    """Samples that take a while to fetch."""
+
+    def __len__(self) -> int:
+        return 10**7
+
+    async def aget(self, index: int) -> np.ndarray:
+        await asyncio.sleep(0.005)
+        return np.full(16, index % 251, np.uint8)
+
+
+class Stream(hr.AsyncIterableDataset):
+    """The same, as a stream."""
+
+    async def __aiter__(self) -> AsyncIterator[np.ndarray]:
+        for index in range(10**7):
+            if index % 64 == 0:
+                await asyncio.sleep(0.001)
+            yield np.full(16, index % 251, np.uint8)
+
+
+def sleeping(seconds: float) -> Callable[[Any], Any]:
+    """A transform that takes so long, and no core."""
+
+    def transform(sample: Any) -> Any:
+        time.sleep(seconds)
+        return sample
+
+    return transform
+
+
+def kept(sample: Any) -> bool:
+    """A filter that keeps all samples, so that the map before it is applied before batching."""
+    return True
+
+
+Make = Callable[..., hr.DataLoader[Any]]
+# A loader of each kind, and the seconds of a training step.
+CASES: dict[str, tuple[Make, float]] = {
+    "transform of 5 ms": (lambda **n: hr.DataLoader(Numbers(), 8, transform=sleeping(0.005), **n), 0.01),
+    "the same, no training step": (lambda **n: hr.DataLoader(Numbers(), 8, transform=sleeping(0.005), **n), 0.0),
+    "work of 20 µs a batch": (lambda **n: hr.DataLoader(Numbers(), 8, collate_fn=len, **n), 0.005),
+    "functions of a stream": (
+        lambda **n: hr.DataLoader(Stream().map(sleeping(0.005)).filter(kept), 8, **n),
+        0.01,
+    ),
+    "the loop is the limit": (lambda **n: hr.DataLoader(Numbers(), 8, transform=sleeping(0.0005), **n), 0.2),
+}
+
+
+def rates(loader: hr.DataLoader[Any], step: float, seconds: float, last: float) -> tuple[float, str]:
+    """Batches a second in the `last` of some seconds, and the SHA-256 of the first batches."""
+    digest, times = hashlib.sha256(), []
+    batches: Iterator[Any] = iter(loader)
+    began = time.perf_counter()
+    for number, batch in enumerate(batches):
+        if number < COMPARED:
+            digest.update(repr(batch).encode())
+        time.sleep(step)
+        times.append(time.perf_counter() - began)
+        if times[-1] > seconds and number >= COMPARED:
+            break
+    del batches
+    counted = [at for at in times if at > times[-1] - last]
+    return (len(counted) - 1) / (counted[-1] - counted[0]), digest.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--fixed-seconds", type=float, default=6.0)
+    arguments = parse_arguments(parser, rounds=1, seconds=8.0, fixed_seconds=3.0)
+    control.usable_cores = lambda: CORES  # type: ignore[attr-defined]
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    print(describe_machine())
+    shares: dict[str, list[float]] = {case: [] for case in CASES}
+    for round_number in range(arguments.rounds):
+        for case, (make, step) in CASES.items():
+            found: dict[Any, float] = {}
+            digests = set()
+            for workers in (*SWEEP, "auto"):
+                fixed = workers != "auto"
+                seconds = arguments.fixed_seconds if fixed else arguments.seconds
+                with make(num_workers=workers) as loader:
+                    found[workers], digest = rates(loader, step, seconds, min(10.0, seconds / 2))
+                    digests.add(digest)
+                    chosen = int(loader.num_workers)
+                    if not fixed:
+                        print(*loader.report().chosen, sep="\n")
+            assert len(digests) == 1, f"{case}: batches differ"
+            best = max(SWEEP, key=found.__getitem__)
+            shares[case].append(found["auto"] / found[best])
+            row = ", ".join(f"{workers}: {rate:.1f}" for workers, rate in found.items())
+            print(f"round {round_number + 1}, {case}: {row} batches/s; chosen {chosen}, best {best}", flush=True)
+    claim(
+        'num_workers="auto" after a minute, of the best of a sweep',
+        *(Figure(f"of the best, {case}", values, at_least=0.9) for case, values in shares.items()),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -68,12 +68,7 @@ class Failure:
         return cls(error=as_exception(error), stage=stage, batch=batch, **where)
 
     def located(self, indices: Sequence[object], sample_key: Callable[[object], str | None]) -> Failure:
-        """This record with the sample's key; where the whole batch failed, with the batch's indices and keys.
-
-        Args:
-            indices: the batch's indices.
-            sample_key: gives the dataset's name for an index, or None.
-        """
+        """This record with the sample's key; where the whole batch failed, with the batch's indices and keys."""
         if self.index is not None:
             return replace(self, key=self.key or sample_key(self.index))
         return replace(self, samples=self.samples or (describe_samples(indices, sample_key) if indices else None))
@@ -122,11 +117,7 @@ class Failure:
         return ", ".join(words)
 
     def exception(self, *, as_torch: bool = False) -> Exception:
-        """The error, with its location as a note, to be raised to the consumer.
-
-        Args:
-            as_torch: whether the worker is named by torch's message; otherwise by another note.
-        """
+        """The error, to be raised to the consumer: its location is a note, its worker one too, or in torch's words."""
         note = f"headrace: {self.where}"
         if note in vars(self.error).get("__notes__", ()):
             return self.error

@@ -72,11 +72,7 @@ def randomized(fn: Callable[..., U]) -> Randomized[Any, U]:
 
 
 class Randomized(Generic[T, U]):
-    """A transform made by `headrace.randomized`.
-
-    Args:
-        fn: the function.
-    """
+    """A transform made by `headrace.randomized`."""
 
     def __init__(self, fn: Callable[..., U]) -> None:
         if not callable(fn):

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import logging
-import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -459,10 +458,10 @@ class LoaderControl:
                 session.send(self._placements.workers_request(number))
             except (NotPicklableError, OSError) as error:
                 search.end(str(error))
-                return math.inf
-            loader.num_workers = Automatic(number)
-            if self._ahead is not None:
-                self._ahead.raise_to(*self.look_ahead(loader))
+            else:
+                loader.num_workers = Automatic(number)
+                if self._ahead is not None:
+                    self._ahead.raise_to(*self.look_ahead(loader))
         return search.next_look
 
     def look_ahead(self, loader: TorchLoader) -> tuple[int, int]:

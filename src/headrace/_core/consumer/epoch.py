@@ -51,33 +51,22 @@ CPU_READING = 0.005
 
 
 class Epoch:
-    """One epoch as its consumer sees it: the sampler on one side, the session's batches on the other.
-
-    Args:
-        loader: kept alive as long as the iterator: dropping a loader ends its engine.
-        arguments: the loader's.
-        spec: the epoch.
-        session: where its plans go; owned from here on.
-        look_ahead: how many plans may be outstanding; None to plan one batch at a time, in the caller's thread.
-        state: returns the state after the last call of `next()`, or so many calls before.
-        agreement: of the ranks, on the number of steps; None if each ends its epoch by itself.
-        tune: called after a batch, looks whether to change the number of workers, and returns when to be called again.
-    """
+    """One epoch as its consumer sees it: the sampler on one side, the session's batches on the other."""
 
     def __init__(
         self,
-        loader: TorchLoader,
+        loader: TorchLoader,  # kept alive as long as the iterator: dropping a loader ends its engine
         arguments: LoaderSpec,
         spec: EpochSpec,
-        session: Session | DeviceStage,
+        session: Session | DeviceStage,  # where its plans go; owned from here on
         *,
-        look_ahead: LookAheadSize | None,
+        look_ahead: LookAheadSize | None,  # None to plan one batch at a time, in the caller's thread
         finish: Finish | None,
         counters: Counters,
         progress: EpochProgress,
-        state: Callable[[int], LoaderState],
-        agreement: StepGroup | None,
-        tune: Callable[[], float] | None = None,
+        state: Callable[[int], LoaderState],  # after the last call of `next()`, or so many calls before
+        agreement: StepGroup | None,  # of the ranks, on the number of steps; None if each ends its epoch by itself
+        tune: Callable[[], float] | None,  # changes the number of workers; returns when to be called again
     ) -> None:
         self._loader = loader
         # As in torch's iterators, for libraries that read them; with `seed=` no seed is drawn.

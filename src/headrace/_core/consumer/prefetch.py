@@ -26,14 +26,6 @@ class Prefetcher:
     by the batches that they could begin; that of a stream of small batches is doubled. It is reduced after twice as
     many batches as it has, and `CALM` at least, without a wait.
 
-    Args:
-        plans: draws them; runs the user's sampler.
-        admit: sends plans to the engine.
-        ahead: how many batches may be outstanding; None to plan one batch at a time.
-        together: whether plans are always sent in groups of half the look-ahead, also after a stall: the engine joins
-            the requests of plans that arrive together.
-        more: returns a plan after the sampler's last, or None.
-
     Attributes:
         planned: plans drawn so far.
         under_way: plans that were sent and whose batches have not arrived, by their numbers, oldest first.
@@ -43,12 +35,13 @@ class Prefetcher:
 
     def __init__(
         self,
-        plans: Iterator[BatchPlan],
-        admit: Callable[[list[BatchPlan]], None],
-        ahead: LookAheadSize | None,
+        plans: Iterator[BatchPlan],  # runs the user's sampler
+        admit: Callable[[list[BatchPlan]], None],  # sends plans to the engine
+        ahead: LookAheadSize | None,  # None to plan one batch at a time
         *,
+        # Whether plans always go in groups of half the look-ahead, also after a stall: their requests are joined.
         together: bool = False,
-        more: Callable[[], BatchPlan | None] = lambda: None,
+        more: Callable[[], BatchPlan | None] = lambda: None,  # a plan after the sampler's last
     ) -> None:
         self._plans = plans
         self._more = more

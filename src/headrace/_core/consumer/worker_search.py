@@ -9,6 +9,7 @@ records have the time.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -54,6 +55,8 @@ class WorkerSearch:
 
     def look(self, records: Sequence[BatchRecord], setup: Setup) -> int | None:
         """The number of workers to have from now on, after the batches of `records`; None to change nothing."""
+        if self.next_look == math.inf:
+            return None
         now = records[-1].returned
         self._since, self.next_look = self._since or now, now + LOOK_SECONDS
         if not self._settled and not self._settle(records, now):
@@ -68,8 +71,8 @@ class WorkerSearch:
 
     def end(self, why: str) -> None:
         """Give up: workers cannot be started."""
-        self._trial = None
-        self._say(f"num_workers=0: {why}")
+        self._say(f"num_workers={0 if self._trial is None else self._trial.before}: {why}")
+        self._trial, self.next_look = None, math.inf
 
     def _say(self, sentence: str) -> None:
         self.chosen.append(sentence)

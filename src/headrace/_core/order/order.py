@@ -87,24 +87,16 @@ _ARGUMENTS = (
 
 
 class EpochOrder:
-    """Draws the indices of one epoch from a loader's sampler or batch sampler.
-
-    Args:
-        loader: whose sampler it is.
-        stream: whether the dataset is a stream, which decides on the order itself.
-        resumed: the state to continue from, or one before the epoch; None for the whole epoch.
-        renumbered: whether this rank's samples are numbered from 0 at the resume point.
-        at_once: whether a `DistributedSampler` decides on its order now, and not when the first index is drawn.
-    """
+    """Draws the indices of one epoch from a loader's sampler or batch sampler."""
 
     def __init__(
         self,
         loader: TorchLoader,
         *,
         stream: bool,
-        resumed: LoaderState | None = None,
-        renumbered: bool = False,
-        at_once: bool = False,
+        resumed: LoaderState | None = None,  # to continue from, or before the epoch; None for the whole epoch
+        renumbered: bool = False,  # whether this rank's samples are numbered from 0 at the resume point
+        at_once: bool = False,  # whether a `DistributedSampler` decides on its order now, not at the first index
     ) -> None:
         self._index_sampler: Any = loader._index_sampler  # not the loader, which holds this order
         self._dataset: Any = loader.dataset

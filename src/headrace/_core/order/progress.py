@@ -49,26 +49,17 @@ def _as_json(batches: Sequence[Sequence[Any]]) -> Sequence[Sequence[object]]:
 
 
 class EpochProgress(Iterator[BatchPlan]):
-    """Draws one epoch's plans from a sampler or a batch sampler, and follows them to the consumer.
-
-    Args:
-        spec: the epoch.
-        batched: whether the sampler gives sequences of indices, and not one at a time.
-        readers: number of workers that each read a copy of the dataset, or of lanes; 1 where there are none.
-        of_rank: whether the state is of this rank alone; otherwise it depends on the order.
-        keeps_dataset: whether a dataset with a state of its own is used for the next epoch too.
-        before_first: returns the state of the dataset, or of its iterator, before the first batch; None if unknown.
-    """
+    """Draws one epoch's plans from a sampler or a batch sampler, and follows them to the consumer."""
 
     def __init__(
         self,
         spec: EpochSpec,
         *,
-        batched: bool,
-        readers: int,
-        of_rank: bool,
-        keeps_dataset: bool,
-        before_first: Callable[[], State | None] | None,
+        batched: bool,  # whether the sampler gives sequences of indices, and not one at a time
+        readers: int,  # workers that each read a copy of the dataset, or lanes; 1 where there are none
+        of_rank: bool,  # whether the state is of this rank alone; otherwise it depends on the order
+        keeps_dataset: bool,  # whether a dataset with a state of its own is used for the next epoch too
+        before_first: Callable[[], State | None] | None,  # the dataset's state before the first batch
     ) -> None:
         begun = self._begun = spec.begun
         self._spec, self._order, self._rank = spec, spec.order, spec.rank

@@ -132,11 +132,7 @@ class CursorSampler(ABC):
         return {"epoch": epoch, "cursor": cursor}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue from a state: the next iterator begins at its cursor.
-
-        Raises:
-            StateError: `state` is not one of `state_dict`.
-        """
+        """Continue from a state of `state_dict`: the next iterator begins at its cursor."""
         self.epoch, cursor = (expect(state, name, int) for name in ("epoch", "cursor"))
         self._position = None
         self._restored = cursor or None

@@ -41,12 +41,7 @@ class PartPosition:
         return replace(self, given=self.given + count, drop=self.drop + count)
 
     def to_state(self, taken: int = 0, head: Head | None = None) -> State:
-        """The position `taken` samples later, from the same place, as JSON values.
-
-        Args:
-            taken: number of samples.
-            head: size and version of the object, if the position has none.
-        """
+        """The position `taken` samples later, from the same place, as JSON values; `head` is of the object."""
         state: State = {"part": self.part, "given": self.given + taken, "drop": self.drop + taken}
         if self.decoder is not None:
             state["decoder"] = self.decoder
@@ -108,15 +103,7 @@ def position_in(part: Part) -> PartPosition:
 
 
 def opened_parts(state: State, count: int | None = None) -> tuple[int, list[PartPosition]]:
-    """The number of parts that the reader of a state has opened, and the positions in those that are open.
-
-    Args:
-        state: the state.
-        count: number of all parts of the stream, if it is to be checked.
-
-    Raises:
-        StateError: the state is damaged.
-    """
+    """The number of parts that the reader of a state has opened, and the positions in those that are open."""
     opened = expect(state, "opened", int)
     positions = [PartPosition.from_state(one, count) for one in expect(state, "open", list)]
     if len(positions) > opened:

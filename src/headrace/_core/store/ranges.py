@@ -55,11 +55,7 @@ class Ranges(NamedTuple):
         return Ranges(*(column[positions] for column in self))
 
     def check(self, count: int) -> None:
-        """Check their number, and that each is valid.
-
-        Raises:
-            ValueError: the number is another, or a range starts before 0 or ends before its start.
-        """
+        """Raise ValueError if their number is another, or one starts before 0 or ends before its start."""
         objects, starts, stops = self
         if not len(objects) == len(starts) == len(stops) == count:
             raise ValueError(f"{count} ranges are {len(objects)} objects, {len(starts)} starts and {len(stops)} stops")

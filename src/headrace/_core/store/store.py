@@ -371,7 +371,7 @@ class Store:
         options: dict[str, Any] = {}
         if not whole:
             options["range"] = (start, stop) if start >= 0 else {"suffix": -start}
-            if tag is not None and not self.traits.remote:  # elsewhere the answer's tag is compared, which costs less
+            if tag is not None and not self.traits.remote:  # elsewhere the answer's tag is compared
                 options["if_match"] = tag
         try:
             result = await obstore.get_async(store, key, options=options)  # type: ignore[arg-type]

@@ -330,11 +330,8 @@ class Session:
         finally:
             self._requests.bodies.close()
             self._send(SessionEnd(error))
-            del (
-                self._assembly,
-                self._first,
-                self._in_pool,
-            )  # frees its shared memory now, not at the next garbage collection
+            # Frees the functions' shared memory now, not at the next garbage collection.
+            del self._assembly, self._first, self._in_pool
 
     async def _run_stages(self) -> None:
         # Not anyio's task group, which cancels a task again at each await, and so interrupts `finally` blocks of user

@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Make, float]] = {
         lambda **n: hr.DataLoader(Stream().map(sleeping(0.005)).filter(kept), 8, **n),
         0.01,
     ),
-    "the loop is the limit": (lambda **n: hr.DataLoader(Numbers(), 8, transform=sleeping(0.0005), **n), 0.2),
+    "the loop is the limit": (lambda **n: hr.DataLoader(Numbers(), 8, transform=sleeping(0.0005), **n), 0.05),
 }
 
 

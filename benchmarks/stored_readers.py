@@ -80,6 +80,10 @@ def image_of(sample: Any) -> Any:
     return sample["image"]
 
 
+def images_of(samples: Any) -> Any:
+    return [*map(image_of, samples)]
+
+
 def bytes_of(tensor: Any) -> bytes:
     return bytes(tensor.numpy().tobytes())
 
@@ -161,7 +165,7 @@ def megatron(job: Job) -> Any:
     return job.torch(ConcatDataset(parts), lambda tokens: tokens.tobytes(), shuffle=True)
 
 
-def lance(job: Job) -> Any:
+def lance(job: Job, *, shuffle: bool = True) -> Any:
     import lance
     import lance.torch.data
     import pyarrow
@@ -171,7 +175,11 @@ def lance(job: Job) -> Any:
         return lance.write_dataset(table, job.folder / "a.lance", max_rows_per_file=SHARD)
     url, options = "s3://bucket/a.lance", {"aws_endpoint": job.endpoint, "allow_http": "true"}
     if job.who == OURS:
-        return job.read(lambda hr, store: hr.LanceDataset(url, storage_options=options), image_of, shuffle=True)
+        return job.read(lambda hr, store: hr.LanceDataset(url, storage_options=options), image_of, shuffle=shuffle)
+    if shuffle:
+        remote = lance.torch.data.SafeLanceDataset(url, dataset_options={"storage_options": options})
+        loader = lance.torch.data.get_safe_loader
+        return loader(remote, BATCH, 2, shuffle=True, collate_fn=images_of)
     opened = lance.dataset(url, storage_options=options)
     batches = lance.torch.data.LanceDataset(opened, batch_size=BATCH, to_tensor_fn=lambda batch, **_: batch["image"])
     return ([each.as_buffer() for each in batch] for batch in batches)
@@ -437,7 +445,10 @@ FORMATS = {
     "LitData": Format(litdata, "litdata", ("litdata",)),
     "Zarr": Format(zarr, "zarr, batch by batch", ("zarr", "obstore"), writes=False),
     "Megatron": Format(megatron, "megatron-core", ("megatron-core", "boto3")),
-    "Lance": Format(lance, "lance.torch, in order", ("pylance",), writes=False),
+    "Lance": Format(lance, "lance.torch, shuffled", ("pylance",), writes=False),
+    "Lance, in order": Format(
+        functools.partial(lance, shuffle=False), "lance.torch, in order", ("pylance",), writes=False
+    ),
     "save_to_disk": Format(save_to_disk, "datasets", ("datasets", "s3fs")),
     "TFRecord": Format(tfrecord, "tfrecord, GETs in turn", ("tfrecord", "obstore")),
     "npy": Format(npy, "numpy, whole files", ("fsspec", "aiohttp"), writes=False),

@@ -170,18 +170,26 @@ class Engine:
 
 
 class _Assembly:
-    """The CPU work of a session: assembly of batches, and a stream's functions before batching, by an executor."""
+    """The CPU work of a session: assembly of batches, and a stream's functions before batching, by an executor.
 
-    def __init__(self, executor: Executor, work: Work, steps: Apply | None = None) -> None:
-        self.executor = executor
-        self.work = work
-        self.apply = steps or executor.apply
-        self._parallel = 1 if steps else None
+    Contexts of the session's tasks refer to it, and may outlive the session: so it must not refer to that.
+    """
 
-    @property
+    def __init__(self, executor: Executor, work: Work, steps: Apply | None) -> None:
+        self.steps_seconds = 0.0
+        self.use(executor, work, steps)
+
+    def use(self, executor: Executor, work: Work, steps: Apply | None = None) -> None:
+        self.executor, self.work, self._steps = executor, work, steps
+
     def parallel(self) -> int:
         """How many calls of `apply` it makes at once."""
-        return self._parallel or max(1, self.executor.workers)
+        return 1 if self._steps else max(1, self.executor.workers)
+
+    async def apply(self, task: StepsTask, chunk: Chunk) -> list[object]:
+        outcomes = await (self._steps or self.executor.apply)(task, chunk)
+        self.steps_seconds += outcomes.seconds
+        return outcomes.of_samples
 
     async def __call__(self, raw: RawBatch) -> HostBatch:
         return await self.executor.assemble(raw, self.work)
@@ -208,11 +216,12 @@ class Session:
         self._engine = engine
         self._assembler = config.assembler
         self._sizes, self._watch = engine.sizes, engine.watch
-        self._assembly = self._first = _Assembly(engine.executor, work, steps)
-        self._in_pool = self._first if isinstance(engine.executor, ProcessExecutor) else None
-        self._steps_seconds = 0.0
+        self._without_pool: tuple[Executor, Work, Apply | None] = engine.executor, work, steps
+        self._assembly = _Assembly(*self._without_pool)
+        self._pool = engine.executor if isinstance(engine.executor, ProcessExecutor) else None
+        self._pools_work: Work = work
         common_seed = batch_seed(config.options["seed"] or 0, start.epoch, 0)
-        self._compute = session_compute(self._apply, lambda: self._assembly.parallel, seed, common_seed)
+        self._compute = session_compute(self._assembly.apply, self._assembly.parallel, seed, common_seed)
         self._send = send
         # Lanes take turns; those of several engines where their batches arrive.
         self._in_order = config.in_order or (start.lanes > 1 and config.engines == 1)
@@ -253,35 +262,28 @@ class Session:
     @property
     def has_pool(self) -> bool:
         """Whether a `WorkersRequest` can be answered."""
-        return self._in_pool is not None
+        return self._pool is not None
 
     def add_pool(self, pool: ProcessExecutor, work: SharedPickle) -> None:
         """Give the engine a pool, without workers, for requests of them; from any thread."""
         self._engine.added.append(pool)
-        self._in_pool = _Assembly(pool, work)
+        self._pool, self._pools_work = pool, work
 
     def _resize(self, workers: int) -> None:
-        assert self._in_pool is not None
-        pool = self._in_pool.executor
-        assert isinstance(pool, ProcessExecutor)
-        pool.resize(workers)
-        if self._in_pool is self._first:
+        assert self._pool is not None
+        self._pool.resize(workers)
+        if self._pool is self._engine.executor:
             return
-        self._assembly = self._first  # until a worker has started
+        self._assembly.use(*self._without_pool)  # until a worker has started
         if workers:
-            self._spawn(functools.partial(self._use, self._in_pool, pool))
+            self._spawn(functools.partial(self._use, self._pool))
 
-    async def _use(self, assembly: _Assembly, pool: ProcessExecutor) -> None:
+    async def _use(self, pool: ProcessExecutor) -> None:
         await pool.started.wait()
         if pool.workers and pool.broken is None:
-            self._assembly = assembly
+            self._assembly.use(pool, self._pools_work)
         elif pool.broken is not None:
             _log.warning("num_workers='auto': batches are still made without workers: %s", pool.broken)
-
-    async def _apply(self, task: StepsTask, chunk: Chunk) -> list[object]:
-        outcomes = await self._assembly.apply(task, chunk)
-        self._steps_seconds += outcomes.seconds
-        return outcomes.of_samples
 
     def _on_consumed(self, number: int) -> None:
         if self._memory is not None:
@@ -331,7 +333,8 @@ class Session:
             self._requests.bodies.close()
             self._send(SessionEnd(error))
             # Frees the functions' shared memory now, not at the next garbage collection.
-            del self._assembly, self._first, self._in_pool
+            self._without_pool, self._pools_work = (self._engine.executor, None, None), None
+            self._assembly.work = None
 
     async def _run_stages(self) -> None:
         # Not anyio's task group, which cancels a task again at each await, and so interrupts `finally` blocks of user
@@ -413,7 +416,7 @@ class Session:
             work.work_cpu,
             self._blocked_before,
             work.worked_by,
-            self._steps_seconds,
+            self._assembly.steps_seconds,
         )
         fetches = None if self._context.recorder is None else self._context.recorder.take()
         host = host._replace(requests=self._requests.take(), stream_state=state, times=times, fetches=fetches)

@@ -56,9 +56,7 @@ class ElasticSampler(RankSampler):
     But the order is a `permutation`, which takes no memory and no time to skip, the rank may be found at `iter()`, and
     an epoch that 4 ranks began can be continued by 6: position p of the order belongs to rank p mod `world_size`.
 
-    The state is the epoch and the cursor: the number of samples that all ranks together were given, if each was given
-    as many as this one. It is the same on every rank. A loader has a state of its own, which does not count what was
-    prefetched; with a `headrace.DataLoader`, save that of the loader instead.
+    The position is in the state of a `headrace.DataLoader`; the sampler has none of its own.
 
     Args:
         dataset: the dataset to sample, or its length.
@@ -73,17 +71,8 @@ class ElasticSampler(RankSampler):
         ValueError: a number is out of range.
 
     Example:
-        >>> two = [ElasticSampler(10, seed=0, rank=rank, world_size=2) for rank in range(2)]
-        >>> parts = [iter(sampler) for sampler in two]
-        >>> [[next(part) for _ in range(2)] for part in parts]
-        [[4, 9], [5, 8]]
-        >>> state = two[0].state_dict()
-        >>> state
-        {'epoch': 0, 'cursor': 4}
-        >>> three = [ElasticSampler(10, seed=0, rank=rank, world_size=3) for rank in range(3)]
-        >>> for sampler in three: sampler.load_state_dict(state)
-        >>> [list(sampler) for sampler in three]
-        [[1, 7], [3, 0], [2, 6]]
+        >>> [list(ElasticSampler(10, seed=0, rank=rank, world_size=2)) for rank in range(2)]
+        [[4, 9, 1, 2, 0], [5, 8, 3, 7, 6]]
     """
 
     def __init__(
@@ -112,8 +101,7 @@ class BlockShuffleSampler(RankSampler):
     `torch.utils.data.DistributedSampler` leave it unchanged, since it is one; unlike torch's, it needs no process group
     before it is iterated over. If the number of ranks divides `blocks_at_once`, each block is read by one rank alone.
 
-    Any number of ranks can continue an epoch, as with `ElasticSampler`, which describes the state. The memory is that
-    of the indices of one group.
+    Any number of ranks can continue an epoch, as with `ElasticSampler`. The memory is that of the indices of one group.
 
     Args:
         dataset: the dataset to sample, or its length.
@@ -249,8 +237,12 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         """The most samples of a batch: by it a loader numbers samples alike on all ranks, which so have one state."""
         return self.max_tokens
 
-    _shard, rank, num_replicas = RankSampler._shard, RankSampler.rank, RankSampler.num_replicas
-    wants_epoch, set_epoch = True, RankSampler.set_epoch
+    _shard, rank, num_replicas, wants_epoch = RankSampler._shard, RankSampler.rank, RankSampler.num_replicas, True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next epoch; loaders call this. Without effect between a restore and its epoch."""
+        if self._restored is None:
+            self.epoch, self._position = epoch, None
 
     def __len__(self) -> int:
         raise TypeError("the number of batches is known only when all are planned: give the trainer a number of steps")

@@ -168,45 +168,6 @@ def test_ranks_that_change_at_any_batch_give_every_sample_once(data, length, dro
     assert expected <= len(given_out) <= (length if drops else length + max(worlds) - 1)
 
 
-@pytest.mark.parametrize("kind", ["elastic", "in order", "blocks"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_state_continues_the_epoch_after_any_index(kind, world_size):
-    sampler = all_kinds(31, world_size)[kind][-1]
-    sampler.set_epoch(4)
-    order = list(sampler)
-    for count in range(len(order)):
-        draws = iter(sampler)
-        assert list(itertools.islice(draws, count)) == order[:count]
-        state = json.loads(json.dumps(sampler.state_dict()))
-        assert state == {"epoch": 4, "cursor": count * world_size}
-        other = all_kinds(31, world_size)[kind][-1]
-        other.load_state_dict(state)
-        assert other.state_dict() == state
-        other.set_epoch(0 if count else 4)  # trainers set their own
-        assert list(other) == order[count:]
-        assert list(other) == order
-        other.set_epoch(0)
-        assert list(other) != order or kind == "in order"
-
-
-def test_state_after_the_last_index_continues_with_nothing_and_after_the_end_with_a_whole_epoch():
-    sampler = hr.ElasticSampler(3, seed=0)
-    draws = iter(sampler)
-    for _ in range(3):
-        next(draws)
-    last = sampler.state_dict()
-    assert last == {"epoch": 0, "cursor": 3}
-    with pytest.raises(StopIteration):
-        next(draws)
-    end = sampler.state_dict()
-    assert end == {"epoch": 0, "cursor": 0}
-    sampler.load_state_dict(last)
-    assert list(sampler) == []
-    sampler.load_state_dict(end)
-    sampler.set_epoch(1)
-    assert list(sampler) == hr.permutation(3, 0, 1)[:].tolist()
-
-
 def test_wrong_arguments_are_errors():
     for options in ({"block_size": 0}, {"block_size": 1, "blocks_at_once": 0}):
         with pytest.raises(ValueError, match="must be at least 1"):
@@ -214,23 +175,6 @@ def test_wrong_arguments_are_errors():
     for options in ({"seed": -1}, {"rank": 1}, {"rank": 2, "world_size": 2}):
         with pytest.raises(ValueError, match=r"must be between|give both|out of range"):
             hr.ElasticSampler(10, **options)
-
-
-def test_indices_from_a_cursor_leave_the_state_alone():
-    sampler = hr.ElasticSampler(10, seed=0)
-    next(iter(sampler))
-    list(sampler.indices_from(4))
-    assert sampler.state_dict() == {"epoch": 0, "cursor": 1}
-    with pytest.raises(ValueError, match="must not be negative"):
-        next(sampler.indices_from(-1))
-
-
-@pytest.mark.parametrize("state", [{}, {"epoch": 0}, {"epoch": 0, "cursor": -1}, {"epoch": "1", "cursor": 0}])
-def test_a_damaged_state_is_an_error_and_changes_nothing(state):
-    sampler = hr.ElasticSampler(10)
-    with pytest.raises(hr.StateError, match=r"the state is damaged: '(epoch|cursor)'"):
-        sampler.load_state_dict(state)
-    assert sampler.state_dict() == {"epoch": 0, "cursor": 0}
 
 
 def test_samplers_can_be_copied():
@@ -257,13 +201,3 @@ def test_loaders_of_another_number_of_ranks_continue_from_the_state_of_any_rank(
             loader.load_state_dict(json.loads(states[-1]))
             rest.append(torch.cat(list(loader)).tolist())
     assert in_turn(rest) == order[60:]
-
-
-def test_a_sampler_that_was_restored_without_its_loader_is_an_error():
-    sampler = hr.ElasticSampler(100, seed=0)
-    sampler.load_state_dict({"epoch": 0, "cursor": 10})
-    with (
-        hr.DataLoader(Numbers(100), sampler=sampler) as loader,
-        pytest.raises(hr.StateError, match="ElasticSampler was restored by its own load_state_dict"),
-    ):
-        next(iter(loader))

@@ -214,11 +214,6 @@ class EpochOrder:
 
     def draws(self) -> Iterator[object]:
         """The draws of the loader's index sampler, or those after the resume point."""
-        if self.computed is not None and self.computed._restored is not None:
-            raise StateError(
-                f"{type(self.computed).__name__} was restored by its own load_state_dict, which the loader's position "
-                f"does not include: save loader.state_dict() instead, and give it to loader.load_state_dict(state)."
-            )
         if self.resumed is not None and self.resumed.over and not self.is_stream:
             # For the order of later epochs, or for what replaces lost batches.
             if self._own_state is not None and self.resumed.sampler is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from torch.utils.data import DistributedSampler, RandomSampler, Sampler, Sequent
 from headrace._core.order.exclusion import BaseOrder, Exclusion, Order, OrderWithout, without
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
-from headrace._core.streams.resumable import expect
 
 
 def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool) -> Iterator[int]:
@@ -22,8 +21,6 @@ def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool) ->
     The rank has the positions ``cursor + rank + j * world_size``. Every rank gets the same number: of what is left at
     the cursor, either some samples are dropped, or the order wraps around, as in torch's `DistributedSampler`.
     """
-    if cursor < 0:
-        raise ValueError(f"cursor={cursor} must not be negative")
     n, step = len(order), shard.count
     left = max(n - cursor, 0)
     rounds = left // step if drop_last else -(-left // step)
@@ -57,8 +54,6 @@ class CursorSampler(ABC):
     drop_last: bool = False
     exclusions: tuple[Exclusion, ...] = ()
     _left: tuple[object, Order] = (), range(0)  # the order determined last, and of what
-    _position: tuple[int, int] | None = None  # epoch and cursor of the iterator that was advanced last
-    _restored: int | None = None  # the cursor at which the next iterator begins
 
     @property
     @abstractmethod
@@ -103,39 +98,19 @@ class CursorSampler(ABC):
         return dealt(order, shard, cursor, drop_last=self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch; loaders call this. Without effect between a restore and its epoch."""
-        if self._restored is None:
-            self.epoch = epoch
-            self._position = None
+        """Set the number of the next epoch; loaders call this."""
+        self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        return self._counted(self._shard())  # the rank now, not at the first `next()`
+        return self._from_beginning(self._shard())  # the rank now, not at the first `next()`
 
-    def _counted(self, shard: ShardOptions) -> Iterator[int]:
+    def _from_beginning(self, shard: ShardOptions) -> Iterator[int]:
         # Now, at the first `next()`: torch's loader calls iter() twice for an epoch, and draws from one of the two.
-        epoch = self._start_epoch()
-        order = self.order_in(epoch)
-        cursor, self._restored = self._restored or 0, None
-        for index in self._dealt(order, shard, cursor):
-            cursor += shard.count
-            self._position = epoch, cursor
-            yield index
-        self._position = None
+        yield from self._dealt(self.order_in(self._start_epoch()), shard, 0)
 
     def _start_epoch(self) -> int:
         """The epoch of the iterator that starts now."""
         return self.epoch
-
-    def state_dict(self) -> dict[str, object]:
-        """The epoch and the cursor after the indices drawn so far; after the last one, those of the next epoch."""
-        epoch, cursor = self._position or (self.epoch, self._restored or 0)
-        return {"epoch": epoch, "cursor": cursor}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue from a state of `state_dict`: the next iterator begins at its cursor."""
-        self.epoch, cursor = (expect(state, name, int) for name in ("epoch", "cursor"))
-        self._position = None
-        self._restored = cursor or None
 
 
 class RankSampler(CursorSampler, DistributedSampler[int]):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,12 +108,13 @@ class InThreads(Numbers):
 class Opened(Numbers):
     """A dataset that takes a second to open."""
 
-    async def __aenter__(self) -> Opened:
-        await asyncio.sleep(1.0)
-        return self
+    def __init__(self, length: int, wait: Callable[[int], float]) -> None:
+        super().__init__(length, wait)
+        self.connection = hr.per_loop(functools.partial(asyncio.sleep, 1.0))
 
-    async def __aexit__(self, *error: object) -> None:
-        pass
+    async def aget(self, index: int) -> np.ndarray:
+        await self.connection()
+        return await super().aget(index)
 
 
 class Throttled(Numbers):

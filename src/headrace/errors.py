@@ -41,10 +41,11 @@ class HeadraceError(Exception):
 
 
 class DatasetTypeError(HeadraceError, TypeError):
-    """The dataset has none of the methods that a loader fetches with.
+    """The dataset has none of the methods that a loader fetches with, or is an async context manager.
 
     Likely causes: a class in place of its instance (`Data` for `Data()`), a misspelt method, a function or a path.
-    What to do: define one of the methods, or wrap an async generator with `headrace.from_async_iterable`.
+    What to do: define one of the methods, or wrap an async generator with `headrace.from_async_iterable`; open clients
+    by `headrace.per_loop` in place of `__aenter__`.
     """
 
     _text = (
@@ -58,7 +59,7 @@ class NotPicklableError(HeadraceError, TypeError):
     """A dataset, a function for the workers, or a value that a worker returned, cannot be pickled.
 
     Likely causes: it holds a lock, an open file, a client or a database connection; the text has the path to it.
-    What to do: open it where it is used (`__aenter__`, `headrace.per_loop`, a first call), or use ``num_workers=0``.
+    What to do: open it where it is used (`headrace.per_loop`, a first call), or use ``num_workers=0``.
 
     Attributes:
         what: the argument or value, e.g. ``"transform=<function decode>"``.

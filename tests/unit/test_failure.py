@@ -114,14 +114,6 @@ def refuse(number):
     raise DropsNotes(number)
 
 
-class NeverEntered(Numbers):
-    async def __aenter__(self):
-        raise RefusesNotes("x")
-
-    async def __aexit__(self, *error):
-        pass
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_name_of_a_predicate_is_printed_with_an_error_of_any_class(num_workers):
     with (
@@ -130,9 +122,3 @@ def test_name_of_a_predicate_is_printed_with_an_error_of_any_class(num_workers):
     ):
         next(iter(loader))
     assert "in filter(refuse), before batching" in printed(caught_error.value)
-
-
-def test_dataset_is_named_with_an_error_of_any_class_from_aenter():
-    with hr.DataLoader(NeverEntered()) as loader, pytest.raises(RefusesNotes) as caught_error:
-        next(iter(loader))
-    assert "raised by __aenter__ of dataset NeverEntered" in printed(caught_error.value)

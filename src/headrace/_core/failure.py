@@ -139,7 +139,7 @@ class Failure:
         return f"{type(self.error).__name__}: {self.message} ({self.where})"
 
 
-_PER_LOOP = "make clients, which belong to one event loop, in `__aenter__` of the dataset, or by headrace.per_loop"
+_PER_LOOP = "make clients, which belong to one event loop, by headrace.per_loop"
 # By words of errors of asyncio, aiohttp and torch.
 _REMEDIES = (
     (Stage.FETCH, "'await' expression|be awaited", "write `async def aget`, and await only what is async"),

@@ -1,4 +1,4 @@
-"""A resource for each loop: opened once, closed once, in reverse order, however the loop ends."""
+"""A resource for each loop: opened once, closed once, in reverse order, however the loop ends; and in loaders."""
 
 import asyncio
 import contextlib
@@ -192,3 +192,69 @@ async def test_warning_that_a_filter_makes_an_error_does_not_stop_closing(log):
         await close_resources(1.0)
     assert log.order[-1] == ("close", "first")
     assert len(said) == 1
+
+
+# In loaders
+
+
+class Clients:
+    """A client that works on its own loop until it is closed; notes in a file when it is opened and closed."""
+
+    def __init__(self, path):
+        self.path = path
+        self.client = per_loop(self.connect)
+
+    @contextlib.asynccontextmanager
+    async def connect(self):
+        self.note("open")
+        self.is_open = True
+        yield asyncio.get_running_loop()
+        self.is_open = False
+        self.note("close")
+
+    def note(self, event):
+        with open(self.path, "a") as file:
+            file.write(f"{event}\n")
+
+    async def fetch(self, index):
+        assert await self.client() is asyncio.get_running_loop()
+        assert self.is_open
+        if index == 2:
+            raise ValueError("broken")
+        return index
+
+
+class Rows(Clients, hr.AsyncDataset):
+    def __len__(self):
+        return 8
+
+    async def aget(self, index):
+        return await self.fetch(index)
+
+
+class Stream(Clients, hr.AsyncIterableDataset):
+    async def __aiter__(self):
+        for index in (0, 1, 3, 4):
+            yield await self.fetch(index)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "placement": "process"}, {"num_workers": 1}])
+@pytest.mark.parametrize("kind", [Rows, Stream])
+def test_loader_opens_once_for_all_epochs_and_closes_with_the_loader(kind, options, tmp_path):
+    log = tmp_path / "log"
+    with hr.DataLoader(kind(log), batch_size=2, on_error="skip", **options) as loader:
+        for _ in range(3):
+            assert sum(map(len, loader)) >= 4
+        next(iter(loader))
+        assert log.read_text().split() == ["open"]
+    assert log.read_text().split() == ["open", "close"]
+
+
+def test_indexing_and_each_loader_have_their_own(tmp_path):
+    rows = Rows(log := tmp_path / "log")
+    assert rows[0] == 0
+    for loaders in (1, 2):
+        with hr.DataLoader(rows, sampler=[0, 1]) as loader:
+            assert len(list(loader)) == 2
+            assert rows[1] == 1
+        assert log.read_text().split() == ["open", *["open", "close"] * loaders]

@@ -128,8 +128,7 @@ _MAKE_LATER = (
     "multiprocessing from get_context('spawn'), or use multiprocessing_context='fork'."
 )
 _OPEN_LATER = (
-    "The loader's process needs a copy of it: open connections in `async def __aenter__` of the dataset, or by "
-    "headrace.per_loop; or use placement='thread'."
+    "The loader's process needs a copy of it: open connections by headrace.per_loop, or use placement='thread'."
 )
 
 

@@ -40,7 +40,6 @@ from headrace._core.ranks.rankinfo import provide_rank
 from headrace._core.retry_policy import as_policy
 from headrace._core.seeding import batch_seed
 from headrace._core.store.request_stats import BodyReader, RequestStats, session_stats
-from headrace._core.streams.blocking import EnteredDatasets
 from headrace._core.streams.epochs import session_epoch, session_seed
 from headrace._core.streams.kinds import DatasetKind, capabilities, sample_key
 from headrace._core.streams.steps import compute
@@ -73,7 +72,6 @@ class Engine:
             self.executor = ThreadExecutor(threads, config.rank, seeds=owns_process and threads == 1)
         self.added: list[ProcessExecutor] = []  # by sessions that had no workers
         self._opening: asyncio.Task[None] | None = None
-        self._entered = EnteredDatasets()
         self._running: dict[Session, asyncio.Task[None]] = {}
 
     @property
@@ -105,8 +103,6 @@ class Engine:
         provide_rank(self.config.rank)
         if self._opening is None:
             self._opening = asyncio.ensure_future(self.executor.open())
-        if self.config.kind.is_async:
-            await self._entered.enter(self.config.dataset)  # once; later only datasets added since
         await asyncio.shield(self._opening)
         if isinstance(self.executor, ProcessExecutor) and not self.config.kind.is_async:
             running = frozenset(session.start.epoch for session in self._running)
@@ -115,16 +111,13 @@ class Engine:
                 lambda worker: StartEpoch(start.epoch, running, start.set_epoch, pipe_seed, states.get(worker))
             )
 
-    async def close(self, deadline: float) -> str | None:
-        """Cancel the sessions, wait for them, leave the dataset, close the executor; each within `deadline` seconds.
-
-        Returns a description of the tasks that did not end in time; None if all did.
-        """
+    async def close(self, deadline: float) -> None:
+        """Cancel the sessions, wait for them, close the executor; each within `deadline` seconds."""
         tasks = list(self._running.values())
         for session in list(self._running):
             session.cancel()
-        late = (await asyncio.wait(tasks, timeout=deadline))[1] if tasks else ()
-        await self._entered.exit(deadline)
+        if tasks:
+            await asyncio.wait(tasks, timeout=deadline)
         if self._opening is None:  # never used: what the constructor launched still has to be connected to be ended
             self._opening = asyncio.ensure_future(self.executor.open())
         await asyncio.wait([self._opening], timeout=deadline)
@@ -132,7 +125,6 @@ class Engine:
             self._opening.exception()  # the sessions that needed the executor have raised it
         for executor in (self.executor, *self.added):
             await executor.close(deadline)
-        return f"cancelled, and still running: {len(late)} epoch{'s' * (len(late) > 1)}" if late else None
 
     def kill(self) -> None:
         """End the workers, when the loop cannot close them; from any thread."""

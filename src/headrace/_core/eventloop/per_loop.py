@@ -35,9 +35,7 @@ class Owner(Generic[T]):
     `what` names the resource in warnings; `on_end` is called when it is closed, or could not be opened.
     """
 
-    def __init__(
-        self, manager: AbstractAsyncContextManager[T], what: str, on_end: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, manager: AbstractAsyncContextManager[T], what: str, on_end: Callable[[], object]) -> None:
         self.loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[T] = self.loop.create_future()
         """The resource, or why it could not be opened. Wait for it by `asyncio.shield`."""

@@ -13,7 +13,6 @@ from collections.abc import Sized
 from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig
 from headrace._core.links.session import Session
-from headrace._core.streams.blocking import attributes_before_enter
 from headrace._core.streams.kinds import walk_datasets
 from headrace._core.transport.shared_pickle import SharedPickle, fingerprint
 
@@ -74,12 +73,11 @@ def snapshot(dataset: object) -> list[object]:
 
     It has the length, attributes, functions and class of the dataset, and of the datasets it is made of. So it detects
     attributes that were set, containers that grew or shrank, and functions that changed, or that were defined anew in a
-    notebook; not an element that was replaced. Attributes set by `__aenter__` are ignored: each process enters its own
-    copy.
+    notebook; not an element that was replaced.
     """
     found: list[object] = []
     for part in walk_datasets(dataset):
-        for name, value in ("", part), *attributes_before_enter(part).items():
+        for name, value in ("", part), *list(getattr(part, "__dict__", {}).items()):
             plain = isinstance(value, type(None) | bool | int | float | complex | str | bytes)
             # Bound methods are equal if their objects are identical; comparing elements would cost as much as a copy.
             found.append((name, type(value), value if plain else types.MethodType(id, value), _length(value)))

@@ -22,7 +22,6 @@ from headrace._core.links.session import Session
 from headrace._core.messages import Link, Request, SessionEnd, WorkersRequest
 from headrace._core.pool.launch import start_early
 from headrace._core.pool.supervisor import WORK_DEADLINE
-from headrace._core.streams.blocking import background_loop, context_managers
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
 
@@ -82,11 +81,7 @@ class Mailbox(Link):
 
 
 class ThreadPlacement(Placement):
-    """An engine and its thread.
-
-    The engine has a loop of its own, unless the dataset is an async context manager: then it runs on the background
-    loop that `dataset[i]` uses, so that all reads of the dataset in this process share what `__aenter__` opened.
-    """
+    """An engine and its thread."""
 
     has_copy = False
 
@@ -95,10 +90,9 @@ class ThreadPlacement(Placement):
     ) -> None:
         super().__init__()
         self._engine = Engine(config, work if config.context is None else None)
-        self._shares_loop = config.kind.is_async and bool(context_managers(config.dataset))
         self._for_one_session = for_one_session
         try:
-            self._loop = background_loop() if self._shares_loop else LoopThread("headrace-engine")
+            self._loop = LoopThread("headrace-engine")
         except BaseException:  # no thread could be started, or Ctrl-C: the engine has workers
             self._engine.kill()
             self._engine.release()
@@ -137,17 +131,11 @@ class ThreadPlacement(Placement):
             # The last reference was dropped on the engine's own thread, which cannot wait for itself.
             self._loop.start(self._end_on_loop())
             return
-        left: str | None = None
-        try:  # processes that have not ended are killed below
+        with contextlib.suppress(TimeoutError, EngineDiedError):  # processes that have not ended are killed below
             closing = self._loop.start(self._engine.close(CLOSE_DEADLINE))
-            left = closing.result(timeout=5 * CLOSE_DEADLINE + WORK_DEADLINE)
-        except TimeoutError:
-            left = self._loop.blocked_in()
-        except EngineDiedError:
-            pass
+            closing.result(timeout=5 * CLOSE_DEADLINE + WORK_DEADLINE)
         self._engine.kill()
-        if not self._shares_loop:
-            left = self._loop.close(CLOSE_DEADLINE)
+        left = self._loop.close(CLOSE_DEADLINE)
         self._engine.watch.close()
         if left is None:
             self._engine.release()
@@ -163,8 +151,7 @@ class ThreadPlacement(Placement):
         await self._engine.close(CLOSE_DEADLINE)
         self._engine.kill()
         self._engine.watch.close()
-        if not self._shares_loop:
-            self._loop.close(CLOSE_DEADLINE)
+        self._loop.close(CLOSE_DEADLINE)
 
 
 class ThreadLink(Mailbox):

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from headrace._core.store.ranges import Ranges, read_ranges
-from headrace._core.streams.blocking import read_blocking
+from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.composition import ConcatComposition, MapComposition, apply_functions, plan
 from headrace._core.streams.kinds import (
     Capabilities,
@@ -41,8 +41,7 @@ class AsyncDataset(Dataset[T_co]):
     Optional methods: `agets(indices)` for stores that answer many keys in one request; it gets the indices of a whole
     batch and returns their samples in order. `sample_key(index)` names a sample (a path, an object's key) for errors.
 
-    A dataset that is an async context manager is entered before its first `aget`, on the loop that it is read on, and
-    exited when the loader closes: open and close connections there. See docs/your-own-dataset.md.
+    Open connections by `headrace.per_loop`, which closes them when the loader closes. See docs/your-own-dataset.md.
 
     The dataset also works in a stock torch loader: `__getitem__` and `__getitems__` run the async methods on a
     background loop and wait.
@@ -112,7 +111,8 @@ class AsyncDataset(Dataset[T_co]):
     def __getitems__(self, indices: Sequence[Any]) -> list[T_co]:
         """The samples at `indices`, fetched concurrently; torch's loader calls this for a batch."""
         source, functions = plan(self)
-        return [apply_functions(functions, each) for each in read_blocking(self, lambda: fetch_all(source, indices))]
+        samples = background_loop().run(fetch_all(source, indices))
+        return [apply_functions(functions, each) for each in samples]
 
 
 def get_item(dataset: Any, index: Any) -> Any:
@@ -123,7 +123,11 @@ def get_item(dataset: Any, index: Any) -> Any:
     if isinstance(dataset, MappedDataset):
         return dataset.fn(get_item(dataset.dataset, index))
     source, functions = plan(dataset)
-    return apply_functions(functions, read_blocking(dataset, lambda: source.aget(index)))
+    return apply_functions(functions, background_loop().run(_aget(source, index)))
+
+
+async def _aget(dataset: Any, index: Any) -> Any:
+    return await dataset.aget(index)  # called on the loop: it may return any awaitable
 
 
 class RangedDataset(AsyncDataset[T_co]):

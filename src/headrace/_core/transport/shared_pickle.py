@@ -32,7 +32,6 @@ import torch
 from torch.multiprocessing import get_sharing_strategy
 
 from headrace._core.descriptors import Descriptor
-from headrace._core.streams.blocking import reduce_unentered
 from headrace._core.text import short_repr
 from headrace._core.torchcompat.private import open_shared_file, share_by_file, untyped
 from headrace._core.transport.pickling import Pickler, dump_parts, load_message
@@ -137,8 +136,6 @@ class SharingPickler(Pickler):
     defines = (type, types.FunctionType)
 
     def reducer_override(self, obj: object) -> object:
-        if (reduced := reduce_unentered(obj, 5)) is not NotImplemented:
-            return reduced
         if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage) and _in_shared_memory(obj):
             if isinstance(obj, torch.UntypedStorage) and get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
                 # Torch's own reducer counts on each pickle being loaded once; here several processes load it, or none.

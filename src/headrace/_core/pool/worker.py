@@ -21,7 +21,7 @@ import torch
 from headrace._core.pool.settings import Settings
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
 from headrace._core.transport.log_records import forward_records, send_records_by
-from headrace._core.transport.pickling import SentModule, format_error, main_classes, picklable_error, prefer_references
+from headrace._core.transport.pickling import SentModule, format_error, picklable_error, prefer_references
 from headrace._core.transport.preload import import_modules
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.collate import collate_into
@@ -74,16 +74,15 @@ class ProcessEnvironment(NamedTuple):
     directory: str
     environment: dict[str, str]
     script: dict[str, object]  # of the main module its file, which `multiprocessing` runs in processes that it spawns
-    classes: dict[str, bytes]  # of the main module
 
     @classmethod
     def here(cls) -> ProcessEnvironment:
         script = {name: value for name, value in vars(sys.modules["__main__"]).items() if name == "__file__"}
-        return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ), script, main_classes())
+        return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ), script)
 
     def adopt(self) -> None:
         main = sys.modules["__main__"] = sys.modules["__mp_main__"] = SentModule("__main__")
-        vars(main).update(self.script, classes=self.classes)
+        vars(main).update(self.script)
         sys.path[:] = self.path
         sys.argv[:] = self.arguments
         os.chdir(self.directory)

@@ -173,15 +173,7 @@ def _code_in_file(name: str, make: Callable[..., types.CodeType], arguments: tup
 
 
 class SentModule(types.ModuleType):
-    """A module of the program where the program does not run: what was sent of it, and classes, read when looked up."""
-
-    classes: dict[str, bytes] = {}  # noqa: RUF012  # those of the main module, see `main_classes`
-
-    def __getattr__(self, name: str) -> object:
-        if name not in self.classes:
-            raise AttributeError(f"{name!r} is not in {self!r}")
-        pickle.loads(self.classes[name])
-        return vars(self)[name]
+    """A module of the program where the program does not run: what was sent of it."""
 
     def __repr__(self) -> str:
         return f"<module {self.__name__!r} in a worker, which has not all of it: define this in a module of its own>"
@@ -194,24 +186,6 @@ def _define(obj: Any, made: tuple[Callable[[Any, object], object], object]) -> N
         module = sys.modules.setdefault(obj.__module__, SentModule(obj.__module__))
         if isinstance(module, SentModule):
             setattr(module, obj.__qualname__, obj)
-
-
-def main_classes() -> dict[str, bytes]:
-    """The classes of the main module, each pickled, for code in workers that reads pickles of their objects."""
-    main = sys.modules["__main__"]
-    if isinstance(main, SentModule):
-        return main.classes
-    mine = [
-        each for each in list(vars(main).values()) if issubclass(type(each), type) and callable(type(each).__hash__)
-    ]
-    return {cls.__qualname__: pickled for cls in mine if cls.__module__ == main.__name__ and (pickled := _pickled(cls))}
-
-
-@functools.lru_cache(256)
-def _pickled(cls: type) -> bytes | None:
-    with contextlib.suppress(Exception):  # it mentions data; or user code: a metaclass, __reduce__
-        return dump_parts(cls, lambda buffer: True, [], pickler=_ClassPickler)
-    return None
 
 
 _settled: set[object] = {"__main__"}  # the names of modules of which it is settled whether they go by value
@@ -250,7 +224,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     descriptors: list[Descriptor]  # those that were met
     small: SmallTensors | None  # takes the small tensors; None to send each by itself
-    defines: tuple[type, ...] = ()  # what of the program's modules can be looked up there where it is received
+    defines = False  # whether what is sent of the program's modules can be looked up there where it is received
 
     @property
     def dispatch_table(self) -> dict[type, Any]:
@@ -283,22 +257,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 slots = {"__slots__": slots} if (slots := vars(obj).get("__slots__")) else {}
                 arguments[3].update(slots, __qualname__=obj.__qualname__)
             module = sys.modules.get(obj.__module__) if obj.__module__ in _sent else None
-            if isinstance(obj, self.defines) and getattr(module, obj.__qualname__, None) is obj:
+            if self.defines and getattr(module, obj.__qualname__, None) is obj:
                 return make, arguments, (complete, state), None, None, _define
             return reduced
         return NotImplemented
-
-
-class _ClassPickler(Pickler):
-    """Refuses classes that mention data, which may be of any size."""
-
-    defines = (type,)
-
-    def reducer_override(self, obj: object) -> object:
-        package = type(obj).__module__.partition(".")[0]
-        if isinstance(obj, type | types.FunctionType | enum.Enum) or package in sys.stdlib_module_names:
-            return super().reducer_override(obj)
-        raise pickle.PicklingError
 
 
 def dump_parts(

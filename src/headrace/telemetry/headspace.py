@@ -17,7 +17,6 @@ from headrace.telemetry.report import Report
 __all__ = ["Headspace", "headspace"]
 
 KEPT = 4  # batches that are used again and again: few, since they may be large
-LITTLE = 1.05  # times as fast, below which it is noise
 
 
 class Headspace(NamedTuple):
@@ -40,18 +39,15 @@ class Headspace(NamedTuple):
     @property
     def speedup(self) -> float:
         """How many times as fast training is at most, with a perfect loader."""
-        return max(1.0, self.step_seconds / self.cached_seconds) if self.cached_seconds else 1.0
+        return max(1.0, self.step_seconds / self.cached_seconds)
 
     def __str__(self) -> str:
         said = (
             f"{rate(1 / self.step_seconds)} steps/s with the loader, {rate(1 / self.cached_seconds)} with batches that "
-            f"are kept in memory ({self.batches} steps each). "
+            f"are kept in memory ({self.batches} steps each): training could be {digits(self.speedup)} times as fast "
+            f"at most, with a perfect loader.\nA step takes {seconds(self.step_seconds)} in place of "
+            f"{seconds(self.cached_seconds)}: {seconds(self.waited_seconds)} are waiting for its batch."
         )
-        if self.speedup < LITTLE:
-            return said + "The loader is not the limit: a perfect one would gain less than 5 %."
-        said += f"Training could be {digits(self.speedup)} times as fast at most, with a perfect loader.\n"
-        said += f"A step takes {seconds(self.step_seconds)} in place of {seconds(self.cached_seconds)}: "
-        said += f"{seconds(self.waited_seconds)} are waiting for its batch."
         return said if self.report is None else f"{said}\n{self.report.headline}"
 
 
@@ -80,10 +76,7 @@ def headspace(loader: Iterable[Any], step: Callable[[Any], object], batches: int
 
     Example:
         >>> import headrace as hr, time
-        >>> class Squares(hr.AsyncDataset):
-        ...     def __len__(self): return 64
-        ...     async def aget(self, index): return index * index
-        >>> found = hr.headspace(hr.DataLoader(Squares(), 4), lambda batch: time.sleep(0.001), batches=20)
+        >>> found = hr.headspace(hr.DataLoader(range(64), 4), lambda batch: time.sleep(0.001), batches=20)
         >>> found.batches, found.speedup >= 1.0
         (20, True)
     """
@@ -91,30 +84,19 @@ def headspace(loader: Iterable[Any], step: Callable[[Any], object], batches: int
         raise ValueError(f"batches must be at least 1, but got {batches}")
     own = isinstance(loader, torch.utils.data.DataLoader) and callable(getattr(loader, "report", None))
     reader: Any = copy.copy(loader) if own else loader
-    clock, kept, waited = time.perf_counter, [], 0.0
     try:
         with torch.random.fork_rng(devices=[]):
-            read = _endless(reader)
+            read, kept = _endless(reader), []
             for batch in itertools.islice(read, KEPT):
-                kept.append(tree_map(_copied, batch))
+                kept.append(_in_new_containers(batch))
                 step(batch)
-            _synchronize()
-            began = at = clock()
-            for batch in itertools.islice(read, batches):
-                waited += clock() - at
-                step(batch)
-                at = clock()
-            _synchronize()
-            real = clock() - began
+            real, waited = _timed(step, itertools.islice(read, batches))
             report = reader.report() if own else None
             read.close()  # nothing is fetched while the steps below run
-            for number in range(KEPT + batches):
-                if number == KEPT:
-                    _synchronize()
-                    began = clock()
-                step(tree_map(lambda leaf: leaf, kept[number % KEPT]))  # in containers of its own
-            _synchronize()
-            return Headspace(batches, real / batches, (clock() - began) / batches, waited / batches, report)
+            again = map(_in_new_containers, itertools.cycle(kept))
+            _timed(step, itertools.islice(again, KEPT))
+            cached, _ = _timed(step, itertools.islice(again, batches))
+            return Headspace(batches, real / batches, cached / batches, waited / batches, report)
     finally:
         if own:
             reader.close()
@@ -130,11 +112,21 @@ def _endless(loader: Iterable[Any]) -> Generator[Any]:
     raise ValueError("the loader has no batches")
 
 
-def _copied(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return copy.copy(leaf)
-    copied = leaf.detach().clone()
-    return copied.pin_memory() if leaf.device.type == "cpu" and leaf.is_pinned() else copied
+def _in_new_containers(batch: Any) -> Any:
+    return tree_map(lambda leaf: leaf, batch)
+
+
+def _timed(step: Callable[[Any], object], batches: Iterable[Any]) -> tuple[float, float]:
+    """The seconds of the steps on some batches, and those of them for which they waited."""
+    _synchronize()
+    waited, began = 0.0, time.perf_counter()
+    at = began
+    for batch in batches:
+        waited += time.perf_counter() - at
+        step(batch)
+        at = time.perf_counter()
+    _synchronize()
+    return time.perf_counter() - began, waited
 
 
 def _synchronize() -> None:

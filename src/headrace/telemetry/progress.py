@@ -25,17 +25,15 @@ REPORTED = 256  # batches of which rate, waiting share and limit are computed, i
 REPORT_SHARE = 500  # times what that takes, until they are computed again
 
 
-def progress(
-    loader: Iterable[T_co], *, name: str = "", interval: float | None = None, file: TextIO | None = None
-) -> _Progress[T_co]:
+def progress(loader: Iterable[T_co], *, name: str = "", file: TextIO | None = None) -> _Progress[T_co]:
     """Show a tqdm progress bar while a loader is iterated, with the rate, the waiting share and the limit.
 
-    It is drawn by the iteration itself, after a batch. On ranks other than 0 nothing is shown.
+    It is drawn by the iteration itself, after a batch: each 0.5 s, or 30 s where standard error, or `file`, is no
+    terminal. On ranks other than 0 nothing is shown.
 
     Args:
         loader: a `DataLoader`. Each iteration over the result is one over the loader.
         name: what the bar begins with.
-        interval: seconds between two updates; by default 0.5, and 30 where standard error, or `file`, is no terminal.
         file: where the bar is shown; by default standard error, or the notebook.
 
     Returns:
@@ -43,7 +41,6 @@ def progress(
 
     Raises:
         TypeError: `loader` is no `DataLoader`.
-        ValueError: `interval` is not positive.
 
     Example:
         >>> import headrace as hr
@@ -53,9 +50,7 @@ def progress(
         tensor([4, 5, 6, 7])
     """
     counters_of(loader, "headrace.progress")
-    if interval is not None and not interval > 0:
-        raise ValueError(f"interval must be a positive number of seconds, but got {interval}")
-    return _Progress(loader, name, interval, file)
+    return _Progress(loader, name, file)
 
 
 class _Progress(Generic[T_co]):
@@ -74,11 +69,6 @@ class _Progress(Generic[T_co]):
 
 class _Bar(tqdm):  # type: ignore[misc]
     monitor_interval = 0  # without tqdm's thread, which would outlive the iteration
-    rate: float | None = None  # of the same batches as the text after the bar
-
-    @property
-    def format_dict(self) -> dict[str, Any]:
-        return {**super().format_dict, "rate": self.rate}
 
 
 _Bar.set_lock(threading.RLock())  # tqdm's own is of multiprocessing
@@ -89,7 +79,7 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
 
     _bar: Any = None
 
-    def __init__(self, batches: Any, loader: Any, name: str, interval: float | None, file: TextIO | None) -> None:
+    def __init__(self, batches: Any, loader: Any, name: str, file: TextIO | None) -> None:
         self._batches, self._loader, self._control = batches, loader, loader._control
         self._begun, self._due, shown, total = False, 0.0, True, None
         with contextlib.suppress(TypeError, NotImplementedError):  # a stream
@@ -102,7 +92,7 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
             desc=f"{printable(name)} epoch {self._control.next_epoch - 1}".lstrip(),
             unit="batch",
             file=file,
-            mininterval=interval or (0.5 if terminal else 30.0),
+            mininterval=0.5 if terminal else 30.0,
             dynamic_ncols=True,
             disable=not shown,
         )
@@ -140,7 +130,6 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
         said = f"{rate(report.samples / max(report.seconds, 1e-9))} samples/s, waiting {share(report.wait_share)}"
         change = ", ".join(f"{name}={value!r}" for name, value in report.change.items())
         limit = f", limit: {report.limit}" + (f", try {change}" if change else "")
-        self._bar.rate = report.batches / max(report.seconds, 1e-9) or None
         self._bar.set_postfix_str(said + limit if report.batches else "", refresh=False)
         self._bar.n = max(self._bar.n, records[-1].number + 1 - behind)
         now = time.perf_counter()

@@ -29,8 +29,6 @@ def test_bar_has_the_position_the_rate_the_waiting_share_and_the_limit(file):
     with pytest.raises(TypeError, match=r"needs a headrace\.DataLoader"):
         hr.progress([1, 2])
     with hr.DataLoader(Numbers(64), 4) as loader:
-        with pytest.raises(ValueError, match="interval"):
-            hr.progress(loader, interval=0)
         line = hr.progress(loader, name="train", file=file)
         assert len(line) == 16
         for epoch in range(2):
@@ -81,7 +79,7 @@ def test_iteration_goes_on_after_an_error_of_a_batch(file):
             next(batches)
         assert len(list(batches)) == 14
         assert " 16/16 " in last_line(file)
-        batches = iter(hr.progress(hr.DataLoader(Numbers(64), 4), file=file, interval=1e-9))
+        batches = iter(hr.progress(hr.DataLoader(Numbers(64), 4), file=file))
         next(batches)
         file.close()  # which does not end the iteration
         assert len(list(batches)) == 15

@@ -4,18 +4,16 @@ Text of unequal length
 
 Sentences of unequal length: padded to a batch, packed for a recurrent network, with their lengths and labels.
 
-A torch program with two lines changed: `from headrace import DataLoader`, and the import of the collate function.
+A torch program with one line changed: `from headrace import DataLoader`.
 """
 
-import functools
 import random
 
 import torch
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from torch.utils.data import Dataset
 
 from headrace import DataLoader
-from headrace.collate import pad_sequences
 
 PAD, NOT = 0, 1  # token numbers
 WORDS = [
@@ -59,6 +57,12 @@ class Reviews(Dataset):
         return torch.tensor(tokens), label
 
 
+def padded(reviews):
+    tokens, labels = zip(*reviews, strict=True)
+    lengths = torch.tensor([len(each) for each in tokens])
+    return pad_sequence(tokens, batch_first=True, padding_value=PAD), lengths, torch.tensor(labels)
+
+
 class Reader(torch.nn.Module):
     """A GRU over the words, classified by its state after the last word (not after the padding)."""
 
@@ -76,9 +80,8 @@ class Reader(torch.nn.Module):
 
 def main():
     torch.manual_seed(0)
-    collate = functools.partial(pad_sequences, padding_value=PAD)
-    training = DataLoader(Reviews(2000, seed=1), batch_size=50, shuffle=True, num_workers=2, collate_fn=collate)
-    unseen = DataLoader(Reviews(500, seed=2), batch_size=50, num_workers=2, collate_fn=collate)
+    training = DataLoader(Reviews(2000, seed=1), batch_size=50, shuffle=True, num_workers=2, collate_fn=padded)
+    unseen = DataLoader(Reviews(500, seed=2), batch_size=50, num_workers=2, collate_fn=padded)
     tokens, lengths, labels = next(iter(unseen))
     print(
         f"a batch: tokens {[*tokens.shape]}, lengths {[*lengths.shape]}, labels {[*labels.shape]}; three of its rows:"

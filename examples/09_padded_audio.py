@@ -4,10 +4,9 @@ Audio of unequal length
 
 Recordings of unequal length: read from WAV files in two workers, turned into spectrograms, padded to a batch.
 
-A torch program with two lines changed: `from headrace import DataLoader`, and the import of the collate function.
+A torch program with one line changed: `from headrace import DataLoader`.
 """
 
-import functools
 import pathlib
 import random
 import tempfile
@@ -16,10 +15,10 @@ import wave
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from headrace import DataLoader
-from headrace.collate import pad_sequences
 
 RATE = 8000  # samples a second
 WINDOW, HOP = 256, 128  # samples: frames of 32 ms, every 16 ms
@@ -60,6 +59,12 @@ def record(folder, count):
             recording.writeframes((pressure * (1 << 15)).astype("<i2").tobytes())
 
 
+def padded(recordings):
+    spectrograms, labels = zip(*recordings, strict=True)
+    lengths = torch.tensor([len(each) for each in spectrograms])
+    return pad_sequence(spectrograms, batch_first=True, padding_value=SILENCE), lengths, torch.tensor(labels)
+
+
 def rises(spectrograms, lengths):
     """Whether the loudest frequency is higher at the end than at the beginning; frames after the end are padding."""
     loudest = spectrograms.argmax(dim=2)
@@ -82,8 +87,7 @@ def draw(spectrograms, lengths, labels):
 
 def main(folder):
     record(folder, 200)
-    collate = functools.partial(pad_sequences, padding_value=SILENCE)
-    loader = DataLoader(Recordings(folder), batch_size=50, num_workers=2, collate_fn=collate)
+    loader = DataLoader(Recordings(folder), batch_size=50, num_workers=2, collate_fn=padded)
     right = 0
     for number, (spectrograms, lengths, labels) in enumerate(loader):
         seconds = lengths * HOP / RATE

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from headrace._core.streams.map_style import RangedDataset as RangedDataset
     from headrace.collate import default_collate as default_collate
     from headrace.collate import default_convert as default_convert
-    from headrace.collate import pad_sequences as pad_sequences
     from headrace.datasets.arrays import ArrayDataset as ArrayDataset
     from headrace.datasets.arrow import ArrowDataset as ArrowDataset
     from headrace.datasets.batching import batch_by_tokens as batch_by_tokens
@@ -88,7 +87,7 @@ _NAMES = {
     "headrace._core.store.store": ("Store",),
     "headrace._core.streams.iterable_style": ("AsyncIterableDataset",),
     "headrace._core.streams.map_style": ("AsyncDataset", "RangedDataset"),
-    "headrace.collate": ("default_collate", "default_convert", "pad_sequences"),
+    "headrace.collate": ("default_collate", "default_convert"),
     "headrace.datasets.arrow": ("ArrowDataset",),
     "headrace.datasets.arrays": ("ArrayDataset",),
     "headrace.datasets.batching": ("batch_by_tokens",),

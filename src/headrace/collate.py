@@ -1,4 +1,4 @@
-"""Collate functions: torch's default extended for objects of stores, and padding of sequences."""
+"""Collate functions: torch's default, extended for objects of stores."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import contextlib
 import functools
 import operator
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate as torch_default_collate
 from torch.utils.data import default_convert as default_convert
 
@@ -75,83 +74,6 @@ def _keep_none(batch: Sequence[object], *, collate_fn_map: object = None) -> Non
 _Array = npt.NDArray[np.generic]
 _FunctionsByType = dict[type | tuple[type, ...], Callable[..., Any]]
 _OURS: _FunctionsByType = {memoryview: _keep, type(None): _keep_none}
-
-
-def pad_sequences(
-    batch: Sequence[Any],
-    *,
-    padding_value: float = 0.0,
-    padding_side: Literal["right", "left"] = "right",
-    sequence: Any = 0,
-) -> Any:
-    """Put sequences of unequal length together to a batch, padded to the longest (`torch.nn.utils.rnn.pad_sequence`).
-
-    A `collate_fn`; give it its options with `functools.partial`. The lengths are those for
-    `torch.nn.utils.rnn.pack_padded_sequence`. For samples with two sequences, as in translation, call it once
-    for each: ``lambda batch: (pad_sequences([a for a, _ in batch]), pad_sequences([b for _, b in batch]))``.
-
-    Args:
-        batch: the samples. Each is a sequence (a tensor or array of shape ``[length, ...]``, or a list of numbers) or
-            has one among its items: a tuple such as ``(sequence, label)``, or a mapping.
-        padding_value: the value after the end of a shorter sequence.
-        padding_side: ``"left"`` to pad before the beginning instead.
-        sequence: which item is the sequence: a position in a tuple, a key of a mapping.
-
-    Returns:
-        For sequences, ``(padded, lengths)``: a tensor of shape ``[len(batch), longest, ...]`` and an int64 tensor of
-        shape ``[len(batch)]``. For tuples the same with the other items after it, ``(padded, lengths, *others)``, each
-        put together by `default_collate`. For mappings a dict in which `padded` takes the place of the sequences, and
-        ``"lengths"`` is new.
-
-    Raises:
-        TypeError: samples are mappings and `sequence` does not name a key, or a sequence has no length.
-        ValueError: sequences differ in more than their length, or a mapping has an item ``"lengths"`` already.
-
-    Example:
-        >>> tokens, lengths, labels = pad_sequences([([5, 6, 7], 1), ([8], 0)])
-        >>> tokens.tolist(), lengths.tolist(), labels.tolist()
-        ([[5, 6, 7], [8, 0, 0]], [3, 1], [1, 0])
-    """
-    first = batch[0]
-    if isinstance(first, Mapping):
-        if sequence not in first:
-            raise TypeError(
-                f"pad_sequences: samples are mappings with the keys {list(first)}; name the sequence's: "
-                f"functools.partial(pad_sequences, sequence=...)"
-            )
-        if "lengths" in first:
-            raise ValueError('pad_sequences: samples have an item "lengths" already, which it would replace')
-        padded, lengths = _padded([sample[sequence] for sample in batch], padding_value, padding_side)
-        collated = {key: padded if key == sequence else default_collate([s[key] for s in batch]) for key in first}
-        return {**collated, "lengths": lengths}
-    if isinstance(first, tuple):
-        padded, lengths = _padded([sample[sequence] for sample in batch], padding_value, padding_side)
-        others = (position for position in range(len(first)) if position != range(len(first))[sequence])
-        return padded, lengths, *(default_collate([sample[position] for sample in batch]) for position in others)
-    return _padded(batch, padding_value, padding_side)
-
-
-def _padded(sequences: Sequence[object], value: float, side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = [each if isinstance(each, torch.Tensor) else torch.as_tensor(each, device="cpu") for each in sequences]
-    for tensor in tensors:
-        if tensor.ndim == 0:
-            raise TypeError(f"pad_sequences: {tensor.item()!r} is a number, not a sequence")
-    # An empty list has no dtype and no shape of items.
-    typed = [
-        tensor for tensor, sequence in zip(tensors, sequences, strict=True) if len(tensor) or torch.is_tensor(sequence)
-    ]
-    items = {tuple(tensor.shape[1:]) for tensor in typed}
-    if len(items) > 1:
-        # Left to itself pad_sequence would stretch items of size 1 to the others' size.
-        raise ValueError(f"pad_sequences: items of these sequences differ in shape: {sorted(items)}; only lengths may")
-    if typed:
-        dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in typed])
-        shape = typed[0].shape[1:]
-        tensors = [
-            tensor.to(dtype) if len(tensor) else tensor.new_empty((0, *shape), dtype=dtype) for tensor in tensors
-        ]
-    lengths = torch.tensor([len(tensor) for tensor in tensors], device="cpu")
-    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side), lengths
 
 
 def collated(collate_fn: Callable[[object], object], samples: Sequence[object]) -> object:
@@ -280,4 +202,4 @@ _DESTINED: tuple[tuple[Callable[[Any], object], Callable[[object], object]], ...
 def draws_nothing(function: Callable[[object], object]) -> bool:
     """Whether a collate function is one of torch's or of this module's, which use no random numbers."""
     called = function.func if isinstance(function, functools.partial) else function
-    return is_default(called) or called is default_convert or called is pad_sequences
+    return is_default(called) or called is default_convert

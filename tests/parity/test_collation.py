@@ -6,9 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from torch.utils import data
-from torch.utils.data import default_collate as torchs_collate
 
 import headrace as hr
 from tests.parity.datasets import LENGTH, Map
@@ -180,24 +178,6 @@ def test_unknown_class_fails_as_in_torch(same):
         return epochs(DataLoader(Map(), batch_size=4, collate_fn=collate)), collate.seen
 
     assert same(program)[1] == 2 * LENGTH
-
-
-def padded_by_hand(samples):
-    sequences = [sequence for sequence, _ in samples]
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    return pad_sequence(sequences, batch_first=True), lengths, torchs_collate([label for _, label in samples])
-
-
-@parity("sequences of unequal length: `headrace.pad_sequences` is what one writes by hand for torch, and can be packed")
-def test_padding_collate_fn_gives_torchs_batches(same):
-    def program(DataLoader):
-        collate = hr.pad_sequences if DataLoader.is_ours else padded_by_hand
-        loader = DataLoader(Made(lambda i: (torch.arange(1 + 7 * i % 5), i)), batch_size=2, collate_fn=collate)
-        came = list(loader)
-        packed = [pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False) for x, lengths, _ in came]
-        return came, packed
-
-    same(program)
 
 
 @parity("`default_collate`, `default_convert` and `get_worker_info` from the package itself")

@@ -29,15 +29,13 @@ def meta():
     "options",
     [
         {"num_workers": 1, "transform": boxes, "batch_size": None},
-        {"num_workers": 0, "transform": hr.randomized(noisy), "collate_fn": hr.pad_sequences},
-        {"num_workers": 1, "transform": boxes, "collate_fn": hr.pad_sequences},
+        {"num_workers": 0, "transform": hr.randomized(noisy), "batch_size": None},
     ],
-    ids=["empty tensors", "lengths and draws", "lengths from a worker"],
+    ids=["empty tensors", "draws"],
 )
 def test_batches_are_in_host_memory(options, meta):
-    with hr.DataLoader(Numbers(4), **{"batch_size": 2, "seed": 1} | options) as loader:
-        batches = [batch if isinstance(batch, tuple) else (batch,) for batch in loader]
-        assert {tensor.device.type for batch in batches for tensor in batch} == {"cpu"}
+    with hr.DataLoader(Numbers(4), seed=1, **options) as loader:
+        assert {tensor.device.type for tensor in loader} == {"cpu"}
 
 
 def test_rows_of_a_torch_dataset_without_columns_come_from_a_worker_in_host_memory(meta):

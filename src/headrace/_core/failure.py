@@ -144,7 +144,7 @@ _PER_LOOP = "make clients, which belong to one event loop, by headrace.per_loop"
 _REMEDIES = (
     (Stage.FETCH, "'await' expression|be awaited", "write `async def aget`, and await only what is async"),
     (Stage.FETCH, "loop is closed|a different (event )?loop|used inside a task", _PER_LOOP),
-    (Stage.COLLATE, "equal size", "collate_fn=headrace.pad_sequences pads sequences; crop or resize others before"),
+    (Stage.COLLATE, "equal size", "pad by torch's pad_sequence in collate_fn=; crop or resize before"),
     (Stage.COLLATE, "NoneType", "leave out samples that are None: .filter() of a stream, or an error and on_error="),
     (Stage.COLLATE, "contain(?!.*NoneType)", "make tensors of it in transform=; collate_fn=list keeps it as it is"),
 )

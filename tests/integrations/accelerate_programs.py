@@ -99,7 +99,7 @@ def orders(pattern):
         "ElasticSampler": hr.DataLoader(Numbers(SAMPLES), 2, sampler=hr.ElasticSampler(SAMPLES), transform=tenfold),
         "one at a time": hr.DataLoader(Numbers(SAMPLES), batch_size=None, transform=tenfold),
         "lines by shard": hr.DataLoader(lines(pattern, counts=COUNTS), 2, transform=tenfold),
-        "lines by sample": hr.DataLoader(lines(pattern, split="samples"), 2, transform=tenfold),
+        "lines by sample": hr.DataLoader(lines(pattern, split=True), 2, transform=tenfold),
         "split stream": hr.DataLoader(Stream(SAMPLES).split(), 2, transform=tenfold),
     }  # fmt: skip
     report = {}
@@ -116,8 +116,9 @@ def orders(pattern):
     return report
 
 
-def lines(pattern, **options):
-    return hr.LinesDataset(pattern, shuffle=True, **options).map(int)
+def lines(pattern, split=False, **options):
+    stream = hr.LinesDataset(pattern, shuffle=True, **options)
+    return (stream.split() if split else stream).map(int)
 
 
 def loader_of(kind, pattern):
@@ -126,7 +127,7 @@ def loader_of(kind, pattern):
     if kind in ("seed", "generator"):
         order = {"seed": 7} if kind == "seed" else {"generator": torch.Generator().manual_seed(3)}
         return hr.DataLoader(Numbers(SAMPLES), shuffle=True, **order, **options)
-    division = {"split": "samples"} if kind == "samples" else {"counts": COUNTS}
+    division = {"split": True} if kind == "samples" else {"counts": COUNTS}
     return hr.DataLoader(lines(pattern, **division), seed=7, **options)
 
 
@@ -227,7 +228,7 @@ def skipping(folder, pattern):
     with pytest.raises(ValueError, match="after 3 batches of epoch 0"):
         skip_first_batches(restored, 2)
     assert batches_of(skip_first_batches(restored, 3)) == first[3:]
-    stream = prepare(accelerator, hr.DataLoader(lines(pattern, split="samples"), 2, transform=tenfold))
+    stream = prepare(accelerator, hr.DataLoader(lines(pattern, split=True), 2, transform=tenfold))
     assert [len(list(stream)), len(list(skip_first_batches(stream, 2))), len(list(stream))] == [12, 10, 12]
     with pytest.raises(RuntimeError, match=r"accelerator.skip_first_batches\(loader, n\)"):
         list(accelerate.skip_first_batches(loader, 3))
@@ -412,7 +413,7 @@ def rebuilt(pattern):
     streams = {
         "undivided": lambda: Stream(SAMPLES),
         "own split": OwnSplit,
-        "by sample": lambda: lines(pattern, split="samples"),
+        "by sample": lambda: lines(pattern, split=True),
         "by shard": lambda: lines(pattern, remainder="keep"),
     }
     for dispatch in (None, False):
@@ -424,7 +425,7 @@ def rebuilt(pattern):
         assert sorted(set(everything(accelerator.prepare(loader)))) == ALL  # accelerate pads
     ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
     with pytest.raises(ValueError, match="rank=0, world_size=2" if ranks["rank"] == 0 else "world_size=2"):
-        list(accelerator.prepare(hr.DataLoader(lines(pattern, split="samples", **ranks), batch_size=3)))
+        list(accelerator.prepare(hr.DataLoader(lines(pattern, remainder="keep", **ranks), batch_size=3)))
 
     def made(workers=0):
         loader = hr.DataLoader(Numbers(SAMPLES), 3, shuffle=True, seed=5, num_workers=workers, transform=tenfold)

@@ -125,9 +125,10 @@ def each_step(folder: Any) -> dict[str, Any]:
     return {"dirpath": folder, "every_n_train_steps": 1, "filename": "{step}"}
 
 
-def lines(pattern: str, **options: Any) -> Any:
-    """A stream of four shards of ten numbers each."""
-    return hr.LinesDataset(pattern, **options).map(int)
+def lines(pattern: str, split: bool = False, **options: Any) -> Any:
+    """A stream of four shards of ten numbers each; the ranks divide the samples with `split`, else the shards."""
+    stream = hr.LinesDataset(pattern, **options)
+    return (stream.split() if split else stream).map(int)
 
 
 def map_style(batch_size: int = 4, **options: Any) -> hr.DataLoader[Any]:
@@ -148,7 +149,7 @@ ON_RANKS: dict[str, Callable[[str], Any]] = {
     "seeded": lambda _: map_style(shuffle=True, seed=5, concurrency=3),
     "unseeded": lambda _: map_style(shuffle=True),
     "shards": lambda pattern: of_lines(pattern, shuffle=True, remainder="keep"),
-    "split by samples": lambda pattern: of_lines(pattern, shuffle=True, split="samples"),
+    "split by samples": lambda pattern: of_lines(pattern, shuffle=True, split=True),
 }
 KINDS: dict[str, Callable[[str], Any]] = {  # for one process
     "seeded": lambda _: map_style(8, shuffle=True, seed=5),
@@ -196,7 +197,7 @@ def evaluated(pattern: str) -> dict[str, Any]:
     trainer = trainer_of(epochs=2)
     trainer.fit(model, map_style(shuffle=True, seed=1), map_style())
     trainer.predict(model, map_style(concurrency=3))
-    trainer_of(epochs=1).fit(counted, hr.DataLoader(lines(pattern, split="samples").filter(over_two), 4))
+    trainer_of(epochs=1).fit(counted, hr.DataLoader(lines(pattern, split=True).filter(over_two), 4))
     return {"validated": model.validated, "predicted": model.predicted, "steps": len(counted.seen)}
 
 
@@ -241,7 +242,7 @@ def with_fabric(folder: str, pattern: str, resume: str | None = None) -> dict[st
         if (epoch, resume) == (1, None):
             fabric.save(f"{folder}/end.ckpt", {**parts, "shards": hr.gather_state(made["shards"])})
     sampler, weight = type(loaders["seeded"].sampler).__name__, model.module.weight.item()
-    counted = fabric.setup_dataloaders(hr.DataLoader(lines(pattern, split="samples").filter(over_two), 4))
+    counted = fabric.setup_dataloaders(hr.DataLoader(lines(pattern, split=True).filter(over_two), 4))
     steps = len(list(counted))
     del loaders, made, parts, batches, counted
     gc.collect()

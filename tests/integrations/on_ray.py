@@ -348,7 +348,7 @@ def train(address, folder, pattern):
         report = {}
         for name, dataset, options in (
             ("evaluation", Numbers(SAMPLES), {}),
-            ("lines", hr.LinesDataset(pattern, split="samples").map(int), {}),
+            ("lines", hr.LinesDataset(pattern).split().map(int), {}),
             ("by engines on Ray", Numbers(SAMPLES), {"placement": hr.RayPlacement(cpus_per_engine=0.5)}),
         ):
             with prepare_data_loader(hr.DataLoader(dataset, TRAIN_BATCH, transform=tenfold, **options)) as loader:

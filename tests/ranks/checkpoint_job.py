@@ -71,9 +71,9 @@ class Stateful(torch.utils.data.Sampler):
         self.position = state["position"]
 
 
-def lines(split):
-    """A stream of text lines, divided among the ranks."""
-    return hr.LinesDataset(os.environ["LINES"], shuffle=True, seed=0, split=split, remainder="keep").map(int)
+def lines():
+    """A stream of text lines, whose shards are divided among the ranks."""
+    return hr.LinesDataset(os.environ["LINES"], shuffle=True, seed=0, remainder="keep")
 
 
 LOADERS = {
@@ -84,9 +84,9 @@ LOADERS = {
     "DistributedSampler": lambda: hr.DataLoader(
         Numbers(), 3, sampler=torch.utils.data.DistributedSampler(Numbers(), seed=2)
     ),
-    "lines by samples": lambda: hr.DataLoader(lines("samples"), 3),
-    "lines by shards": lambda: hr.DataLoader(lines("shards"), 3),
-    "lines by shards, gathered": lambda: hr.DataLoader(lines("shards"), 3),
+    "lines by samples": lambda: hr.DataLoader(lines().split(remainder="keep").map(int), 3),
+    "lines by shards": lambda: hr.DataLoader(lines().map(int), 3),
+    "lines by shards, gathered": lambda: hr.DataLoader(lines().map(int), 3),
     "stream with a state": lambda: hr.DataLoader(Unsplit(), 3),
 }
 

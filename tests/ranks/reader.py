@@ -78,7 +78,7 @@ def init_worker(number):
 
 
 def datasets(folder):
-    lines = hr.LinesDataset(folder, shuffle=True, buffer_size=5, split="samples")
+    lines = hr.LinesDataset(folder, shuffle=True, buffer_size=5).split()
     whole_shards = hr.LinesDataset(folder, shuffle=True, counts=[10] * 4)
     return {
         "lines by samples": lines.map(int),

@@ -122,7 +122,7 @@ def _first(samples):
 
 def test_stream_pickled_for_a_spawned_worker_of_torchs_loader_keeps_its_rank(tmp_path):
     tmp_path.joinpath("0.txt").write_text("0\n1\n2\n3\n")
-    lines = hr.LinesDataset(tmp_path, split="samples")
+    lines = hr.LinesDataset(tmp_path).split()
     with rankinfo.provided_rank(hr.types.RankInfo(1, 2, "test")):
         loader = torch.utils.data.DataLoader(lines, num_workers=1, multiprocessing_context="spawn", collate_fn=_first)
         assert list(loader) == ["1", "3"]

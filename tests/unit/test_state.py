@@ -75,8 +75,8 @@ STREAMS = {
     "split in the middle": lambda: from_async_iterable(in_turn).split(remainder="keep").shuffle(4),
     "shards": lambda: tars(),
     "shuffled shards": lambda: tars(shuffle=True, buffer_size=3, seed=1),
-    "shards, split by samples": lambda: tars(split="samples"),
-    "shards, split by samples, shuffled": lambda: tars(split="samples", buffer_size=3),
+    "shards, split by samples": lambda: tars().split(remainder="keep"),
+    "shards, shuffled, split by samples": lambda: tars(buffer_size=3).split(remainder="keep"),
     "shards, taken": lambda: tars().take(100),
     "concatenated": lambda: hr.concat([Own().filter(lambda n: n % 3), Own().filter(lambda n: n % 3 == 0)]),
 }
@@ -215,7 +215,6 @@ def test_states_of_ranks_without_a_batch_since_a_restore(run, make):
 GIVEN = {
     "split, filtered": lambda **of: from_async_iterable(in_turn).split(**of, remainder="keep").filter(lambda n: n >= 0),
     "shards": lambda **of: tars(**of),
-    "samples of shards, shuffled": lambda **of: tars(**of, split="samples", buffer_size=3),
 }
 
 

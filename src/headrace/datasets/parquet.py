@@ -25,7 +25,6 @@ class TableStream(PartStream[Any]):
     """Base of `ParquetDataset` and `ArrowDataset`; its options are described in the former."""
 
     parts_name = "row groups"
-    split_by_sample = "rows"
     _remedies = ("prefetch_row_groups",)
 
     _suffixes: ClassVar[tuple[str, ...]]
@@ -44,7 +43,6 @@ class TableStream(PartStream[Any]):
         seed: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
-        split: Literal["groups", "rows"] = "groups",
         remainder: Remainder = "drop",
         prefetch_row_groups: int = 4,
         prefetch_bytes: int = 256 << 20,
@@ -52,13 +50,11 @@ class TableStream(PartStream[Any]):
     ) -> None:
         if format not in ("rows", "arrow"):
             raise ValueError(f"format={format!r} must be 'rows' or 'arrow'")
-        if split not in ("groups", "rows"):
-            raise ValueError(f"split={split!r} must be 'groups' or 'rows'")
         if table_rows is not None and (table_rows < 1 or format == "rows"):
             raise ValueError(f"table_rows={table_rows} must be at least 1, and goes with format='arrow'")
         if buffer_size < 0 or (seed or 0) < 0 or prefetch_row_groups < 1 or prefetch_bytes < 1:
             raise ValueError("buffer_size, seed must be at least 0, prefetch_row_groups, prefetch_bytes at least 1")
-        super().__init__(RankChoice(rank, world_size), shuffle, buffer_size, seed, split == "rows", remainder)
+        super().__init__(RankChoice(rank, world_size), shuffle, buffer_size, seed, remainder)
         self._format, self._table_rows = format, table_rows
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
         filters = as_expression(filters)
@@ -167,7 +163,7 @@ class ParquetDataset(TableStream):
             (``[("x", ">", 3), ("label", "in", ["cat"])]``). Row groups without such rows by their statistics are not
             read; as in pyarrow, these leave out NaN, which only a negation would let pass. Columns that are not in
             `columns` are read and not given. Numbers of rows are then unknown: there is no `len`, and several ranks
-            need ``split="rows"``, or ``remainder="keep"`` and the loader's ``coordinated=True``.
+            need `split`, or ``remainder="keep"`` and the loader's ``coordinated=True``.
         format: ``"rows"``: dicts. ``"arrow"``: a `pyarrow.Table` for each row group with rows to give.
         table_rows: maximum rows of a table, for ``format="arrow"``; None for whole row groups, where pyarrow cannot
             decode nested strings of more than 2 GiB. Each table has memory of its own.
@@ -177,8 +173,6 @@ class ParquetDataset(TableStream):
             all ranks, else 0.
         rank: the share of the stream to read; as for `TarDataset`.
         world_size: number of ranks.
-        split: ``"groups"``: each rank reads some row groups. ``"rows"``: each rank reads all and yields every n-th
-            sample, for fewer row groups than ranks.
         remainder: policy for ranks with unequal numbers of samples: ``"drop"``, ``"pad"``, ``"repeat"`` or ``"keep"``,
             as for `TarDataset`. The numbers are known from the footers, without `filters`.
         prefetch_row_groups: maximum row groups read at once; they are ahead of the one whose samples are given out.

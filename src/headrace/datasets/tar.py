@@ -61,15 +61,12 @@ class TarDataset(ShardedStream[dict[str, Any]]):
             all ranks, else 0.
         rank: the share of the stream to read; by default that of `headrace.get_rank_info` when reading starts.
         world_size: number of ranks.
-        split: ``"shards"``: each rank reads some shards. ``"samples"``: each rank reads all and yields every n-th
-            sample, which needs no counts, and n times the bandwidth. Workers of a stock torch loader count as ranks.
         remainder: policy for ranks with unequal numbers of samples: ``"drop"``, ``"pad"`` (repeats a rank's last
             sample) or ``"repeat"`` (starts the rank's samples again); ``"keep"`` yields each sample once, and numbers
             may differ.
-        counts: number of samples in each shard; needed with ``split="shards"`` and several ranks unless
-            `samples_per_rank` is given or ``remainder="keep"``. A shard that turns out to have another number, as far
-            as it is read, is a warning.
-        samples_per_rank: number of samples that every rank yields, whatever there is; see `remainder`.
+        counts: number of samples in each shard; needed with several ranks unless ``remainder="keep"``, or `split` is
+            applied to the stream: then each rank reads all shards. A shard that turns out to have another number, as
+            far as it is read, is a warning.
         shards_in_parallel: shards that are read at once; their samples are interleaved.
         requests_per_shard: requests in flight for each of them.
         chunk_bytes: bytes of one request. Memory holds about

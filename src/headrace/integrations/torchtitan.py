@@ -94,7 +94,7 @@ class HeadraceDataLoader:
                 raise StateError(
                     f"the state was saved by {saved} data-parallel ranks, and there are {self._dp_world_size} now: "
                     f"each rank of {dataset_repr(self.loader.dataset)} reads other samples. Use as many as before; or "
-                    f"a stream with split='samples', which any number of ranks can continue"
+                    f"a stream with .split(), which any number of ranks can continue"
                 )
             state = state_dict[self._key()]
         self.loader.load_state_dict(state)

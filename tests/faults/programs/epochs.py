@@ -143,7 +143,7 @@ KINDS = {
         state_bytes=1000,
     ),
     "tar, split by samples": Kind(
-        lambda folder: (tars(folder, split="samples"), None), global_cursor=True, state_bytes=2000
+        lambda folder: (tars(folder).split(remainder="keep"), None), global_cursor=True, state_bytes=2000
     ),
     "tar, split by shards": Kind(lambda folder: (tars(folder), None)),
     "tar, shuffled": Kind(lambda folder: (tars(folder, shuffle=True, buffer_size=8), None), buffer=8),

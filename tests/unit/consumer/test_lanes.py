@@ -250,8 +250,6 @@ async def numbers():
     [
         (lambda: hr.from_async_iterable(numbers), "from_async_iterable(numbers) is not a stream of shards"),
         (lambda: lines().take(6), "take(6) is not a stream of shards"),
-        (lambda: lines(split="samples"), "split by samples"),
-        (lambda: lines(samples_per_rank=6), "samples_per_rank= is a number for the whole rank"),
         (lambda: Own(list(SHARDS), store=STORE), "Own has an __aiter__ of its own"),
         (lambda: hr.mix([lines(), lines()], [1, 1]), "is not a stream of shards"),
     ],

@@ -154,7 +154,7 @@ def test_rank_that_continues_for_two_is_interrupted_before_its_first_batch_in_or
     (tmp_path / "numbers.txt").write_text("".join(f"{number}\n" for number in range(N)))
 
     def loader(held=(), **options):
-        numbers = hr.LinesDataset(tmp_path / "numbers.txt", split="samples").map(int)
+        numbers = hr.LinesDataset(tmp_path / "numbers.txt").split().map(int)
         return hr.DataLoader(numbers, transform=all_but(held), **options)
 
     given = []

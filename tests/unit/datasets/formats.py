@@ -126,9 +126,8 @@ def _tables(kind: type[hr.ArrowDataset | hr.ParquetDataset]) -> Format:
         files[f"{number}{kind._suffixes[0]}"] = stream.getvalue()
 
     def stream(store: hr.Store, **options: Any) -> Any:
-        split = {"shards": "groups", "samples": "rows"}[options.pop("split", "shards")]
         names = ("shuffle", "buffer_size", "seed", "rank", "world_size", "remainder")
-        return kind(store, split=split, **{name: options[name] for name in names if name in options})
+        return kind(store, **{name: options[name] for name in names if name in options})
 
     return Format(files, None, samples, stream)
 

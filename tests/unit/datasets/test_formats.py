@@ -96,19 +96,19 @@ def test_stream_has_all_samples_and_continues_at_every_position(name, stream):
 
 
 @pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize(
-    ("options", "after"), [({"split": "samples"}, 3), ({"remainder": "keep"}, 3), ({"remainder": "pad"}, 1)]
-)
-def test_two_ranks_share_a_stream_which_others_continue(name, options, after, stream):
+@pytest.mark.parametrize(("division", "after"), [("split", 3), ("keep", 3), ("pad", 1)])
+def test_two_ranks_share_a_stream_which_others_continue(name, division, after, stream):
     def part(rank, world_size, state=None, batches=None):
-        shared = stream(rank=rank, world_size=world_size, seed=0, shuffle=True, shards_in_parallel=1, **options)
+        options, ranks = {"seed": 0, "shuffle": True, "shards_in_parallel": 1}, {"rank": rank, "world_size": world_size}
+        shards = division != "split"
+        shared = stream(**options, **ranks, remainder=division) if shards else stream(**options).split(**ranks)
         loader = hr.DataLoader(shared, **COLLATE)
         if state is not None:
             loader.load_state_dict(state)
         return read(loader, batches)
 
     every, whole = counted(wanted(name)), [part(rank, 2)[0] for rank in range(2)]
-    if options != {"remainder": "keep"}:
+    if division != "keep":
         assert len(whole[0]) == len(whole[1])
     else:
         assert counted(whole[0] + whole[1]) == every
@@ -118,5 +118,5 @@ def test_two_ranks_share_a_stream_which_others_continue(name, options, after, st
     given = [sample for first, _ in halves for sample in first]
     given += [sample for rank in range(after) for sample in part(rank, after, merged)[0]]
     lost, again = (every - counted(given)).total(), (counted(given) - every).total()
-    assert lost <= (2 if options == {"split": "samples"} else 0)
-    assert again <= (2 if options == {"remainder": "pad"} else 0)
+    assert lost <= (2 if division == "split" else 0)
+    assert again <= (2 if division == "pad" else 0)

@@ -96,13 +96,10 @@ def test_stream_continues_at_every_position(folder, options):
     assert resumes_at_every_position(make)
 
 
-@pytest.mark.parametrize("split", ["groups", "rows"])
 @pytest.mark.parametrize("worlds", [(2, 3), (3, 1)], ids=str)
-def test_rows_left_are_given_once_by_another_number_of_ranks(folder, split, worlds):
+def test_rows_left_are_given_once_by_another_number_of_ranks(folder, worlds):
     def make(rank, world):
-        return hr.ParquetDataset(
-            folder, filters=X > 20, shuffle=True, rank=rank, world_size=world, split=split, remainder="keep"
-        )
+        return hr.ParquetDataset(folder, filters=X > 20, shuffle=True, rank=rank, world_size=world, remainder="keep")
 
     for step in range(0, 12, 3):
         stages = read_in_stages(make, worlds, [step])
@@ -112,11 +109,11 @@ def test_rows_left_are_given_once_by_another_number_of_ranks(folder, split, worl
 def test_ranks_of_unknown_length_are_refused(folder, monkeypatch):
     make = functools.partial(hr.ParquetDataset, folder, filters=X > 20)
     for remainder in ("drop", "pad", "repeat"):
-        with pytest.raises(ValueError, match=r"unequal numbers of samples.*split='rows'.*coordinated=True"):
+        with pytest.raises(ValueError, match=r"unequal numbers of samples.*\.split\(\).*coordinated=True"):
             make(rank=0, world_size=2, remainder=remainder)
     with pytest.raises(TypeError, match="length of this ParquetDataset is unknown"):
         len(make())
-    lengths = {len(list(make(rank=rank, world_size=4, split="rows"))) for rank in range(4)}
+    lengths = {len(list(make().split(rank=rank, world_size=4))) for rank in range(4)}
     assert lengths == {9}
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

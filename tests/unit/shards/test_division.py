@@ -76,8 +76,6 @@ def check_given(found, readers, buffer_size, lost=1):
         {"remainder": "drop", "counts": COUNTS, "buffer_size": 4},
         {"remainder": "pad", "counts": COUNTS},
         {"remainder": "repeat", "counts": COUNTS, "buffer_size": 4},
-        {"remainder": "drop", "split": "samples"},
-        {"remainder": "keep", "split": "samples", "buffer_size": 3},
     ],
     ids=str,
 )
@@ -104,18 +102,6 @@ def test_readers_change_several_times(remainder):
             check_given(keys(stages), 0, 0, lost=4)
         else:
             assert keys(stages).keys() == ALL.keys()
-
-
-@pytest.mark.parametrize(
-    "options", [{"remainder": "pad"}, {"remainder": "repeat", "buffer_size": 4, "split": "samples"}], ids=str
-)
-def test_declared_numbers_are_kept(options):
-    for step in range(0, 12, 3):
-        stages = read_in_stages(
-            lambda rank, world: tar_reader(rank, world, samples_per_rank=9, **options), (2, 3), [step]
-        )
-        left = 2 * (9 - min(step, 9))
-        assert [len(rank) for rank in stages[1]] == [-(-left // 3)] * 3, step
 
 
 def test_errors_are_reported_once():
@@ -205,9 +191,6 @@ def test_states_of_other_ranks_streams_and_steps_are_not_merged():
             merge_part_states(wrong)
     with pytest.raises(StateError, match="not of one stream in one epoch: 'of' is"):
         merge_part_states([*states[:2], other[2]])
-    early, late = (asyncio.run(stopped(2, step, split="samples")) for step in (2, 5))
-    with pytest.raises(StateError, match="at different positions"):
-        merge_part_states([early[0], late[1]])
 
 
 VALUES = st.sampled_from([None, -1, 0, 1, 3, 10**9, "x", True, 1.5, (), ("x",)])
@@ -231,8 +214,7 @@ def damage(data, value):
 OPTIONS = [
     {},
     {"remainder": "pad", "counts": COUNTS, "buffer_size": 4},
-    {"remainder": "repeat", "samples_per_rank": 9},
-    {"split": "samples", "buffer_size": 3},
+    {"remainder": "repeat", "counts": COUNTS},
 ]
 
 

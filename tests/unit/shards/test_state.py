@@ -92,25 +92,25 @@ def test_lines_continue_at_every_position(packing, format, ending):
 @pytest.mark.parametrize(
     ("split", "remainder", "buffer_size"),
     [
-        ("shards", "drop", 5),
-        ("shards", "pad", 0),
-        ("shards", "repeat", 30),
-        ("samples", "drop", 0),
-        ("samples", "repeat", 1),
-        ("samples", "keep", 5),
+        (False, "drop", 5),
+        (False, "pad", 0),
+        (False, "repeat", 30),
+        (True, "drop", 0),
+        (True, "repeat", 1),
+        (True, "keep", 5),
     ],
 )
 def test_each_rank_continues_at_every_position(split, remainder, buffer_size):
     counts = (4, 1, 6, 3, 5)
     objects = {f"{n}.tar": tar_bytes(n, count) for n, count in enumerate(counts)}
     store = in_memory(objects)
+
+    def make(**part):
+        return small(store, objects, shuffle=True, buffer_size=buffer_size, counts=counts, **part)
+
     for rank in range(2):
-        resumes_at_every_position(
-            lambda: small(
-                store, objects, shuffle=True, buffer_size=buffer_size, counts=counts, rank=rank, world_size=2,  # noqa: B023
-                remainder=remainder, split=split,
-            )
-        )  # fmt: skip
+        part = {"rank": rank, "world_size": 2, "remainder": remainder}
+        resumes_at_every_position(lambda: make().split(**part) if split else make(**part))  # noqa: B023
 
 
 # Errors

@@ -32,6 +32,11 @@ def lines(folder, **options):
     return hr.LinesDataset(folder, **options), "non-empty line {}"
 
 
+def divided_lines(folder, **part):
+    stream, place = lines(folder)
+    return stream.split(**part), place
+
+
 def rows(folder, **options):
     for file in range(3):
         table = pyarrow.table({"file": [f"{file}.parquet"] * 30, "row": range(30)})
@@ -46,7 +51,7 @@ def rows(folder, **options):
     [
         (lines, {"shuffle": True, "buffer_size": 5}),
         (rows, {}),
-        (lines, {"split": "samples", "rank": 1, "world_size": 2}),
+        (divided_lines, {"rank": 1, "world_size": 2}),
         (rows, {"rank": 0, "world_size": 2}),
     ],
 )

@@ -86,10 +86,6 @@ class RankChoice:
             )
         return ShardOptions(0, 1)
 
-    def ranks_per_pass(self) -> int:
-        """The number of ranks that share one pass: all of them if the caller divides it among ranks, else 1."""
-        return self._own().count if self._is_divided() else 1
-
     def _own(self) -> ShardOptions:
         if (old := rank_from(OF_STATE)) is not None:
             return ShardOptions(old.rank, old.world_size)

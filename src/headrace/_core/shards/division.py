@@ -141,12 +141,11 @@ class Division:
     readers: Readers  # those that were stopped
     opened: tuple[int, ...]  # for each of them, how many of its parts it had opened
     rests: tuple[PartPosition, ...]  # the positions in those that were open
-    left: int | None  # samples that they were still to give together, if `samples_per_rank` was declared
 
     def to_state(self) -> State:
         """As JSON values."""
         rests = [rest.to_state() for rest in self.rests]
-        return {"readers": list(self.readers), "opened": list(self.opened), "rests": rests, "left": self.left}
+        return {"readers": list(self.readers), "opened": list(self.opened), "rests": rests}
 
     @classmethod
     def from_state(cls, state: object, parts: int) -> Division:
@@ -161,8 +160,7 @@ class Division:
             raise StateError(f"the state is damaged: {readers}")
         opened = _ints(state, "opened", length=readers.number)
         rests = [PartPosition.from_state(rest, parts) for rest in expect(state, "rests", list)]
-        left = None if state.get("left") is None else expect(state, "left", int)
-        return cls(readers, tuple(opened), tuple(rests), left)
+        return cls(readers, tuple(opened), tuple(rests))
 
 
 class Dealt(NamedTuple):
@@ -195,15 +193,10 @@ def deal_parts(
         after = divisions[number + 1].readers if number + 1 < len(divisions) else readers
         untouched = [part for own, opened in zip(dealt, division.opened, strict=True) for part in own.parts[opened:]]
         left = [*division.rests, *sorted(untouched, key=in_order)]
-        equal = after.ranks > 1 and remainder != "keep"
-        if equal and division.left is None and counts is not None:
+        if after.ranks > 1 and remainder != "keep" and counts is not None:
             dealt = list(_deal_samples(left, counts, after.number, remainder))
-            continue
-        length = None
-        if division.left is not None:
-            up = after.number - 1 if remainder in ("pad", "repeat") else 0
-            length = (division.left + up) // after.number
-        dealt = [Dealt(left[index :: after.number], length) for index in range(after.number)]
+        else:
+            dealt = [Dealt(left[index :: after.number], None) for index in range(after.number)]
     return dealt
 
 
@@ -274,48 +267,27 @@ def merge_part_states(states: Sequence[State | None]) -> State:
         if different:
             what = f"{different[0]!r} is {first.get(different[0])!r} and {state.get(different[0])!r}"
             raise StateError(f"the states are not of one stream in one epoch: {what}")
-    by_sample = of.get("split") == "samples"
     opened: list[int] = []
     rests: list[PartPosition] = []
-    leaves: list[State] = []
-    left = 0
     for state in states:
-        if state is None:
-            opened.append(_ALL)
-            continue
-        stream, given, again = expect(state, "stream", dict), 0, False
-        if stream.get("operation") == "shuffle":
-            given = expect(stream, "given", int) - expect(stream, "errors", int)
-            stream = expect(stream, "inner", dict)
-        if stream.get("operation") == "equal length":
-            left += max(0, expect(stream, "left", int) - given)
-            again = expect(stream, "restarts", int) > 0
-            stream = expect(stream, "inner", dict)
-        if by_sample:
-            if stream.get("operation") == "split":
-                if expect(stream, "given", int):
-                    raise StateError(
-                        "a state was saved after an error, between two samples of it: merge those saved later"
-                    )
+        count, positions, again = _ALL, list[PartPosition](), False
+        if state is not None:
+            stream = expect(state, "stream", dict)
+            if stream.get("operation") == "shuffle":
                 stream = expect(stream, "inner", dict)
-            leaves.append(stream)
-            opened.append(0)
-        else:
-            count, positions = opened_parts(stream)
-            opened.append(_ALL if again else count)
-            rests += [] if again else positions
-    places = [(count, [(one.part, one.given) for one in open]) for count, open in map(opened_parts, leaves)]
-    if any(place != places[0] for place in places):
-        raise StateError("the ranks are at different positions in the stream: merge states saved after the same step")
-    declared = of.get("samples_per_rank") is not None
-    division = Division(readers, tuple(opened), tuple(rests), left if declared else None)
+            if stream.get("operation") == "equal length":
+                again = expect(stream, "restarts", int) > 0
+                stream = expect(stream, "inner", dict)
+            if not again:
+                count, positions = opened_parts(stream)
+        opened.append(count)
+        rests += positions
     return {
         "of": of,
         "epoch": expect(first, "epoch", int),
         "repetition": expect(first, "repetition", int),
-        "divisions": [*divisions, division.to_state()],
+        "divisions": [*divisions, Division(readers, tuple(opened), tuple(rests)).to_state()],
         "reader": None,
-        "stream": leaves[0] if by_sample else None,
     }
 
 

@@ -6,7 +6,7 @@ import functools
 import random
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
 
 from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
 from headrace._core.shards.compression import refuse_unsupported
@@ -17,7 +17,7 @@ from headrace._core.store.store import StoreLike
 from headrace._core.streams.epochs import FollowsEpoch, Order
 from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.kinds import signature_of
-from headrace._core.streams.operators import EqualLength, ShuffleBuffer, Split
+from headrace._core.streams.operators import EqualLength, ShuffleBuffer
 from headrace._core.streams.resumable import ResumableIterator, State, expect
 from headrace._core.text import check_keywords, check_number, warn_user
 from headrace.errors import StateError
@@ -35,8 +35,6 @@ CHUNK_BYTES = 2 << 20
 class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     """Base of streams that read parts in the order of the epoch, which is the same on all ranks.
 
-    If `by_sample`, every reader reads all parts and yields every n-th sample, instead of reading every n-th part.
-
     Raises:
         ValueError: unknown `remainder`.
     """
@@ -49,10 +47,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     parts_name: ClassVar[str]
     """What the parts are, in errors."""
 
-    split_by_sample: ClassVar[str]
-    """The value of ``split=`` with which each reader reads all parts, in errors."""
-
-    _counts_remedy = "With filters=, only reading shows them. Set"
+    _counts_remedy = "With filters=, only reading shows them. Apply"
 
     def __init__(
         self,
@@ -60,13 +55,12 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         shuffle: bool,
         buffer_size: int,
         seed: int | None,
-        by_sample: bool,
         remainder: Remainder,
     ) -> None:
         check_remainder(remainder)
         self._ranks = ranks
         self._shuffle, self._buffer_size, self._seed = shuffle, buffer_size, seed
-        self._by_sample, self._remainder = by_sample, remainder
+        self._remainder = remainder
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Start a pass."""
@@ -81,24 +75,12 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """
         rank, order = self._ranks.shard(), self._parts_in(self._order_for(self._seed))
         shard = rank if current_lane.get() is None else rank.in_worker()
-        length = self._length(rank, shard, order)
-        if length is not None:
-            return length
+        self._check_counts(rank)
         counts = self._sample_counts()
         if counts is None:
             what = f"the length of this {type(self).__name__} is unknown"
             raise TypeError(f"{what}, since the numbers of samples in its {self.parts_name} are")
         return self._samples_in(rank, shard, order, counts)
-
-    @property
-    def divides_samples(self) -> bool:
-        """Whether each rank reads the whole stream, so that a position is one of all ranks."""
-        return self._by_sample and not self._buffer_size
-
-    @property
-    def not_by_shards(self) -> str | None:
-        """The reason why lanes cannot each read some of the parts; None if they can."""
-        return "split by samples" if self._by_sample else None
 
     def most_lanes(self) -> int:
         """The number of parts that every rank has."""
@@ -118,7 +100,6 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             "shuffle": self._shuffle,
             "buffer_size": self._buffer_size,
             "remainder": self._remainder,
-            "split": "samples" if self._by_sample else "shards",
         }
 
     def _sample_counts(self) -> Sequence[int] | None:
@@ -127,7 +108,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     def _needs_equal_length(self, rank: ShardOptions) -> bool:
         """Whether ranks would otherwise yield different numbers of samples. Workers of one rank may."""
-        return rank.count > 1 and not self._by_sample and self._remainder != "keep"
+        return rank.count > 1 and self._remainder != "keep"
 
     @functools.cached_property
     def _parts_digest(self) -> str:
@@ -159,7 +140,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         if self._needs_equal_length(rank) and self._sample_counts() is None:
             raise ValueError(
                 f"{rank.count} ranks would get unequal numbers of samples, and training would hang at the end of an "
-                f"epoch. {self._counts_remedy} split={self.split_by_sample!r}, or allow it by remainder='keep', with "
+                f"epoch. {self._counts_remedy} .split() to the stream, or allow it by remainder='keep', with "
                 f"coordinated=True of the loader"
             )
 
@@ -171,16 +152,12 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """
         readers = shard.equalized(rank.count)
         lengths = [sum(counts[part] for part in order[reader :: shard.count]) for reader in readers]
-        if self._by_sample:
-            whole, rest = divmod(sum(lengths), shard.count)
-            over = shard.index < rest if self._remainder == "keep" else rest > 0 and self._remainder != "drop"
-            return whole + over
         if self._remainder == "keep":
             return lengths[readers.index(shard.index)]
         if 1 < shard.count > len(order):
             raise ValueError(
                 f"{len(order)} {self.parts_name} cannot be split over {shard.count} "
-                f"{'ranks' if shard.count == rank.count else 'workers'}; use split={self.split_by_sample!r}"
+                f"{'ranks' if shard.count == rank.count else 'workers'}; apply .split() to the stream"
             )
         if self._remainder == "drop":
             return min(lengths)
@@ -189,7 +166,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             raise ValueError(
                 f"the {self.parts_name} of {Readers(shard.count, rank.count).name(reader)} have no samples, so that "
                 f"remainder={self._remainder!r} has none to repeat: use fewer ranks or workers, write more "
-                f"{self.parts_name}, or set split={self.split_by_sample!r}"
+                f"{self.parts_name}, or apply .split() to the stream"
             )
         return max(lengths)
 
@@ -228,10 +205,10 @@ class PartIterator(ResumableIterator[T_co]):
     def load_state_dict(self, state: State) -> None:
         stream, name = self._stream, type(self._stream).__name__
         saved, present = expect(state, "of", dict), self._options()
-        different = [option for option in {**present, **saved} if saved.get(option) != present.get(option)]
+        different = [option for option, now in present.items() if saved.get(option) != now]
         if different:
             words = {"parts": f"the list of {stream.parts_name} (number, and checksum of names)"}
-            values = ((words.get(one, one), saved.get(one), present.get(one)) for one in different)
+            values = ((words.get(one, one), saved.get(one), present[one]) for one in different)
             listed = "; ".join(f"{what} was {old!r}, and is {new!r}" for what, old, new in values)
             raise StateError(f"the state does not fit this {name}: {listed}")
         self._order = self._order._replace(
@@ -240,19 +217,18 @@ class PartIterator(ResumableIterator[T_co]):
         parts = stream._part_count()
         self._divisions = [Division.from_state(one, parts) for one in expect(state, "divisions", list)]
         self._fixed = None
-        position = state.get("stream")
         if state.get("reader") is None:  # merged of all readers
-            self._samples = self._start(None if position is None else expect(state, "stream", dict))
+            self._samples = self._start()
             return
         index, readers = reader_of(state)
-        if not stream.divides_samples and (index, readers) != (self._shard.index, self._readers):
+        if (index, readers) != (self._shard.index, self._readers):
             raise StateError(
                 f"the state does not fit this {name}: it was saved by {readers.name(index)}, and this is "
                 f"{self._readers.name(self._shard.index)}. For another number of them, merge the states of all ranks "
                 f"by headrace.merge_states"
             )
         self._samples = self._start()
-        self._samples.load_state_dict(expect({"stream": position}, "stream", dict))
+        self._samples.load_state_dict(expect(state, "stream", dict))
 
     def origin(self, number: int) -> Any:
         return self._samples.origin(number)
@@ -260,32 +236,23 @@ class PartIterator(ResumableIterator[T_co]):
     async def aclose(self) -> None:
         await self._samples.aclose()
 
-    def _start(self, whole: State | None = None) -> ResumableIterator[T_co]:
-        """Start to read; nothing is read before the first `anext`. `whole` is the position of readers that read all."""
+    def _start(self) -> ResumableIterator[T_co]:
+        """Start to read; nothing is read before the first `anext`."""
         stream, shard = self._stream, self._shard
-        by_sample, remainder = stream._by_sample, stream._remainder
-        order = stream._parts_in(self._order)
-        parts: Sequence[Part] = order if by_sample else order[shard.index :: shard.count]
+        order, counts = stream._parts_in(self._order), stream._sample_counts()
+        parts: Sequence[Part] = order[shard.index :: shard.count]
         if self._divisions:
-            dealt_order, counts = ([], None) if by_sample else (order, stream._sample_counts())
-            dealt = deal_parts(dealt_order, counts, remainder, self._divisions, self._readers)[shard.index]
-            length = dealt.length
-            if not by_sample and (dealt.parts or not length or remainder not in ("pad", "repeat")):
-                parts = dealt.parts
+            dealt = deal_parts(order, counts, stream._remainder, self._divisions, self._readers)[shard.index]
+            parts, length = dealt.parts, dealt.length
         else:
             length = stream._length(self._rank, shard, order)
 
         def start() -> ResumableIterator[T_co]:
             samples = stream._read(parts)
-            samples.counts, samples.name_of = stream._sample_counts(), stream._name_of
-            if whole is not None:
-                samples.load_state_dict(whole)
+            samples.counts, samples.name_of = counts, stream._name_of
             return samples
 
-        def start_share() -> ResumableIterator[T_co]:
-            return Split(start, shard, remainder) if by_sample else start()
-
-        samples = start_share() if length is None else EqualLength(start_share, length, remainder)
+        samples = start() if length is None else EqualLength(start, length, stream._remainder)
         if not stream._buffer_size:
             return samples
         return ShuffleBuffer(samples, stream._buffer_size, self._order._replace(number=1 + shard.index))
@@ -299,17 +266,15 @@ class StreamOptions(TypedDict, total=False):
     seed: int | None
     rank: int | None
     world_size: int | None
-    split: Literal["shards", "samples"]
     remainder: Remainder
     counts: Sequence[int] | None
-    samples_per_rank: int | None
     shards_in_parallel: int
     requests_per_shard: int
     chunk_bytes: int
     store: StoreLike | None
 
 
-_LEAST = {"buffer_size": 0, "seed": 0, "samples_per_rank": 1} | dict.fromkeys(ReadAhead.__slots__, 1)
+_LEAST = {"buffer_size": 0, "seed": 0} | dict.fromkeys(ReadAhead.__slots__, 1)
 
 
 class ShardedStream(PartStream[T_co]):
@@ -319,9 +284,8 @@ class ShardedStream(PartStream[T_co]):
     """
 
     parts_name = "shards"
-    split_by_sample = "samples"
     _remedies = ("shards_in_parallel", "requests_per_shard")
-    _counts_remedy = "Give counts= (an index has them: TarDataset.index(...).stream()), samples_per_rank= or"
+    _counts_remedy = "Give counts= (an index has them: TarDataset.index(...).stream()), apply"
 
     suffixes: ClassVar[tuple[str, ...]]
     """Endings of the names of shards in a directory; none if they are not read as a whole."""
@@ -334,19 +298,15 @@ class ShardedStream(PartStream[T_co]):
         ranks = RankChoice(options.get("rank"), options.get("world_size"))
         given: Mapping[str, object] = options
         for name, least in _LEAST.items():
-            if (value := given.get(name, least)) is not None or name not in ("seed", "samples_per_rank"):
+            if (value := given.get(name, least)) is not None or name != "seed":
                 check_number(name, value, least, whole=True)
         self._ahead = ReadAhead(
             options.get("shards_in_parallel", SHARDS_IN_PARALLEL),
             options.get("requests_per_shard", REQUESTS_PER_SHARD),
             options.get("chunk_bytes", CHUNK_BYTES),
         )
-        self._declared = options.get("samples_per_rank")
-        buffer_size, seed, split = options.get("buffer_size", 0), options.get("seed"), options.get("split", "shards")
-        shuffle, remainder = options.get("shuffle", False), options.get("remainder", "drop")
-        super().__init__(ranks, shuffle, buffer_size, seed, split == "samples", remainder)
-        if split not in ("shards", "samples"):
-            raise ValueError(f"split={split!r} must be 'shards' or 'samples'")
+        buffer_size, seed = options.get("buffer_size", 0), options.get("seed")
+        super().__init__(ranks, options.get("shuffle", False), buffer_size, seed, options.get("remainder", "drop"))
         self._shards = find_shards(shards, suffixes=self.suffixes, store=options.get("store"))
         for shard in self._shards if self.suffixes else ():
             refuse_unsupported(shard.name)
@@ -356,15 +316,8 @@ class ShardedStream(PartStream[T_co]):
         self._counts = None if counts is None else tuple(counts)
         if self._counts is not None and len(self._counts) != len(self._shards):
             raise ValueError(f"counts= has {len(self._counts)} numbers for {len(self._shards)} shards")
-        if ranks.given is not None and self._declared is None:
+        if ranks.given is not None:
             self._check_counts(ranks.given)
-
-    @property
-    def not_by_shards(self) -> str | None:
-        """The reason why lanes cannot each read some of the shards; None if they can."""
-        if self._declared is not None:
-            return "samples_per_rank= is a number for the whole rank; counts= has one for each shard"
-        return super().not_by_shards
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -392,7 +345,6 @@ class ShardedStream(PartStream[T_co]):
 
     def _options(self) -> dict[str, object]:
         own = {
-            "samples_per_rank": self._declared,
             "counts": self._counts_digest,
             "shards_in_parallel": self._ahead.shards_in_parallel,
         }
@@ -412,14 +364,7 @@ class ShardedStream(PartStream[T_co]):
         self._warned_of_counts = True
         warn_user(
             f"{self._shards[reader.part].name} does not have the number of samples that counts= gives for it, "
-            f"{self._counts[reader.part]}: len() is wrong, and with split='shards' and several ranks, samples may be "
-            f"left out or repeated, or a rank may run out of them. Correct counts=, as TarDataset.index(...).counts "
-            f"has them for tar files, or set split='samples', which needs none."
+            f"{self._counts[reader.part]}: len() is wrong, and with several ranks, samples may be left out or "
+            f"repeated, or a rank may run out of them. Correct counts=, as TarDataset.index(...).counts has them for "
+            f"tar files, or apply .split() to the stream, which needs none."
         )
-
-    def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
-        if self._declared is not None:
-            workers = shard.count // rank.count
-            declared = self._declared * self._ranks.ranks_per_pass()
-            return declared // workers + (shard.index % workers < declared % workers)
-        return super()._length(rank, shard, order)

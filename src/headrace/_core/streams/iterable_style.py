@@ -328,6 +328,13 @@ class SplitStream(OperatedStream[T_co]):
         self._ranks = ranks
         self._remainder = remainder
 
+    def __len__(self) -> int:
+        shard = self._ranks.shard()
+        with bound(undivided, shard.count > 1):
+            whole, rest = divmod(len(self.dataset), shard.count)
+        over = shard.index < rest if self._remainder == "keep" else rest > 0 and self._remainder != "drop"
+        return whole + over
+
     def __aiter__(self) -> AsyncIterator[T_co]:
         shard = self._ranks.shard().in_worker()
         start: Any = functools.partial(start_stream, self.dataset)

@@ -214,8 +214,7 @@ def why_not_by_lanes(stream: object) -> str | None:
     if not getattr(getattr(type(stream), "__aiter__", None), "__module__", "").startswith("headrace."):
         return f"{type(stream).__name__} has an __aiter__ of its own"
     if hasattr(stream, "most_lanes"):
-        reason = getattr(stream, "not_by_shards", None)
-        return None if reason is None else f"{dataset_repr(stream)}: {reason}"
+        return None
     if not getattr(stream, "same_by_lanes", False):
         return f"{dataset_repr(stream)} is not a stream of shards"
     return next(filter(None, map(why_not_by_lanes, children(stream))), None)

@@ -88,7 +88,7 @@ class EqualLength(StreamOperation[T]):
                 given, self._left = self._length - self._left, 0
                 remedy = "Correct the number, or set remainder='pad' or remainder='repeat'."
                 if self._remainder in ("pad", "repeat"):
-                    remedy = "It has no sample to repeat: use fewer ranks, write more shards, or set split='samples'."
+                    remedy = "It has no sample to repeat: use fewer ranks, write more shards, or apply .split()."
                 raise ShortStreamError(given=given, declared=self._length, remedy=remedy) from None
             if self._remainder == "repeat":
                 await close_all(self._inner)

@@ -8,7 +8,7 @@ import pickle
 
 import numpy as np
 import pytest
-import torch
+from torch.utils.data import ConcatDataset, Subset
 
 import headrace as hr
 from object_server import Fault, ObjectServer
@@ -108,7 +108,7 @@ def test_tar_members_are_read_together_and_cached_one_by_one(server, folder):
 
 def test_only_windows_that_are_missing_or_damaged_are_fetched_each_once(server, folder):
     cached = windows(server).cache(folder)
-    epoch(torch.utils.data.Subset(cached, range(100, COUNT)))
+    epoch(Subset(cached, range(100, COUNT)))
     server.misbehave()
     rows, counts = epoch(cached)
     assert rows == rows_of(range(COUNT))
@@ -119,10 +119,10 @@ def test_only_windows_that_are_missing_or_damaged_are_fetched_each_once(server, 
     assert sum(stop - start for start, stop in read) == 100 * WINDOW * 2
 
     folder = folder.with_name("another")
-    epoch(windows(server).cache(folder).take(60))
+    epoch(Subset(windows(server).cache(folder), range(60)))
     (data,) = folder.glob("*.data")
     os.truncate(data, 45 * WINDOW * 2)
-    rows, counts = epoch(windows(server).cache(folder).take(60))
+    rows, counts = epoch(Subset(windows(server).cache(folder), range(60)))
     assert rows == rows_of(range(60))
     assert counted(counts, "hits", "misses", "damaged") == {"hits": 45, "misses": 15, "damaged": 15}
     assert counts.requests <= 4
@@ -130,7 +130,7 @@ def test_only_windows_that_are_missing_or_damaged_are_fetched_each_once(server, 
     cached = windows(server).cache(folder.with_name("third"))
     numbers = [5, 5, 6, 7, 5, 6] * 20
     server.misbehave()
-    rows, _ = epoch(torch.utils.data.Subset(cached, numbers), batch_size=len(numbers))
+    rows, _ = epoch(Subset(cached, numbers), batch_size=len(numbers))
     assert rows == rows_of(numbers)
     assert spans(server) == [(5 * WINDOW * 2, 8 * WINDOW * 2)]
 
@@ -138,13 +138,13 @@ def test_only_windows_that_are_missing_or_damaged_are_fetched_each_once(server, 
 @pytest.mark.parametrize("concurrency", [1, 8])
 def test_subsets_and_concatenations_with_a_cached_part_join_reads(server, folder, concurrency):
     first, second = windows(server, 0), windows(server, 1).cache(folder)
-    both = torch.utils.data.ConcatDataset([first.take(100), second.take(100)])
+    both = ConcatDataset([Subset(first, range(100)), Subset(second, range(100))])
     for requests, hits, misses in ((True, 0, 100), (True, 100, 0)):
         rows, counts = epoch(both, concurrency=concurrency)
         assert rows == rows_of(range(100)) * 2
         assert (0 < counts.requests < 20) == requests
         assert counted(counts, "hits", "misses") == {"hits": hits, "misses": misses}
-    rows, counts = epoch(torch.utils.data.Subset(second, range(50, 150)), concurrency=concurrency)
+    rows, counts = epoch(Subset(second, range(50, 150)), concurrency=concurrency)
     assert rows == rows_of(range(50, 150))
     assert counted(counts, "hits", "misses") == {"hits": 50, "misses": 50}
 
@@ -178,7 +178,7 @@ def test_damaged_member_is_read_again_without_its_neighbours(server, folder):
 def test_samples_of_a_failed_joined_read_are_fetched_one_by_one_and_cached(server, folder):
     cached = windows(server).cache(folder)
     server.misbehave(Fault("status", key="0.bin", status=403, times=1))
-    rows, counts = epoch(cached.take(20))
+    rows, counts = epoch(Subset(cached, range(20)))
     assert rows == rows_of(range(20))
     assert counts.requests == 21
     assert entries_in(folder) == 20
@@ -187,7 +187,7 @@ def test_samples_of_a_failed_joined_read_are_fetched_one_by_one_and_cached(serve
 def test_store_that_refuses_is_reported_for_each_sample_and_nothing_is_cached(server, folder):
     cached = windows(server).cache(folder)
     server.misbehave(Fault("status", key="0.bin", status=403))
-    with loader_of(cached.take(20), on_error="skip", batch_size=5) as loader:
+    with loader_of(Subset(cached, range(20)), on_error="skip", batch_size=5) as loader:
         with pytest.raises(hr.errors.TooManySkippedError):
             list(loader)
         skipped = loader.stats().skipped

@@ -37,7 +37,7 @@ async def words():
     ("dataset", "shown"),
     [
         (Numbers().map(len), "Numbers().map(len)"),
-        (Numbers().map(Scale()).take(2), "Numbers().map(Scale).take(2)"),
+        (hr.concat([Numbers().map(Scale())]), "concat([Numbers().map(Scale)])"),
         (Stream().map(len), "Stream().map(len)"),
         (Stream().take(2), "Stream().take(2)"),
         (Stream().shuffle(100, seed=3), "Stream().shuffle(100, seed=3)"),

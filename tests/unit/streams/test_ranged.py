@@ -82,7 +82,7 @@ class Pairs(hr.TokenDataset):
 def test_subclass_with_its_own_aget_is_read_by_it(server, loader_of):
     dataset = windows(server, Pairs)
     assert not capabilities(dataset).ranges
-    assert not capabilities(dataset.take(3)).ranges
+    assert not capabilities(hr.concat([dataset])).ranges
     inputs, targets = next(iter(loader_of(dataset, batch_size=10, sampler=ORDER)))
     assert torch.equal(inputs, expected(ORDER[:10])[:, :-1])
     assert torch.equal(targets, expected(ORDER[:10])[:, 1:])

@@ -15,7 +15,6 @@ import torch
 
 import headrace as hr
 from headrace._core.streams.steps import CHUNK
-from tests.datasets import SlowDataset
 from tests.unit.consumer.test_skipping import Mine, lists
 from tests.unit.streams.reading import Count
 
@@ -306,22 +305,10 @@ def test_repeated_shuffled_stream_has_another_order_each_time_and_in_each_epoch(
         assert tuple(next(iter(loader)).tolist()) == orders[0], "the first is as without repeat"
 
 
-def test_map_style_dataset_is_repeated():
-    repeated = SlowDataset(3, 0.0).repeat(2)
-    assert (len(repeated), repeated[-1]) == (6, SlowDataset(3, 0.0)[2])
-    with hr.DataLoader(repeated, batch_size=4) as loader:
-        assert lists(loader) == [[0, 1, 2, 0], [1, 2]]
-    for dataset, index in ((repeated, 6), (SlowDataset(3, 0.0).repeat(0), 0)):
-        with pytest.raises(IndexError):
-            dataset[index]
-
-
 @pytest.mark.parametrize(("times", "error"), [(-1, ValueError), (1.5, TypeError)])
 def test_wrong_numbers_of_times_are_errors(times, error):
     with pytest.raises(error):
         Count(3).repeat(times)
-    with pytest.raises(error):
-        SlowDataset(3, 0.0).repeat(times)
 
 
 async def test_abandoned_wait_before_batching_loses_nothing():

@@ -1,6 +1,6 @@
 """The algebra of composed datasets: sources to fetch from on the event loop, and functions to apply in the workers.
 
-A composition (`map`, `take`, `concat`, torch's `Subset`, …) knows its sources and how to rebuild itself over others.
+A composition (`map`, `concat`, torch's `Subset`, …) knows its sources and how to rebuild itself over others.
 `plan` moves the functions of `map` from the parts to the outside, so that only fetching is left on the loop.
 """
 

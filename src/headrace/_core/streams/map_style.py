@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
-import operator
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -62,47 +61,10 @@ class AsyncDataset(Dataset[T_co]):
     def map(self, fn: Callable[[T_co], U]) -> MappedDataset[U]:
         """This dataset with `fn` applied to each sample, in the loader's CPU workers; the same as its `transform`.
 
-        It runs there also below `take`, `repeat`, `headrace.concat` and torch's compositions. Only code of yours that
+        It runs there also below `headrace.concat` and torch's compositions. Only code of yours that
         calls `aget` of the mapped dataset runs `fn` in place.
         """
         return MappedDataset(self, fn)
-
-    def take(self, count: int) -> AsyncDataset[T_co]:
-        """The first `count` samples of this dataset; all of them if it has fewer.
-
-        Raises:
-            ValueError: `count` is negative.
-        """
-        if count < 0:
-            raise ValueError(f"count={count} must not be negative")
-        dataset: Any = self
-        count = min(count, len(dataset))
-        return IndexedParts([dataset], count, f".take({count})")
-
-    def repeat(self, times: int) -> AsyncDataset[T_co]:
-        """This dataset several times in one epoch: each sample has `times` indices.
-
-        For an endless epoch, give the loader an endless sampler, as
-        ``RandomSampler(dataset, replacement=True, num_samples=10**12)``.
-
-        Args:
-            times: number of repetitions.
-
-        Raises:
-            ValueError: `times` is negative.
-
-        Example:
-            >>> class Numbers(AsyncDataset):
-            ...     def __init__(self, count): self.count = count
-            ...     def __len__(self): return self.count
-            ...     async def aget(self, index): return index
-            >>> len(Numbers(3).repeat(4)), Numbers(3).repeat(4)[10]
-            (12, 1)
-        """
-        if operator.index(times) < 0:
-            raise ValueError(f"times={times} must not be negative")
-        dataset: Any = self
-        return IndexedParts([dataset], times * len(dataset), f".repeat({times})")
 
     def __getitem__(self, index: Any) -> T_co:
         sample: T_co = get_item(self, index)
@@ -253,34 +215,28 @@ class MappedDataset(MapComposition, AsyncDataset[T_co]):
 
 
 class IndexedParts(ConcatComposition, AsyncDataset[Any]):
-    """Samples of one dataset or several, one after the other; made by `take`, `repeat` and `headrace.concat`.
+    """Samples of one dataset or several, one after the other; made by `headrace.concat`.
 
     Reads batches with `agets` if all parts can, and byte ranges if all parts can. Objects of byte ranges are numbered
-    in turn: the first of each part, then the second of each. With a `length`, a single part ends earlier, or repeats;
-    `method` is the call that made it, for its repr.
+    in turn: the first of each part, then the second of each.
     """
 
-    def __init__(self, sources: Sequence[Any], length: int | None = None, method: str = "") -> None:
+    def __init__(self, sources: Sequence[Any]) -> None:
         self.sources = tuple(sources)
         self._ends = list(itertools.accumulate(map(len, self.sources)))
-        self._length = self._ends[-1] if length is None else length
-        self._method = method
 
     def __repr__(self) -> str:
-        shown = ", ".join(map(dataset_repr, self.sources))
-        return f"{shown}{self._method}" if self._method else f"concat([{shown}])"
+        return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
 
     def __len__(self) -> int:
-        return self._length
+        return self._ends[-1]
 
     def locate(self, index: Any) -> tuple[int, Any]:
         """The number of a part, and the index in it; raises if `index` is out of range."""
-        length = self._length
+        length = len(self)
         if not -length <= index < length:
             raise IndexError(f"index {index} is out of range for {length} samples of {self!r}")
         index %= length
-        if len(self.sources) == 1:
-            return 0, index % self._ends[0]
         part = bisect.bisect_right(self._ends, index)
         return part, index - (self._ends[part - 1] if part else 0)
 

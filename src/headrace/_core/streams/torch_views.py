@@ -2,7 +2,7 @@
 
 Torch's classes (`Subset`, `ConcatDataset`, …) call `__getitem__`, which blocks for an async dataset. Here indices are
 translated, and `aget` of the parts is awaited; functions of `map` on a part run in the workers, as for
-`headrace.concat` and `take`.
+`headrace.concat`.
 
 Lightning, Ray Train and accelerate ask `isinstance(loader.dataset, IterableDataset)`, and some build a plain torch
 loader of it. `loader.dataset` is an adapter for a dataset that torch's own loader cannot read: it has the class that

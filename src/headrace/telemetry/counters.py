@@ -37,7 +37,7 @@ class BatchRecord(NamedTuple):
     requests: RequestCounts | None  # to stores, since the batch before it
     cpu: float = 0.0  # CPU seconds of the consumer's thread until `returned`
     skipped: int = 0  # samples skipped since the batch before it, its own included
-    fetches: FetchTimes | None = None  # single fetches since then; only for the subscribers of `Counters.trace_all`
+    fetches: FetchTimes | None = None  # single fetches since then; measured only while a trace is written
 
 
 # The same as a plain tuple, which takes half the time to make.
@@ -45,7 +45,7 @@ _Fields: TypeAlias = tuple[
     int, int, int, float, StageTimes, float, float, float, float, int, RequestCounts | None, float, int
 ]
 
-Subscriber = Callable[[BatchRecord], None]
+Subscriber: TypeAlias = "Callable[[Counters, BatchRecord], None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +138,18 @@ class LoaderStats:
         return min(1.0, self.wait_seconds / self.elapsed_seconds) if self.elapsed_seconds else 0.0
 
 
-_changing = threading.Lock()
+_changing = threading.RLock()  # the garbage collector may end an export inside `subscribe`
 
 
 class Counters:
     """The counts of one loader and its last batches, written on the consumer's thread by whichever iterator delivers.
 
-    Subscribers are given each batch as it is delivered, on that thread. Attributes that `LoaderStats` has too are
-    described there.
+    Subscribers are given each batch of all loaders as it is delivered, on that thread. Attributes that `LoaderStats`
+    has too are described there.
     """
 
-    traced: ClassVar[bool] = False  # whether single fetches are measured, for the subscribers of `trace_all`
-    _traces: ClassVar[tuple[Callable[[Counters, BatchRecord], None], ...]] = ()
+    traced: ClassVar[bool] = False  # whether single fetches are measured
+    _subscribers: ClassVar[tuple[tuple[Subscriber, bool], ...]] = ()  # and whether each wants these
 
     def __init__(self, name: str = "loader") -> None:
         self.name = name  # of the dataset's class
@@ -163,7 +163,6 @@ class Counters:
         self._last = self._waited = 0.0
         # Of this object, and not of its copies:
         self._kept: deque[_Fields] = deque(maxlen=KEPT + 1)  # with the one before those that `records` returns
-        self._subscribers: tuple[Subscriber, ...] = ()
         self.open: set[object] = set()  # iterations that are neither over nor closed
         self._waiting = 0  # consumers, in threads or tasks of their own
         self._waiting_since = 0.0
@@ -209,10 +208,8 @@ class Counters:
         if record[10] is not None:
             self._add(record[10])
         self._kept.append(record)
-        for subscriber in self._subscribers:
-            subscriber(BatchRecord(*record))
-        for trace in self._traces:
-            trace(self, BatchRecord(*record, fetches))
+        for subscriber, _ in self._subscribers:
+            subscriber(self, BatchRecord(*record, fetches))
 
     def skip(self, host: HostBatch) -> None:
         """Count the skipped samples of a batch."""
@@ -248,33 +245,26 @@ class Counters:
             found[:2] = [found[1]._replace(called=found[1].returned)]
         return found
 
-    def subscribe(self, subscriber: Subscriber) -> None:
-        """Call `subscriber` with each batch from now on."""
-        self._subscribers += (subscriber,)
-
-    def unsubscribe(self, subscriber: Subscriber) -> None:
-        """End this; any number of times."""
-        self._subscribers = tuple(each for each in self._subscribers if each != subscriber)
-
     @staticmethod
-    def trace_all(subscriber: Callable[[Counters, BatchRecord], None]) -> Callable[[], None]:
-        """Call `subscriber` with each batch of every loader, and have single fetches measured; returns what ends it.
+    def subscribe(subscriber: Subscriber, *, single_fetches: bool = False) -> Callable[[], None]:
+        """Call `subscriber` with each batch of every loader from its next one on; returns what ends it.
 
-        Loaders that run change over when they deliver their next batch.
+        With `single_fetches` these are measured.
         """
-        with _changing:
-            Counters._traces += (subscriber,)
-            Counters.traced = True
+        subscribed = subscriber, single_fetches
 
         def end() -> None:
             with _changing:
-                Counters._traces = tuple(each for each in Counters._traces if each is not subscriber)
-                Counters.traced = bool(Counters._traces)
+                Counters._subscribers = tuple(each for each in Counters._subscribers if each is not subscribed)
+                Counters.traced = any(wanted for _, wanted in Counters._subscribers)
 
+        with _changing:
+            Counters._subscribers += (subscribed,)
+            Counters.traced |= single_fetches
         return end
 
 
-_UNCOPIED = frozenset({"_kept", "_subscribers", "open", "_waiting", "_waiting_since", "_lock"})
+_UNCOPIED = frozenset({"_kept", "open", "_waiting", "_waiting_since", "_lock"})
 
 
 def counters_of(loader: Any, function: str) -> Counters:

@@ -52,10 +52,12 @@ class Export(contextlib.AbstractContextManager["Export"]):
         self._iteration, self._cpu, self._blocked = 0, 0.0, 0.0  # the engine's sums, which begin anew with an engine
         self._counters: weakref.ref[Counters] = weakref.ref(counters, lambda _: self.close())
         self._on_value, self._exports = on_value, exports
-        counters.subscribe(self._on_batch)
+        self._unsubscribe = Counters.subscribe(self._on_batch)
         exports[name] = self
 
-    def _on_batch(self, record: BatchRecord) -> None:
+    def _on_batch(self, counters: Counters, record: BatchRecord) -> None:
+        if counters is not self._counters():
+            return
         times = record.times
         for step, seconds in waits_of(record).items():
             self.step_waits[step] += seconds
@@ -90,8 +92,7 @@ class Export(contextlib.AbstractContextManager["Export"]):
 
     def close(self) -> None:
         """End the export; any number of times."""
-        if (counters := self._counters()) is not None:
-            counters.unsubscribe(self._on_batch)
+        self._unsubscribe()
         if self._exports.get(self.name) is self:
             del self._exports[self.name]
 

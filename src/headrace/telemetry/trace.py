@@ -75,7 +75,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Path]:
     if "{rank}" in written:
         written = written.replace("{rank}", str(get_rank_info().rank))
     trace = _Trace(Path(written))
-    end = Counters.trace_all(trace.add)
+    end = Counters.subscribe(trace.add, single_fetches=True)
     raised: BaseException | None = None
     try:
         yield Path(written)

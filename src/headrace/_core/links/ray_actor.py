@@ -2,25 +2,58 @@
 
 The engine is the same process as on the consumer's machine (see `headrace._core.links.sidecar`), so that Ray's Python
 does not slow it, and user code does not block Ray's event loop. A batch is copied once here, from its slab to Ray's
-store.
+store. What the consumer and the actor exchange is packed as Ray carries it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import pickle
+import warnings
+from typing import Any
 
+import numpy as np
 import ray
 
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig
 from headrace._core.links.process import ProcessLink, ProcessPlacement
-from headrace._core.links.ray_wire import Packed, pack, unpack, unpack_views
 from headrace._core.links.sidecar import dump_batch, portable_error
 from headrace._core.messages import Answer, SessionEnd, Status, StatusRequest
 from headrace._core.pool.settings import Settings
-from headrace._core.transport.pickling import dump_message
+from headrace._core.transport.pickling import Message, dump_message, load_message
 from headrace._core.transport.shared_pickle import SharedPickle
+
+IN_BAND = 64 * 1024  # bytes of buffers up to which an object is one byte string; below 100 KB it comes with Ray's reply
+
+Packed = bytes | tuple[bytes, list[np.ndarray[Any, Any]]]
+"""An object as one byte string, or as a pickle with arrays of bytes that lie in Ray's object store without a copy."""
+
+
+def pack(message: Message) -> Packed:
+    if sum(buffer.nbytes for buffer in message.buffers) <= IN_BAND:
+        return pickle.dumps((message.pickled, [bytes(buffer) for buffer in message.buffers]), protocol=5)
+    empty: np.ndarray[Any, Any] = np.empty(0, dtype=np.uint8)
+    return message.pickled, [np.frombuffer(each, np.uint8) if each.nbytes else empty for each in message.buffers]
+
+
+def unpack(packed: Packed) -> Any:
+    """The object, its tensors and arrays in memory of this process, which can be written to.
+
+    What Ray gives is a view of its object store, read-only, and shared with other readers. This is the only copy on
+    this side; the store's object can be released behind it.
+    """
+    pickled, found = pickle.loads(packed) if isinstance(packed, bytes) else packed
+    return load_message(pickled, [memoryview(bytearray(buffer)) for buffer in found])
+
+
+def unpack_views(packed: Packed) -> Any:
+    """The object, its tensors and arrays read-only views of what Ray gave."""
+    parts: tuple[bytes, list[Any]] = pickle.loads(packed) if isinstance(packed, bytes) else packed
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable", UserWarning)  # of torch
+        return load_message(parts[0], [memoryview(buffer).cast("B") for buffer in parts[1]])
 
 
 class EngineActor:

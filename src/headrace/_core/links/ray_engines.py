@@ -21,8 +21,7 @@ from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.links.group import EngineGroup
 from headrace._core.links.placement import Placement
 from headrace._core.links.process import dump_request
-from headrace._core.links.ray_actor import EngineActor
-from headrace._core.links.ray_wire import Packed, pack, unpack
+from headrace._core.links.ray_actor import EngineActor, Packed, pack, unpack
 from headrace._core.links.session import Session
 from headrace._core.links.thread import Mailbox
 from headrace._core.messages import Answer, Link, Request, SessionEnd, Started, Status, StatusRequest

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace._core.links.ray_wire import IN_BAND, pack, unpack, unpack_views
+from headrace._core.links.ray_actor import IN_BAND, pack, unpack, unpack_views
 from headrace._core.transport.pickling import dump_message
 
 

@@ -94,14 +94,10 @@ class BlockShuffleSampler(RankSampler):
     For datasets of which a loader reads neighbours by one request (`TokenDataset`, `TarDataset.index`): a block is
     about one request. Each index is drawn once in an epoch. The order is that of groups of `blocks_at_once` blocks from
     all over the dataset: it takes one sample of each block of the group in turn, and those of a block in random order.
-    Unless `prefetch_factor` is given, the loader of such a dataset prefetches `samples_ahead` samples, and holds them
-    in memory.
+    Unless `prefetch_factor` is given, the loader of such a dataset prefetches `samples_ahead` samples.
 
-    It deals this order to the ranks itself. Trainers that wrap other samplers in a
-    `torch.utils.data.DistributedSampler` leave it unchanged, since it is one; unlike torch's, it needs no process group
-    before it is iterated over. If the number of ranks divides `blocks_at_once`, each block is read by one rank alone.
-
-    Any number of ranks can continue an epoch, as with `ElasticSampler`. The memory is that of the indices of one group.
+    It deals this order to the ranks as `ElasticSampler` does; any number of them can continue an epoch. If their number
+    divides `blocks_at_once`, each block is read by one rank alone. The memory is that of the indices of one group.
 
     Args:
         dataset: the dataset to sample, or its length.

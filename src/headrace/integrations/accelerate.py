@@ -36,17 +36,11 @@ def prepare(
 ) -> PreparedLoader[Any]:
     """Prepare a headrace loader for accelerate; headrace goes on fetching.
 
-    `Accelerator.prepare` makes a plain torch loader of any loader but of one from here. What it would do is done:
-
-    - A map-style dataset is divided among the ranks batch by batch, by `even_batches`, `split_batches` and `drop_last`.
-      Any number of ranks can continue an epoch. The order is that of the loader's `seed`; without one, of `data_seed`
-      of the accelerator, or 0. That of another sampler follows from the `initial_seed` of its generator, or else from
-      that number, and from the epoch. The batches of a batch sampler are divided by accelerate's `BatchSamplerShard`.
-      A `DistributedSampler` and a stream divide themselves, and are not divided again.
-    - Batches are copied to the accelerator's device, by headrace (see `device=` of the loader).
-    - Gradient accumulation, `gather_for_metrics` and `join_uneven_inputs` know the last batch and its size.
-    - `save_state` and `load_state` include the position, of every rank, whatever `use_stateful_dataloader` is: the next
-      iteration continues the epoch. `accelerator.skip_first_batches` skips without fetching, except in streams.
+    `Accelerator.prepare` makes a plain torch loader of any loader but of one from here. What it would do is done: a
+    map-style dataset is divided among the ranks batch by batch, by `even_batches`, `split_batches` and `drop_last`, and
+    any number of ranks can continue an epoch; batches are copied to the accelerator's device; `save_state` and
+    `load_state` include the position. Batches of a batch sampler are divided by accelerate's `BatchSamplerShard`; a
+    `DistributedSampler` and a stream divide themselves.
 
     Args:
         accelerator: the accelerator.
@@ -85,16 +79,11 @@ def prepare(
 def skip_first_batches(loader: TorchDataLoader[Any], num_batches: int = 0) -> Any:
     """As `accelerate.skip_first_batches`, also for prepared headrace loaders.
 
-    The epoch that begins next begins after `num_batches` batches, which are not fetched; those of a stream are, and
+    The next epoch begins after `num_batches` batches of this rank, which are not fetched; those of a stream are, and
     dropped. After `load_state`, which restores the position, it does nothing if that is the same.
 
-    Args:
-        loader: a prepared loader, of headrace or of accelerate.
-        num_batches: number of batches of this rank.
-
     Returns:
-        A headrace loader itself: its next iteration is the rest of the epoch, and the one after it the next epoch. Its
-        `len()` is still that of the whole epoch.
+        A headrace loader itself, whose `len()` is still that of the whole epoch.
 
     Raises:
         ValueError: `load_state` has restored another position.

@@ -15,13 +15,11 @@ __all__ = ["HeadraceDataLoader"]
 class HeadraceDataLoader:
     """The methods of torchtitan's `BaseDataLoader`, for a headrace loader.
 
-    A dataloader of yours is a subclass of both; this one first. torchtitan trains for a number of steps on one
-    iterator, which goes through the epochs of the loader. A batch has to be what torchtitan's trainer takes: a dict of
-    inputs, and labels, from your `collate_fn`.
+    A dataloader of yours is a subclass of both; this one first. Its one iterator goes through the epochs of the loader.
+    A batch has to be what torchtitan's trainer takes: a dict of inputs, and labels, from your `collate_fn`.
 
-    The state is made for `torch.distributed.checkpoint`, as torchtitan saves it. If the position is the same on all
-    ranks (a map-style dataset with `ElasticSampler`, `BlockShuffleSampler` or in order, and streams split by samples),
-    any number of data-parallel ranks can continue. Otherwise each of them saves its own, and there must be as many.
+    Any number of data-parallel ranks can continue where the position is the same on all (`ElasticSampler`,
+    `BlockShuffleSampler`, in order, streams split by samples). Otherwise there must be as many as before.
 
     Args:
         loader: the loader, which gives this data-parallel rank its part.

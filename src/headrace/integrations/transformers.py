@@ -39,9 +39,8 @@ _NAME = "headrace_loader"  # of the files in a checkpoint
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` whose loaders are headrace's.
 
-    The loaders for training, evaluation and prediction are made from the training arguments and the datasets, and
-    prepared by `headrace.integrations.accelerate`. A checkpoint has the loader's state (`headrace_loader_rank_0.pth`,
-    and so on), and ``resume_from_checkpoint`` continues after the batch it was saved at, without reading those before.
+    A checkpoint has the loader's state (`headrace_loader_rank_0.pth`, and so on), and ``resume_from_checkpoint``
+    continues after the batch it was saved at, without reading those before.
 
     The order is that of a `headrace.ElasticSampler` with ``data_seed``, or else ``seed``. ``train_sampling_strategy``
     and samplers of your own (`_get_train_sampler`) are honoured. For other trainers put this class first:

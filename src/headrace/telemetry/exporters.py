@@ -149,9 +149,8 @@ _collectors: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 def prometheus(loader: object, *, name: str = "default", registry: CollectorRegistry | None = None) -> Export:
     """Export a loader's metrics to a registry of the Prometheus client.
 
-    Numbers are read when the registry is, which is served in the process that iterates over the loader: the client's
-    multiprocess mode has no metrics of a loader. Counters continue over all iterations, also after `close()`; gauges
-    are then 0. A loader that is no longer referenced leaves the registry.
+    The registry has to be served in the process that iterates over the loader. Counters continue over all iterations,
+    also after `close()`; gauges are then 0. A loader that is no longer referenced leaves the registry.
 
     Args:
         loader: a `DataLoader`.

@@ -57,10 +57,9 @@ def headspace(loader: Iterable[Any], step: Callable[[Any], object], batches: int
     Runs `step` on batches of the loader, and then on four of them that are kept in memory, again and again. The first
     four steps warm up, and do not count. A loader with fewer batches begins further epochs.
 
-    A headrace loader is copied, with an engine of its own: epoch, position, counts and report of yours stay as they
-    are, and so does torch's default generator on the host; a `generator=` of yours goes on. Any other loader is
-    iterated. `step` trains: model and optimizer are changed by it. What it changes in the tensors of a kept batch stays
-    changed.
+    A headrace loader is copied, with an engine of its own: yours stays as it is, and so does torch's default generator
+    on the host; a `generator=` of yours goes on. Any other loader is iterated. `step` trains the model, and what it
+    changes in the tensors of a kept batch stays changed.
 
     Args:
         loader: the loader; a torch loader too.

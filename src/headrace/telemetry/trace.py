@@ -47,9 +47,8 @@ _FETCH = (
 def trace(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Write what all loaders of this process do inside the block to a file that ui.perfetto.dev opens.
 
-    The file has a track for each process and thread: the calls of `next()` and the steps between them, each batch's way
-    through the stages, the work of each worker, single fetches, and counters. It is written while the block runs, and
-    complete when it ends, also by an exception. Loaders that run already are in it from their next batch on.
+    The file has a track for each process and thread. It is complete when the block ends, also by an exception. Loaders
+    that run already are in it from their next batch on.
 
     Args:
         path: the file, in Chrome's trace event format; compressed if it ends with ``.gz``. ``{rank}`` in it is replaced

@@ -119,7 +119,6 @@ class Assembler:
         return None  # a batch sampler's own empty batch is collated, as in torch
 
     def assemble(self, raw: RawBatch, began: Moment | None = None) -> HostBatch:
-        """Assemble a batch some of whose samples may have failed to be read."""
         kept, lost = raw.without_failures()
         return (self.nothing_to_do(kept, lost) or self(kept, began)).with_lost(raw, lost)
 

@@ -54,7 +54,6 @@ class EngineConfig(NamedTuple):
 
     @property
     def workers(self) -> range:
-        """The numbers of this engine's workers."""
         return range(self.engine, self.num_workers, self.engines)
 
     @property
@@ -92,7 +91,6 @@ class EngineConfig(NamedTuple):
 
     @property
     def workers_are_forks(self) -> bool:
-        """Whether the user chose workers forked from this process."""
         return self.has_processes and self.context is not None and self.context.get_start_method() == "fork"
 
     def work(self) -> Any:
@@ -105,7 +103,6 @@ class EngineConfig(NamedTuple):
         return replace(task, copies=not default, seeds=len(self.workers) <= 1)
 
     def without_functions(self) -> EngineConfig:
-        """The other parts of the config, which fetching needs."""
         return self._replace(assembler=replace(self.assembler, transforms=(), collate=list), worker_init_fn=None)
 
     def same_engine(self, other: EngineConfig) -> bool:

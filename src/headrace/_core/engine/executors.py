@@ -63,7 +63,6 @@ class ThreadExecutor:
             thread.start()
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
-        """Assemble one batch by `work`; errors of user code become its failures."""
         if not self._threads:
             return HostBatch(raw.plan, raw, len(raw.plan.indices), end=raw.end)
         assert callable(work)

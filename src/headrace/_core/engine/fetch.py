@@ -91,8 +91,6 @@ class FetchStage(ABC):
 
 @dataclass(slots=True, eq=False)
 class PartialBatch:
-    """A batch some of whose samples have not arrived."""
-
     plan: BatchPlan
     missing: int = field(init=False)  # results that have not arrived
     samples: list[Any] = field(init=False)  # those that have arrived; `MISSING` in place of the others
@@ -243,8 +241,6 @@ class FetcherPool(FetchStage):
 
 
 class SampleFetch(FetcherPool):
-    """Fetches samples with `aget`, `concurrency` at a time."""
-
     def admit(self, plan: BatchPlan) -> None:
         batch = self._partial[plan.number] = PartialBatch(plan)
         if not plan.indices:

@@ -31,8 +31,6 @@ CACHE_SLICE = 256  # samples that are looked up before other tasks get a turn
 
 @dataclass(slots=True, eq=False)
 class RangedBatch(PartialBatch):
-    """A batch whose bytes are being read."""
-
     # The plan of its requests, and its number there; None if it has none, or its bytes were taken.
     read_plan: tuple[ReadPlan, int] | None = None
     single: set[int] = field(default_factory=set)  # slots whose samples are or were fetched by `aget`

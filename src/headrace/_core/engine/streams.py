@@ -180,7 +180,6 @@ class StreamFetch(FetchStage):
         self._lanes: dict[int | None, LaneReader] = {}
 
     def admit(self, plan: BatchPlan) -> None:
-        """Give the plan to its lane; the first plan of a lane begins to read it."""
         # A state comes with the first plan of a lane that another engine has read since, if this one ever did.
         if plan.resume is not None or plan.lane not in self._lanes:
             start, lane = self._start, None if plan.lane is None else ShardOptions(plan.lane, self._start.lanes)
@@ -267,7 +266,6 @@ class LaneReader:
             return None
 
     async def _read_batch(self, stream: ResumableIterator[Any], batch: StreamBatch) -> None:
-        """Read until the batch is full, the stream ends, or an error."""
         try:
             for _ in range(batch.room):
                 batch.add(await anext(stream))

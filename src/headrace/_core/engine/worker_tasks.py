@@ -62,7 +62,6 @@ class AssembleTask:
         return self.assembler.generators()
 
     def __call__(self, request: Any) -> Any:
-        """Assemble one batch, sent flat to a process."""
         in_thread = type(request) is RawBatch
         raw = request if in_thread else RawBatch.from_flat(request)
         if self.seeds:
@@ -334,7 +333,6 @@ class StreamReader(BatchReader):
                 again.left -= 1
 
     def _read(self, plan: BatchPlan) -> RawBatch:
-        """Read as many samples as the plan has slots, or as are left; the first repeated plan restarts the stream."""
         if plan.repeat and not self._progress.repeats:
             self._stream = iter(self._dataset)
             self._progress, self._read_before, self._errors = Progress(repeats=True), 0, 0

@@ -114,7 +114,6 @@ class Dealer:
         return list(self._shares[engine].plans.values())
 
     def deaths_of(self, engine: int) -> int:
-        """How many of an engine's last processes have died without a batch."""
         return self._shares[engine].deaths
 
     def take_back(self, engines: Collection[int]) -> tuple[int, int]:

@@ -64,7 +64,6 @@ class InlineLink(Link):
             self._plans.extend(message)
 
     def receive(self) -> None:
-        """Read and assemble the next batch, now."""
         if not self._plans:
             return
         plan = self._plans.popleft()

@@ -34,8 +34,6 @@ from headrace.errors import EngineDiedError
 
 
 class ProcessPlacement(Placement):
-    """One sidecar process, or several."""
-
     def __init__(self, config: EngineConfig, work: SharedPickle, engines: int = 1) -> None:
         super().__init__()
         try:

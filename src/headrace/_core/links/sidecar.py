@@ -57,7 +57,6 @@ class SidecarTask:
     def __call__(
         self, channel: BlockingChannel, connection: Connection, control: socket.socket, prepare: Callable[[], None]
     ) -> None:
-        """Serve sessions until the consumer closes the connection."""
         adopt_control(control)
         adopt_rank(self.rank)
         enable_forwarding()

@@ -64,7 +64,6 @@ class Mailbox(Link):
             return True
 
     def wake(self) -> None:
-        """Make `source` readable; from any thread."""
         with self._lock, contextlib.suppress(OSError):  # full of bytes, which wake the consumer as well
             self._waiting = False
             if not self._closed:

@@ -55,7 +55,6 @@ class BlockOrder:
             yield self._group(number, size, part - start)
 
     def _group(self, number: int, size: int, within: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The indices at positions within a group."""
         lanes, each = self._lanes, -(-size // self._lanes)
         draws = np.random.Philox(key=batch_seed(self._seed, 0, number)).random_raw(lanes * (each + 1))
         ranges = _ranks_of(draws[:lanes])  # which part of the group a lane is
@@ -75,7 +74,6 @@ class BlockOrder:
         return indices
 
     def _numbers(self, group: int) -> NDArray[np.int64]:
-        """The numbers of a group's blocks."""
         first = group * self._lanes
         if first not in self._known[0]:
             end = first + max(4096 // self._lanes, 1) * self._lanes

@@ -47,8 +47,6 @@ def without(order: BaseOrder, epoch: int, exclusions: Sequence[Exclusion]) -> Or
 
 
 class OrderWithout:
-    """An order without some positions, which ascend."""
-
     def __init__(self, order: BaseOrder, left_out: NDArray[np.int64]) -> None:
         self._order, self._left_out = order, left_out
         self._before = left_out - np.arange(len(left_out))  # samples that are left before each

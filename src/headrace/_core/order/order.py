@@ -175,7 +175,6 @@ class EpochOrder:
         return None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
 
     def describe(self) -> str:
-        """The sampler, with the arguments that decide on the order."""
         if self.is_stream:
             return "stream"
         part = self._decides
@@ -288,7 +287,6 @@ class EpochOrder:
         return next(draws)
 
     def restore_generator(self, resumed: LoaderState) -> None:
-        """Set the user's generator to its state at the epoch's start."""
         if resumed.generator is not None and self._generator is not None:
             self.generator = decoded(resumed.generator)
             self._generator.set_state(self.generator)

@@ -122,7 +122,6 @@ class EpochProgress(Iterator[BatchPlan]):
         return self._plan(indices, self._positions(first, len(indices)), self._samples, repeat=True)
 
     def _position(self, number: int) -> int:
-        """The position of this rank's sample of this number."""
         spec = self._spec
         block, inside = divmod(number, spec.block)
         return spec.first + block * spec.block * spec.stride + inside
@@ -195,7 +194,6 @@ class EpochProgress(Iterator[BatchPlan]):
             self._points.append(self._last)
 
     def _after(self, host: HostBatch, drawn: _Drawn, skipped: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The position after a batch of any kind."""
         batches, last_drawn, streams, last_worker, _, _ = self._last
         number, state = host.plan.number, host.stream_state
         if host.worker is not None:

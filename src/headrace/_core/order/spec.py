@@ -30,7 +30,6 @@ class LoaderSpec:
 
     @property
     def engines(self) -> int:
-        """The number of engines, here or on a cluster."""
         return number_of_engines(self.options)
 
     @property

@@ -16,17 +16,14 @@ from headrace.errors import StateError
 
 
 def checksum(indices: Sequence[object]) -> tuple[int, int]:
-    """Number and checksum of a batch's indices."""
     return len(indices), zlib.crc32(repr(tuple(indices)).encode())
 
 
 def encoded(state: torch.Tensor | None) -> str | None:
-    """The state of a generator as text."""
     return None if state is None else base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()
 
 
 def decoded(text: str) -> torch.Tensor:
-    """The state of a generator that was `encoded`."""
     try:
         return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
     except (ValueError, zlib.error) as error:
@@ -145,11 +142,9 @@ class LoaderState(NamedTuple):
 
     @property
     def past(self) -> Past:
-        """What is known of the steps before."""
         return Past(self.history, self.excluded)
 
     def to_dict(self) -> State:
-        """The state to be saved, of one rank or of all."""
         return states_to_dict((self,))
 
     def _to_values(self) -> State:

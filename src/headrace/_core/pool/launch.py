@@ -53,7 +53,6 @@ class WorkerProcess(ABC):
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def signal(self, number: int) -> None:
-        """Send it a signal, if it runs."""
         if not self.ended() and self.pid is not None:
             with contextlib.suppress(ProcessLookupError):  # it has ended since the check
                 os.kill(self.pid, number)

@@ -40,8 +40,6 @@ _log = logging.getLogger("headrace")
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request to a worker."""
-
     request: object  # the task's argument
     task: SharedPickle | None = None  # where tasks are sent, with the request to a worker that lacks it; None: the last
     worker: int | None = None  # the number of the worker to use, None for any; later of the one that it was sent to

@@ -188,7 +188,6 @@ class Worker:
             self._tasks[number] = task
 
     def serve(self) -> None:
-        """Answer requests until the engine closes the channel."""
         try:
             self._channel.send(Started())
             while self.answer_next():

@@ -23,7 +23,6 @@ class Record(NamedTuple):
     pickled: bytes
 
     def handle(self) -> None:
-        """Pass the record on, or to this process's handlers."""
         if _forwards:
             _send(self)
             return

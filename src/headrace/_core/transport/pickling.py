@@ -412,7 +412,6 @@ class SmallTensors:
         return next, (group,)
 
     def stacked(self) -> memoryview:
-        """The buffer: the tensors, and at its end where those of each group are."""
         places: dict[int, tuple[str, tuple[int, ...], int]] = {}
         end = 0
         groups = [(NUMPY_DTYPES[dtype], shape, group) for (dtype, shape), group in self._groups.items() if group]
@@ -491,7 +490,6 @@ class PickledPayload:
         return cls(pickled, *buffers)
 
     def loads(self) -> object:
-        """The object, its tensors and arrays views of the buffers."""
         return pickle.loads(self.pickled, buffers=self.buffers)  # any objects, to pickle
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -360,7 +360,6 @@ class Arena:
         return slab
 
     def abandon(self) -> None:
-        """Free an unsent slab."""
         if self._slab is not None:
             self._allocator.free([self._slab.number])
         self._slab, self.used = None, 0

@@ -1,6 +1,6 @@
 """The cost of a random order: nanoseconds of CPU an index, and memory, beside torch's and NumPy's.
 
-Arrays of a million indices: `headrace.permutation`, of which it is the beginning of an order of 10⁹, NumPy's
+Arrays of a million indices: `headrace.Permutation`, of which it is the beginning of an order of 10⁹, NumPy's
 `Generator.permutation` and `torch.randperm`; and as Python ints, as samplers give them. One plain NumPy operation
 shows how busy the machine is. Times are of this thread's CPU. Memory is the growth of the resident set of a process of
 its own, at its greatest.
@@ -28,7 +28,7 @@ import headrace as hr
 N = 1_000_000
 LONG = 1_000_000_000
 MEMORY: dict[str, Callable[[], object]] = {
-    "headrace.permutation, 10⁹": lambda: sum(map(len, itertools.islice(hr.permutation(LONG, 0).blocks(), 100))),
+    "headrace.Permutation, 10⁹": lambda: sum(map(len, itertools.islice(hr.Permutation(LONG, 0).blocks(), 100))),
     "headrace.ElasticSampler, 10⁹": lambda: sum(itertools.islice(hr.ElasticSampler(LONG), N)),
     "torch.randperm, 10⁷": lambda: torch.randperm(10 * N),
     "torch.randperm, tolist, 10⁷": lambda: torch.randperm(10 * N).tolist(),
@@ -56,7 +56,7 @@ def peak() -> float:
 
 def is_bijective(n: int, seed: int) -> bool:
     seen = np.zeros(n, dtype=bool)
-    for block in hr.permutation(n, seed, epoch=seed).blocks():
+    for block in hr.Permutation(n, seed, epoch=seed).blocks():
         seen[block] = True
     return bool(seen.all())
 
@@ -76,7 +76,7 @@ def main() -> None:
     arguments.add_argument("--memory", help=argparse.SUPPRESS)
     given = parse_arguments(arguments, rounds=1)
     if given.memory:
-        hr.permutation(10, 0)[:]
+        hr.Permutation(10, 0)[:]
         print(growth(MEMORY[given.memory]))
         return
     if given.check:
@@ -89,11 +89,11 @@ def main() -> None:
     ones = np.ones(2**14, dtype=np.uint32)
     contestants = {
         "one np.multiply (uint32)": lambda: [np.multiply(ones, ones, out=ones) for _ in range(N // 2**14)],
-        "headrace.permutation": lambda: hr.permutation(N, 0)[:],
-        "headrace.permutation of 10⁹": lambda: hr.permutation(LONG, 0)[N : 2 * N],
+        "headrace.Permutation": lambda: hr.Permutation(N, 0)[:],
+        "headrace.Permutation of 10⁹": lambda: hr.Permutation(LONG, 0)[N : 2 * N],
         "np.random.Generator.permutation": lambda: generator.permutation(N),
         "torch.randperm": lambda: torch.randperm(N),
-        "headrace.permutation, tolist": lambda: hr.permutation(N, 0)[:].tolist(),
+        "headrace.Permutation, tolist": lambda: hr.Permutation(N, 0)[:].tolist(),
         "headrace.ElasticSampler, list": lambda: list(hr.ElasticSampler(N).indices_from(0)),
         "torch.randperm, tolist": lambda: torch.randperm(N).tolist(),
     }
@@ -104,7 +104,7 @@ def main() -> None:
     for name in MEMORY:
         run = [sys.executable, __file__, "--memory", name]
         print(f"{name:32}  {float(subprocess.run(run, check=True, capture_output=True, text=True).stdout):8.1f}")
-    pairs = zip(costs.values["headrace.permutation"], costs.values["headrace.permutation of 10⁹"], strict=True)
+    pairs = zip(costs.values["headrace.Permutation"], costs.values["headrace.Permutation of 10⁹"], strict=True)
     claim("an index of a random order", Figure("ns", list(map(max, pairs)), at_most=34))
 
 

@@ -73,7 +73,7 @@ def restore_headrace(n: int) -> tuple[float, float]:
         loader.load_state_dict(state)
         return next(iter(loader)).tolist()
 
-    return measure(restore, hr.permutation(n, 0)[samples : samples + BATCH].tolist())
+    return measure(restore, hr.Permutation(n, 0)[samples : samples + BATCH].tolist())
 
 
 def restore_torchdata(n: int) -> tuple[float, float]:

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from headrace.samplers import BalancedBatchSampler as BalancedBatchSampler
     from headrace.samplers import BlockShuffleSampler as BlockShuffleSampler
     from headrace.samplers import ElasticSampler as ElasticSampler
-    from headrace.samplers import permutation as permutation
+    from headrace.samplers import Permutation as Permutation
     from headrace.state import gather_state as gather_state
     from headrace.state import merge_states as merge_states
     from headrace.telemetry.headspace import headspace as headspace
@@ -110,7 +110,7 @@ _NAMES = {
     "headrace.errors": ("HeadraceError", "StateError", "StoreError"),
     "headrace.loader": ("DataLoader",),
     "headrace.packing": ("pack",),
-    "headrace.samplers": ("BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "permutation"),
+    "headrace.samplers": ("BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "Permutation"),
     "headrace.state": ("gather_state", "merge_states"),
     "headrace.telemetry.headspace": ("headspace",),
     "headrace.telemetry.progress": ("progress",),

@@ -18,42 +18,14 @@ from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
 from headrace._core.streams.resumable import expect
 
-__all__ = ["BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "Permutation", "permutation"]
-
-
-def permutation(n: int, seed: int, epoch: int = 0) -> Permutation:
-    """A random order of ``range(n)`` that takes no memory: each position is computed when it is asked for.
-
-    The order of loaders with ``shuffle=True`` and a seed, and of `ElasticSampler`. An index of a slice costs 27 ns,
-    1.8 times as much as one of `torch.randperm` (benchmarks/permutation.py).
-
-    Args:
-        n: number of values.
-        seed: of the order, with `epoch`; both between 0 and 2**64 - 1.
-        epoch: number of the epoch.
-
-    Returns:
-        A sequence. An int is its index, or a slice or an array of integers, for which it returns a NumPy array of
-        int64.
-
-    Raises:
-        ValueError: a number is out of range.
-
-    Example:
-        >>> order = permutation(10**9, seed=0)
-        >>> len(order)
-        1000000000
-        >>> order[500_000_000:500_000_003]
-        array([526686746, 878451399, 335532236])
-    """
-    return Permutation(n, seed, epoch)
+__all__ = ["BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "Permutation"]
 
 
 class ElasticSampler(RankSampler):
     """Deals a dataset to the ranks sample by sample, so that any number of ranks can continue an epoch.
 
     As torch's `DistributedSampler`, of which it is a subclass: trainers that wrap other samplers leave it unchanged.
-    But the order is a `permutation`, which takes no memory and no time to skip, the rank may be found at `iter()`, and
+    But the order is a `Permutation`, which takes no memory and no time to skip, the rank may be found at `iter()`, and
     an epoch that 4 ranks began can be continued by 6: position p of the order belongs to rank p mod `world_size`.
 
     The position is in the state of a `headrace.DataLoader`; the sampler has none of its own.
@@ -160,7 +132,7 @@ class BalancedBatchSampler(DistributedSampler[Any]):
     """Batches of samples of different lengths, with about the same number of tokens for each rank and step.
 
     A `batch_sampler` for map-style datasets whose samples are concatenated (`headrace.TokenDataset` by document). The
-    order is a `permutation`. Each window of it is divided into as few batches as hold its tokens, of nearly equal
+    order is a `Permutation`. Each window of it is divided into as few batches as hold its tokens, of nearly equal
     numbers: 99 % of `max_tokens` if samples are many and short, less if most are longer than a third of it. Batches of
     a window come in random order. Every rank computes the plan of all, in about 1 µs a sample, and takes its part of
     each step: no rank communicates, and all make the same number of steps. Lightning needs

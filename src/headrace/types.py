@@ -7,7 +7,6 @@ from headrace._core.ranks.rankinfo import RankInfo
 from headrace.datasets.files import FileSample
 from headrace.datasets.objects import ObjectSample
 from headrace.datasets.video import VideoClip
-from headrace.samplers import Permutation
 from headrace.telemetry.counters import LoaderStats, SkipRecord
 from headrace.telemetry.headspace import Headspace
 from headrace.telemetry.report import Report
@@ -19,7 +18,6 @@ __all__ = [
     "Headspace",
     "LoaderStats",
     "ObjectSample",
-    "Permutation",
     "Randomized",
     "RankInfo",
     "Report",

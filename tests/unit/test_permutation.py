@@ -1,4 +1,4 @@
-"""`headrace.permutation`: every value once, at any position at once, as random as torch's."""
+"""`headrace.Permutation`: every value once, at any position at once, as random as torch's."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ AROUND_POWERS = [2**k + offset for k in (15, 16, 17) for offset in (-1, 0, 1)]
 
 def is_bijective(n, seed, epoch):
     seen = np.zeros(n, dtype=bool)
-    seen[hr.permutation(n, seed, epoch)[:]] = True
+    seen[hr.Permutation(n, seed, epoch)[:]] = True
     return bool(seen.all())
 
 
@@ -28,7 +28,7 @@ def test_every_value_comes_once_around_powers_of_two(n):
 
 @pytest.mark.parametrize("n", [10**9, 2**40 + 1, 2**60])
 def test_values_of_huge_lengths_are_distinct_and_in_range(n):
-    found = hr.permutation(n, seed=1)[n - 50_000 :]
+    found = hr.Permutation(n, seed=1)[n - 50_000 :]
     assert len(np.unique(found)) == 50_000
     assert found.min() >= 0
     assert found.max() < n
@@ -52,7 +52,7 @@ def test_values_of_huge_lengths_are_distinct_and_in_range(n):
     ],
 )
 def test_values_never_change(n, seed, epoch, first):
-    assert hr.permutation(n, seed, epoch)[: len(first)].tolist() == first
+    assert hr.Permutation(n, seed, epoch)[: len(first)].tolist() == first
 
 
 def z_scores(n, orders):
@@ -74,7 +74,7 @@ def z_scores(n, orders):
 @pytest.mark.parametrize("n", [5, 16, 100])
 def test_positions_and_differences_are_as_random_as_torchs(n):
     trials = 3000
-    ours = z_scores(n, (hr.permutation(n, seed, epoch=0)[:] for seed in range(trials)))
+    ours = z_scores(n, (hr.Permutation(n, seed, epoch=0)[:] for seed in range(trials)))
     generator = torch.Generator().manual_seed(0)
     torchs = z_scores(n, (torch.randperm(n, generator=generator).numpy() for _ in range(trials)))
     assert max(map(abs, torchs)) < 4
@@ -84,7 +84,7 @@ def test_positions_and_differences_are_as_random_as_torchs(n):
 @pytest.mark.parametrize("lag", [1, 2, 257, 32_768])
 def test_differences_over_any_distance_are_uniform_in_long_orders(lag):
     n = 66_000
-    order = hr.permutation(n, seed=0)[:]
+    order = hr.Permutation(n, seed=0)[:]
     counts = np.bincount((order[lag:] - order[:-lag]) % n * 100 // n, minlength=100)
     expected = (n - lag) / 100
     assert ((counts - expected) ** 2 / expected).sum() < 99 + 4 * np.sqrt(2 * 99)
@@ -93,7 +93,7 @@ def test_differences_over_any_distance_are_uniform_in_long_orders(lag):
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 50_000), st.integers(0, 2**64 - 1), st.integers(0, 9), st.data())
 def test_any_access_agrees_with_the_whole_order(n, seed, epoch, data):
-    order = hr.permutation(n, seed, epoch)
+    order = hr.Permutation(n, seed, epoch)
     whole = order[:]
     bound = st.none() | st.integers(-n - 2, n + 2)
     part = slice(data.draw(bound), data.draw(bound), data.draw(st.integers(-9, 9).filter(bool)))
@@ -108,10 +108,10 @@ def test_any_access_agrees_with_the_whole_order(n, seed, epoch, data):
 @pytest.mark.parametrize("position", [10, -11, [0, 10], [-11], 0.5, [0.5], "a", True, [True], np.array(10)])
 def test_a_position_that_is_not_there_is_an_index_error(position):
     with pytest.raises(IndexError, match=r"out of range|must be integers"):
-        hr.permutation(10, 0)[position]
+        hr.Permutation(10, 0)[position]
 
 
 @pytest.mark.parametrize(("n", "seed", "epoch"), [(-1, 0, 0), (2**60 + 1, 0, 0), (1, -1, 0), (1, 2**64, 0), (1, 0, -1)])
 def test_numbers_out_of_range_are_errors(n, seed, epoch):
     with pytest.raises(ValueError, match="must be between 0 and 2"):
-        hr.permutation(n, seed, epoch)
+        hr.Permutation(n, seed, epoch)

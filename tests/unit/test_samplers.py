@@ -116,12 +116,12 @@ def test_shuffled_it_deals_the_permutation_of_seed_and_epoch():
     for epoch in (0, 5):
         for sampler in samplers:
             sampler.set_epoch(epoch)
-        assert in_turn(map(list, samplers)) == hr.permutation(41, 3, epoch)[:40].tolist()
+        assert in_turn(map(list, samplers)) == hr.Permutation(41, 3, epoch)[:40].tolist()
 
 
 def test_an_epoch_of_a_billion_samples_begins_and_continues_at_once():
     sampler = hr.ElasticSampler(10**9, seed=1, rank=3, world_size=8)
-    order = hr.permutation(10**9, 1)
+    order = hr.Permutation(10**9, 1)
     assert next(iter(sampler)) == order[3]
     assert next(sampler.indices_from(900_000_005)) == order[900_000_008]
 

@@ -27,10 +27,11 @@ _KEY_INPUT = struct.Struct("<QQ")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Permutation:
-    """A pseudorandom permutation of ``range(n)`` that follows from a seed and an epoch.
+    """A random order of ``range(n)`` that takes no memory: each position is computed when it is asked for.
 
-    Any position is computed at once, and nothing is stored. The values are the same on every machine. Immutable;
-    pickled as its three numbers.
+    The order of loaders with ``shuffle=True`` and a seed, and of `ElasticSampler`; the same on every machine. A
+    sequence: an int is its index, or a slice or an array of integers, for which it gives a NumPy array of int64. An
+    index of a slice costs 27 ns, 1.8 times as much as one of `torch.randperm` (benchmarks/permutation.py).
 
     A Feistel network (Luby and Rackoff, "How to Construct Pseudorandom Permutations from Pseudorandom Functions", 1988)
     over a rectangle of about √n × √n values, in which halves are added modulo its sides; values beyond the end are
@@ -47,18 +48,18 @@ class Permutation:
         ValueError: a number is out of range.
 
     Example:
-        >>> order = Permutation(10, seed=0, epoch=0)
-        >>> order
-        Permutation(10, seed=0, epoch=0)
+        >>> order = Permutation(10, seed=0)
         >>> order[:]
         array([4, 5, 9, 8, 1, 3, 2, 7, 0, 6])
         >>> order[2], order[-1], order[[2, 9]].tolist()
         (9, 6, [9, 6])
+        >>> Permutation(10**9, seed=0)[500_000_000:500_000_003]
+        array([526686746, 878451399, 335532236])
     """
 
     n: int
     seed: int
-    epoch: int
+    epoch: int = 0
     _rows: int = field(init=False, compare=False)
     _columns: int = field(init=False, compare=False)
     _keys: NDArray[np.uint32] = field(init=False, compare=False)

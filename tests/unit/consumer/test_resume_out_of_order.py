@@ -109,7 +109,7 @@ def of_a_stream(held, batch_size, in_order):
 KINDS = [in_sequence, by_permutation, by_elastic_sampler, by_sampler, by_batch_sampler]
 KINDS += [by_pairs, by_pairs_with_a_state, of_a_stream]
 
-ORDERS = {by_permutation: hr.permutation(N, seed=0, epoch=0)[:].tolist(), by_sampler: range(N - 1, -1, -1)}
+ORDERS = {by_permutation: hr.Permutation(N, seed=0, epoch=0)[:].tolist(), by_sampler: range(N - 1, -1, -1)}
 
 
 def take(loader, batches):

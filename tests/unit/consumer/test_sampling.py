@@ -32,19 +32,19 @@ def test_torchs_generators_neither_change_the_order_nor_are_drawn_from():
 def test_torchs_own_loader_draws_the_same_orders():
     sampler = SeededRandomSampler(range(40), seed=5)
     loader = TorchDataLoader(NUMBERS, batch_size=4, sampler=sampler, num_workers=1)
-    assert [order_of(loader) for _ in range(2)] == [hr.permutation(40, 5, epoch)[:].tolist() for epoch in range(2)]
+    assert [order_of(loader) for _ in range(2)] == [hr.Permutation(40, 5, epoch)[:].tolist() for epoch in range(2)]
 
 
 def test_without_set_epoch_each_iteration_is_the_next_epoch():
     sampler = SeededRandomSampler(range(9), seed=1)
     assert isinstance(sampler, RandomSampler)
-    assert [list(sampler) for _ in range(3)] == [hr.permutation(9, 1, epoch)[:].tolist() for epoch in range(3)]
+    assert [list(sampler) for _ in range(3)] == [hr.Permutation(9, 1, epoch)[:].tolist() for epoch in range(3)]
     iter(sampler)  # draws nothing, and counts for nothing
-    assert list(sampler) == hr.permutation(9, 1, 3)[:].tolist()
+    assert list(sampler) == hr.Permutation(9, 1, 3)[:].tolist()
     with hr.DataLoader(NUMBERS, batch_size=4, shuffle=True, seed=5) as loader:
-        assert [order_of(loader) for _ in range(3)] == [hr.permutation(40, 5, epoch)[:].tolist() for epoch in range(3)]
+        assert [order_of(loader) for _ in range(3)] == [hr.Permutation(40, 5, epoch)[:].tolist() for epoch in range(3)]
         loader.set_epoch(1)
-        assert order_of(loader) == hr.permutation(40, 5, 1)[:].tolist()
+        assert order_of(loader) == hr.Permutation(40, 5, 1)[:].tolist()
 
 
 def test_memory_does_not_grow_with_the_length():

@@ -377,12 +377,12 @@ class RowGroupStream(PartReader[_RowGroupReader]):
         prefetch_row_groups: int,
         prefetch_bytes: int,
     ) -> None:
-        super().__init__(parts, len(groups), lambda part: groups[part].footer.shard)
+        super().__init__(parts, [group.footer.shard for group in groups], self._open_group)
         self._groups = groups
         self._rows, self._as_rows = rows, as_rows
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
 
-    def _reader(self, position: PartPosition, shard: Shard) -> _RowGroupReader:
+    def _open_group(self, position: PartPosition, _shard: Shard, _standby: bool) -> _RowGroupReader:
         return _RowGroupReader(self._groups[position.part], self._rows, self._as_rows, position, self._prefetch)
 
     async def _fill(self, reader: _RowGroupReader) -> None:

@@ -39,8 +39,11 @@ class RangedStream(ShardedStream[T_co]):
     def __repr__(self) -> str:
         return f"{self._dataset!r}.stream()"
 
-    def _read(self, parts: Sequence[Part]) -> _InterleavedRanges:
-        return _InterleavedRanges(self, parts)
+    def _read(self, parts: Sequence[Part]) -> PartReader[_RangedReader]:
+        def open_part(position: PartPosition, shard: Shard, _standby: bool) -> _RangedReader:
+            return _RangedReader(self, position, shard)
+
+        return PartReader(parts, self._shards, open_part, self._ahead.shards_in_parallel)
 
 
 class _RangedReader(BlockReader):
@@ -49,22 +52,25 @@ class _RangedReader(BlockReader):
     def __init__(self, stream: RangedStream[Any], position: PartPosition, shard: Shard) -> None:
         self._dataset, self._ahead = stream._dataset, stream._ahead
         first, stop = stream._first[position.part : position.part + 2]
-        self.rest = range(first, stop)[position.given : position.stop]  # not requested yet
-        self.has_successor = False  # whether the shard after it was opened, or there is none
+        self._rest = range(first, stop)[position.given : position.stop]  # not requested yet
         self._position = replace(position, drop=0)  # after the last block that was produced
         super().__init__(self._position, shard.head)
+
+    @property
+    def fully_requested(self) -> bool:
+        return not self._rest
 
     async def _next_block(self) -> Block:
         samples: deque[Any] = deque()
         try:
             joined = capabilities(self._dataset).ranges  # else shards are read as a whole
-            indices = self.rest[: _MOST_SAMPLES if joined else _MOST_OF_WHOLE]
+            indices = self._rest[: _MOST_SAMPLES if joined else _MOST_OF_WHOLE]
             ranges = self._dataset.ranges(indices)
             ranges.check(len(indices))
             sizes = np.cumsum(ranges.stops - ranges.starts)
             most = self._ahead.chunk_bytes * self._ahead.requests_per_shard
             indices = indices[: max(1, int(np.searchsorted(sizes, most, side="right")))]
-            self.rest = self.rest[len(indices) :]
+            self._rest = self._rest[len(indices) :]
             ranges = ranges.at(np.arange(len(indices)))
             if joined:
                 views = await read_ranges(ranges, self._dataset.read_range, largest=self._ahead.chunk_bytes)
@@ -80,10 +86,10 @@ class _RangedReader(BlockReader):
                 if not number % _SAMPLES_AT_ONCE:
                     await asyncio.sleep(0)
         except Exception as error:
-            self.rest = self.rest[:0]
+            self._rest = self._rest[:0]
             return Block(samples, error=as_exception(error))
         self._position = replace(self._position, given=self._position.given + len(samples))
-        return Block(samples, self._position if self.rest else None)
+        return Block(samples, self._position if self._rest else None)
 
     async def _again(self, index: int) -> Any:
         """The sample, read once more by itself."""
@@ -91,22 +97,3 @@ class _RangedReader(BlockReader):
             return await self._dataset.aget(index)
         except Exception as error:
             return BadRecord(as_exception(error))
-
-
-class _InterleavedRanges(PartReader[_RangedReader]):
-    """The samples of several shards, one of each in turn; the next one is opened when the last of one are there."""
-
-    def __init__(self, stream: RangedStream[Any], parts: Sequence[Part]) -> None:
-        shards = stream._shards
-        super().__init__(parts, len(shards), shards.__getitem__, stream._ahead.shards_in_parallel)
-        self._stream = stream
-
-    def _reader(self, position: PartPosition, shard: Shard) -> _RangedReader:
-        return _RangedReader(self._stream, position, shard)
-
-    async def _fill(self, reader: _RangedReader) -> None:
-        await reader.fill()
-        if not reader.rest and not reader.has_successor:
-            reader.has_successor = True
-            if (following := self._open_next()) is not None:
-                self._ahead.append(following)

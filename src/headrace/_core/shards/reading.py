@@ -49,6 +49,7 @@ class BlockReader(ABC):
         self.error: Exception | None = None  # raised after them
         self.ended = False  # whether they are the last
         self.first = position.given
+        self.has_successor = False  # whether the part after it was opened, or there is none
         self._current = position  # the start of the current block
         self._following: PartPosition | None = position  # the start of the block after it
         self._count = 0  # samples of the current block
@@ -87,6 +88,11 @@ class BlockReader(ABC):
         """The byte at which an error has ended the part, and the size of its object; 0 where either is unknown."""
         return 0, 0
 
+    @property
+    def fully_requested(self) -> bool:
+        """Whether all of it has been requested, so that the next part may be opened."""
+        return False
+
     @abstractmethod
     async def _next_block(self) -> Block:
         """Produce the next block; an exception becomes its `error`."""
@@ -96,19 +102,30 @@ class PartReader(ResumableIterator[Any], Generic[R]):
     """Reads parts, which are opened in order, `parallel` at once: one sample of each in turn, in the same order always.
 
     The error of a part is raised at its turn, after the samples before it; the other parts continue. A part that ends
-    is replaced by the next. The position is that of each open part, in the order of their turns, and the number of
-    those that were opened. `count` is the number of all parts of the stream.
+    is replaced by the next. When all of one has been requested, the next is opened in standby, so that its first
+    samples are there at its turn. The position is that of each open part, in the order of their turns, and the number
+    of those that were opened. Blocks differ after a restore, since chunks start elsewhere; the order does not.
+
+    `shards` has the object of each part of the stream; `open_part` starts to read one, perhaps in standby.
     """
 
     counts: Sequence[int] | None = None  # of the samples in each part, if known
     name_of: Callable[[int, int], str]  # names a sample by its part and its number in that
     _usual = 0  # samples of the last part that was read to its end
 
-    def __init__(self, parts: Sequence[Part], count: int, shard_of: Callable[[int], Shard], parallel: int = 1) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        shards: Sequence[Shard],
+        open_part: Callable[[PartPosition, Shard, bool], R],
+        parallel: int = 1,
+        on_block: Callable[[R], None] | None = None,
+    ) -> None:
         self._parts = parts
-        self._count = count
-        self._shard_of = shard_of
+        self._shards = shards
+        self._open_part = open_part
         self._parallel = parallel
+        self._on_block = on_block
         self._opened = 0
         self._restored: deque[PartPosition] = deque()  # of parts that were open when the state was saved
         self._open: deque[R] = deque()
@@ -197,15 +214,18 @@ class PartReader(ResumableIterator[Any], Generic[R]):
             self._restored.popleft()
         else:
             self._opened += 1
-        return self._reader(position, position.version_of(self._shard_of(position.part)))
+        shard = position.version_of(self._shards[position.part])
+        return self._open_part(position, shard, len(self._open) == self._parallel)
 
-    @abstractmethod
-    def _reader(self, position: PartPosition, shard: Shard) -> R:
-        """Start to read a part."""
-
-    @abstractmethod
     async def _fill(self, reader: R) -> None:
         """Wait for the next block of an open part; opens parts ahead."""
+        await reader.fill()
+        if reader.fully_requested and not reader.has_successor:
+            reader.has_successor = True
+            if (following := self._open_next()) is not None:
+                self._ahead.append(following)
+        if self._on_block is not None:
+            self._on_block(reader)
 
     def state_dict(self) -> State:
         if self._closed is not None:
@@ -215,11 +235,11 @@ class PartReader(ResumableIterator[Any], Generic[R]):
         return {"opened": self._opened - len(self._ahead), "open": open}
 
     def load_state_dict(self, state: State) -> None:
-        opened, positions = opened_parts(state, self._count)
+        opened, positions = opened_parts(state, len(self._shards))
         if opened > len(self._parts):
             raise StateError(f"the state is damaged: {opened} parts were opened, and there are {len(self._parts)}")
         for position in positions:
-            position.version_of(self._shard_of(position.part))
+            position.version_of(self._shards[position.part])
         self._opened = opened
         self._restored.extend(positions)
 
@@ -364,9 +384,16 @@ class ShardReader(BlockReader):
         self._skip, self._drop, self._stop = offset - start, position.drop, position.stop
         self._decoded = position  # the position after the last block that was produced
         self._pieces: Iterator[Buffer] = iter(())
-        self.has_successor = False  # whether the shard after it was opened, or there is none
-        self.chunks = ChunkReader(shard, ahead, standby=standby, start=start)
+        self._chunks = ChunkReader(shard, ahead, standby=standby, start=start)
         super().__init__(position, shard.head)
+
+    @property
+    def fully_requested(self) -> bool:
+        return self._chunks.fully_requested
+
+    async def fill(self) -> None:
+        self._chunks.activate()
+        await super().fill()
 
     def differs_from(self, count: int) -> bool:
         """Whether the samples up to the end of the current block show that the shard has not `count` of them."""
@@ -378,7 +405,7 @@ class ShardReader(BlockReader):
         return self._codec.taken if offset is None else offset, 0 if self.head is None else self.head.size
 
     async def aclose(self) -> None:
-        await close_all(self.chunks, super())
+        await close_all(self._chunks, super())
 
     async def _next_block(self) -> Block:
         samples: deque[Any] = deque()
@@ -402,14 +429,14 @@ class ShardReader(BlockReader):
                 while self._decoded.given + len(samples) > self._stop:
                     samples.pop()
                 error, end = None, True
-        self.head = self.chunks.head
+        self.head = self._chunks.head
         if not end:
             last, place = self._decoded, self._decoder.position()
             self._decoded = last.after(len(samples))
             if place is not None:
                 self._decoded = replace(self._decoded, drop=0, decoder=place)
             return Block(samples, self._decoded)
-        await self.chunks.aclose()
+        await self._chunks.aclose()
         if self._drop and error is None:
             given = self._decoded.given
             error = StateError(
@@ -431,46 +458,10 @@ class ShardReader(BlockReader):
                 if skipped < len(view):
                     return view[skipped:]
                 continue
-            chunk = await self.chunks.read()
+            chunk = await self._chunks.read()
             if chunk is None:
                 return None
             self._pieces = self._codec.feed(chunk)
 
     def _unpack(self) -> Buffer | None:
         return next(self._pieces, None)
-
-
-class InterleavedShards(PartReader[ShardReader]):
-    """The samples of several shards, one of each in turn: the same order in every run, whichever responds faster.
-
-    When all of one has been requested, the next is opened in standby, so that its first samples are there at its turn.
-    Blocks differ after a restore, since chunks start elsewhere; the order does not: a shard that ends is replaced by
-    the next part, whenever that was opened.
-    """
-
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        parts: Sequence[Part],
-        decoder: Callable[[Shard], Decoder],
-        ahead: ReadAhead,
-        on_block: Callable[[ShardReader], None] | None = None,
-    ) -> None:
-        super().__init__(parts, len(shards), shards.__getitem__, ahead.shards_in_parallel)
-        self._decoder = decoder
-        self._read_ahead = ahead
-        self._on_block = on_block
-
-    def _reader(self, position: PartPosition, shard: Shard) -> ShardReader:
-        standby = len(self._open) == self._parallel
-        return ShardReader(shard, self._decoder(shard), self._read_ahead, position, standby=standby)
-
-    async def _fill(self, reader: ShardReader) -> None:
-        reader.chunks.activate()
-        await reader.fill()
-        if reader.chunks.fully_requested and not reader.has_successor:
-            reader.has_successor = True
-            if (standby := self._open_next()) is not None:
-                self._ahead.append(standby)
-        if self._on_block is not None:
-            self._on_block(reader)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
 from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
 from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.division import Division, Part, Readers, deal_parts, names_digest, reader_of
-from headrace._core.shards.reading import Decoder, InterleavedShards, PartReader, ReadAhead, ShardReader
+from headrace._core.shards.division import Division, Part, PartPosition, Readers, deal_parts, names_digest, reader_of
+from headrace._core.shards.reading import Decoder, PartReader, ReadAhead, ShardReader
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.epochs import FollowsEpoch, Order
 from headrace._core.streams.iterable_style import AsyncIterableDataset
@@ -355,7 +355,10 @@ class ShardedStream(PartStream[T_co]):
         return None if self._counts is None else names_digest(map(str, self._counts))
 
     def _read(self, parts: Sequence[Part]) -> PartReader[Any]:
-        return InterleavedShards(self._shards, parts, self.decoder, self._ahead, self._check_count)
+        def open_part(position: PartPosition, shard: Shard, standby: bool) -> ShardReader:
+            return ShardReader(shard, self.decoder(shard), self._ahead, position, standby=standby)
+
+        return PartReader(parts, self._shards, open_part, self._ahead.shards_in_parallel, self._check_count)
 
     def _check_count(self, reader: ShardReader) -> None:
         """Warn, once, of a shard with another number of samples than in `counts`."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.reading import Decoder, InterleavedShards, ReadAhead
+from headrace._core.shards.reading import Decoder, PartReader, ReadAhead, ShardReader
 from headrace._core.shards.tar import SampleGrouper, SampleMembers, TarParser
 from headrace._core.store.ranges import map_all
 from headrace.errors import ObjectNotFoundError, StoreError
@@ -175,7 +175,8 @@ async def _load(shard: Shard) -> TarIndex | None:
 
 async def _build(shard: Shard, uniform: bool) -> TarIndex:
     """Read a whole shard."""
-    reader = InterleavedShards([shard], [0], lambda _: IndexDecoder(shard.name, uniform=uniform), AHEAD)
+    decoder = IndexDecoder(shard.name, uniform=uniform)
+    reader = PartReader([0], [shard], lambda position, shard, _: ShardReader(shard, decoder, AHEAD, position))
     try:
         return TarIndex.of(shard, [row async for row in reader])
     finally:

@@ -205,7 +205,7 @@ class CachedDataset(AsyncDataset[T_co]):
 
     def _capabilities(self) -> Capabilities:
         joined = self._joined
-        return Capabilities(aget=True, ranges=joined, cached_reads=joined, set_epoch=True, sample_key=True)
+        return Capabilities(aget=True, ranges=joined, cached_reads=joined)
 
     # Byte ranges, see `RangedDataset`; only where the dataset has them.
 

@@ -20,7 +20,7 @@ from headrace._core.order.samplers import RankSampler
 from headrace._core.order.state import LoaderState, Past, Run
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
-from headrace._core.streams.kinds import DatasetKind, capabilities, sample_key, walk_datasets
+from headrace._core.streams.kinds import DatasetKind, has_method, sample_key, walk_datasets
 from headrace._core.streams.map_style import positions
 from headrace._core.streams.resumable import is_stateful
 from headrace.errors import StateError
@@ -156,7 +156,7 @@ def _check_computable(loader: Any, order: EpochOrder, epoch: int) -> None:
     if epoch and any(is_stateful(part) for part in walk_datasets(control.spec.source)):
         raise ValueError(f"{type(control.spec.source).__name__} has a state of its own, which later epochs begin with")
     under_way = {number for open, number in control.open_epochs if not open.closed}
-    follows = any(capabilities(part).set_epoch for part in walk_datasets(control.spec.source))
+    follows = any(has_method(part, "set_epoch") for part in walk_datasets(control.spec.source))
     if follows and under_way - {epoch}:
         raise RuntimeError(f"the dataset is read in epoch {max(under_way)}: look at epoch {epoch} after that iteration")
 

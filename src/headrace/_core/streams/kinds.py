@@ -36,19 +36,17 @@ class DatasetKind(enum.Enum):
 
 
 class Capabilities(NamedTuple):
-    """The methods of a dataset that a loader may use."""
+    """How a loader may read a dataset."""
 
     aget: bool = False
     agets: bool = False
     ranges: bool = False  # samples are byte ranges, so that neighbours are read by one request; see `RangedDataset`
     cached_reads: bool = False  # byte ranges may be on a local disk; see `RangedDataset.cached_reads`
     aiter: bool = False
-    set_epoch: bool = False
-    sample_key: bool = False
 
 
 def capabilities(dataset: object) -> Capabilities:
-    """The capabilities of a dataset or sampler; a class whose instances differ defines `_capabilities`."""
+    """The capabilities of a dataset; a class whose instances differ defines `_capabilities`."""
     found: Capabilities = getattr(type(dataset), "_capabilities", capabilities_by_methods)(dataset)
     return found
 
@@ -58,8 +56,6 @@ def capabilities_by_methods(dataset: object) -> Capabilities:
         aget=has_method(dataset, "aget"),
         agets=has_method(dataset, "agets"),
         aiter=has_method(dataset, "__aiter__"),
-        set_epoch=has_method(dataset, "set_epoch"),
-        sample_key=has_method(dataset, "sample_key"),
     )
 
 
@@ -112,7 +108,7 @@ def refuse_context_managers(dataset: object) -> None:
 
 def sample_key(dataset: Any, index: Any) -> str | None:
     """The dataset's name of the sample at `index`, for an error message; None if it has none or fails."""
-    if not capabilities(dataset).sample_key:
+    if not has_method(dataset, "sample_key"):
         return None
     try:
         key = dataset.sample_key(index)
@@ -155,7 +151,7 @@ def _is_dataset(value: Any) -> bool:
     if isinstance(value, Dataset | Sampler):
         return True
     can = capabilities(value)
-    return can.aget or can.aiter or can.set_epoch
+    return can.aget or can.aiter or has_method(value, "set_epoch")
 
 
 def walk_datasets(dataset: Any, visited: set[int] | None = None) -> Iterator[Any]:
@@ -192,12 +188,11 @@ def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False, visited
     if id(part) in visited:
         return
     visited.add(id(part))
-    can = capabilities(part)
-    if not can.set_epoch:
+    if not has_method(part, "set_epoch"):
         for child in children(part):
             if not (isinstance(part, Sampler) and isinstance(child, Dataset)):  # the sampler's data source
                 propagate_epoch(child, epoch, only_wanted=only_wanted, visited=visited)
-    elif not only_wanted or getattr(part, "wants_epoch", can.aget or can.aiter):
+    elif not only_wanted or getattr(part, "wants_epoch", (can := capabilities(part)).aget or can.aiter):
         part.set_epoch(epoch)
 
 

@@ -248,8 +248,6 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
             agets=all(part.agets for part in parts),
             ranges=ranges,
             cached_reads=ranges and any(part.cached_reads for part in parts),
-            set_epoch=True,
-            sample_key=True,
         )
 
     def _by_part(self, indices: Sequence[object]) -> list[tuple[int, Sequence[int], list[object]]]:

@@ -103,7 +103,7 @@ class StackedParts(Composition, AsyncDataset[tuple[object, ...]]):
 
     def _capabilities(self) -> Capabilities:
         agets = any(capabilities(source).agets for source in self.sources)
-        return Capabilities(aget=True, agets=agets, set_epoch=True, sample_key=True)
+        return Capabilities(aget=True, agets=agets)
 
     async def aget(self, index: object) -> tuple[object, ...]:
         return tuple(await asyncio.gather(*(source.aget(index) for source in self.sources)))

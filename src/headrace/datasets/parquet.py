@@ -173,7 +173,7 @@ class ParquetDataset(TableStream):
             all ranks, else 0.
         rank: the share of the stream to read; as for `TarDataset`.
         world_size: number of ranks.
-        remainder: policy for ranks with unequal numbers of samples: ``"drop"``, ``"pad"``, ``"repeat"`` or ``"keep"``,
+        remainder: policy for ranks with unequal numbers of samples: ``"drop"``, ``"repeat"`` or ``"keep"``,
             as for `TarDataset`. The numbers are known from the footers, without `filters`.
         prefetch_row_groups: maximum row groups read at once; they are ahead of the one whose samples are given out.
         prefetch_bytes: maximum compressed bytes of all these; at least one row group is read whatever its size.

@@ -96,7 +96,7 @@ def test_stream_has_all_samples_and_continues_at_every_position(name, stream):
 
 
 @pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize(("division", "after"), [("split", 3), ("keep", 3), ("pad", 1)])
+@pytest.mark.parametrize(("division", "after"), [("split", 3), ("keep", 3), ("repeat", 1)])
 def test_two_ranks_share_a_stream_which_others_continue(name, division, after, stream):
     def part(rank, world_size, state=None, batches=None):
         options, ranks = {"seed": 0, "shuffle": True, "shards_in_parallel": 1}, {"rank": rank, "world_size": world_size}
@@ -119,4 +119,4 @@ def test_two_ranks_share_a_stream_which_others_continue(name, division, after, s
     given += [sample for rank in range(after) for sample in part(rank, after, merged)[0]]
     lost, again = (every - counted(given)).total(), (counted(given) - every).total()
     assert lost <= (2 if division == "split" else 0)
-    assert again <= (2 if division == "pad" else 0)
+    assert again <= (2 if division == "repeat" else 0)

@@ -108,7 +108,7 @@ def test_rows_left_are_given_once_by_another_number_of_ranks(folder, worlds):
 
 def test_ranks_of_unknown_length_are_refused(folder, monkeypatch):
     make = functools.partial(hr.ParquetDataset, folder, filters=X > 20)
-    for remainder in ("drop", "pad", "repeat"):
+    for remainder in ("drop", "repeat"):
         with pytest.raises(ValueError, match=r"unequal numbers of samples.*\.split\(\).*coordinated=True"):
             make(rank=0, world_size=2, remainder=remainder)
     with pytest.raises(TypeError, match="length of this ParquetDataset is unknown"):

@@ -201,7 +201,7 @@ EVERY = Counter(f"{number}-{sample}" for number, size in enumerate(COUNTS) for s
 
 
 @pytest.mark.parametrize(("world_size", "shuffle"), [(2, True), (5, False)])
-@pytest.mark.parametrize("policy", ["drop", "pad", "repeat", "keep"])
+@pytest.mark.parametrize("policy", ["drop", "repeat", "keep"])
 def test_ranks_divide_shards_into_equal_lengths(unequal_shards, world_size, policy, shuffle):
     options = {"counts": COUNTS, "remainder": policy, "shuffle": shuffle}
     ranks = parts(unequal_shards, world_size, **options)

@@ -74,7 +74,7 @@ def check_given(found, readers, buffer_size, lost=1):
         {"remainder": "keep"},
         {"remainder": "keep", "buffer_size": 4},
         {"remainder": "drop", "counts": COUNTS, "buffer_size": 4},
-        {"remainder": "pad", "counts": COUNTS},
+        {"remainder": "repeat", "counts": COUNTS},
         {"remainder": "repeat", "counts": COUNTS, "buffer_size": 4},
     ],
     ids=str,
@@ -85,14 +85,14 @@ def test_every_sample_is_given_once(worlds, options):
         stages = read_in_stages(lambda rank, world: tar_reader(rank, world, **options), worlds, [step])
         if remainder != "keep":
             assert len({len(rank) for rank in stages[1]}) == 1
-        if remainder in ("pad", "repeat"):
+        if remainder == "repeat":
             assert keys(stages).keys() == ALL.keys(), step
         else:
             lost = worlds[1] if remainder == "drop" else 1
             check_given(keys(stages), worlds[0], options.get("buffer_size", 0), lost=lost)
 
 
-@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("remainder", ["drop", "repeat"])
 def test_readers_change_several_times(remainder):
     for steps in ((0, 3, 0), (3, 0, 3), (3, 3, 3)):
         stages = read_in_stages(
@@ -213,8 +213,8 @@ def damage(data, value):
 
 OPTIONS = [
     {},
-    {"remainder": "pad", "counts": COUNTS, "buffer_size": 4},
-    {"remainder": "repeat", "counts": COUNTS},
+    {"remainder": "repeat", "counts": COUNTS, "buffer_size": 4},
+    {"remainder": "drop", "counts": COUNTS},
 ]
 
 

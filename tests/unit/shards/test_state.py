@@ -93,7 +93,7 @@ def test_lines_continue_at_every_position(packing, format, ending):
     ("split", "remainder", "buffer_size"),
     [
         (False, "drop", 5),
-        (False, "pad", 0),
+        (False, "keep", 0),
         (False, "repeat", 30),
         (True, "drop", 0),
         (True, "repeat", 1),

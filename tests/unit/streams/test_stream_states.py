@@ -149,7 +149,7 @@ COMPOSITIONS = {
         f"split, {remainder}, rank {rank}": (
             lambda rank=rank, remainder=remainder: rank_of(Count(8, bad=[1, 5]).shuffle(3), rank, remainder=remainder)
         )
-        for remainder in ("drop", "pad", "repeat", "keep")
+        for remainder in ("drop", "repeat", "keep")
         for rank in range(3)
     },
     "split of concat of filter": lambda: rank_of(hr.concat([Count(9).filter(odd), Count(20, 10)]), 1),
@@ -160,7 +160,9 @@ COMPOSITIONS = {
     "tokens of filter, errors, drop last": lambda: hr.batch_by_tokens(
         Count(40, bad=[4, 21]).filter(odd).map(lambda i: i * 7 % 10), 20, length=int, boundaries=[4], drop_last=True
     ),
-    "split of tokens": lambda: rank_of(hr.batch_by_tokens(Count(20, 1), 30, length=int, boundaries=[5]), 1, 2, "pad"),
+    "split of tokens": lambda: rank_of(
+        hr.batch_by_tokens(Count(20, 1), 30, length=int, boundaries=[5]), 1, 2, "repeat"
+    ),
     "pack, errors": lambda: Count(30, bad=[2, 7]).map(document).pack(9).map(listed),
     "pack of filter": lambda: Count(30, bad=[4]).filter(odd).map(document).pack(9, "first_fit", window=3).map(listed),
     "split of pack": lambda: rank_of(Count(40, bad=[6]).map(document).pack(9, "best_fit", window=2).map(listed), 1, 2),
@@ -338,10 +340,9 @@ def test_streams_with_the_same_functions_draw_different_random_numbers():
         asyncio.run(run())
 
 
-@pytest.mark.parametrize("remainder", ["pad", "repeat"])
-def test_error_of_a_stream_without_a_sample_to_repeat_says_so(remainder):
+def test_error_of_a_stream_without_a_sample_to_repeat_says_so():
     with pytest.raises(ShortStreamError, match="no sample to repeat: use fewer ranks") as caught:
-        asyncio.run(anext(EqualLength(lambda: start_stream(Count(0)), 4, remainder)))
+        asyncio.run(anext(EqualLength(lambda: start_stream(Count(0)), 4, "repeat")))
     assert "remainder=" not in str(caught.value)
 
 
@@ -529,7 +530,7 @@ def streams(depth):
         streams(3),
         st.builds(
             lambda s, rank, how: lambda: rank_of(s(), rank, 3, how),
-            *(streams(2), st.integers(0, 2), st.sampled_from(["drop", "pad", "repeat", "keep"])),
+            *(streams(2), st.integers(0, 2), st.sampled_from(["drop", "repeat", "keep"])),
         ),
     ),
     position=st.integers(0, 40),

@@ -204,7 +204,7 @@ def _deal_samples(left: Sequence[Part], counts: Sequence[int], readers: int, rem
     """Deal ranges of samples of equal length; a part at the border of two ranges is read by both readers.
 
     ``"drop"`` leaves out the last samples: they are the last reader's, which does not come to them, so that they are
-    there to be dealt when the stream is divided again. The last ranges of ``"pad"`` and ``"repeat"`` overlap.
+    there to be dealt when the stream is divided again. The last ranges of ``"repeat"`` overlap.
     """
     positions = [position_in(part) for part in left]
     sizes = [max(0, (counts[one.part] if one.stop is None else one.stop) - one.given) for one in positions]

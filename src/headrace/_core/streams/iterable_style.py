@@ -136,8 +136,8 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         Args:
             rank: which part; by default the rank of `headrace.get_rank_info` when reading starts.
             world_size: number of parts.
-            remainder: policy for an incomplete last round: ``"drop"`` it; ``"pad"`` it with its last sample;
-                ``"repeat"`` the stream's first samples; ``"keep"`` it, so that ranks may differ by one.
+            remainder: policy for an incomplete last round: ``"drop"`` it; ``"repeat"`` the stream's first samples;
+                ``"keep"`` it, so that ranks may differ by one.
 
         Raises:
             ValueError: an argument is out of range, or only one of `rank` and `world_size` is given.

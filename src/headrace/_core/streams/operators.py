@@ -57,10 +57,9 @@ class Take(StreamOperation[T]):
 
 
 class EqualLength(StreamOperation[T]):
-    """A given number of samples: truncated, or extended by the policy `remainder`.
+    """A given number of samples: truncated; if the iterator ends early, ``"repeat"`` starts it again.
 
-    ``"pad"`` repeats the last sample, which is read again after a restore at the end; ``"repeat"`` starts again. They
-    raise `ShortStreamError` if there is no sample, other policies if the iterator ends early.
+    That raises `ShortStreamError` if there is no sample, other policies where it ends early.
     """
 
     operation = "equal length"
@@ -75,7 +74,6 @@ class EqualLength(StreamOperation[T]):
         self._remainder = remainder
         self._gave = False  # whether the current inner iterator has given a sample
         self._restarts = 0
-        self._last: T = NOTHING
 
     async def __anext__(self) -> T:
         if self._closed or self._left <= 0:
@@ -84,26 +82,19 @@ class EqualLength(StreamOperation[T]):
         try:
             sample: T = await anext(self._inner)
         except StopAsyncIteration:
-            if not self._gave or self._remainder not in ("pad", "repeat"):
+            if not self._gave or self._remainder != "repeat":
                 given, self._left = self._length - self._left, 0
-                remedy = "Correct the number, or set remainder='pad' or remainder='repeat'."
-                if self._remainder in ("pad", "repeat"):
+                remedy = "Correct the number, or set remainder='repeat'."
+                if self._remainder == "repeat":
                     remedy = "It has no sample to repeat: use fewer ranks, write more shards, or apply .split()."
                 raise ShortStreamError(given=given, declared=self._length, remedy=remedy) from None
-            if self._remainder == "repeat":
-                await close_all(self._inner)
-                self._gave = False  # without a sample it would be restarted for ever
-                self._restarts += 1
-                self._inner = self._start()
-                self.same_numbers = False
-                return await anext(self)
-            if self._last is NOTHING:
-                self._last = (await read_again(self._start(), None))[0]
-            sample = self._last
-        else:
-            self._gave = True
-            if self._remainder == "pad":
-                self._last = sample
+            await close_all(self._inner)
+            self._gave = False  # without a sample it would be restarted for ever
+            self._restarts += 1
+            self._inner = self._start()
+            self.same_numbers = False
+            return await anext(self)
+        self._gave = True
         self._left -= 1
         return sample
 
@@ -179,8 +170,8 @@ class Split(ReplayOperation[T]):
 
     A group is one sample for each shard. Samples are returned when their group is complete, so that no shard is ahead
     of another by more than the time to read a group. Its states between groups are the same for all shards, and can be
-    restored with another number of shards. ``"pad"`` completes the last group with its last sample, ``"repeat"`` with
-    the first samples of all, for which the stream is started again if it was restored.
+    restored with another number of shards. ``"repeat"`` completes the last group with the first samples of all, for
+    which the stream is started again if it was restored.
     """
 
     operation = "split"
@@ -219,9 +210,9 @@ class Split(ReplayOperation[T]):
             first = first or await read_again(self._started(), self._world_size) or last
             last = [*last, *(first[number % len(first)] for number in range(index + 1 - len(last)))]
         self._group = []
-        if not last or self._remainder == "drop" or (self._remainder == "keep" and index >= len(last)):
+        if self._remainder == "drop" or index >= len(last):
             raise StopAsyncIteration
-        return last[min(index, len(last) - 1)]
+        return last[index]
 
     def _is_exact(self) -> bool:
         return not self._group

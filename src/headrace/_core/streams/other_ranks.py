@@ -65,9 +65,8 @@ def divided_state(states: Sequence[Mapping[str, object]], new: ShardOptions) -> 
         "inner": [states[number]["stream"] for number in numbers],
     }
     inner: State = {"operation": Split.operation, "world_size": share[1], "ended": False, "inner": readers}
-    policy = "pad" if remainder == "repeat" else remainder  # the first samples were given out before
     inner |= {"given": 0, "errors": 0}
-    return {"operation": Merged.operation, "share": share, "remainder": policy, "inner": inner}
+    return {"operation": Merged.operation, "share": share, "remainder": remainder, "inner": inner}
 
 
 def remainder_of(dataset: object) -> Remainder:

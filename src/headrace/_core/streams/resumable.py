@@ -384,12 +384,12 @@ def _restored_value(state: State, name: str, present: Any) -> object:
     return expect(state, name, type(present))
 
 
-async def read_again(iterator: ResumableIterator[T], first: int | None) -> list[T]:
-    """The first samples of an iterator, or the last one for None; raises the last of `MAX_ERRORS_IN_A_ROW`."""
-    kept: deque[T] = deque(maxlen=first or 1)
-    read = errors = 0
+async def read_again(iterator: ResumableIterator[T], count: int) -> list[T]:
+    """The first samples of an iterator; raises the last of `MAX_ERRORS_IN_A_ROW`."""
+    kept: list[T] = []
+    errors = 0
     try:
-        while read != first:
+        while len(kept) < count:
             try:
                 kept.append(await anext(iterator))
             except StopAsyncIteration:
@@ -399,10 +399,10 @@ async def read_again(iterator: ResumableIterator[T], first: int | None) -> list[
                 if errors > MAX_ERRORS_IN_A_ROW:
                     raise
             else:
-                read, errors = read + 1, 0
+                errors = 0
     finally:
         await close_all(iterator)
-    return list(kept)
+    return kept
 
 
 class Origins(deque[tuple[int, Callable[[int], Any] | None]]):

@@ -36,9 +36,6 @@ class Codec:
     """Unpacks an object, by the suffix of its name: gzip (RFC 1952), zstd (RFC 8878), zlib, or nothing.
 
     Several compressed streams in a row unpack to one; checksums are verified.
-
-    Raises:
-        MissingExtraError: before Python 3.14, zstd's package is not installed.
     """
 
     def __init__(self, key: str, shard: str) -> None:
@@ -121,12 +118,7 @@ def _require_zstd() -> Any:
 
 
 def without_suffix(name: str) -> str:
-    """A lower-case name without the suffix of a compression.
-
-    Example:
-        >>> without_suffix("a.jsonl.gz"), without_suffix("a.jsonl")
-        ('a.jsonl', 'a.jsonl')
-    """
+    """A lower-case name without the suffix of a compression."""
     return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
 
 

@@ -92,22 +92,15 @@ Shards = str | os.PathLike[str] | Store | Sequence[str | os.PathLike[str] | Shar
 
 
 def map_shards(function: Callable[[A], Awaitable[T]], shards: Iterable[A]) -> list[T]:
-    """Call an async function, as one that reads a header, with all shards, at most 64 at the same time; blocks.
-
-    The first error ends the others, and is raised.
-    """
+    """Call an async function, as one that reads a header, with all shards, at most 64 at the same time; blocks."""
     return background_loop().run(map_all(function, shards, 64))  # small requests, of which a store serves many
 
 
 def find_shards(shards: Shards, *, suffixes: tuple[str, ...], store: StoreLike | None = None) -> tuple[Shard, ...]:
     """Find the shards that a user named; blocks if there is a glob or a directory.
 
-    Names are as for `TarDataset`; a `Shard` is returned as it is. In a directory, names must end in `suffixes`.
-
-    Raises:
-        EmptyListingError: a glob or a directory has no shard, or there is no such file or directory.
-        StoreError: a listing failed.
-        ValueError: no shard, a repeated shard, or a URL that is not under the URL of `store`.
+    Names and errors are as for `TarDataset`; a `Shard` is returned as it is. In a directory, names must end in
+    `suffixes`.
     """
     if isinstance(shards, Store) and store is None:
         shards, store = "", shards  # all that is in it
@@ -194,10 +187,7 @@ async def _find(store: Store, suffixes: tuple[str, ...], key: str) -> list[Shard
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand ``{a,b}``, ``{0000..0127}`` and ``{0..8..2}``, nested ones too, as Bash does.
-
-    Raises:
-        ValueError: there would be more than a million names.
+    """Expand ``{a,b}``, ``{0000..0127}`` and ``{0..8..2}``, nested ones too, as Bash does; at most a million names.
 
     Example:
         >>> expand_braces("{train,val}-{08..10}.tar")[1:4]
@@ -234,9 +224,6 @@ def expand_braces(pattern: str) -> list[str]:
 
 def split_url(name: str) -> tuple[str, str]:
     """Split a URL or a path into the URL of its store and a key, which may be a glob.
-
-    Raises:
-        ValueError: it is empty, a signed URL, or names no store.
 
     Example:
         >>> split_url("s3://bucket/train/0000.tar")

@@ -54,11 +54,7 @@ class PartPosition:
 
     @classmethod
     def from_state(cls, state: object, parts: int | None = None) -> PartPosition:
-        """The reverse of `to_state`, for a stream of `parts` parts, if that is known.
-
-        Raises:
-            StateError: the state is damaged.
-        """
+        """The reverse of `to_state`, for a stream of `parts` parts, if that is known; checked."""
         state = expect({"position": state}, "position", dict)
         values = {name: expect(state, name, int) for name in ("part", "given", "drop")}
         for name in ("size", "stop"):
@@ -74,11 +70,7 @@ class PartPosition:
         return position
 
     def version_of(self, shard: Shard) -> Shard:
-        """`shard` in the version of which the position is.
-
-        Raises:
-            StateError: it is another version now.
-        """
+        """`shard` in the version of which the position is; raises `StateError` if it is another now."""
         if self.size is None or not shard.store.if_match:
             return shard
         head = shard.head
@@ -128,7 +120,6 @@ class Readers(NamedTuple):
     ranks: int
 
     def name(self, index: int) -> str:
-        """One of them, in words."""
         if self.number == self.ranks:
             return f"rank {index} of {self.ranks}"
         return f"reader {index} of {self.number}, the workers of {self.ranks} ranks"
@@ -143,17 +134,12 @@ class Division:
     rests: tuple[PartPosition, ...]  # the positions in those that were open
 
     def to_state(self) -> State:
-        """As JSON values."""
         rests = [rest.to_state() for rest in self.rests]
         return {"readers": list(self.readers), "opened": list(self.opened), "rests": rests}
 
     @classmethod
     def from_state(cls, state: object, parts: int) -> Division:
-        """The reverse of `to_state`, for a stream of `parts` parts.
-
-        Raises:
-            StateError: the state is damaged.
-        """
+        """The reverse of `to_state`, for a stream of `parts` parts; checked."""
         state = expect({"division": state}, "division", dict)
         readers = Readers(*_ints(state, "readers", length=2))
         if not 0 < readers.ranks <= readers.number:
@@ -232,11 +218,7 @@ def is_part_state(state: Any) -> bool:
 
 
 def reader_of(state: State) -> tuple[int, Readers]:
-    """The reader of a state: its number, and how many there were.
-
-    Raises:
-        StateError: the state is damaged.
-    """
+    """The reader of a state: its number, and how many there were; checked."""
     index, count, ranks = _ints(state, "reader", length=3)
     if not index < count or not 0 < ranks <= count:
         raise StateError(f"the state is damaged: reader {index} of {count}, {ranks} ranks")
@@ -249,9 +231,6 @@ def merge_part_states(states: Sequence[State | None]) -> State:
     The states are of the iterators of all readers at the same time, in order, None where nothing is left; the result is
     the same for each new one. What was in a shuffle buffer is read again from the start of the buffer's window, so that
     up to a buffer of samples of each reader is given again.
-
-    Raises:
-        StateError: the states are not of all readers of one stream in one epoch.
     """
     first = next(state for state in states if state is not None)
     of, divisions = expect(first, "of", dict), expect(first, "divisions", list)

@@ -283,11 +283,7 @@ class ChunkReader:
         self._fill()
 
     async def read(self) -> memoryview | None:
-        """Return the next bytes, or None at the end.
-
-        Raises:
-            StoreError: the request failed.
-        """
+        """Return the next bytes, or None at the end."""
         if not self._tasks or self._closed:
             return None
         await asyncio.wait((self._tasks[0],))  # cancelling this wait does not cancel the request
@@ -355,11 +351,7 @@ class Decoder(ABC):
         return None
 
     def restore(self, position: State) -> None:
-        """Go on from a position; called before the first `feed`.
-
-        Raises:
-            StateError: the position is damaged.
-        """
+        """Go on from a position, which is checked; called before the first `feed`."""
         raise NotImplementedError  # not called where `position` gives None
 
 

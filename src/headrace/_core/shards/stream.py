@@ -33,11 +33,7 @@ CHUNK_BYTES = 2 << 20
 
 
 class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
-    """Base of streams that read parts in the order of the epoch, which is the same on all ranks.
-
-    Raises:
-        ValueError: unknown `remainder`.
-    """
+    """Base of streams that read parts in the order of the epoch, which is the same on all ranks."""
 
     splits_by_rank = True
 
@@ -145,11 +141,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             )
 
     def _samples_in(self, rank: ShardOptions, shard: ShardOptions, order: list[int], counts: Sequence[int]) -> int:
-        """The number of samples of a rank, or of a worker or lane of it, by the number in each part.
-
-        Raises:
-            ValueError: there are fewer parts than readers, or one of these has no sample to repeat.
-        """
+        """The number of samples of a rank, or of a worker or lane of it, by the number in each part."""
         readers = shard.equalized(rank.count)
         lengths = [sum(counts[part] for part in order[reader :: shard.count]) for reader in readers]
         if self._remainder == "keep":

@@ -69,18 +69,7 @@ class _Pending(NamedTuple):
 
 
 class TarParser:
-    """Parses one archive that is fed in pieces of any size, with the content of the names that are `wanted`.
-
-    Example:
-        >>> import io, tarfile
-        >>> with tarfile.open(fileobj=(file := io.BytesIO()), mode="w") as archive:
-        ...     info = tarfile.TarInfo("a.txt"); info.size = 3
-        ...     archive.addfile(info, io.BytesIO(b"abc"))
-        >>> parser = TarParser("a.tar")
-        >>> list(parser.feed(file.getvalue()))
-        [Member(name='a.txt', data=b'abc', offset=0, data_offset=512, size=3)]
-        >>> parser.finish()
-    """
+    """Parses one archive that is fed in pieces of any size, with the content of the names that are `wanted`."""
 
     def __init__(
         self, shard: str, *, wanted: Callable[[str], bool] | None = None, member_limit: int = MEMBER_LIMIT
@@ -104,12 +93,7 @@ class TarParser:
         self._offset = offset
 
     def feed(self, data: Buffer) -> Iterator[Member]:
-        """Parse the next bytes and yield the files completed by them. The iterator must be exhausted.
-
-        Raises:
-            ShardError: the archive is corrupt; the files before have been yielded.
-            UnsafeMemberError: a path that leads outside the archive, a link or a device.
-        """
+        """Parse the next bytes and yield the files completed by them. The iterator must be exhausted."""
         view = memoryview(data).cast("B")
         begin, end = self._offset, len(view)
         while (position := self._offset - begin) < end:
@@ -133,11 +117,7 @@ class TarParser:
                 yield member
 
     def finish(self) -> None:
-        """Signal the end of the input.
-
-        Raises:
-            TruncatedShardError: the archive is incomplete.
-        """
+        """Signal the end of the input; raises `TruncatedShardError` if the archive is incomplete."""
         member = self._last
         if self._pending is not None:
             member = self._pending.name or member
@@ -289,11 +269,7 @@ class TarParser:
 
 
 def safe_name(name: str, shard: str, offset: int | None = None) -> str:
-    """Return a member's name without a leading ``./``.
-
-    Raises:
-        UnsafeMemberError: it is absolute, empty, or leads outside the directory in which it would be unpacked.
-    """
+    """Return a member's name without a leading ``./``, if it leads to a place in the directory of unpacking."""
     while name.startswith("./"):
         name = name[2:]
     # Both separators: the name may be unpacked on Windows.
@@ -390,11 +366,7 @@ class SampleGrouper:
             self._seen.add("")  # the archive has samples
 
     def add(self, member: Member) -> SampleMembers | None:
-        """Add the next member; returns the sample before it, if `member` starts a new one.
-
-        Raises:
-            ShardError: a repeated field or a repeated key.
-        """
+        """Add the next member; returns the sample before it, if `member` starts a new one."""
         name = member.name
         if name.startswith(self._prefix) and "/" not in (rest := name[len(self._prefix) :]) and rest:
             key, field = self._key, rest.lower()  # the result of `split_name`, in a third of its time
@@ -416,11 +388,7 @@ class SampleGrouper:
         return complete
 
     def finish(self) -> SampleMembers | None:
-        """Return the last sample; None if there is none.
-
-        Raises:
-            ShardError: no file belongs to a sample.
-        """
+        """Return the last sample; None if there is none."""
         if self._others and not self._seen:
             what = f"none of its {self._others} files has a name with an extension, so it has no samples"
             raise ShardError(what, shard=self._shard)

@@ -127,12 +127,7 @@ def _unpack_texts(array: Any, count: int) -> tuple[str, ...]:
 
 
 async def load_indices(shards: Sequence[Shard], *, uniform: bool, save: bool) -> list[TarIndex]:
-    """Load the index of each shard from beside it, or build it if there is none of the shard's version.
-
-    Raises:
-        ShardError: a shard is compressed or corrupt.
-        StoreError: a read failed.
-    """
+    """Load the index of each shard from beside it, or build it if there is none of the shard's version."""
     for shard in shards:
         refuse_compressed(shard.name)
     loads, builds = asyncio.Semaphore(PARALLEL_LOADS), asyncio.Semaphore(PARALLEL_BUILDS)
@@ -174,7 +169,6 @@ async def _load(shard: Shard) -> TarIndex | None:
 
 
 async def _build(shard: Shard, uniform: bool) -> TarIndex:
-    """Read a whole shard."""
     decoder = IndexDecoder(shard.name, uniform=uniform)
     reader = PartReader([0], [shard], lambda position, shard, _: ShardReader(shard, decoder, AHEAD, position))
     try:

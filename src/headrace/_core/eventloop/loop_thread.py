@@ -45,11 +45,11 @@ def import_event_loop() -> types.ModuleType:
     return asyncio
 
 
-async def end_tasks(deadline: float) -> set[asyncio.Task[object]]:
-    """End the other tasks of the running loop, and close its remaining async generators.
+async def end_tasks(deadline: float) -> str:
+    """End the other tasks of the running loop, which closes its resources, and close its remaining async generators.
 
     Tasks are cancelled, except those by which the loop closes a dropped generator: its `finally` runs there. Returns
-    those that have not ended in so many seconds.
+    where those wait that have not ended in so many seconds, empty if all have.
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline
@@ -61,14 +61,14 @@ async def end_tasks(deadline: float) -> set[asyncio.Task[object]]:
                 task.cancel()
         _, late = await asyncio.wait(new, timeout=max(0.0, until - loop.time()))
         if late:
-            return late
+            return ", ".join(sorted(set(map(_waiting_in, late))))
         seen |= new
         # Their generators get tasks now; one more iteration so that late native callbacks are processed.
         await asyncio.sleep(0)
     with contextlib.suppress(TimeoutError):  # user code in a generator's `finally`; the loop is closed all the same
         await asyncio.wait_for(loop.shutdown_asyncgens(), max(0.0, until - loop.time()))
     await asyncio.sleep(0)
-    return set()
+    return ""
 
 
 class LoopThread:
@@ -86,7 +86,7 @@ class LoopThread:
         self._running = threading.Event()
         self.on_death: set[Callable[[BaseException], None]] = set()  # called if it ends other than by `close`
         self._died: BaseException | None = None
-        self._uncancelled: list[str] = []
+        self._uncancelled = ""
         # Loops hold tasks by weak references: a task that waits for an object that only it refers to is collected.
         self._started: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -154,7 +154,7 @@ class LoopThread:
         self._thread.join(deadline + 1.0)
         if self._thread.is_alive():
             return self.blocked_in()
-        return f"cancelled, and still running: {', '.join(self._uncancelled)}" if self._uncancelled else None
+        return f"cancelled, and still running: {self._uncancelled}" if self._uncancelled else None
 
     def blocked_in(self) -> str:
         """The current location of the thread as text: where a loop that does not respond is blocked."""
@@ -168,7 +168,7 @@ class LoopThread:
 
     async def _end(self, deadline: float) -> None:
         try:
-            self._uncancelled = sorted({_waiting_in(task) for task in await end_tasks(deadline)})
+            self._uncancelled = await end_tasks(deadline)
         finally:
             self._loop.stop()
 
@@ -195,10 +195,10 @@ class LoopThread:
 
 
 def _waiting_in(task: asyncio.Task[object]) -> str:
-    """The coroutines that a task waits in, the innermost last: one of them did not end."""
-    chain: list[str] = []
+    """The name of a task, if it has one, and the coroutines that it waits in: one of them did not end."""
+    chain = [] if task.get_name().startswith("Task-") else [task.get_name()]
     coroutine: object = task.get_coro()
     while isinstance(coroutine, types.CoroutineType):
         chain.append(coroutine.__qualname__)
         coroutine = coroutine.cr_await
-    return " > ".join(chain[-3:])
+    return " > ".join(chain[:1] + chain[1:][-3:])

@@ -29,8 +29,9 @@ _owners: dict[asyncio.AbstractEventLoop, list[Owner[Any]]] = {}
 class Owner(Generic[T]):
     """A task of the running loop that opens a resource, holds it, and closes it.
 
-    One task does both, as task groups and cancel scopes require. It closes after `close`, and when it is cancelled, as
-    `asyncio.run` and headrace's own loops cancel all tasks at their end: then in the reverse order of opening.
+    One task does both, as task groups and cancel scopes require. It closes after `start_closing`, and when it is
+    cancelled, as `asyncio.run` and headrace's own loops cancel all tasks at their end: then in the reverse order of
+    opening.
 
     `what` names the resource in warnings; `on_end` is called when it is closed, or could not be opened.
     """
@@ -44,7 +45,7 @@ class Owner(Generic[T]):
         self._on_end = on_end
         self._closing = asyncio.Event()
         # In a context of its own: it outlives the session that first needed the resource.
-        self.task = self.loop.create_task(self._own(manager), context=contextvars.Context())
+        self.task = self.loop.create_task(self._own(manager), name=what, context=contextvars.Context())
 
     def start_closing(self) -> None:
         """Close the resource soon; on the loop."""
@@ -52,14 +53,6 @@ class Owner(Generic[T]):
             self._closing.set()
         else:
             self.task.cancel()
-
-    async def close(self, deadline: float) -> None:
-        """Close the resource; after `deadline` seconds it is cancelled, with a warning."""
-        self.start_closing()
-        _, late = await asyncio.wait([self.task], timeout=deadline)
-        if late:
-            self.task.cancel()
-            self._warn(f"took longer than {deadline:.2g} s and was cancelled")
 
     async def _own(self, manager: AbstractAsyncContextManager[T]) -> None:
         try:
@@ -86,7 +79,7 @@ class Owner(Generic[T]):
             except BaseException as error:  # user code
                 if self.task.cancelling():
                     raise
-                self._warn(f"failed: {type(error).__name__}: {error}")
+                self._warn(f"closing {self._what} failed: {type(error).__name__}: {error}")
         finally:
             peers = _owners.get(self.loop, [])
             if self in peers:
@@ -95,22 +88,11 @@ class Owner(Generic[T]):
                     del _owners[self.loop]
             self._on_end()
 
-    def _warn(self, how: str) -> None:
-        message = f"closing {self._what} {how}"
+    def _warn(self, message: str) -> None:
         try:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         except RuntimeWarning as error:  # by a filter; raised here it would be lost with this task
             self.loop.call_exception_handler({"message": message, "exception": error})
-
-
-async def close_resources(deadline: float) -> None:
-    """Close all resources of the running loop, the last opened first, within `deadline` seconds."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + deadline
-    while owners := _owners.get(loop):
-        await owners[-1].close(max(0.0, until - loop.time()))
-        if loop.time() >= until:
-            break
 
 
 class PerLoop(Generic[T]):

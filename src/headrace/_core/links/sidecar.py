@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, cast
@@ -20,7 +21,6 @@ from headrace._core.engine.engine import Engine, Session
 from headrace._core.engine.executors import Work
 from headrace._core.engine.worker_tasks import to_wire
 from headrace._core.eventloop.loop_thread import end_tasks, new_event_loop
-from headrace._core.eventloop.per_loop import close_resources
 from headrace._core.links.placement import CLOSE_DEADLINE
 from headrace._core.messages import Answer, Request, SessionEnd, Started
 from headrace._core.pool.launch import adopt_control
@@ -74,7 +74,8 @@ class SidecarTask:
         asyncio.set_event_loop(loop)
         try:
             loop.run_until_complete(_Sidecar(self, connection, reserve, prepare).serve())
-            loop.run_until_complete(end_tasks(CLOSE_DEADLINE))
+            if late := loop.run_until_complete(end_tasks(CLOSE_DEADLINE)):
+                warnings.warn(f"cancelled, and still running: {late}", RuntimeWarning, stacklevel=2)
         finally:
             loop.close()
             channel.close()
@@ -126,7 +127,6 @@ class _Sidecar:
         for engine in self._engines:
             await engine.close(CLOSE_DEADLINE)
             engine.watch.close()
-        await close_resources(CLOSE_DEADLINE)
         for server in list(self.servers):
             server.channel.close()
 

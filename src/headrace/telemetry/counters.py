@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -108,9 +107,9 @@ class LoaderStats:
         skipped_samples: samples left out by ``on_error="skip"``, with those of the rest of each shard that ended early.
         skipped: the last 100 failures that were skipped, oldest first.
         replaced_batches: batches delivered a second time in place of batches that lost all their samples.
-        wait_seconds: seconds that the consumer waited in `next()` or `anext()`. Overlapping waits of several iterators
-            count once.
-        elapsed_seconds: from the first `iter()` to the last batch delivered, or to the end of the last wait.
+        wait_seconds: seconds in `next()` or `anext()` for the batches delivered, as in `Report.waited`; the first batch
+            of each iteration included.
+        elapsed_seconds: from the first `iter()` to the last batch delivered.
         placement: the engine's placement, and the reason.
         requests: requests of headrace's own datasets to stores, hedges, and cache lookups.
         discarded_batches: batches that were ready and not delivered, since the epoch had ended on another rank, with
@@ -164,13 +163,10 @@ class Counters:
         # Of this object, and not of its copies:
         self._kept: deque[_Fields] = deque(maxlen=KEPT + 1)  # with the one before those that `records` returns
         self.open: set[object] = set()  # iterations that are neither over nor closed
-        self._waiting = 0  # consumers, in threads or tasks of their own
-        self._waiting_since = 0.0
-        self._lock = threading.RLock()  # stats() in a signal handler
 
     def __getstate__(self) -> dict[str, object]:
-        """A copy of a loader has its counts, no batches, no iteration, and no consumer that waits."""
-        return {name: value for name, value in vars(self).items() if name not in _UNCOPIED}
+        """A copy of a loader has its counts, no batches, and no iteration."""
+        return {name: value for name, value in vars(self).items() if name not in ("_kept", "open")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Counters.__init__(self)
@@ -182,27 +178,12 @@ class Counters:
         if self._began is None:
             self._began = self._last = time.perf_counter()
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Measure, inside the block, that a consumer waits; overlapping waits of several count once."""
-        with self._lock:
-            if not self._waiting:
-                self._waiting_since = time.perf_counter()
-            self._waiting += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._waiting -= 1
-                self._last = time.perf_counter()
-                if not self._waiting:
-                    self._waited += self._last - self._waiting_since
-
     def delivered(self, record: _Fields, fetches: FetchTimes | None, *, repeat: bool) -> None:
         """Count a batch that `next()` returns; `record` has the fields of its `BatchRecord` but the last, `fetches`."""
         self.batches += 1
         self.samples += record[2]
         self._last = record[8]
+        self._waited += record[8] - record[5]
         if repeat:
             self.replaced_batches += 1
         if record[10] is not None:
@@ -225,13 +206,10 @@ class Counters:
             self.requests = self.requests + more
 
     def snapshot(self) -> LoaderStats:
-        """A frozen copy; a wait in progress counts up to now."""
-        with self._lock:
-            last = time.perf_counter() if self._waiting else self._last
-            waited = self._waited + (last - self._waiting_since if self._waiting else 0.0)
+        """A frozen copy."""
         counts = {each.name: getattr(self, each.name) for each in fields(LoaderStats) if hasattr(self, each.name)}
-        elapsed = last - self._began if self._began is not None else 0.0
-        counts |= {"skipped": tuple(self.skipped), "wait_seconds": waited, "elapsed_seconds": elapsed}
+        elapsed = self._last - self._began if self._began is not None else 0.0
+        counts |= {"skipped": tuple(self.skipped), "wait_seconds": self._waited, "elapsed_seconds": elapsed}
         return LoaderStats(**counts)
 
     def records(self, last: int = KEPT) -> list[BatchRecord]:
@@ -262,9 +240,6 @@ class Counters:
             Counters._subscribers += (subscribed,)
             Counters.traced |= single_fetches
         return end
-
-
-_UNCOPIED = frozenset({"_kept", "open", "_waiting", "_waiting_since", "_lock"})
 
 
 def counters_of(loader: Any, function: str) -> Counters:

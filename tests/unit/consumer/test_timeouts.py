@@ -144,7 +144,6 @@ def test_timeout_of_an_async_iterator_names_the_missing_samples(consumer_loop):
                 with pytest.raises(hr.errors.LoaderTimeoutError) as caught:
                     await anext(batches)
                 if "not begun" not in str(caught.value) and "does not answer" not in str(caught.value):
-                    assert 0 < loader.stats().wait_share <= 1
                     return str(caught.value)
 
     assert "waits for 1 sample: indices [1], keys ['key-1']" in consumer_loop(scenario)

@@ -334,8 +334,7 @@ class Epoch:
         session = self._session
         try:
             if self._agreement is not None and self._agreement.pending:
-                with self._counters.waiting():
-                    yield from self._agreement.waits()
+                yield from self._agreement.waits()
                 return
             check_not_forked(self._pid)  # a wait here would also take the bytes that wake the other process
             if session.is_current:
@@ -347,12 +346,11 @@ class Epoch:
                 # From its last plan a single engine knows what was taken before.
                 if self._bounded_engines > 1 or last is None or last.taken != self._progress.taken:
                     self._report_consumed()
-            with self._counters.waiting():
-                yield from session.waits(self._timeout)
-                if session.must_wait():
-                    session.send(StatusRequest(self._ahead.oldest.number))
-                    yield from session.waits(ANSWER_TIMEOUT)
-                    self._time_out()
+            yield from session.waits(self._timeout)
+            if session.must_wait():
+                session.send(StatusRequest(self._ahead.oldest.number))
+                yield from session.waits(ANSWER_TIMEOUT)
+                self._time_out()
         except BaseException:  # a time-out, a cancellation or Ctrl-C: the next call is another one
             self._called = 0.0
             raise

@@ -67,12 +67,10 @@ class StepsTask:
             try:
                 self._pickled = earlier[key] = SharedPickle.dumps(self, earlier.pop(key, None))
             except Exception as error:
-                reasons = [why_not_picklable(step.function) for step in self._steps]
-                number = next((number for number, reason in enumerate(reasons) if reason), 0)
-                failed = self._steps[number]
+                failed = next((step for step in self._steps if why_not_picklable(step.function)), self._steps[0])
                 raise NotPicklableError(
                     what=f"{'filter' if failed.is_filter else 'map'} function {failed.function!r}",
-                    reason=reasons[number] or f"{type(error).__name__}: {error}",
+                    reason=why_not_picklable(failed.function) or f"{type(error).__name__}: {error}",
                     remedy="Worker processes need a copy of it: create unpicklable objects inside the function, or use "
                     "num_workers=0.",
                 ) from error

@@ -20,9 +20,9 @@ class LaneChoice:
     def __init__(self, spec: LoaderSpec) -> None:
         self._source = spec.source
         self._is_stream = spec.kind is DatasetKind.ASYNC_ITERABLE
-        self._engines = self.wanted = spec.engines  # lanes that an epoch has, if the stream has as many shards
+        self.wanted = spec.engines  # lanes that an epoch has, if the stream has as many shards
         self._why_whole = why_not_by_lanes(spec.source) if self._is_stream else None
-        self._warned: set[str] = set()
+        self._warned: set[int] = set()  # the numbers of lanes
         self.own = 1  # lanes of an epoch that begins anew, as last determined
         self.current = 1  # of the epoch begun last
 
@@ -38,28 +38,19 @@ class LaneChoice:
         self.own = self.current = self._of_new_epoch()
         if resumed is not None and resumed.lanes is not None:
             self.current = resumed.lanes
-            if self.current < min(self._engines, self.own):
-                self._warn(
-                    f"the rest of the epoch is read by {self.current} of {self._engines} engines, since its state was "
-                    f"saved with so many lanes"
-                )
         return self.current
 
     def _of_new_epoch(self) -> int:
         if self.wanted == 1 or self._why_whole is not None:
             return 1
         most = max(1, most_lanes(self._source))
-        if most < self.wanted:
-            self._warn(
-                f"engines={self._engines}, but the stream has only {most} shards (or row groups) for each rank: it is "
+        if most < self.wanted and most not in self._warned:
+            self._warned.add(most)
+            warn_user(
+                f"engines={self.wanted}, but the stream has only {most} shards (or row groups) for each rank: it is "
                 f"read in {most} lanes, by as many engines. Write smaller shards for more"
             )
         return min(self.wanted, most)
-
-    def _warn(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warn_user(message)
 
     def describe(self) -> str:
         """How engines read the stream of the epoch begun last, for `stats()`."""

@@ -31,9 +31,6 @@ def decoded(text: str) -> torch.Tensor:
 
 
 VERSION: Final = 2
-# With and without workers. accelerate saves such a state too.
-_KEYS_OF_TORCHDATA: Final = frozenset({"_snapshot", "_num_yielded", "_sampler_iter_yielded", "_iterator_finished"})
-
 
 # Fields of a state before an epoch; the others have their defaults.
 _BETWEEN = (
@@ -202,10 +199,8 @@ def states_to_dict(states: Sequence[LoaderState]) -> State:
 def states_from_dict(state: Mapping[str, object]) -> tuple[LoaderState, ...]:
     """What was saved by `states_to_dict`, checked."""
     if not isinstance(state, Mapping) or "version" not in state:
-        of_torchdata = isinstance(state, Mapping) and not _KEYS_OF_TORCHDATA.isdisjoint(state)
-        whose = ", but of torchdata's StatefulDataLoader" if of_torchdata else ""
         keys = list(state) if isinstance(state, Mapping) else f"a {type(state).__name__}"
-        raise StateError(f"this is no state of a headrace.DataLoader{whose}: {keys}")
+        raise StateError(f"this is no state of a headrace.DataLoader: {keys}")
     if state["version"] != VERSION:
         raise StateError(
             f"the state has format version {state['version']!r}, but this release of headrace reads {VERSION}"

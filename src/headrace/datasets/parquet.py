@@ -61,7 +61,7 @@ class TableStream(PartStream[Any]):
         self._filters = filter_text(filters)
         self._groups = self._open(shards, columns, filters, store, as_rows=format == "rows")
         if self._ranks.given is not None:
-            self._check_counts(self._ranks.given)
+            self._counts_to_equalize(self._ranks.given)
 
     @classmethod
     def groups(

@@ -71,7 +71,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """
         rank, order = self._ranks.shard(), self._parts_in(self._order_for(self._seed))
         shard = rank if current_lane.get() is None else rank.in_worker()
-        self._check_counts(rank)
+        self._counts_to_equalize(rank)
         counts = self._sample_counts()
         if counts is None:
             what = f"the length of this {type(self).__name__} is unknown"
@@ -102,10 +102,6 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """The number of samples in each part, if they are known."""
         return None
 
-    def _needs_equal_length(self, rank: ShardOptions) -> bool:
-        """Whether ranks would otherwise yield different numbers of samples. Workers of one rank may."""
-        return rank.count > 1 and self._remainder != "keep"
-
     @functools.cached_property
     def _parts_digest(self) -> str:
         return names_digest(self._part_names())
@@ -128,17 +124,20 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
         """Number of samples that a shard (a rank, or a worker of it) must yield; None if it yields all it reads."""
-        self._check_counts(rank)
-        counts = self._sample_counts() if self._needs_equal_length(rank) else None
+        counts = self._counts_to_equalize(rank)
         return None if counts is None else self._samples_in(rank, shard, order, counts)
 
-    def _check_counts(self, rank: ShardOptions) -> None:
-        if self._needs_equal_length(rank) and self._sample_counts() is None:
+    def _counts_to_equalize(self, rank: ShardOptions) -> Sequence[int] | None:
+        """The number of samples in each part, if ranks would otherwise yield different numbers. Workers of one may."""
+        if rank.count == 1 or self._remainder == "keep":
+            return None
+        if (counts := self._sample_counts()) is None:
             raise ValueError(
                 f"{rank.count} ranks would get unequal numbers of samples, and training would hang at the end of an "
                 f"epoch. {self._counts_remedy} .split() to the stream, or allow it by remainder='keep', with "
                 f"coordinated=True of the loader"
             )
+        return counts
 
     def _samples_in(self, rank: ShardOptions, shard: ShardOptions, order: list[int], counts: Sequence[int]) -> int:
         """The number of samples of a rank, or of a worker or lane of it, by the number in each part."""
@@ -309,7 +308,7 @@ class ShardedStream(PartStream[T_co]):
         if self._counts is not None and len(self._counts) != len(self._shards):
             raise ValueError(f"counts= has {len(self._counts)} numbers for {len(self._shards)} shards")
         if ranks.given is not None:
-            self._check_counts(ranks.given)
+            self._counts_to_equalize(ranks.given)
 
     @property
     def shards(self) -> tuple[str, ...]:

@@ -144,6 +144,7 @@ class SessionStart(NamedTuple):
     delivered: tuple[range, ...] = ()  # positions delivered out of order, ascending: they are read and dropped
     lanes: int = 1  # the number of parts of a stream that is read by lanes; 1 for any other dataset
     epoch: int = 0
+    concurrency: int = 0  # fetches in flight with which a search of their number begins; 0 if none was found before
     set_epoch: bool = False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
 
     @property

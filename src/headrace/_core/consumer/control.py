@@ -167,7 +167,8 @@ class LoaderControl:
         if self.resumed:
             return self.resumed
         state = self._state_of(self.progress, loader, lag)
-        return (state if self.search is None else state._replace(found={"num_workers": int(loader.num_workers)}),)
+        workers = {} if self.search is None else {"num_workers": int(loader.num_workers)}
+        return (state._replace(found={**state.found, **workers}),)
 
     def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...], *, strict: bool) -> None:
         """Continue from a state of all ranks, or this rank's among those of each, at the next `iter()`."""
@@ -347,7 +348,7 @@ class LoaderControl:
                 loader, order, epoch, base_seed=base_seed, pipe_seed=drawn[2], sampler=order.sampler_at_start
             )
             if resumed is not None:
-                begun = begun._replace(streams=resumed.streams)
+                begun = begun._replace(streams=resumed.streams, found=resumed.found)
         else:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=base_seed)
         begun = begun._replace(lanes=self._lanes.of_epoch(continued))
@@ -355,7 +356,8 @@ class LoaderControl:
         self.past = begun.past
         spec = epoch_spec(begun, order, drawn, rank)
         if resumed is None and self.progress is not None:  # what the dataset has already
-            spec = replace(spec, begun=begun._replace(streams=self.progress.kept_streams))
+            kept = begun._replace(streams=self.progress.kept_streams, found=self.progress.found)
+            spec = replace(spec, begun=kept)
         return spec
 
     def open(self, iterator: type[E], loader: TorchLoader, spec: EpochSpec, agreement: StepGroup | None) -> E:
@@ -372,6 +374,7 @@ class LoaderControl:
             of_rank=kind.is_iterable and not getattr(self.spec.source, "divides_samples", False),
             keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
             before_first=session.inline_state,
+            searches=kind is DatasetKind.ASYNC_MAP and self.spec.options["concurrency"] == "auto",
         )
         delivers: Session | DeviceStage = session
         finalize: Finish | None

@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart, StageTimes
 from headrace._core.engine.assemble import Assembler
-from headrace._core.engine.concurrency import AdaptiveLimit
+from headrace._core.engine.concurrency import TRUST, AdaptiveLimit
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.executors import Executor, ProcessExecutor, ThreadExecutor, Work
 from headrace._core.engine.fetch import BatchFetch, FetchContext, FetchRecorder, FetchStage, SampleFetch
@@ -153,8 +153,11 @@ class Engine:
             if by_batches:  # calls; the look-ahead is as many as cover the most samples
                 least, most = max(1, config.look_ahead * least // most), min(most, config.look_ahead)
             peers = config.engines * config.rank.world_size
-            found = self._control  # what the last epoch found is where this one begins
-            concurrency = self._control = AdaptiveLimit(least, most, peers) if found is None else found.successor()
+            found = self._control  # what the last epoch found, or an earlier run, is where this one begins
+            least = start.concurrency // config.engines or least
+            first = time.monotonic() + TRUST if start.concurrency else 0.0
+            limit = AdaptiveLimit(least, most, peers, first=first) if found is None else found.successor()
+            concurrency = self._control = limit
         if by_batches:
             return BatchFetch(context, dataset, concurrency)
         make = RangeFetch if can.ranges else SampleFetch

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from headrace._core.batches import BatchPlan, HostBatch, StreamState, load_state
+from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, StageTimes, StreamState, load_state
 from headrace._core.order.lanes import LaneTurns
 from headrace._core.order.order import Scattered
 from headrace._core.order.restore import EpochSpec
@@ -36,6 +36,7 @@ class _Point(NamedTuple):
     last_worker: int  # that of the last batch
     delivered: tuple[_Drawn, ...]  # batches given out after the gap
     skipped: tuple[Any, ...]  # counts of `on_error`
+    times: StageTimes  # of the last batch, with the number of fetches in flight
 
     def loaded_streams(self) -> dict[int | None, Mapping[str, object]]:
         return {reader: load_state(state) for reader, state in self.streams.items()}
@@ -60,6 +61,7 @@ class EpochProgress(Iterator[BatchPlan]):
         of_rank: bool,  # whether the state is of this rank alone; otherwise it depends on the order
         keeps_dataset: bool,  # whether a dataset with a state of its own is used for the next epoch too
         before_first: Callable[[], State | None] | None,  # the dataset's state before the first batch
+        searches: bool,  # whether the number of fetches in flight is searched
     ) -> None:
         begun = self._begun = spec.begun
         self._spec, self._order, self._rank = spec, spec.order, spec.rank
@@ -68,6 +70,7 @@ class EpochProgress(Iterator[BatchPlan]):
         self._of_rank = of_rank
         self._keeps_dataset = keeps_dataset
         self._before_first = before_first
+        self._searches = searches
         self.turns = LaneTurns(spec.session) if spec.session.lanes > 1 else None  # of a stream that is read by lanes
         # Number of the last batch that was taken; out of order, one less than their number. Set by the consumer.
         self.taken = begun.batches - 1
@@ -80,7 +83,7 @@ class EpochProgress(Iterator[BatchPlan]):
         # Of a restored stream, numbered as by the session; those of merged states are divided only there.
         streams = begun.streams if begun.merged else spec.session.streams or begun.streams
         drawn = None, first, first, begun.sampler
-        self._last: tuple[Any, ...] = begun.batches, drawn, streams, begun.next_worker - 1, (), begun.skipped
+        self._last: tuple[Any, ...] = begun.batches, drawn, streams, begun.next_worker - 1, (), begun.skipped, NO_TIMES
         self._points = deque([self._last], maxlen=KEPT_POINTS)  # as `_Point`
         self._number = begun.batches  # of the next plan
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
@@ -180,21 +183,21 @@ class EpochProgress(Iterator[BatchPlan]):
     def on_batch(self, host: HostBatch, skipped: tuple[Any, ...], *, given: bool) -> None:
         """Record a batch, which `next()` returns or raises its error, if it is `given`; otherwise it is skipped."""
         self._before_first = None
-        plan, _, _, _, _, _, _, worker, state, _, _ = host
+        plan, _, _, _, _, _, _, worker, state, times, _ = host
         number = plan.number
         drawn = self._drawn.pop(number)
-        batches, _, streams, last_worker, _, _ = self._last
+        batches, _, streams, last_worker, _, _, _ = self._last
         if number == batches and worker is None and not self._beyond and not plan.repeat:
             if state is not None:
                 streams = {**streams, None: state}
-            self._last = number + 1, drawn, streams, last_worker, (), skipped
+            self._last = number + 1, drawn, streams, last_worker, (), skipped, times
         else:
             self._last = self._after(host, drawn, skipped)
         if given:
             self._points.append(self._last)
 
     def _after(self, host: HostBatch, drawn: _Drawn, skipped: tuple[Any, ...]) -> tuple[Any, ...]:
-        batches, last_drawn, streams, last_worker, _, _ = self._last
+        batches, last_drawn, streams, last_worker, _, _, _ = self._last
         number, state = host.plan.number, host.stream_state
         if host.worker is not None:
             last_worker = host.worker
@@ -218,7 +221,7 @@ class EpochProgress(Iterator[BatchPlan]):
                 drawn = self._beyond.pop(batches)
                 state = drawn[4]
         delivered = tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
-        return batches, last_drawn, streams, last_worker, delivered, skipped
+        return batches, last_drawn, streams, last_worker, delivered, skipped, host.times
 
     @property
     def kept_streams(self) -> dict[int | None, Mapping[str, object]]:
@@ -228,11 +231,20 @@ class EpochProgress(Iterator[BatchPlan]):
         kept = {reader: state_of_dataset(state) for reader, state in _Point(*self._last).loaded_streams().items()}
         return {reader: state for reader, state in kept.items() if state is not None}
 
+    @property
+    def found(self) -> Mapping[str, int]:
+        """What the loader has found for arguments with "auto", up to the last batch."""
+        return self._found(_Point(*self._last))
+
+    def _found(self, point: _Point) -> Mapping[str, int]:
+        limit, found = point.times.load.limit, self._begun.found
+        return {**found, "concurrency": limit} if self._searches and limit else found
+
     def next_state(self, fresh: LoaderState) -> LoaderState:
         """The state before the next epoch: `fresh`, with the states of a user's dataset."""
         kept = self.kept_streams
         rank = self._rank.rank if kept and self._of_rank else None
-        return fresh._replace(streams=kept, rank=rank, ranks=self._rank.world_size)
+        return fresh._replace(streams=kept, rank=rank, ranks=self._rank.world_size, found=self.found)
 
     def state(self, lag: int = 0) -> LoaderState:
         """The state after the last call of `next()` (not one that ended the epoch), or `lag` calls before."""
@@ -277,6 +289,7 @@ class EpochProgress(Iterator[BatchPlan]):
             next_worker=(point.last_worker + 1) % self._readers,
             delivered=(*earlier, *since),
             skipped=(*point.skipped[:5], *_as_json(point.skipped[5:])),
+            found=self._found(point),
         )
 
     def _delivered_before(self, point: _Point) -> list[tuple[int, ...]]:

@@ -236,6 +236,7 @@ def epoch_spec(
         ),
         lanes=begun.lanes or 1,
         epoch=begun.epoch,
+        concurrency=begun.found.get("concurrency", 0),
     )
     first = origin + place * block
     return EpochSpec(begun, order, *drawn, rank, session, origin, ranks, first, stride, block)

@@ -53,8 +53,7 @@ def computed_order(sampler: Any, seed: int = 0) -> tuple[bool, int] | None:
 class BatchwiseSampler(ElasticSampler):
     """As `ElasticSampler`, but ranks take turns by batches, as in accelerate: rank r has r, r + world_size and so on.
 
-    So the batches of all ranks at one step, concatenated, are consecutive in the order, and what pads the last step is
-    at its end: `Accelerator.gather_for_metrics` cuts it off.
+    So what pads the last step is at its end: `Accelerator.gather_for_metrics` cuts it off.
 
     The order in which torch shuffles is replaced by a `permutation`. Any other sampler is asked for all its indices,
     with generators seeded by seed and epoch for this time, so that every rank has the same order, also on resuming.

@@ -118,9 +118,8 @@ def _load(accelerator: accelerate.Accelerator, models: Any, folder: str) -> None
 class PreparedLoader(DataLoader[T_co]):
     """A headrace loader that has been prepared for accelerate; made by `headrace.integrations.accelerate.prepare`.
 
-    `Accelerator.prepare` returns it unchanged. While it is iterated over it is the active loader of accelerate's
-    `GradientState`, which has to know of a batch that it is the last: therefore one more batch has been received when
-    a batch is given out. `state_dict()` does not count it.
+    `Accelerator.prepare` returns it unchanged. accelerate has to know of a batch that it is the last: therefore one
+    more batch has been received when a batch is given out. `state_dict()` does not count it.
 
     Attributes:
         end_of_dataloader: whether the batch given out last is the last of its epoch.

@@ -225,8 +225,7 @@ class _Collector:
 def opentelemetry(loader: object, *, name: str = "default", meter_provider: MeterProvider | None = None) -> Export:
     """Export a loader's metrics to a meter provider of OpenTelemetry.
 
-    The same metrics as of `prometheus`, with dots in their names; the histograms ``headrace.next`` and
-    ``headrace.fetch`` are recorded at each batch. It needs only OpenTelemetry's API; the SDK is yours.
+    The same metrics as of `prometheus`, with dots in their names. It needs only OpenTelemetry's API; the SDK is yours.
 
     Args:
         loader: a `DataLoader`.

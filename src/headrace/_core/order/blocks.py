@@ -16,9 +16,8 @@ class BlockOrder:
     """An order in which any position is computed, with the memory of one group of blocks.
 
     The blocks are permuted, and divided into groups of `lanes` blocks. A group is read in lanes side by side: position
-    p of the group belongs to lane p mod `lanes`, and within a lane the order is random. A lane of a full group is one
-    block. So a rank that has each W-th position has ``lanes / W`` blocks for itself, if W divides `lanes`; and any
-    number of ranks can continue from any position.
+    p of the group belongs to lane p mod `lanes`, and within a lane, which is a block of a full group, the order is
+    random. So a rank that has each W-th position has ``lanes / W`` blocks for itself, if W divides `lanes`.
 
     The group that is not full is divided into as many lanes, of neighbours. It comes at a random place, since samples
     at the end of each epoch would never be seen by a training that ends its epochs early.

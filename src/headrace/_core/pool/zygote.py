@@ -1,10 +1,7 @@
 """The zygote: a small process that has torch imported and forks workers on request (the word is Android's).
 
-Importing torch takes a second or more of CPU; forking a process that has done so takes milliseconds, and shares its
-memory. The zygote is started with a fresh interpreter, so no thread, lock or event loop of the trainer is inherited,
-and it never runs user code: its forks are as clean as spawned processes. It runs no main module either, so a script
-that uses headrace needs no ``if __name__ == "__main__"`` guard. `multiprocessing.forkserver` does the first half of
-this; docs/design/0004 compares the two.
+It is started with a fresh interpreter, so no thread, lock or event loop of the trainer is inherited, and it runs
+neither user code nor the main module: docs/design/0004 has the reasons.
 
 Modules that functions need are imported once too, in a *template*: a fork of the zygote that imports them and then
 does as the zygote does. If a template cannot be forked, since a module has started threads, or dies, the process that

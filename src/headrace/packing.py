@@ -125,10 +125,9 @@ def _bytes(size: int | str) -> int:
 
 def _estimate(loader: DataLoader[Any], folder: Path, format: Format, size: int) -> Packed:
     samples = [sample for batch in itertools.islice(loader, 256 // BATCH) for sample in batch]
-    with _WRITERS[format](folder / "0") as writer:
+    with contextlib.closing(_WRITERS[format](folder / "0")) as writer:
         for number, sample in enumerate(samples):
             writer.add(sample, number)
-        writer.close()
     try:
         total = len(loader.dataset)
     except TypeError:
@@ -189,13 +188,12 @@ class _Packing:
         number, samples = sum(shard["samples"] for shard in shards), self._samples()
         for count, first in zip(itertools.count(len(shards)), samples):
             path = self._folder / f"{count:06d}"
-            with _WRITERS[self._format](path) as writer:
+            with contextlib.closing(_WRITERS[self._format](path)) as writer:
                 for sample in itertools.chain([first], samples):
                     writer.add(sample, number)
                     number += 1
                     if writer.nbytes >= self._size:
                         break
-                writer.close()
             skip = self._taken  # None after the last batch
             yield path, writer, self._loader.state_dict(lag=int(skip is not None)), skip
 
@@ -272,14 +270,6 @@ class _ShardWriter(ABC):
     def _add(self, sample: Any, number: int) -> None: ...
 
     def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> _ShardWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(Exception):  # after an error, which says more
-            self.close()
         self._file.close()
 
 

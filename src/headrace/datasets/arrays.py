@@ -58,11 +58,7 @@ class ArrayDataset(RangedShards[torch.Tensor]):
         self._begins = np.array(begins)
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
-        """The bytes of the rows at `indices`; negative indices count from the end. Objects are numbered as shards.
-
-        Raises:
-            IndexError: there is no such row.
-        """
+        """The bytes of the rows at `indices`, by shard; raises `IndexError` if there is no such row."""
         shards, rows = self._rows(indices)
         starts = self._begins[shards] + rows * self._row_bytes
         return Ranges(shards, starts, starts + self._row_bytes)

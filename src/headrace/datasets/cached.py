@@ -318,9 +318,5 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
         return Extent(shard.store.store_id, shard.key, version, start, stop - start)
 
     async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
-        """Read bytes of the shard with that number.
-
-        Raises:
-            StoreError: the request failed, or the shard has changed since the dataset was made.
-        """
+        """Read bytes of the shard with that number; raises `StoreError`, as if it has changed since it was opened."""
         return await self._shards[number].read(start, stop, index=index)

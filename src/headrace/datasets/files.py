@@ -90,12 +90,7 @@ class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
         return f"{type(self).__name__}({self._root!r}, {len(self)} files)"
 
     async def aget(self, index: int) -> FileSample:
-        """Read the file at `index`; as with a list, negative indices count from the end.
-
-        Raises:
-            IndexError: there is no such index.
-            FileNotFoundError: the file is gone.
-        """
+        """Read the file at `index`; raises `FileNotFoundError` if it is gone, and `IndexError`."""
         key = self._keys[index]
         path = f"{self._root}/{key}"
         data = await run_blocking(_read, path)

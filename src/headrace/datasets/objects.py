@@ -65,8 +65,6 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
     time. Since a listing tells the sizes, a sample is one GET of a known range, and an object of more than 16 MiB a few
     of them at once. Since it tells the entity tags, an object that is overwritten later is an error and not a mixture.
 
-    What fails is tried again where that may help; docs/stores.md has the table.
-
     Empty objects that stand for a folder, as S3's console makes them, are left out: an empty object `a` is taken for
     one if there are others whose keys begin with `a/`.
 
@@ -88,8 +86,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
 
     Raises:
         EmptyListingError: nothing was listed, or nothing that ends in `suffix`.
-        StoreUnreachableError: no answer within `timeout`, on every attempt.
-        StoreError: the store refused, or failed otherwise.
+        StoreError: the store refused or failed, or gave no answer (`StoreUnreachableError`), on every attempt.
         ForkedError: this process is a fork of one that had used a store.
         ValueError: an argument makes no sense, or `listing_file` is of another listing or damaged.
 
@@ -188,11 +185,8 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
 
         Raises:
             IndexError: there is no such index.
-            ObjectNotFoundError: the object is gone.
-            ObjectChangedError: the object is not the one that was listed.
-            ChecksumError: its bytes are not those of its checksum, on every attempt.
-            StoreUnreachableError: no answer within the time-out, on every attempt.
-            StoreError: the store refused or failed.
+            StoreError: the store refused or failed, on every attempt; of it `ObjectNotFoundError`, `ObjectChangedError`
+                since the listing, `ChecksumError` and `StoreUnreachableError`.
         """
         return self.sample_of(index, await self.read_bytes(index))
 

@@ -39,9 +39,8 @@ class TokenDataset(RangedShards[torch.Tensor]):
     inputs are ``window[:-1]``, targets ``window[1:]``.
 
     Without a `seq_len` the samples are documents, of different lengths, also none: of Megatron's ``.bin`` and
-    datatrove's ``.ds``, by the index beside each. The index is also what says the type of their tokens. Files of
-    Megatron and llm.c have the same ending, and those of numpy and OLMo: so a format is found by what is in a file and
-    beside it, and not chosen.
+    datatrove's ``.ds``, by the index beside each, which has the type of their tokens too. The format of a file is found
+    by what is in it and beside it.
 
     A loader reads windows of its look-ahead that are near each other by one request. In an order that is random over
     many shards hardly any are: then draw from a few shards at a time (`headrace.BlockShuffleSampler`), with a
@@ -59,8 +58,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         stride: tokens from the start of a window to that of the next; by default `seq_len`.
         dtype: type of raw shards, as ``"uint32"``; those with a header, of numpy or llm.c, have their own, and an index
             has to agree. None: ``.bin`` without an index is ``"uint16"``.
-        store: store of all shards, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
-            By default each URL's own store is opened with default options.
+        store: store of all shards, as for `TarDataset`.
 
     Raises:
         EmptyListingError: a glob or a directory has no shard, or there is no such file or directory.
@@ -135,11 +133,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         return lengths
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
-        """The bytes of the samples at `indices`; negative indices count from the end. Objects are numbered as shards.
-
-        Raises:
-            IndexError: there is no such sample.
-        """
+        """The bytes of the samples at `indices`, by shard; raises `IndexError` if there is no such sample."""
         shards, rows = self._rows(indices)
         if self._bounds is not None:
             at = self._firsts[shards] + rows + shards

@@ -131,16 +131,14 @@ class BlockShuffleSampler(RankSampler):
 class BalancedBatchSampler(DistributedSampler[Any]):
     """Batches of samples of different lengths, with about the same number of tokens for each rank and step.
 
-    A `batch_sampler` for map-style datasets whose samples are concatenated (`headrace.TokenDataset` by document). The
-    order is a `Permutation`. Each window of it is divided into as few batches as hold its tokens, of nearly equal
-    numbers: 99 % of `max_tokens` if samples are many and short, less if most are longer than a third of it. Batches of
-    a window come in random order. Every rank computes the plan of all, in about 1 µs a sample, and takes its part of
-    each step: no rank communicates, and all make the same number of steps. Lightning needs
-    ``use_distributed_sampler=False``; accelerate would divide the batches of a torch loader, not of ours, again.
+    A `batch_sampler` for map-style datasets whose samples are concatenated (`headrace.TokenDataset` by document). Each
+    window of a random order is divided into as few batches as hold its tokens, of nearly equal numbers. Every rank
+    computes the plan of all, in about 1 µs a sample, and takes its part of each step: no rank communicates, and all
+    make the same number of steps. Lightning needs ``use_distributed_sampler=False``.
 
-    Each sample comes once in an epoch, but for the last step: the batches that are left are divided among all ranks,
-    and of one that has fewer samples than the ranks that share it some samples come twice. The number of batches is
-    found by planning them, and is another one in each epoch: there is no ``len()``. Give trainers a number of steps.
+    Each sample comes once in an epoch, but for the last step, where a batch with fewer samples than the ranks that
+    share it repeats some. The number of batches is another one in each epoch: there is no ``len()``. Give trainers a
+    number of steps.
 
     The state is the epoch, the window and the number of its batches that were given out, by all ranks. It is the same
     on every rank, and any number of ranks can continue. With a `headrace.DataLoader`, save that of the loader instead.

@@ -73,17 +73,7 @@ class _Contract:
 
 
 class DatasetContract(_Contract):
-    """What a loader relies on in an async map-style dataset. Subclass it and define `make_dataset`.
-
-    Example:
-        >>> from headrace import AsyncDataset
-        >>> class Numbers(AsyncDataset):
-        ...     def __len__(self): return 5
-        ...     async def aget(self, index): return index
-        >>> class TestNumbers(DatasetContract):
-        ...     def make_dataset(self): return Numbers()
-        >>> TestNumbers().test_same_index_gives_same_sample()
-    """
+    """What a loader relies on in an async map-style dataset. Subclass it and define `make_dataset`, as above."""
 
     def indices(self, dataset: Any) -> Sequence[int]:
         """The indices to try: the first eight and the last."""
@@ -157,17 +147,7 @@ class DatasetContract(_Contract):
 
 
 class StreamContract(_Contract):
-    """What a loader relies on in an async iterable dataset. Subclass it and define `make_dataset`; it must be finite.
-
-    Example:
-        >>> from headrace._core.streams.iterable_style import AsyncIterableDataset
-        >>> class Count(AsyncIterableDataset[int]):
-        ...     async def __aiter__(self):
-        ...         for i in range(3): yield i
-        >>> class TestCount(StreamContract):
-        ...     def make_dataset(self): return Count()
-        >>> TestCount().test_two_passes_give_same_stream()
-    """
+    """What a loader relies on in an async stream. Subclass it and define `make_dataset`; it must be finite."""
 
     def test_two_passes_give_same_stream(self) -> None:
         """Each epoch reads the whole stream."""

@@ -21,7 +21,6 @@ SLOW = 3.0  # times the median, from which on a fetch is a slow one
 SPREAD = 1.5  # of the number in flight, from which on its effect on durations is known
 PAIRS = 20  # of them at least
 
-
 Interval = tuple[float, float]
 
 

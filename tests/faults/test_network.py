@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import datetime
 import hashlib
 import http.client
 import socket
@@ -77,7 +78,7 @@ PERMANENT = [  # with the class of the error, its attempts, its status
     (Fault("status", status=412), "ObjectChangedError", 1, 412),
     (Fault("status", status=416), "ObjectChangedError", 1, 416),
     (Fault("status", status=501), "StoreError", 1, 501),
-    (Fault("status", status=400, body=EXPIRED), "StoreError", 1, 400),
+    (Fault("status", status=400, body=EXPIRED), "StoreError", 2, 400),
     (Fault("page", body="<html>Please log in</html>"), "ObjectChangedError", None, None),
     (Fault("cut", at=700), "StoreError", 3, None),
     (Fault("misplaced"), None, None, None),
@@ -293,6 +294,29 @@ def test_stale_idle_connections_and_low_bandwidth_lose_no_sample(local, server):
     for fault in (Fault("hang up", seconds=0.0), Fault("bandwidth", rate=100_000)):
         server.misbehave(fault)
         local(lambda ledger: ledger.assert_all_delivered(ledger.objects(timeout=0.5), concurrency=4))
+
+
+# Credentials
+
+
+def test_expired_credentials_are_renewed_once(local, server):
+    server.misbehave(Fault("status", status=400, body=EXPIRED, unless=("x-amz-security-token", "new")))
+
+    def program(ledger) -> None:
+        given = []
+
+        def provider():
+            given.append(len(given))
+            token = "old" if len(given) == 1 else "new"
+            later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
+            return {"access_key_id": "id", "secret_access_key": "hush", "token": token, "expires_at": later}
+
+        signed = {**ledger.options, "skip_signature": False, "credential_provider": provider}
+        dataset = hr.ObjectDataset(ledger.store(options=signed))
+        ledger.assert_all_delivered(dataset, concurrency=4)
+        assert 2 <= len(given) <= 3, given
+
+    local(program)
 
 
 # Odd sizes

@@ -43,6 +43,7 @@ class Tries:
         self.policy, self.doing, self.key, self.index = policy, doing, key, index
         self.attempts = 0
         self.began: float = whole.began if whole is not None else began or time.monotonic()
+        self.renewed = False  # whether the credentials were renewed for this request
         self._progressed: list[float] = [self.began] if whole is None else whole._progressed
 
     def progress(self) -> None:
@@ -85,14 +86,16 @@ class RetryGate:
         """Count a failed attempt, and wait until the next may be made; return False if it is to be given up."""
         tries.attempts += 1
         cause, most = failure.cause, tries.policy.max_attempts
+        renew = cause is Cause.EXPIRED and not tries.renewed
         if cause in (Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.WRONG_RANGE):
             most = min(most, DAMAGE_ATTEMPTS)
         elif cause in (Cause.UNREACHABLE, Cause.UNRESOLVED, Cause.TIMED_OUT):
             answered = self.successes > 0 or failure.status is not None
             most = most if answered else min(most, FIRST_CONTACT_ATTEMPTS)
-        if tries.attempts >= most or not cause.transient:
+        if tries.attempts >= most or not (cause.transient or renew):
             return False
-        wait = _dice.random() * tries.policy.max_backoff_after(tries.attempts)
+        tries.renewed = tries.renewed or renew
+        wait = 0.0 if renew else _dice.random() * tries.policy.max_backoff_after(tries.attempts)
         if not tries.within(wait):
             return False
         await asyncio.sleep(wait)

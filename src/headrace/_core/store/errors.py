@@ -95,12 +95,7 @@ class Cause(enum.Enum):
     NOT_FOUND = "not found, or a directory", False, ObjectNotFoundError
     NO_BUCKET = "there is no such bucket", False, ObjectNotFoundError
     NO_KEY = "this cannot be the key of an object", False, StoreError, "Rename it"
-    EXPIRED = (
-        "the credentials have expired",
-        False,
-        StoreError,
-        "Give credentials that last, or a credential_provider, which is asked again at the expires_at that it returns",
-    )
+    EXPIRED = "the credentials have expired", False, StoreError, _CREDENTIALS
     REFUSED = "refused", False, StoreError, _CREDENTIALS
     WRONG_REGION = "the bucket is in another region", False, StoreError, "Set the option region, or AWS_REGION"
     REDIRECTED = (

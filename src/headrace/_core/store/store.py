@@ -52,6 +52,7 @@ LARGE = 16 * 2**20  # bytes, above which a range is read in parts; S3's and GCS'
 PART = 8 * 2**20
 AT_ONCE = 8  # parts of one object in flight; 64 MiB in flight cover 10 Gbit/s at 50 ms
 LARGEST_WHOLE = 64 * 2**20  # bytes of an object of which a store that ignores ranges sends all for a part
+RENEWAL_INTERVAL = 5.0  # seconds; requests that began with the old credentials fail within a few
 
 forked_from: int | None = None
 """The ancestor that used a store before it forked this process; None if there is none.
@@ -144,6 +145,7 @@ class Store:
         self._ranges_ignored = False  # whether the store is known to send whole objects where a range is asked for
         self._opened: ObjectStore | None = None
         self._gate = RetryGate()
+        self._last_renewal = -RENEWAL_INTERVAL
         self._own_stats = RequestStats()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -245,6 +247,11 @@ class Store:
             stats.throttle_events += 1
             stats.throttled += failure.cause is Cause.THROTTLED
             stats.timed_out += failure.cause is Cause.TIMED_OUT
+        now = time.monotonic()
+        if failure.cause is Cause.EXPIRED and self._backend is None and now - self._last_renewal >= RENEWAL_INTERVAL:
+            # Opened again, it asks its provider for credentials; once for all requests that need them.
+            self._last_renewal = now
+            self._opened = None
         if not await self._gate.may_try_again(failure, tries):
             raise self._error(failure, tries)
         stats.retries += 1

@@ -56,12 +56,13 @@ class Job(NamedTuple):
         """For obstore."""
         return {"endpoint": self.endpoint, "region": "us-east-1", "client_options": {"allow_http": True}}
 
-    def read(self, dataset: Callable[[Any, Any], Any], of: Callable[[Any], Any], **options: Any) -> Any:
-        """An epoch of headrace's loader; `dataset` is made of the module and the store."""
+    def read(self, dataset: Callable[[Any, Any], Any], of: Callable[[Any], Any] | None = None, **options: Any) -> Any:
+        """An epoch of headrace's loader, of lists of what `of` gives; `dataset` is made of the module and the store."""
         import headrace as hr
 
         made = dataset(hr, hr.Store("s3://bucket", options=self.options))
-        with hr.DataLoader(made, BATCH, collate_fn=lambda samples: [*map(of, samples)], **options) as loader:
+        options = {"batch_size": BATCH, "collate_fn": of and (lambda samples: [*map(of, samples)]), **options}
+        with hr.DataLoader(made, **options) as loader:
             yield from loader
 
     def torch(self, dataset: Any, of: Callable[[Any], Any], **options: Any) -> Any:
@@ -169,20 +170,26 @@ def lance(job: Job, *, shuffle: bool = True) -> Any:
     import lance
     import lance.torch.data
     import pyarrow
+    from torch.utils.data import BatchSampler
 
     if job.who == WRITE:
         table = pyarrow.table({"image": job.images()})
         return lance.write_dataset(table, job.folder / "a.lance", max_rows_per_file=SHARD)
     url, options = "s3://bucket/a.lance", {"aws_endpoint": job.endpoint, "allow_http": "true"}
-    if job.who == OURS:
-        return job.read(lambda hr, store: hr.LanceDataset(url, storage_options=options), image_of, shuffle=shuffle)
+    if job.who == OURS and shuffle:
+        return job.read(lambda hr, store: hr.LanceDataset(url, storage_options=options), image_of, shuffle=True)
     if shuffle:
         remote = lance.torch.data.SafeLanceDataset(url, dataset_options={"storage_options": options})
         loader = lance.torch.data.get_safe_loader
         return loader(remote, BATCH, 2, shuffle=True, collate_fn=images_of)
-    opened = lance.dataset(url, storage_options=options)
-    batches = lance.torch.data.LanceDataset(opened, batch_size=BATCH, to_tensor_fn=lambda batch, **_: batch["image"])
-    return ([each.as_buffer() for each in batch] for batch in batches)
+    # Batches of Arrow, of both.
+    if job.who == OURS:
+        whole: dict[str, Any] = {"batch_size": None, "sampler": BatchSampler(range(job.count), BATCH, drop_last=False)}
+        batches = job.read(lambda hr, store: hr.LanceDataset(url, storage_options=options), **whole)
+    else:
+        opened = lance.dataset(url, storage_options=options)
+        batches = lance.torch.data.LanceDataset(opened, BATCH, to_tensor_fn=lambda batch, **_: batch)
+    return ([each.as_buffer() for each in batch["image"]] for batch in batches)
 
 
 def save_to_disk(job: Job) -> Any:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import anyio.lowlevel
+import anyio.to_thread
 
 from headrace._core.streams.map_style import AsyncDataset, positions
 from headrace._core.text import check_names, short_repr
 from headrace.errors import MissingExtraError, StoreError
 
 __all__ = ["LanceDataset"]
+
+_THREADS = 64  # of an event loop, which wait for requests; of asyncio's own there are six on two cores
+_limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("headrace.lance")
 
 
 class LanceDataset(AsyncDataset[Any]):
@@ -90,7 +95,10 @@ class LanceDataset(AsyncDataset[Any]):
 
     async def _take(self, indices: Sequence[int]) -> Any:
         rows = positions(indices, len(self)).tolist()
+        if (limiter := _limiter.get(None)) is None:
+            _limiter.set(limiter := anyio.CapacityLimiter(_THREADS))
+        options: dict[str, Any] = {"limiter": limiter, "abandon_on_cancel": True}
         try:
-            return await asyncio.to_thread(self._dataset.take, rows, self._columns)
+            return await anyio.to_thread.run_sync(self._dataset.take, rows, self._columns, **options)
         except OSError as error:
             raise StoreError(f"cannot read {self!r}, rows {short_repr(rows)}: {error}") from None

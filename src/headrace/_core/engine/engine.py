@@ -24,7 +24,7 @@ from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
 from headrace._core.engine.worker_tasks import StartEpoch
 from headrace._core.eventloop.watchdog import LoopWatch
 from headrace._core.failure import describe_samples
-from headrace._core.look_ahead import AUTO_CONCURRENCY, most_concurrency
+from headrace._core.look_ahead import AUTO_CONCURRENCY, LEAST_AHEAD, most_concurrency
 from headrace._core.messages import (
     Answer,
     Consumed,
@@ -151,7 +151,8 @@ class Engine:
         else:
             least, most = max(1, AUTO_CONCURRENCY // config.engines), most_concurrency()
             if by_batches:  # calls; the look-ahead is as many as cover the most samples
-                least, most = max(1, config.look_ahead * least // most), min(most, config.look_ahead)
+                least = max(1, LEAST_AHEAD // config.engines, config.look_ahead * least // most)
+                most = min(most, config.look_ahead)
             peers = config.engines * config.rank.world_size
             found = self._control  # what the last epoch found, or an earlier run, is where this one begins
             least = start.concurrency // config.engines or least

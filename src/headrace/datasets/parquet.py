@@ -44,7 +44,7 @@ class TableStream(PartStream[Any]):
         rank: int | None = None,
         world_size: int | None = None,
         remainder: Remainder = "drop",
-        prefetch_row_groups: int = 4,
+        prefetch_row_groups: int = 16,
         prefetch_bytes: int = 256 << 20,
         store: StoreLike | None = None,
     ) -> None:

@@ -21,7 +21,7 @@ __all__ = ["Finding", "run"]
 USUAL_DESCRIPTORS = 1024
 GIB = 1 << 30  # bytes
 LEAST_PROCESSES = 64  # that may still be started: the zygote, the loader's process, workers, and their threads
-REQUIRED = ("torch", "numpy", "anyio", "obstore", "cloudpickle")
+REQUIRED = ("torch", "numpy", "anyio", "obstore", "aiofiles", "cloudpickle")
 
 
 @dataclass(frozen=True, slots=True)

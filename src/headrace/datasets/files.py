@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import aiofiles
+
 from headrace._core.eventloop.blocking import run_blocking
 from headrace._core.shards.discovery import glob_expression
 from headrace._core.store.listing import KeyedSamples, Labels, align_labels
@@ -102,8 +104,8 @@ class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
 async def _read_in_pieces(path: str) -> bytes:
     """Read a large file in pieces, so that the thread is shared and the read can be cancelled."""
     pieces: list[bytes] = []
-    with await run_blocking(open, path, "rb", 0) as file:
-        while piece := await run_blocking(file.read, PIECE):
+    async with aiofiles.open(path, "rb", buffering=0) as file:
+        while piece := await file.read(PIECE):
             pieces.append(piece)
     return b"".join(pieces)
 

@@ -1,5 +1,6 @@
-"""What is printed with an error of user code: its message, where it happened, and the traceback of its process."""
+"""What is printed with an error of user code: torch's words, where they take nothing away, and where it happened."""
 
+import json
 import traceback
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 import headrace as hr
 from headrace._core.failure import Failure
 from headrace._core.transport.pickling import format_error
+from headrace.errors import RemoteError
 
 
 class NotesAreText(Exception):
@@ -56,8 +58,31 @@ def failure(error, worker=0, traceback=None):
     return Failure(error, "fetch", batch=1, index=5, worker=worker, traceback=traceback or format_error(error))
 
 
+def test_fields_beside_the_message_stay():
+    error = failure(caught(lambda: json.loads("{"))).exception(as_torch=True)
+    assert (error.pos, error.doc) == (1, "{")
+    error = failure(caught(lambda: __import__("no_such_module_at_all"))).exception(as_torch=True)
+    assert error.name == "no_such_module_at_all"
+
+
+def test_remote_error_is_recorded_by_its_original_class_name():
+    error = failure(RemoteError(type_name="m.Odd", message="odd")).exception(as_torch=True)
+    assert str(error).startswith("Caught Odd in DataLoader worker process 0.\nOriginal ")
+
+
+def test_failure_of_a_torch_dataset_is_worded_as_by_torch_once():
+    record = failure(raised(ValueError("bad")))
+    assert str(record).startswith("ValueError: bad")
+    error = record.exception(as_torch=True)
+    text = str(error)
+    assert text.startswith("Caught ValueError in DataLoader worker process 0.\n")
+    assert error.__notes__ == ["headrace: stage fetch, batch 1, index 5, worker 0"]
+    assert str(record.exception(as_torch=True)) == text
+    assert len(error.__notes__) == 1
+
+
 @pytest.mark.parametrize(("worker", "process"), [(0, "a worker"), (None, "the loader's")])
-def test_failure_keeps_its_message_and_notes_the_traceback(worker, process):
+def test_other_failures_keep_their_message_and_note_the_traceback(worker, process):
     error = failure(raised(ValueError("bad")), worker).exception()
     assert str(error) == "bad"
     assert error.__notes__[0].startswith(f"in {process} process:\nTraceback (most recent call last):\n")
@@ -67,14 +92,15 @@ def test_failure_keeps_its_message_and_notes_the_traceback(worker, process):
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_location_of_a_failure_is_printed_with_an_error_of_any_class(cls):
+@pytest.mark.parametrize("as_torch", [False, True])
+def test_location_of_a_failure_is_printed_with_an_error_of_any_class(cls, as_torch):
     record = failure(raised(cls("x")), traceback="Traceback of the worker\n")
-    error = record.exception()
+    error = record.exception(as_torch=as_torch)
     assert error is record.error
     text = printed(error)
     assert "headrace: stage fetch, batch 1, index 5, worker 0" in text
     assert "Traceback of the worker" in text
-    assert record.exception() is error
+    assert record.exception(as_torch=as_torch) is error
     assert printed(error) == text, "the location was added twice"
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace._core.text import LIST_ITEMS, add_note, short_repr, shorten_list
+from headrace._core.torchcompat.private import KeyErrorMessage
 from headrace.errors import ControlFlowError, HeadraceError, RemoteError, WorkerDiedError
 
 KEY_LIMIT = 500  # characters of a key in an error; an URL of an object has fewer
@@ -113,16 +116,22 @@ class Failure:
             words.append(f"attempt {self.attempt}")
         return ", ".join(words)
 
-    def exception(self) -> Exception:
-        """The error, to be raised to the consumer: its location is a note, and the traceback of another process."""
+    def exception(self, *, as_torch: bool = False) -> Exception:
+        """The error, to be raised to the consumer: its location is a note, its worker one too, or in torch's words."""
         note = f"headrace: {self.where}"
         if note in vars(self.error).get("__notes__", ()):
             return self.error
         found = (remedy for stage, words, remedy in _REMEDIES if stage is self.stage and re.search(words, self.message))
-        if self.traceback is not None:
+        notes = [note, *(f"headrace: {remedy}" for remedy in found)]
+        if self.traceback is not None and as_torch and self.worker is not None:
+            name = self.type_name.rpartition(".")[2]
+            words = f"Caught {name} in DataLoader worker process {self.worker}.\nOriginal {self.traceback}"
+            if not _set_message(self.error, words):
+                notes.insert(0, words.rstrip())
+        elif self.traceback is not None:
             process = "the loader's" if self.worker is None else "a worker"
-            add_note(self.error, f"in {process} process:\n{self.traceback.rstrip()}")
-        for each in (note, *(f"headrace: {remedy}" for remedy in found)):
+            notes.insert(0, f"in {process} process:\n{self.traceback.rstrip()}")
+        for each in notes:
             add_note(self.error, each)
         return self.error
 
@@ -139,6 +148,30 @@ _REMEDIES = (
     (Stage.COLLATE, "NoneType", "leave out samples that are None: .filter() of a stream, or an error and on_error="),
     (Stage.COLLATE, "contain(?!.*NoneType)", "make tensors of it in transform=; collate_fn=list keeps it as it is"),
 )
+
+
+def _set_message(error: BaseException, words: str) -> bool:
+    """Make `words` the message of `error`, as torch's loader does; the other attributes stay.
+
+    False where a class composes its message of several arguments or in its `__str__`: then the error is as it was.
+    """
+    if isinstance(error, HeadraceError) and not isinstance(error, RemoteError):
+        return False  # their own messages have the location and the remedy
+    before = error.args
+    try:
+        if isinstance(error, ImportError):
+            error.msg = words
+        elif len(before) > 1 and isinstance(type(error).__init__, types.FunctionType):
+            return False
+        # `str` of a KeyError is the `repr` of its argument, which would be one line of backslashes.
+        error.args = (KeyErrorMessage(words) if isinstance(error, KeyError) else words,)
+        if str(error) == words:
+            return True
+    except Exception:  # user code: `__setattr__`, `__str__`
+        pass
+    with contextlib.suppress(Exception):
+        error.args = before
+    return False
 
 
 def describe_samples(indices: Sequence[object], sample_key: Callable[[object], str | None]) -> str:

@@ -51,6 +51,7 @@ def test_names_exist_and_do_what_they_say():
     assert [name for name in private.LOADER_ATTRIBUTES if not hasattr(data.DataLoader([1, 2]), name)] == []
     assert next(iter(inspect.signature(private.pin_memory).parameters)) == "data"
     assert private.pin_memory("text") == "text"
+    assert str(KeyError(private.KeyErrorMessage("a\nb"))) == "a\nb"
     assert private.untyped(torch.FloatStorage(2)).nbytes() == 8
     tensor = torch.arange(8)
     storage = private.open_shared_file(*private.share_by_file(tensor.untyped_storage()))

@@ -52,6 +52,7 @@ class FailureHandler:
         self._policy, self.skips = arguments.policy, arguments.policy.tolerance.skips
         self._repeat, self._counters = repeat, counters
         self._stream = arguments.kind.is_iterable
+        self._as_torch = not arguments.kind.is_async  # whether errors from workers are put in torch's words
         # Of batches that lost all their samples: those without a replacement, and the replacements that came back.
         delivered, skipped, in_a_row, self._missing, self._repeated, *last = self.counts = spec.begun.skipped
         self._epoch = EpochFailures(delivered, skipped, in_a_row)
@@ -116,13 +117,13 @@ class FailureHandler:
         raised = next((failure for failure in host.failures if self._raises(failure)), None)
         if not self.skips or (raised is not None and raised.unskippable is None):
             assert raised is not None
-            raise raised.exception()
+            raise raised.exception(as_torch=self._as_torch)
         first = not self._epoch.skipped
         self._counters.skip(host)
         self._epoch.add(host)
         self._check(ended=False)
         if raised is not None:
-            raise raised.exception()
+            raise raised.exception(as_torch=self._as_torch)
         lost = host.empty
         if lost and self._stream and all(failure.stage is Stage.FETCH for failure in host.failures):
             # A batch continues after unreadable samples: it is empty at the stream's end only.

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch._utils import KeyErrorMessage as KeyErrorMessage
 from torch.autograd import profiler as profiler  # its `_is_profiler_enabled` takes 1 µs where the caches are cold
 from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_flatten as tree_flatten

@@ -40,6 +40,11 @@ class TraceRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Begin:
+    """The epoch of a session that was opened before it begins: from now on its batches are assembled."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersRequest:
     """The request for so many worker processes, of all engines together."""
 
@@ -47,7 +52,7 @@ class WorkersRequest:
     functions: Any = None  # the assembly of batches, a `SharedPickle`, for an engine that has no processes yet
 
 
-Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest | WorkersRequest
+Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest | WorkersRequest | Begin
 
 # From an engine; besides these, batches.
 

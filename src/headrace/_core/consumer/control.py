@@ -23,6 +23,7 @@ from headrace._core.cgroup import usable_cores
 from headrace._core.consumer.agreement import StepGroup, begin_agreement, close_all
 from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
+from headrace._core.consumer.next_epoch import NextEpoch
 from headrace._core.consumer.worker_search import RECORDS, WorkerSearch
 from headrace._core.descriptors import explained
 from headrace._core.device.copy import Copier
@@ -32,9 +33,11 @@ from headrace._core.device.streams import streams_of
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
 from headrace._core.links.inline import InlineLink
+from headrace._core.links.placement import snapshot
 from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import Session
 from headrace._core.look_ahead import MOST_SMALL, LookAheadSize, look_ahead, most_ahead, most_concurrency, most_fetches
+from headrace._core.messages import Begin, TraceRequest
 from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
@@ -82,6 +85,16 @@ E = TypeVar("E", bound=Epoch)
 _log = logging.getLogger("headrace")
 
 
+def copied(loader: Any) -> Any:
+    """A copy of a loader, with samplers of its own."""
+    clone = copy.copy(loader)
+    batches, sampler = copy.copy(loader.batch_sampler), copy.copy(loader.sampler)
+    if getattr(batches, "sampler", None) is not None:
+        batches.sampler = sampler = copy.copy(batches.sampler)
+    clone.__dict__.update(batch_sampler=batches, sampler=sampler)
+    return clone
+
+
 trainers: list[Any] = []
 """The trainers that run in this process, and cannot call the loader themselves.
 
@@ -121,12 +134,14 @@ class LoaderControl:
         weakref.finalize(self, close_all, self._agreements)
         self._epoch_set = False  # whether the next epoch's number was set since the last session was opened
         self._ahead: LookAheadSize | None = None
+        self._next: NextEpoch | None = None
+        self._reads_next = True  # False once one was not the epoch that came
         self._placements = PlacementSelector(self.spec.placement, self.spec.engines)
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self._placements.drop).atexit = False
 
     def __getstate__(self) -> dict[str, object]:
-        left = ("_open_epochs", "_agreements", "_placements")
+        left = ("_open_epochs", "_agreements", "_placements", "_next")
         return {name: value for name, value in self.__dict__.items() if name not in left} | {"progress": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -303,12 +318,17 @@ class LoaderControl:
         agreement = None
         if self.spec.options["coordinated"] and rank.world_size > 1:
             agreement = begin_agreement(self._agreements, rank, self.group, loader.timeout or None)
+        follows = loader.persistent_workers or (self.progress is not None and self.progress.over)
         try:
-            return self.open(kind, loader, self.next_spec(loader, rank, late_epoch=late_epoch), agreement)
+            spec = self.next_spec(loader, rank, late_epoch=late_epoch)
+            epoch = self.open(kind, loader, spec, agreement)
         except Exception as error:
             if agreement is not None:  # the other ranks would wait for it
                 agreement.leave(error)
             raise
+        if follows and self._reads_next and self._next_is_known(spec.order):
+            epoch.read_next = functools.partial(self._read_next, loader, spec, late_epoch, snapshot(self.spec.source))
+        return epoch
 
     def next_spec(self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool) -> EpochSpec:
         seed, stream = self.spec.options["seed"], self.spec.kind.is_iterable
@@ -361,21 +381,13 @@ class LoaderControl:
         return spec
 
     def open(self, iterator: type[E], loader: TorchLoader, spec: EpochSpec, agreement: StepGroup | None) -> E:
-        kind, rank = self.spec.kind, spec.rank
+        rank = spec.rank
         self.counters.begin()
         session = self._open_session(loader, spec)
         text = "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead"
         begun = spec.begun.epoch, spec.begun.batches, rank.rank, rank.world_size
         _log.debug(text, *begun, self.counters.placement, loader.num_workers, self.look_ahead(loader)[0])
-        progress = EpochProgress(
-            spec,
-            batched=loader._auto_collation,
-            readers=(spec.session.lanes if kind.is_async else loader.num_workers) or 1,
-            of_rank=kind.is_iterable and not getattr(self.spec.source, "divides_samples", False),
-            keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
-            before_first=session.inline_state,
-            searches=kind is DatasetKind.ASYNC_MAP and self.spec.options["concurrency"] == "auto",
-        )
+        progress = self._progress(loader, spec, session)
         delivers: Session | DeviceStage = session
         finalize: Finish | None
         if self.spec.device is None:
@@ -386,7 +398,7 @@ class LoaderControl:
             finalize = stage.claim
         asked: object = loader._IterableDataset_len_called  # set by torch's `__len__`, of streams only
         if asked is not None:
-            copies = loader.num_workers > 0 and not kind.is_async
+            copies = loader.num_workers > 0 and not self.spec.kind.is_async
             finalize = checked_length(finalize, without_adapter(loader.dataset), copies=copies)
         self.resumed, self._next_epoch, self.progress = (), spec.begun.epoch + 1, progress
         limits = self.look_ahead(loader)  # what one epoch found is where the next one begins
@@ -406,6 +418,58 @@ class LoaderControl:
         )
         self._open_epochs[epoch] = spec.begun.epoch
         return epoch
+
+    def _progress(self, loader: TorchLoader, spec: EpochSpec, session: Session) -> EpochProgress:
+        kind = self.spec.kind
+        return EpochProgress(
+            spec,
+            batched=loader._auto_collation,
+            readers=(spec.session.lanes if kind.is_async else loader.num_workers) or 1,
+            of_rank=kind.is_iterable and not getattr(self.spec.source, "divides_samples", False),
+            keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
+            before_first=session.inline_state,
+            searches=kind is DatasetKind.ASYNC_MAP and self.spec.options["concurrency"] == "auto",
+        )
+
+    def _next_is_known(self, order: EpochOrder) -> bool:
+        """Whether the next epoch's order is computed here, and read by datasets of which a snapshot tells all."""
+        if self.spec.kind is not DatasetKind.ASYNC_MAP or not order.is_by_arithmetic:
+            return False
+        parts = (order.sampler, *walk_datasets(self.spec.source))
+        return all(type(part).__module__.startswith(("headrace.", "torch.utils.")) for part in parts)
+
+    def _read_next(
+        self, loader: TorchLoader, spec: EpochSpec, late_epoch: bool, seen: list[object], *load: Any
+    ) -> None:
+        """Have the first batches of the epoch after `spec` fetched, which began with the dataset as `seen`."""
+        if self.resumed or not self._reads_next or self._next_epoch != spec.begun.epoch + 1:
+            return
+        if self._next is None:
+            try:
+                self._next = self._open_next(loader, spec.rank, late_epoch, seen)
+            except Exception:  # raised when the epoch begins, if it is still there
+                _log.debug("epoch %d cannot be fetched before it begins", self._next_epoch, exc_info=True)
+                self._reads_next = False
+        if self._next is not None and self._ahead is not None:
+            self._next.fill(self._ahead.batches, *load)
+
+    def _open_next(self, loader: TorchLoader, rank: RankInfo, late_epoch: bool, seen: list[object]) -> NextEpoch | None:
+        generator = loader.generator or torch.default_generator
+        state = generator.get_state()
+        try:
+            clone = copied(loader)
+            spec = clone._control.next_spec(clone, rank, late_epoch=late_epoch)
+        finally:
+            generator.set_state(state)  # which is drawn from when the epoch begins
+        start = spec.session._replace(set_epoch=True, early=True)
+        session = self._placements.open_next(seen, start, loader.num_workers)
+        if session is None:
+            return None
+        session.send(TraceRequest(self.counters.traced))
+        can, budget = capabilities(self.spec.source), self.spec.options["memory_budget"]
+        calls = self.spec.options["concurrency"] == "auto" and can.agets and not can.ranges and loader._auto_collation
+        of_batch = 1 if calls else loader.batch_size or 1
+        return NextEpoch(spec, session, self._progress(loader, spec, session), seen, of_batch, can.ranges, budget)
 
     def _open_session(self, loader: TorchLoader, spec: EpochSpec) -> Session:
         """Open a session on the engine that runs, or on a new one; in the caller's thread where torch reads there."""
@@ -446,6 +510,14 @@ class LoaderControl:
             divide_pipe(self.spec.source, rank)
             link = InlineLink(config, start)
             return Session(link, inline_state=link.state_dict)
+        if (following := self._next) is not None:
+            fits, self._next = self._placements.fits_next(config, following.seen), None
+            if following.adopt(spec, fits=fits):
+                following.session.send(Begin())
+                return following.session
+            self._reads_next = bool(self.resumed)
+            text = "epoch %d is not the one that was expected: %d batches that were read ahead are dropped"
+            _log.info(text, start.epoch, len(following.session.sent_before))
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = loader.persistent_workers
         with explained("start the loader"):
@@ -463,6 +535,7 @@ class LoaderControl:
                 search.end(str(error))
             else:
                 loader.num_workers = Automatic(number)
+                self._drop_next()  # its engine, or its pool, may be another one
                 if self._ahead is not None:
                     self._ahead.raise_to(*self.look_ahead(loader))
         return search.next_look
@@ -557,9 +630,17 @@ class LoaderControl:
         return list(self._open_epochs.items())
 
     def close_epochs(self) -> None:
-        """Close the open epochs; does not wait."""
+        """Close the open epochs, and the one that is expected; does not wait."""
         for epoch in list(self._open_epochs):
             epoch.close()
+        if self._drop_next():
+            self._reads_next = False
+
+    def _drop_next(self) -> bool:
+        following, self._next = self._next, None
+        if following is not None:
+            following.session.close()
+        return following is not None
 
     def close_engine(self) -> None:
         """End the engine and its workers; blocks until they have ended."""

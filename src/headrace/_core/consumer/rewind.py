@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from headrace._core.consumer.control import LoaderControl
+from headrace._core.consumer.control import LoaderControl, copied
 from headrace._core.consumer.epoch import BatchIterator
 from headrace._core.order.exclusion import Exclusion, excluded_indices
 from headrace._core.order.order import COMPUTED, EpochOrder
@@ -171,18 +171,14 @@ def _run_of(present: LoaderState, epoch: int, step: int, ranks: int, batch_size:
 
 def _copy(loader: Any, rank: RankInfo) -> Any:
     """A copy of the loader, on another rank, that shares nothing with it but the dataset and its functions."""
-    clone: Any = copy.copy(loader)
+    clone = copied(loader)
     spec = clone._control.spec
     options = {**spec.options, "coordinated": False, "data_parallel": None}
     if spec.kind is DatasetKind.ASYNC_MAP:  # of which a batch is the same wherever it is read
         options.update(placement="thread", engines=1)
         clone.__dict__["num_workers"] = 0 if loader.worker_init_fn is None else min(1, loader.num_workers)
     clone._control = clone._control.with_spec(replace(spec, options=options))
-    batches, sampler = copy.copy(loader.batch_sampler), copy.copy(loader.sampler)
-    if getattr(batches, "sampler", None) is not None:
-        batches.sampler = sampler = copy.copy(batches.sampler)
-    clone.__dict__.update(batch_sampler=batches, sampler=sampler)
-    for part in (sampler, batches):
+    for part in (clone.sampler, clone.batch_sampler):
         if isinstance(part, RankSampler):
             part._ranks = RankChoice(rank.rank, rank.world_size)
         elif isinstance(part, DistributedSampler) and (part.rank, part.num_replicas) != (rank.rank, rank.world_size):

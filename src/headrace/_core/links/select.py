@@ -67,6 +67,7 @@ class PlacementSelector:
         self._seen: list[object] | None = None  # the snapshot of the dataset that it has a copy of
         self._retired: list[Placement] = []
         self._work: SharedPickle | None = None  # the functions of the last session
+        self._opened: EngineConfig | None = None  # that of the last session in `_current`
         self.where = "not started"  # the engine's placement and its reason, for `stats()`
 
     def open(self, config: EngineConfig, start: SessionStart, *, persistent: bool) -> Session:
@@ -77,6 +78,7 @@ class PlacementSelector:
         warn_of_rereading(start.streams)
         work = self._functions(config)
         forked = config.workers_are_forks and self._placement != "process"
+        self._opened = None
         if not persistent and (forked or not config.kind.is_async):
             of_dataset = "forks of this process" if config.kind.is_async else "workers with a torch dataset"
             self.where = f"thread: {of_dataset}, for one epoch"
@@ -100,7 +102,25 @@ class PlacementSelector:
             self._seen = snapshot(config.dataset) if current.has_copy else None
         if current.is_current:  # in aget: its session would start another, recursively
             raise DeadlockError(what="iter() of a loader")
+        self._opened = config
         return current.open(config, work, start)
+
+    def open_next(self, seen: list[object], start: SessionStart, num_workers: int) -> Session | None:
+        """Start the session of the epoch after the last one; None if the workers or the dataset changed since."""
+        config, current = self._opened, self._current
+        if config is None or current is None or not current.alive or config.num_workers != num_workers:
+            return None
+        if seen != snapshot(config.dataset):
+            return None
+        return current.open(config, self._work, start)
+
+    def fits_next(self, config: EngineConfig, seen: list[object]) -> bool:
+        """Whether `open_next` has opened what `open` would open now."""
+        last, work, current = self._opened, self._work, self._current
+        if last is None or current is None or self._functions(config) is not work:
+            return False
+        same = config.assembler == last.assembler and seen == snapshot(config.dataset)
+        return same and self._serves(current, config, work)
 
     def _serves(self, current: Placement, config: EngineConfig, work: SharedPickle | None) -> bool:
         """Whether the engines are alive, of this process, and do what `config` asks for, of the current dataset."""

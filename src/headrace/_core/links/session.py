@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from headrace._core.batches import HostBatch
+from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.eventloop.waiting import CloseGuard, Readable
 from headrace._core.links.inline import WorkOnConsumersThread
 from headrace._core.messages import Call, Link, Request, SessionEnd, Status, check_not_forked
@@ -29,6 +29,7 @@ class Session:
         inline_state: Callable[[], State | None] | None = None,  # of a dataset that is read when a batch is taken
     ) -> None:
         self.inline_state = inline_state
+        self.sent_before: dict[int, BatchPlan] = {}  # plans, by their numbers, that `send` leaves out
         self.ended = False
         self.error: BaseException | None = None
         self._link = link
@@ -50,6 +51,8 @@ class Session:
         check_not_forked(self._pid)
         if self.ended:
             return
+        if self.sent_before and isinstance(message, list):
+            message = [plan for plan in message if not plan.same_as(self.sent_before.pop(plan.number, None))]
         if not self._link.guarded:  # which costs a microsecond, as much as the rest
             self._link.send(message)
             return

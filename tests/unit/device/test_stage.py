@@ -170,7 +170,7 @@ def test_state_is_that_of_the_batch_returned_and_not_of_those_copied_ahead(strea
     streams.broken_at = 3
     with (
         hr.DataLoader(make(), batch_size=2, seed=0, device="there", **options) as loader,
-        hr.DataLoader(make(), batch_size=2, seed=0, num_workers=0) as reference,
+        hr.DataLoader(make(), batch_size=2, seed=0) as reference,
     ):
         batches = iter(loader)
         for number, _ in enumerate(reference):

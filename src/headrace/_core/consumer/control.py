@@ -97,7 +97,7 @@ def copied(loader: Any) -> Any:
 
 _MOVES = (
     "transforms and collation are the limit: they run in %d worker processes from now on, if that is faster. Variables "
-    "that they change, and those that were set in imported modules, are each process's own; num_workers=0 keeps them here"
+    "that they change there do not change here; num_workers=0 keeps them in this process"
 )
 
 trainers: list[Any] = []

@@ -140,7 +140,7 @@ class DataLoader(TorchDataLoader[T_co]):
         options.pop("snapshot_every_n_steps", None)  # type: ignore[typeddict-item]  # of torchdata's StatefulDataLoader
         checked = checked_options(options)
         asked = num_workers == "auto" or isinstance(num_workers, Automatic)
-        workers = 0 if num_workers == "auto" or isinstance(num_workers, Unset) else num_workers
+        workers = 0 if num_workers == "auto" else num_workers
         device = resolve(checked["device"])
         source, maps = unwrap(dataset)
         kind = kind_of(source)
@@ -204,8 +204,8 @@ class DataLoader(TorchDataLoader[T_co]):
         for name, value in checked.items():  # for code that rebuilds a loader; subclasses may have these names
             if not hasattr(self, name):
                 self.__dict__[name] = value
-        if prefetch_factor is None:  # torch fills one in for workers
-            self.prefetch_factor = Unset(self.prefetch_factor) if workers else None  # type: ignore[arg-type]
+        if self.prefetch_factor is not None and prefetch_factor is None:
+            self.prefetch_factor = Unset(self.prefetch_factor)
         self._control.start_early(self)
 
     @property

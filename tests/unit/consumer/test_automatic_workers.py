@@ -208,7 +208,7 @@ def test_arguments_that_exclude_it(arguments, message):
 def test_loader_shows_it_and_is_rebuilt_with_it():
     automatic = loader()
     assert "num_workers='auto'" in repr(automatic)
-    assert (automatic.num_workers, automatic.prefetch_factor) == (0, None)
+    assert (automatic.num_workers, automatic.prefetch_factor) == (0, 2)
     assert type(loader(num_workers=automatic.num_workers).num_workers) is Automatic
     assert loader(engines=2).num_workers == 2
     assert loader(persistent_workers=True, prefetch_factor=3).prefetch_factor == 3

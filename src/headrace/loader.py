@@ -19,7 +19,7 @@ from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator
 from headrace._core.consumer.worker_search import WorkerSearch
 from headrace._core.device.streams import resolve
 from headrace._core.error_policy import error_policy
-from headrace._core.links.select import check_engines, excludes_automatic
+from headrace._core.links.select import check_automatic, check_engines
 from headrace._core.order.samplers import SeededRandomSampler, SeededRankSampler
 from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import states_from_dict, states_to_dict
@@ -58,7 +58,7 @@ class DataLoader(TorchDataLoader[T_co]):
         sampler: yields the indices one by one.
         batch_sampler: yields the indices of a batch at a time.
         num_workers: CPU processes for `transform` and `collate_fn`; 0 for the caller's own thread, inside `next()`;
-            ``"auto"`` finds the number while the loader runs: the default of async datasets.
+            ``"auto"``, of an async dataset, finds the number while the loader runs.
         collate_fn: makes a batch of a list of samples; by default `headrace.default_collate`.
         pin_memory: whether batches are copied to pinned memory, by the thread that takes them.
         drop_last: whether a last batch that is not full is left out.
@@ -113,7 +113,7 @@ class DataLoader(TorchDataLoader[T_co]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int | Literal["auto"] = Unset(0),
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[Any], T_co] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -139,7 +139,7 @@ class DataLoader(TorchDataLoader[T_co]):
         dataset = without_adapter(dataset)
         options.pop("snapshot_every_n_steps", None)  # type: ignore[typeddict-item]  # of torchdata's StatefulDataLoader
         checked = checked_options(options)
-        asked = num_workers == "auto" or isinstance(num_workers, Automatic)
+        automatic = num_workers == "auto" or isinstance(num_workers, Automatic)
         workers = 0 if num_workers == "auto" else num_workers
         device = resolve(checked["device"])
         source, maps = unwrap(dataset)
@@ -148,13 +148,10 @@ class DataLoader(TorchDataLoader[T_co]):
             refuse_context_managers(source)
         policy = error_policy(checked["on_error"])
         self._control = LoaderControl(LoaderSpec(source, kind, maps, checked, policy, device))
-        excluded = excludes_automatic(kind, checked, multiprocessing_context)
-        if asked and excluded:
-            raise ValueError(f'num_workers="auto" {excluded}')
-        by_default = isinstance(num_workers, Unset) and not excluded and self._control.spec.placement == "auto"
-        if automatic := asked or by_default:
+        if automatic:
+            check_automatic(kind, checked, multiprocessing_context)
             least = checked["engines"] if self._control.spec.placement == "process" else 0
-            self._control.search = WorkerSearch(asked=asked)
+            self._control.search = WorkerSearch()
             workers = Automatic(max(least, workers))
         check_engines(
             checked["engines"],
@@ -254,9 +251,8 @@ class DataLoader(TorchDataLoader[T_co]):
         shown = [dataset_repr(self.dataset), f"batch_size={self.batch_size}"]
         if self.batch_size is None and self.batch_sampler is not None:
             shown[1] = f"batch_sampler={dataset_repr(self.batch_sampler)}"
-        search = self._control.search
         torchs = {
-            "num_workers": 0 if search is None else None if search.asked else self.num_workers,
+            "num_workers": 0 if self._control.search is None else None,
             "drop_last": False,
             "pin_memory": False,
             "persistent_workers": False,

@@ -22,8 +22,8 @@ class Search:
 
     numbers: typing.ClassVar[dict] = {}
 
-    def __init__(self, *, asked=True):
-        self.asked, self.chosen, self.next_look, self.looks, self.ended = asked, [], 0.0, 0, []
+    def __init__(self):
+        self.chosen, self.next_look, self.looks, self.ended = [], 0.0, 0, []
 
     def look(self, records, setup):
         self.looks += 1
@@ -212,37 +212,3 @@ def test_loader_shows_it_and_is_rebuilt_with_it():
     assert type(loader(num_workers=automatic.num_workers).num_workers) is Automatic
     assert loader(engines=2).num_workers == 2
     assert loader(persistent_workers=True, prefetch_factor=3).prefetch_factor == 3
-
-
-def test_it_is_the_default_of_async_datasets_with_a_warning_when_functions_move(numbers, caplog):
-    numbers.update({5: 2, 9: 1})
-    with hr.DataLoader(Numbers(400), 4, transform=noisy, seed=3) as by_default, caplog.at_level("WARNING", "headrace"):
-        with hr.DataLoader(Numbers(400), 4, transform=noisy, seed=3, num_workers=0) as fixed:
-            expected = list(fixed)
-        assert not caplog.messages
-        assert "num_workers" not in repr(by_default)
-        assert str(list(by_default)) == str(expected)
-        assert by_default.num_workers == 1
-        assert [message.partition(":")[0] for message in caplog.messages] == ["transforms and collation are the limit"]
-        caplog.clear()
-        with loader() as asked:
-            list(asked)
-        assert not caplog.messages
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"num_workers": 0},
-        {"executor": "thread"},
-        {"placement": "thread"},
-        {"placement": "process"},
-        {"engines": 2},
-        {"dataset": np.arange(8)},
-    ],
-    ids=str,
-)
-def test_arguments_that_change_the_default(arguments):
-    made = hr.DataLoader(**{"dataset": Numbers(8)} | arguments)
-    assert made._control.search is None
-    assert (made.num_workers, made.prefetch_factor) == (0, None)

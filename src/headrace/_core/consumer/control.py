@@ -95,11 +95,6 @@ def copied(loader: Any) -> Any:
     return clone
 
 
-_MOVES = (
-    "transforms and collation are the limit: they run in %d worker processes from now on, if that is faster. Variables "
-    "that they change there do not change here; num_workers=0 keeps them in this process"
-)
-
 trainers: list[Any] = []
 """The trainers that run in this process, and cannot call the loader themselves.
 
@@ -152,7 +147,7 @@ class LoaderControl:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._seeds, self.counters = copy.copy(self._seeds), copy.copy(self.counters)
-        self.search = None if self.search is None else WorkerSearch(asked=self.search.asked)
+        self.search = None if self.search is None else WorkerSearch()
         self._reset()
 
     def with_spec(self, spec: LoaderSpec) -> LoaderControl:
@@ -541,9 +536,6 @@ class LoaderControl:
             else:
                 loader.num_workers = Automatic(number)
                 self._drop_next()  # its engine, or its pool, may be another one
-                if not search.asked and "workers" not in self._checked:
-                    self._checked.add("workers")
-                    _log.warning(_MOVES, number)
                 if self._ahead is not None:
                     self._ahead.raise_to(*self.look_ahead(loader))
         return search.next_look

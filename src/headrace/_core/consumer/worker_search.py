@@ -41,12 +41,10 @@ class WorkerSearch:
     """Proposes numbers of workers.
 
     Attributes:
-        asked: whether the program has asked for it, and expects its functions in other processes.
         chosen: a sentence for each number that was kept, or tried in vain.
     """
 
-    def __init__(self, *, asked: bool = True) -> None:
-        self.asked = asked
+    def __init__(self) -> None:
         self.chosen: list[str] = []
         self.next_look = 0.0  # by the clock of the records
         self._trial: _Trial | None = None

@@ -129,6 +129,7 @@ def test_state_begins_with_the_workers_found(numbers):
         batches = iter(automatic)
         first = [next(batches) for _ in range(10)]
         state = json.loads(json.dumps(automatic.state_dict()))
+        assert batches.state_dict() == automatic.state_dict()
     numbers.clear()
     with loader() as restored:
         restored.load_state_dict(state)

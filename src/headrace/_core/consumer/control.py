@@ -181,9 +181,7 @@ class LoaderControl:
         """
         if self.resumed:
             return self.resumed
-        state = self._state_of(self.progress, loader, lag)
-        workers = {} if self.search is None else {"num_workers": int(loader.num_workers)}
-        return (state._replace(found={**state.found, **workers}),)
+        return (self._state_of(self.progress, loader, lag),)
 
     def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...], *, strict: bool) -> None:
         """Continue from a state of all ranks, or this rank's among those of each, at the next `iter()`."""
@@ -255,6 +253,11 @@ class LoaderControl:
 
     def _state_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
         """The state of an iteration (None before the first), after its last call of `next()` or `lag` calls before."""
+        state = self._position_of(progress, loader, lag)
+        workers = {} if self.search is None else {"num_workers": int(loader.num_workers)}
+        return state._replace(found={**state.found, **workers})
+
+    def _position_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
         if progress is not None and not (progress.over and lag == 0):
             return progress.state(lag)
         if lag:

@@ -77,7 +77,7 @@ def snapshot(dataset: object) -> list[object]:
     """
     found: list[object] = []
     for part in walk_datasets(dataset):
-        for name, value in ("", part), *list(getattr(part, "__dict__", {}).items()):
+        for name, value in ("", part), *getattr(part, "__dict__", {}).items():
             plain = isinstance(value, type(None) | bool | int | float | complex | str | bytes)
             # Bound methods are equal if their objects are identical; comparing elements would cost as much as a copy.
             found.append((name, type(value), value if plain else types.MethodType(id, value), _length(value)))

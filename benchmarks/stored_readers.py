@@ -230,13 +230,13 @@ def parquet(job: Job) -> Any:
 
 
 def tfrecord(job: Job) -> Any:
-    if job.who == OURS:
-        make = {"decode": True, "shuffle": True}
-        return job.read(
-            lambda hr, store: hr.TFRecordDataset("*.tfrecord", store=store, **make), lambda s: s["image"][0]
-        )
     import tfrecord
 
+    def image_in(record: bytes) -> Any:
+        return tfrecord.example_pb2.Example.FromString(record).features.feature["image"].bytes_list.value[0]
+
+    if job.who == OURS:
+        return job.read(lambda hr, store: hr.TFRecordDataset("*.tfrecord", store=store, shuffle=True), image_in)
     if job.who == WRITE:
         for name, images in job.shards():
             writer = tfrecord.TFRecordWriter(str(job.folder / f"{name}.tfrecord"))

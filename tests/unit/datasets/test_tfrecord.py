@@ -3,12 +3,11 @@
 import struct
 
 import google_crc32c
-import numpy as np
 import pytest
 
 import headrace as hr
 from headrace.errors import MissingExtraError, ShardError, TruncatedShardError
-from tests.unit.datasets.formats import FORMATS, files_in, plain
+from tests.unit.datasets.formats import files_in
 from tests.unit.shards.resuming import in_memory
 
 FILES = files_in("tfrecord")
@@ -39,9 +38,7 @@ def read(data, name="x.tfrecord", **options):
 def test_the_framing_is_that_of_tensorflow():
     records = read(FILES["a.tfrecord"])
     assert framed(*records) == FILES["a.tfrecord"]
-    assert [plain(*read(framed(record), decode=True)) for record in records] == [
-        *map(plain, FORMATS["tfrecord"].samples[:14])
-    ]
+    assert len(records) == 14
     assert read(b"") == []
 
 
@@ -77,32 +74,6 @@ def test_what_is_no_record_ends_its_file(data, name, error, what):
     assert last.shard.endswith(name)
     with pytest.raises(error, match=what):
         raise last
-
-
-@pytest.mark.parametrize(
-    ("record", "what"),
-    [
-        (read(FILES["sequence.record"])[0], "but field 2, as of a SequenceExample"),
-        (b"\x0a\xff", "index out of range"),
-        (b"\x0a\x08\x0a\x06\x12\x04\x22\x02\x0a\0", "of kind 4"),  # from the future
-        (b"\x0a\x09\x0a\x07\x12\x05\x1a\x03\x0a\x01\x80", "numbers without an end"),
-        (b"\x0a\x09\x0a\x07\x12\x05\x12\x03\x0a\x01\0", "buffer size must be a multiple"),
-    ],
-)
-def test_a_record_that_is_no_example_is_an_error_and_the_next_follow(record, what):
-    error, example = read(framed(record, b""), decode=True)
-    assert what in str(error)
-    assert "record 1: its data are no tf.train.Example" in str(error)
-    assert example == {}
-
-
-def test_lists_that_are_not_packed_are_read():
-    ints, floats = b"\x08\x05\x08" + b"\xff" * 9 + b"\x01", b"\x0d" + struct.pack("<f", 1.5)
-    entries = [b"\x0a\x01x\x12" + bytes([2 + len(ints)]) + b"\x1a" + bytes([len(ints)]) + ints]
-    entries += [b"\x0a\x01y\x12" + bytes([2 + len(floats)]) + b"\x12" + bytes([len(floats)]) + floats]
-    features = b"".join(b"\x0a" + bytes([len(entry)]) + entry for entry in entries)
-    ((example),) = read(framed(b"\x0a" + bytes([len(features)]) + features), decode=True)
-    assert plain(example) == plain({"x": np.array([5, -1]), "y": np.array([1.5], np.float32)})
 
 
 def test_without_the_checksums_package_the_error_names_it(monkeypatch):

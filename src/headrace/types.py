@@ -7,7 +7,7 @@ from headrace._core.ranks.rankinfo import RankInfo
 from headrace.datasets.files import FileSample
 from headrace.datasets.objects import ObjectSample
 from headrace.datasets.video import VideoClip
-from headrace.telemetry.counters import LoaderStats, SkipRecord
+from headrace.telemetry.counters import LoaderStats
 from headrace.telemetry.headspace import Headspace
 from headrace.telemetry.report import Report
 
@@ -22,7 +22,6 @@ __all__ = [
     "RankInfo",
     "Report",
     "RequestCounts",
-    "SkipRecord",
     "Stage",
     "VideoClip",
 ]

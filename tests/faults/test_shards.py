@@ -93,7 +93,7 @@ def check(dataset, delivered, kind, shard, member, offset=None, **options):
     assert first[0] == delivered, first
     (failure,) = (*first[1], *skipped)
     if skipped:
-        assert failure.error == kind, failure
+        assert failure.type_name == kind, failure
         for part in (f"shard {shard}", member or "", str(offset or "")):
             assert part in failure.message, failure
     else:

@@ -68,7 +68,7 @@ def test_batch_whose_worker_dies_is_retried_once_and_then_reported(case: Any, pl
         for error, record, (index, death) in zip(errors, skipped, DYING.items(), strict=True):
             indices = list(range(index - 1, index + 3))
             text = f"on batch {index // 4}, indices {indices}, attempt 2"
-            assert (record.error, record.batch) == ("WorkerDiedError", index // 4), record
+            assert (record.type_name, record.batch) == ("WorkerDiedError", index // 4), record
             assert text in record.message, record
             assert type(error) is hr.errors.WorkerDiedError, error
             assert (error.batch, error.indices) == (index // 4, tuple(indices)), error

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace._core.text import LIST_ITEMS, add_note, short_repr, shorten_list
+from headrace._core.text import LIST_ITEMS, add_note, short_repr, shorten, shorten_list
 from headrace._core.torchcompat.private import KeyErrorMessage
 from headrace.errors import ControlFlowError, HeadraceError, RemoteError, WorkerDiedError
 
 KEY_LIMIT = 500  # characters of a key in an error; an URL of an object has fewer
+MESSAGE_LIMIT = 500  # characters of an exception's message in a record that is kept
 
 
 class Stage(enum.StrEnum):
@@ -72,6 +73,18 @@ class Failure:
         if self.index is not None:
             return replace(self, key=self.key or sample_key(self.index))
         return replace(self, samples=self.samples or (describe_samples(indices, sample_key) if indices else None))
+
+    def as_text(self) -> Failure:
+        """This record to be kept, with short text in place of the exception, its traceback, and objects of the user's.
+
+        Its error is a `RemoteError` with the message; `type_name` is that of the exception's type.
+        """
+        error = RemoteError(shorten(self.message, MESSAGE_LIMIT), type_name=self.type_name)
+        index = self.index
+        if index is not None and type(index) is not int:
+            index = shorten(index) if type(index) is str else short_repr(index)
+        key = None if self.key is None else shorten(self.key)
+        return replace(self, error=error, index=index, key=key, traceback=None)
 
     @property
     def is_skippable(self) -> bool:
@@ -136,7 +149,7 @@ class Failure:
         return self.error
 
     def __str__(self) -> str:
-        return f"{type(self.error).__name__}: {self.message} ({self.where})"
+        return f"{self.type_name}: {self.message} ({self.where})"
 
 
 _PER_LOOP = "make clients, which belong to one event loop, by headrace.per_loop"

@@ -10,14 +10,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from headrace._core.batches import FetchTimes, HostBatch, RequestCounts, StageTimes
-from headrace._core.failure import Failure, Stage
-from headrace._core.text import short_repr, shorten
+from headrace._core.failure import Failure
 
-__all__ = ["KEPT", "BatchRecord", "Counters", "LoaderStats", "SkipRecord", "counters_of"]
+__all__ = ["KEPT", "BatchRecord", "Counters", "LoaderStats", "counters_of"]
 
 KEPT = 4096  # batches
 SKIPS = 100  # of which a record is kept
-MESSAGE_LIMIT = 500  # characters of an exception's message in it
 
 
 class BatchRecord(NamedTuple):
@@ -48,55 +46,6 @@ Subscriber: TypeAlias = "Callable[[Counters, BatchRecord], None]"
 
 
 @dataclass(frozen=True, slots=True)
-class SkipRecord:
-    """A skipped failure as text, without references to the exception, its traceback or the sample.
-
-    Attributes:
-        error: the name of the exception's type.
-        message: the exception's message, shortened to 500 characters.
-        stage: the step that failed. A `Stage` is a str: ``record.stage == "fetch"``.
-        batch: the batch's number.
-        index: the sampler's index, or the position in a stream; None where the whole batch failed. Anything but an int
-            or a str is shortened text.
-        key: the dataset's name for that index, shortened; None if it has none.
-        worker: the worker's number; None outside a worker.
-        attempt: number of the attempt, from 1.
-        where: the location as text: stage, batch, index, key, worker, attempt.
-    """
-
-    error: str
-    message: str
-    stage: Stage
-    batch: int
-    index: int | str | None
-    key: str | None
-    worker: int | None
-    attempt: int
-    where: str
-
-    @classmethod
-    def of(cls, failure: Failure) -> SkipRecord:
-        """The record of a failure."""
-        index = failure.index
-        if index is not None and type(index) is not int:
-            index = shorten(index) if type(index) is str else short_repr(index)
-        return cls(
-            error=failure.type_name,
-            message=shorten(failure.message, MESSAGE_LIMIT),
-            stage=failure.stage,
-            batch=failure.batch,
-            index=index,
-            key=None if failure.key is None else shorten(failure.key),
-            worker=failure.worker,
-            attempt=failure.attempt,
-            where=failure.where,
-        )
-
-    def __str__(self) -> str:
-        return f"{self.error}: {self.message} ({self.where})"
-
-
-@dataclass(frozen=True, slots=True)
 class LoaderStats:
     """A loader's counts since it was made, over all its epochs.
 
@@ -105,7 +54,7 @@ class LoaderStats:
         batches: batches delivered.
         samples: samples delivered.
         skipped_samples: samples left out by ``on_error="skip"``, with those of the rest of each shard that ended early.
-        skipped: the last 100 failures that were skipped, oldest first.
+        skipped: the last 100 failures that were skipped, oldest first; text alone, without exceptions and samples.
         replaced_batches: batches delivered a second time in place of batches that lost all their samples.
         wait_seconds: seconds in `next()` or `anext()` for the batches delivered, as in `Report.waited`; the first batch
             of each iteration included.
@@ -122,7 +71,7 @@ class LoaderStats:
     batches: int
     samples: int
     skipped_samples: int
-    skipped: tuple[SkipRecord, ...] = field(repr=False)
+    skipped: tuple[Failure, ...] = field(repr=False)
     replaced_batches: int
     wait_seconds: float
     elapsed_seconds: float
@@ -155,7 +104,7 @@ class Counters:
         self.placement = "not started"
         self.epochs = self.batches = self.samples = self.skipped_samples = 0
         self.replaced_batches = self.discarded_batches = self.worker_deaths = 0
-        self.skipped: deque[SkipRecord] = deque(maxlen=SKIPS)
+        self.skipped: deque[Failure] = deque(maxlen=SKIPS)
         self.requests = RequestCounts()
         self._counted: RequestCounts | None = None
         self._began: float | None = None
@@ -195,7 +144,7 @@ class Counters:
     def skip(self, host: HostBatch) -> None:
         """Count the skipped samples of a batch."""
         self.skipped_samples += host.skipped
-        self.skipped.extend(map(SkipRecord.of, host.failures[-SKIPS:]))
+        self.skipped.extend(failure.as_text() for failure in host.failures[-SKIPS:])
         if host.requests is not None:
             self._add(host.requests)
 

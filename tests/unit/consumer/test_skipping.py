@@ -141,7 +141,7 @@ def test_batch_is_delivered_without_failed_samples(stage, num_workers, error):
         stats = loader.stats()
         (record,) = stats.skipped
         assert (record.stage, record.batch) == (stage, 2)
-        assert record.error == ("ControlFlowError" if error is GeneratorExit else error.__name__)
+        assert record.type_name == ("ControlFlowError" if error is GeneratorExit else error.__name__)
         if stage == "collate":
             assert (stats.samples, stats.skipped_samples, stats.replaced_batches, record.index) == (8, 2, 1, None)
             assert "indices [4, 5], keys ['key-4', 'key-5']" in str(record)
@@ -365,7 +365,7 @@ def test_batch_that_kills_its_worker_is_replaced():
 
     with skipping(Numbers(6), num_workers=1, transform=die) as loader:
         assert lists(loader) == [[0, 1], [4, 5], [0, 1]]
-        assert [(record.error, record.batch) for record in loader.stats().skipped] == [("WorkerDiedError", 1)]
+        assert [(record.type_name, record.batch) for record in loader.stats().skipped] == [("WorkerDiedError", 1)]
 
 
 class Dies(hr.AsyncIterableDataset):

@@ -95,7 +95,7 @@ def test_invalid_line_is_an_error_with_its_number_and_offset(tmp_path):
     with hr.DataLoader(hr.LinesDataset(tmp_path, shards_in_parallel=1), batch_size=1, on_error="skip") as loader:
         assert [batch["x"].item() for batch in loader] == [1, 3, 4]
         (failure,) = loader.stats().skipped
-    assert failure.error == "ShardError"
+    assert failure.type_name == "ShardError"
     assert "invalid line 3: Expecting value" in failure.message
     assert "a.jsonl, offset 10)" in failure.message
 

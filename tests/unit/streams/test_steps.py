@@ -96,7 +96,7 @@ def test_skipped_errors_leave_full_batches(options):
     assert [len(batch) for batch in batches] == [6] * 6
     assert list(itertools.chain.from_iterable(batches)) == [i for i in range(40) if i not in (3, 7, 8, 25)]
     assert loader.stats().skipped_samples == 4
-    assert collections.Counter(record.error for record in loader.stats().skipped) == {"Mine": 2, "ValueError": 2}
+    assert collections.Counter(record.type_name for record in loader.stats().skipped) == {"Mine": 2, "ValueError": 2}
 
 
 def test_sample_that_kills_its_worker_before_batching_loses_no_other():

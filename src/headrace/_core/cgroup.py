@@ -1,4 +1,4 @@
-"""What the machine and its control groups grant this process: cores, memory, processes."""
+"""What the machine and its control groups grant this process: cores and memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ class CgroupLimits:
     cores: float = math.inf  # CPU seconds a second
     memory: float = math.inf  # bytes
     memory_left: float = math.inf  # bytes of the group that has fewest left
-    pids: float = math.inf  # processes and threads
-    pids_left: float = math.inf  # those that the group with fewest may still start
 
     @classmethod
     def here(cls, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> CgroupLimits:
@@ -28,10 +26,9 @@ class CgroupLimits:
             if each != root and root not in each.parents:
                 return limits
             cores = _numbers(each / "cpu.max")
-            memory, pids = _numbers(each / "memory.max"), _numbers(each / "pids.max")
+            memory = _numbers(each / "memory.max")
             memory_left = memory[0] - _numbers(each / "memory.current", 0.0)[0]
-            pids_left = pids[0] - _numbers(each / "pids.current", 0.0)[0]
-            found = cores[0] / cores[-1] if len(cores) > 1 else math.inf, memory[0], memory_left, pids[0], pids_left
+            found = cores[0] / cores[-1] if len(cores) > 1 else math.inf, memory[0], memory_left
             limits = cls(*map(min, astuple(limits), found))
         return limits
 

@@ -20,7 +20,6 @@ __all__ = ["Finding", "run"]
 
 USUAL_DESCRIPTORS = 1024
 GIB = 1 << 30  # bytes
-LEAST_PROCESSES = 64  # that may still be started: the zygote, the loader's process, workers, and their threads
 REQUIRED = ("torch", "numpy", "anyio", "obstore", "aiofiles", "cloudpickle")
 
 
@@ -91,21 +90,6 @@ def _check_cores() -> Iterator[Finding]:
         yield Finding("threads", text, f"export OMP_NUM_THREADS={max(1, int(granted))}")
 
 
-def _check_processes() -> Iterator[Finding]:
-    """How many processes may be started."""
-    limits = CgroupLimits.here()
-    if math.isfinite(limits.pids):
-        text = f"{limits.pids_left:,.0f} of the container's {limits.pids:,.0f} are left"
-        few = limits.pids_left < LEAST_PROCESSES
-        remedy = "docker run --pids-limit=4096" if few else None
-        yield Finding("container PIDs", text + ": workers may fail to start" * few, remedy)
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    few = 0 <= soft < 4 * LEAST_PROCESSES and os.geteuid() != 0
-    if few:
-        text = f"limit {soft:,} for this user: workers may fail to start"
-        yield Finding("user processes", text, "ulimit -u 4096; as root, if the hard limit is lower")
-
-
 def _check_event_loop() -> Iterator[Finding]:
     """uvloop, and the variable that chooses asyncio's loop."""
     if os.environ.get("HEADRACE_EVENT_LOOP") == "asyncio":
@@ -152,7 +136,6 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _check_descriptors,
     _check_memory,
     _check_cores,
-    _check_processes,
     _check_event_loop,
     _check_device,
     _check_versions,

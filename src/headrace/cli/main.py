@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         help="look for what on this machine a loader will suffer from",
-        description="Prints a line for each finding: limits of descriptors, memory and processes, cores, the event "
+        description="Prints a line for each finding: limits of descriptors and memory, cores, the event "
         "loop, the device, versions. A problem has its remedy. Exit status 1 if there is one.",
     )
     doctor.add_argument("--json", action="store_true", help="print a JSON object, for programs")

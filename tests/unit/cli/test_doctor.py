@@ -9,14 +9,7 @@ import sys
 
 from headrace._core.cgroup import CgroupLimits
 from headrace.cli import doctor
-from headrace.cli.doctor import (
-    Finding,
-    _check_cores,
-    _check_descriptors,
-    _check_event_loop,
-    _check_memory,
-    _check_processes,
-)
+from headrace.cli.doctor import Finding, _check_cores, _check_descriptors, _check_event_loop, _check_memory
 from headrace.cli.main import main
 
 FINE = Finding("clock", "tsc")
@@ -41,7 +34,7 @@ def test_few_descriptors_and_one_core_are_problems_with_remedies():
     assert found["threads"].remedy == "export OMP_NUM_THREADS=1"
 
 
-def test_few_descriptors_or_processes_are_a_problem_with_a_remedy(monkeypatch):
+def test_few_descriptors_are_a_problem_with_a_remedy(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 128))
     (found,) = _check_descriptors()
     assert found.text.startswith('64 (hard limit 128): concurrency="auto" uses up to 32 requests of 1,024')
@@ -49,9 +42,6 @@ def test_few_descriptors_or_processes_are_a_problem_with_a_remedy(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (4096, 4096))
     (found,) = _check_descriptors()
     assert found.ok
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 128))
-    assert list(_check_processes())[-1].remedy == "ulimit -u 4096; as root, if the hard limit is lower"
 
 
 def test_a_pipe_gets_one_plain_line_for_each_finding(monkeypatch, capsys):
@@ -85,11 +75,11 @@ def write(folder, **files):
 
 
 def test_limits_of_control_groups_version_2_are_the_tightest_of_all_parents(tmp_path):
-    write(tmp_path / "root/job", cpu__max="200000 100000", memory__max="max", pids__max="100", pids__current="90")
+    write(tmp_path / "root/job", cpu__max="200000 100000", memory__max="max")
     write(tmp_path / "root/job/inner", cpu__max="max 100000", memory__max=str(1 << 30), memory__current=str(1 << 29))
     write(tmp_path, membership="0::/job/inner")
     limits = CgroupLimits.here(tmp_path / "root", tmp_path / "membership")
-    assert limits == CgroupLimits(cores=2.0, memory=1 << 30, memory_left=1 << 29, pids=100, pids_left=10)
+    assert limits == CgroupLimits(cores=2.0, memory=1 << 30, memory_left=1 << 29)
     write(tmp_path, membership="1:memory:/")  # no control groups of version 2
     assert CgroupLimits.here(tmp_path / "root", tmp_path / "membership") == CgroupLimits()
     assert CgroupLimits.here(tmp_path / "absent", tmp_path / "absent") == CgroupLimits()
@@ -104,10 +94,9 @@ def test_limits_of_control_groups_are_problems_and_each_remedy_mends_its_line(tm
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     write(tmp_path, membership="0::/job")
     write(root / "job", cpu__max="150000 100000", memory__max=str(1 << 30), memory__current=str(512 << 20))
-    write(root / "job", pids__max="64", pids__current="44")
 
     def found():
-        return {each.name: each for check in (_check_memory, _check_cores, _check_processes) for each in check()}
+        return {each.name: each for check in (_check_memory, _check_cores) for each in check()}
 
     small = found()
     assert small["memory"].text == (
@@ -119,10 +108,8 @@ def test_limits_of_control_groups_are_problems_and_each_remedy_mends_its_line(tm
     assert small["cores"].text.endswith("(the container's quota): fetching, workers and training share them")
     assert small["cores"].remedy.startswith("a larger quota, for example docker run --cpus=")
     assert small["threads"].remedy == "export OMP_NUM_THREADS=1"
-    assert small["container PIDs"].text == "20 of the container's 64 are left: workers may fail to start"
-    assert small["container PIDs"].remedy == "docker run --pids-limit=4096"
 
-    write(root / "job", cpu__max="400000 100000", memory__max=str(8 << 30), pids__max="4096")
+    write(root / "job", cpu__max="400000 100000", memory__max=str(8 << 30))
     assert [each for each in found().values() if not each.ok] == []
     write(root / "job", cpu__max="250000 100000")
     assert found()["threads"].remedy == "export OMP_NUM_THREADS=2"

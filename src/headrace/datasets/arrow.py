@@ -133,7 +133,7 @@ class ArrowDataset(TableStream):
 
     Files (Feather 2) and streams, also with lz4 or zstd, and a folder of Hugging Face's `save_to_disk`: one split,
     without the results that `datasets` has cached there. Features (Image, Audio, ClassLabel) are given as stored.
-    Options, `groups` and errors are those of `ParquetDataset`. Parts are record batches; each is read whole by one
+    Options and errors are those of `ParquetDataset`. Parts are record batches; each is read whole by one
     request, whatever the `columns`, and by one more for each dictionary. They have no statistics and no checksums. No
     parts of nested columns are read. The constructor reads the headers of all record batches, one after the other.
 

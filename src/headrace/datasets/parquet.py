@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -15,10 +14,9 @@ from headrace._core.shards.tables import TableFile, as_expression, filter_text, 
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.blocking import background_loop
-from headrace._core.streams.map_style import AsyncDataset
 from headrace._core.text import check_names
 
-__all__ = ["ParquetDataset", "RowGroupDataset", "TableStream"]
+__all__ = ["ParquetDataset", "TableStream"]
 
 
 class TableStream(PartStream[Any]):
@@ -54,45 +52,21 @@ class TableStream(PartStream[Any]):
             raise ValueError(f"table_rows={table_rows} must be at least 1, and goes with format='arrow'")
         if buffer_size < 0 or (seed or 0) < 0 or prefetch_row_groups < 1 or prefetch_bytes < 1:
             raise ValueError("buffer_size, seed must be at least 0, prefetch_row_groups, prefetch_bytes at least 1")
+        require_pyarrow(f"reading {type(self).__name__}")
+        check_names("columns", columns)
+        names = None if columns is None else tuple(columns)
+        if names is not None and (not names or len(set(names)) < len(names)):
+            raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
         super().__init__(RankChoice(rank, world_size), shuffle, buffer_size, seed, remainder)
         self._format, self._table_rows = format, table_rows
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
         filters = as_expression(filters)
         self._filters = filter_text(filters)
-        self._groups = self._open(shards, columns, filters, store, as_rows=format == "rows")
+        files = background_loop().run(self._read_files(find_shards(shards, suffixes=self._suffixes, store=store)))
+        selections = select_columns(files, names, filters, as_rows=format == "rows")  # columns of all files agree
+        self._groups = [group for file, one in zip(files, selections, strict=True) for group in file.row_groups(one)]
         if self._ranks.given is not None:
             self._counts_to_equalize(self._ranks.given)
-
-    @classmethod
-    def groups(
-        cls,
-        shards: Shards,
-        *,
-        columns: Sequence[str] | None = None,
-        filters: Any = None,
-        store: StoreLike | None = None,
-    ) -> RowGroupDataset:
-        """The row groups as `pyarrow.Table`, map-style; for your own samplers.
-
-        Arguments and errors are those of the class; with `filters`, a table may be empty. Blocks: in an async program
-        use ``await asyncio.to_thread(ParquetDataset.groups, ...)``.
-        """
-        return RowGroupDataset(cls._open(shards, columns, as_expression(filters), store))
-
-    @classmethod
-    def _open(
-        cls, shards: Shards, columns: Sequence[str] | None, filters: Any, store: StoreLike | None, as_rows: bool = False
-    ) -> list[RowGroup]:
-        """Find the files, read their footers, check that their columns agree."""
-        require_pyarrow(f"reading {cls.__name__}")
-        check_names("columns", columns)
-        names = None if columns is None else tuple(columns)
-        if names is not None and (not names or len(set(names)) < len(names)):
-            raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
-        found = find_shards(shards, suffixes=cls._suffixes, store=store)
-        files = background_loop().run(cls._read_files(found))
-        selections = select_columns(files, names, filters, as_rows=as_rows)
-        return [group for file, one in zip(files, selections, strict=True) for group in file.row_groups(one)]
 
     def __repr__(self) -> str:
         rows = sum(group.rows for group in self._groups)
@@ -199,54 +173,3 @@ class ParquetDataset(TableStream):
 
     _suffixes = SUFFIXES
     _read_files = staticmethod(read_footers)
-
-
-class RowGroupDataset(AsyncDataset[Any]):
-    """The row groups of Parquet files as `pyarrow.Table`, map-style; made by `ParquetDataset.groups`.
-
-    The unit is the row group, not the row: it is the least that can be read of a Parquet file, so that one random row
-    would cost as much as its whole group.
-
-    Args:
-        groups: the row groups of all files, in order.
-
-    Example:
-        >>> import pathlib, tempfile, pyarrow, pyarrow.parquet
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "0.parquet"
-        >>> pyarrow.parquet.write_table(pyarrow.table({"x": range(10)}), path, row_group_size=4)
-        >>> dataset = ParquetDataset.groups(path)
-        >>> len(dataset), dataset[2]["x"].to_pylist()
-        (3, [8, 9])
-    """
-
-    def __init__(self, groups: Sequence[RowGroup]) -> None:
-        self._groups = tuple(groups)
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} row groups)"
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The number of rows in each row group, before filters."""
-        return tuple(group.rows for group in self._groups)
-
-    async def aget(self, index: int) -> Any:
-        """Fetch the row group at `index`; as with a list, negative indices count from the end.
-
-        Raises:
-            IndexError: there is no such row group.
-            ShardError: it is corrupt.
-            StoreError: a request failed, or the file has changed since the dataset was made.
-        """
-        import pyarrow
-
-        group = self._groups[index]
-        pieces = await group.fetch()
-        return await asyncio.to_thread(lambda: pyarrow.concat_tables(group.decode(pieces, group.rows)))
-
-    def sample_key(self, index: int) -> str:
-        """The file and the number of the row group at `index`."""
-        return self._groups[index].name

@@ -84,7 +84,6 @@ DATASETS = {
     "lines, shuffled": lambda folder: lines(folder, shuffle=True, buffer_size=4),
     "parquet rows, shuffled": lambda folder: parquet(folder, shuffle=True, buffer_size=4),
     "parquet tables": lambda folder: parquet(folder, format="arrow", table_rows=2),
-    "row groups": lambda folder: hr.ParquetDataset.groups(folder / "parquet"),
     "tokens": lambda folder: hr.TokenDataset(folder / "tokens", seq_len=4),
     "objects": lambda folder: hr.ObjectDataset(folder / "objects"),
     "cached, indexed": lambda folder: indexed(folder).cache(folder / "cache"),

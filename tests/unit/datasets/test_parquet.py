@@ -10,7 +10,6 @@ import pytest
 
 import headrace as hr
 from headrace.errors import ObjectChangedError, ShardError
-from headrace.testing import DatasetContract
 from object_server import ObjectServer
 
 ROWS, GROUP = 100, 30  # rows of a file, and of a row group: four groups, the last with 10
@@ -36,26 +35,8 @@ def opened(server, shards="a", **options):
     )
 
 
-def grouped(server, shards="a", **options):
-    return hr.ParquetDataset.groups(
-        f"{server.url}/{shards}", store=hr.Store(server.url, options=server.store_options), **options
-    )
-
-
 def ids(rows):
     return [row["id"] for row in rows]
-
-
-class TestRowGroups(DatasetContract):
-    @pytest.fixture(autouse=True)
-    def _served(self, server):
-        self.server = server
-
-    def make_dataset(self):
-        return grouped(self.server)
-
-    def equal(self, left, right):
-        return left.equals(right)
 
 
 @pytest.mark.counts
@@ -85,9 +66,9 @@ def test_only_requested_columns_are_read():
     table = pa.table({name: [f"{name} {i * 7919 % count}" for i in range(count)] for name in "abc"})
     data = written(table, use_dictionary=False, compression="none")
     with ObjectServer({"a.parquet": data}) as server:
-        dataset = grouped(server, "a.parquet", columns=["a", "c"])
+        dataset = opened(server, "a.parquet", columns=["a", "c"], format="arrow")
         server.misbehave()
-        assert dataset[0].equals(table.select(["a", "c"]))
+        assert next(iter(dataset)).equals(table.select(["a", "c"]))
         chunks = [pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0).column(i) for i in (0, 2)]
         wanted = [(c.data_page_offset, c.data_page_offset + c.total_compressed_size - 1) for c in chunks]
         assert sorted(seen.span for seen in server.seen()) == sorted(f"bytes={a}-{b}" for a, b in wanted)
@@ -96,9 +77,9 @@ def test_only_requested_columns_are_read():
 def test_large_column_chunk_is_read_by_several_requests():
     table = pa.table({"blob": [i.to_bytes(4, "little") * 250_000 for i in range(20)]})
     with ObjectServer({"a.parquet": written(table, use_dictionary=False, compression="none")}) as server:
-        dataset = grouped(server, "a.parquet")
+        dataset = opened(server, "a.parquet", format="arrow")
         server.misbehave()
-        assert dataset[0].equals(table)
+        assert next(iter(dataset)).equals(table)
         assert len(server.seen()) == 3, "20 MB in pieces of 8 MiB"
 
 
@@ -127,7 +108,7 @@ def test_files_without_rows_yield_nothing(server):
     server.put("none/1.parquet", stream.getvalue())
     server.put("none/2.parquet", OBJECTS["a/0.parquet"])
     assert list(opened(server, "none/{0,1}.parquet")) == []
-    assert [table.num_rows for table in grouped(server, "none", columns=["id"])] == [30, 30, 30, 10]
+    assert [table.num_rows for table in opened(server, "none", columns=["id"], format="arrow")] == [30, 30, 30, 10]
 
 
 def test_files_with_different_columns_need_columns_argument(server):

@@ -121,10 +121,6 @@ class RowGroup:
         return int(self.footer.rows[self.number])
 
     @property
-    def name(self) -> str:
-        return f"{self.footer.shard.key}, {self.kind} {self.number}"
-
-    @property
     def sizes(self) -> tuple[int, int]:
         """Compressed and unpacked bytes; of columns with a dictionary as they are encoded."""
         stored = self.footer.metadata.row_group(self.number)

@@ -157,9 +157,10 @@ def test_neither_pinned_nor_device_memory_grows_over_two_thousand_batches(monkey
 def test_slabs_are_page_locked_in_place_and_unregistered_on_close(monkeypatch):
     registered = Registered(monkeypatch)
     with hr.DataLoader(Rows(50), num_workers=1, device="cuda") as loader:
-        assert check_every_byte(loader) == 50
+        batches = iter(loader)
+        next(batches)
         assert registered.total > 0
-    del loader
+    del loader, batches
     gc.collect()
     assert registered.total == 0
 

@@ -170,7 +170,7 @@ async def _matching(shard: Shard, folder: str, names: Sequence[str], suffixes: t
     found, folders = list[Shard](), [""]
     for step in re.findall(r"(?:[^/*?\[]*/)*[^/]+", pattern):  # directories without wildcards, and a name
         path, slash, name = step.rpartition("/")
-        one = partial(list_level, store=store, glob=glob_expression(name), start=_GLOB.split(name)[0])
+        one = partial(list_level, store=store, glob=glob_expression(name))
         levels = await map_all(one, [folder + path + slash for folder in folders], AT_ONCE)
         found = [Shard(store, head.key, head) for objects, _ in levels for head in objects.values()]
         folders = [each for _, below in levels for each in below]

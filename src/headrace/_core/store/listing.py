@@ -34,7 +34,6 @@ T = TypeVar("T")
 AT_ONCE = 16  # parts of a listing
 PART = 2 * PAGE  # objects, at least, as expected
 _BARE_MD5 = re.compile(r"[0-9a-f]{32}(?:-\d+)?")  # S3's tags in inventories; in responses they are quoted
-_LAST = "\U0010ffff"  # sorts after every other character
 _METADATA_KEY = b"headrace.listing"
 
 UNKNOWN = -1
@@ -304,24 +303,15 @@ def _distinct(pages: Iterable[Sequence[Head]], store: Store) -> list[Head]:
     return [heads[each] for each in _positions(keys, [(head.size, head.etag) for head in heads], store.url)]
 
 
-async def list_level(folder: str, *, store: Store, glob: re.Pattern[str], start: str) -> tuple[dict[str, Head], ...]:
-    """The objects in a directory whose names match, and something in each directory in it that does, by their keys.
+async def list_level(folder: str, *, store: Store, glob: re.Pattern[str]) -> tuple[dict[str, Head], ...]:
+    """The objects in a directory whose names match, and the directories in it whose names do, by their keys.
 
-    `folder` is empty or ends in a slash; `start` is what the names begin with that match. Errors are those of
-    `list_objects`.
+    `folder` is empty or ends in a slash. Errors are those of `list_objects`.
     """
-    after = start[:-1]  # a listing begins after a key, so that here is one that is before `start`, and near it
-    if "!" <= start[-1:] <= "~":
-        after += chr(ord(start[-1]) - 1) + _LAST
-    try:
-        if not start or not store.traits.list_in_order:
-            raise _UnorderedError
-        pages = await _list_between((folder + after, f"{folder}{start}{_LAST}"), store, folder, _heads, below=False)
-    except _UnorderedError:
-        level = await store.level(folder)
-        pages = [_heads(level["objects"]), [Head(f"{each}/", 0, None) for each in level["common_prefixes"]]]
+    level = await store.level(folder)
     found: tuple[dict[str, Head], ...] = {}, {}
-    for head in _distinct(pages, store):
+    folders = [Head(f"{each}/", 0, None) for each in level["common_prefixes"]]
+    for head in _distinct((_heads(level["objects"]), folders), store):
         name, below, _ = head.key[len(folder) :].partition("/")
         if name and head.key.startswith(folder) and glob.fullmatch(name):
             found[bool(below)][folder + name] = head
@@ -352,28 +342,19 @@ async def _list_in_parts(store: Store, prefix: str, take: Callable[[Sequence[Obj
 
 
 async def _list_between(
-    bounds: tuple[str, str], store: Store, prefix: str, take: Callable[[Sequence[ObjectMeta]], T], *, below: bool = True
+    bounds: tuple[str, str], store: Store, prefix: str, take: Callable[[Sequence[ObjectMeta]], T]
 ) -> list[T]:
-    """List the keys in a directory that are after the first bound and not after the second, which is empty for none.
-
-    If not `below`, no request is made for keys in directories in it, but for those on the first page of each.
-    """
+    """List the keys in a directory that are after the first bound and not after the second, which is empty for none."""
     part, (after, until) = list[T](), bounds
-    begins = [after]
-    for begin in begins:
-        async with aclosing(store.pages(prefix or None, after=begin or None)) as pages:
-            async for page in pages:
-                keys = [entry["path"] for entry in page]
-                if keys != sorted(keys):
-                    raise _UnorderedError
-                inside = bisect.bisect_right(keys, until) if until else len(keys)
-                part.append(take(page[:inside]))
-                name, in_directory, _ = keys[-1][len(prefix) :].partition("/")
-                if inside == len(keys) == PAGE and in_directory and not below:
-                    begins.append(f"{prefix}{name}/{_LAST}")
-                    break
-                if inside < len(keys):
-                    break
+    async with aclosing(store.pages(prefix or None, after=after)) as pages:
+        async for page in pages:
+            keys = [entry["path"] for entry in page]
+            if keys != sorted(keys):
+                raise _UnorderedError
+            inside = bisect.bisect_right(keys, until) if until else len(keys)
+            part.append(take(page[:inside]))
+            if inside < len(keys):
+                break
     return part
 
 

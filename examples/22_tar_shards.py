@@ -49,7 +49,7 @@ with tempfile.TemporaryDirectory() as name:
     print(f"{indexed}; sample 50 is {indexed[50]['__key__']}, one ranged read")
 
     for rank in range(2):  # in training, each rank is a process and determines its rank itself
-        stream = indexed.stream(shuffle=True, buffer_size=20, seed=7, rank=rank, world_size=2, remainder="repeat")
+        stream = indexed.stream(shuffle=True, buffer_size=20, seed=7, rank=rank, world_size=2)
         with hr.DataLoader(stream, batch_size=16, num_workers=1, transform=decode) as loader:
             for epoch in range(2):
                 batches = [batch["cls"] for batch in loader]

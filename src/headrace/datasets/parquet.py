@@ -147,8 +147,8 @@ class ParquetDataset(TableStream):
             all ranks, else 0.
         rank: the share of the stream to read; as for `TarDataset`.
         world_size: number of ranks.
-        remainder: policy for ranks with unequal numbers of samples: ``"drop"``, ``"repeat"`` or ``"keep"``,
-            as for `TarDataset`. The numbers are known from the footers, without `filters`.
+        remainder: policy for ranks with unequal numbers of samples: ``"drop"`` or ``"keep"``, as for `TarDataset`. The
+            numbers are known from the footers, without `filters`.
         prefetch_row_groups: maximum row groups read at once; they are ahead of the one whose samples are given out.
         prefetch_bytes: maximum compressed bytes of all these; at least one row group is read whatever its size.
         store: store of all files, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.

@@ -61,8 +61,8 @@ class TarDataset(ShardedStream[dict[str, Any]]):
             all ranks, else 0.
         rank: the share of the stream to read; by default that of `headrace.get_rank_info` when reading starts.
         world_size: number of ranks.
-        remainder: policy for ranks with unequal numbers of samples: ``"drop"`` or ``"repeat"`` (starts the rank's
-            samples again); ``"keep"`` yields each sample once, and numbers may differ.
+        remainder: policy for ranks with unequal numbers of samples: ``"drop"`` truncates each to the shortest;
+            ``"keep"`` yields each sample once, and numbers may differ.
         counts: number of samples in each shard; needed with several ranks unless ``remainder="keep"``, or `split` is
             applied to the stream: then each rank reads all shards. A shard that turns out to have another number, as
             far as it is read, is a warning.

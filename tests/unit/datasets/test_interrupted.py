@@ -90,7 +90,7 @@ DATASETS = {
     "concat": lambda folder: hr.concat([tar(folder), lines(folder, shuffle=True)]),
     "mix, repeated": lambda folder: hr.mix([tar(folder).repeat(2), lines(folder).repeat()], [1, 1]),
     "shuffle": lambda folder: lines(folder).shuffle(4),
-    "split": lambda folder: lines(folder, shuffle=True).split(rank=1, world_size=2, remainder="repeat"),
+    "split": lambda folder: lines(folder, shuffle=True).split(rank=1, world_size=2),
     "map and filter": lambda folder: lines(folder).map(with_noise).filter(is_likely),
     "batch_by_tokens": lambda folder: hr.batch_by_tokens(Words().shuffle(5), 8, boundaries=(2,)),
     "pipe": lambda folder: lines(folder, shuffle=True).pipe(neighbours),

@@ -106,9 +106,8 @@ def test_rows_left_are_given_once_by_another_number_of_ranks(folder, worlds):
 
 def test_ranks_of_unknown_length_are_refused(folder, monkeypatch):
     make = functools.partial(hr.ParquetDataset, folder, filters=X > 20)
-    for remainder in ("drop", "repeat"):
-        with pytest.raises(ValueError, match=r"unequal numbers of samples.*\.split\(\).*coordinated=True"):
-            make(rank=0, world_size=2, remainder=remainder)
+    with pytest.raises(ValueError, match=r"unequal numbers of samples.*\.split\(\).*coordinated=True"):
+        make(rank=0, world_size=2)
     with pytest.raises(TypeError, match="length of this ParquetDataset is unknown"):
         len(make())
     lengths = {len(list(make().split(rank=rank, world_size=4))) for rank in range(4)}

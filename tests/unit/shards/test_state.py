@@ -94,9 +94,7 @@ def test_lines_continue_at_every_position(packing, format, ending):
     [
         (False, "drop", 5),
         (False, "keep", 0),
-        (False, "repeat", 30),
         (True, "drop", 0),
-        (True, "repeat", 1),
         (True, "keep", 5),
     ],
 )

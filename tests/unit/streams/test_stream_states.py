@@ -14,11 +14,9 @@ import headrace as hr
 from headrace._core.engine.stepping import session_compute
 from headrace._core.seeding import isolated_generators
 from headrace._core.streams.epochs import keys_within, session_epoch
-from headrace._core.streams.operators import EqualLength
 from headrace._core.streams.resumable import start_stream, warn_of_rereading
 from headrace._core.streams.steps import compute
-from headrace.errors import ShortStreamError
-from tests.unit.streams.reading import Count, Inside, Plain, PlainIterator, outcomes
+from tests.unit.streams.reading import Count, Inside, Plain, outcomes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no state_dict")
 
@@ -149,7 +147,7 @@ COMPOSITIONS = {
         f"split, {remainder}, rank {rank}": (
             lambda rank=rank, remainder=remainder: rank_of(Count(8, bad=[1, 5]).shuffle(3), rank, remainder=remainder)
         )
-        for remainder in ("drop", "repeat", "keep")
+        for remainder in ("drop", "keep")
         for rank in range(3)
     },
     "split of concat of filter": lambda: rank_of(hr.concat([Count(9).filter(odd), Count(20, 10)]), 1),
@@ -160,9 +158,7 @@ COMPOSITIONS = {
     "tokens of filter, errors, drop last": lambda: hr.batch_by_tokens(
         Count(40, bad=[4, 21]).filter(odd).map(lambda i: i * 7 % 10), 20, length=int, boundaries=[4], drop_last=True
     ),
-    "split of tokens": lambda: rank_of(
-        hr.batch_by_tokens(Count(20, 1), 30, length=int, boundaries=[5]), 1, 2, "repeat"
-    ),
+    "split of tokens": lambda: rank_of(hr.batch_by_tokens(Count(20, 1), 30, length=int, boundaries=[5]), 1, 2, "keep"),
     "pack, errors": lambda: Count(30, bad=[2, 7]).map(document).pack(9).map(listed),
     "pack of filter": lambda: Count(30, bad=[4]).filter(odd).map(document).pack(9, "first_fit", window=3).map(listed),
     "split of pack": lambda: rank_of(Count(40, bad=[6]).map(document).pack(9, "best_fit", window=2).map(listed), 1, 2),
@@ -338,12 +334,6 @@ def test_streams_with_the_same_functions_draw_different_random_numbers():
 
     with loader(), isolated_generators():
         asyncio.run(run())
-
-
-def test_error_of_a_stream_without_a_sample_to_repeat_says_so():
-    with pytest.raises(ShortStreamError, match="no sample to repeat: use fewer ranks") as caught:
-        asyncio.run(anext(EqualLength(lambda: start_stream(Count(0)), 4, "repeat")))
-    assert "remainder=" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (1, 4), (4, 2)])
@@ -530,7 +520,7 @@ def streams(depth):
         streams(3),
         st.builds(
             lambda s, rank, how: lambda: rank_of(s(), rank, 3, how),
-            *(streams(2), st.integers(0, 2), st.sampled_from(["drop", "repeat", "keep"])),
+            *(streams(2), st.integers(0, 2), st.sampled_from(["drop", "keep"])),
         ),
     ),
     position=st.integers(0, 40),
@@ -615,23 +605,3 @@ async def test_state_of_a_dataset_that_has_none_now_is_refused():
     state = start_stream(OwnState(5)).state_dict()
     with pytest.raises(hr.StateError, match="one of Plain, which has no load_state_dict"):
         start_stream(Plain(5)).load_state_dict(state)
-
-
-class FailsForEver(Plain):
-    """When it is started after `fails` was set, each read fails."""
-
-    fails = False
-
-    def __aiter__(self):
-        return PlainIterator(Plain(1000, bad=range(1000)) if self.fails else self)
-
-
-async def test_stream_that_fails_for_ever_when_its_start_is_read_again_is_an_error():
-    stream = FailsForEver(2)
-    dataset = stream.split(remainder="repeat", rank=3, world_size=4)
-    restored = aiter(dataset)
-    restored.load_state_dict(aiter(dataset).state_dict())
-    reading = asyncio.ensure_future(anext(restored))
-    stream.fails = True  # before the task runs
-    with pytest.raises(ValueError, match="100"):
-        await reading

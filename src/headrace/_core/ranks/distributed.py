@@ -11,11 +11,10 @@ from torch.utils.data import get_worker_info
 
 from headrace._core.ranks.rankinfo import GROUP, OF_STATE, RankInfo, own_rank, rank_from, reader_divides
 
-Remainder = Literal["drop", "repeat", "keep"]
+Remainder = Literal["drop", "keep"]
 """The policy for ranks that would get unequal numbers of samples.
 
-``"drop"`` truncates every rank to the shortest. ``"repeat"`` starts the rank's samples again. ``"keep"`` leaves the
-numbers unequal.
+``"drop"`` truncates every rank to the shortest. ``"keep"`` leaves the numbers unequal.
 """
 
 

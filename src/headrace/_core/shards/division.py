@@ -21,7 +21,7 @@ from headrace._core.streams.resumable import State, expect
 from headrace.errors import StateError
 
 _SAME = ("of", "epoch", "repetition", "divisions")
-_ALL = 1 << 53  # more parts than a reader can have: it has read all of its own, and reads them again
+_ALL = 1 << 53  # more parts than a reader can have: it has read all of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,25 +180,25 @@ def deal_parts(
         untouched = [part for own, opened in zip(dealt, division.opened, strict=True) for part in own.parts[opened:]]
         left = [*division.rests, *sorted(untouched, key=in_order)]
         if after.ranks > 1 and remainder != "keep" and counts is not None:
-            dealt = list(_deal_samples(left, counts, after.number, remainder))
+            dealt = list(_deal_samples(left, counts, after.number))
         else:
             dealt = [Dealt(left[index :: after.number], None) for index in range(after.number)]
     return dealt
 
 
-def _deal_samples(left: Sequence[Part], counts: Sequence[int], readers: int, remainder: Remainder) -> Iterator[Dealt]:
+def _deal_samples(left: Sequence[Part], counts: Sequence[int], readers: int) -> Iterator[Dealt]:
     """Deal ranges of samples of equal length; a part at the border of two ranges is read by both readers.
 
-    ``"drop"`` leaves out the last samples: they are the last reader's, which does not come to them, so that they are
-    there to be dealt when the stream is divided again. The last ranges of ``"repeat"`` overlap.
+    The last samples are left out: they are the last reader's, which does not come to them, so that they are there to be
+    dealt when the stream is divided again.
     """
     positions = [position_in(part) for part in left]
     sizes = [max(0, (counts[one.part] if one.stop is None else one.stop) - one.given) for one in positions]
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
-    length = total // readers if remainder == "drop" else -(-total // readers)
+    length = total // readers
     for index in range(readers):
-        start = min(index * length, total - length)
+        start = index * length
         stop = total if index == readers - 1 else start + length
         parts: list[Part] = []
         for number in range(bisect_right(ends, start), len(left)):
@@ -249,16 +249,14 @@ def merge_part_states(states: Sequence[State | None]) -> State:
     opened: list[int] = []
     rests: list[PartPosition] = []
     for state in states:
-        count, positions, again = _ALL, list[PartPosition](), False
+        count, positions = _ALL, list[PartPosition]()
         if state is not None:
             stream = expect(state, "stream", dict)
             if stream.get("operation") == "shuffle":
                 stream = expect(stream, "inner", dict)
             if stream.get("operation") == "equal length":
-                again = expect(stream, "restarts", int) > 0
                 stream = expect(stream, "inner", dict)
-            if not again:
-                count, positions = opened_parts(stream)
+            count, positions = opened_parts(stream)
         opened.append(count)
         rests += positions
     return {

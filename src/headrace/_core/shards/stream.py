@@ -150,16 +150,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
                 f"{len(order)} {self.parts_name} cannot be split over {shard.count} "
                 f"{'ranks' if shard.count == rank.count else 'workers'}; apply .split() to the stream"
             )
-        if self._remainder == "drop":
-            return min(lengths)
-        if not min(lengths) and max(lengths):
-            reader = readers[lengths.index(0)]
-            raise ValueError(
-                f"the {self.parts_name} of {Readers(shard.count, rank.count).name(reader)} have no samples, so that "
-                f"remainder={self._remainder!r} has none to repeat: use fewer ranks or workers, write more "
-                f"{self.parts_name}, or apply .split() to the stream"
-            )
-        return max(lengths)
+        return min(lengths)
 
 
 class PartIterator(ResumableIterator[T_co]):
@@ -238,12 +229,9 @@ class PartIterator(ResumableIterator[T_co]):
         else:
             length = stream._length(self._rank, shard, order)
 
-        def start() -> ResumableIterator[T_co]:
-            samples = stream._read(parts)
-            samples.counts, samples.name_of = counts, stream._name_of
-            return samples
-
-        samples = start() if length is None else EqualLength(start, length, stream._remainder)
+        reader = stream._read(parts)
+        reader.counts, reader.name_of = counts, stream._name_of
+        samples: ResumableIterator[T_co] = reader if length is None else EqualLength(reader, length)
         if not stream._buffer_size:
             return samples
         return ShuffleBuffer(samples, stream._buffer_size, self._order._replace(number=1 + shard.index))

@@ -136,8 +136,8 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         Args:
             rank: which part; by default the rank of `headrace.get_rank_info` when reading starts.
             world_size: number of parts.
-            remainder: policy for an incomplete last round: ``"drop"`` it; ``"repeat"`` the stream's first samples;
-                ``"keep"`` it, so that ranks may differ by one.
+            remainder: policy for an incomplete last round: ``"drop"`` it, or ``"keep"`` it, so that ranks may differ by
+                one.
 
         Raises:
             ValueError: an argument is out of range, or only one of `rank` and `world_size` is given.
@@ -332,8 +332,7 @@ class SplitStream(OperatedStream[T_co]):
         shard = self._ranks.shard()
         with bound(undivided, shard.count > 1):
             whole, rest = divmod(len(self.dataset), shard.count)
-        over = shard.index < rest if self._remainder == "keep" else rest > 0 and self._remainder != "drop"
-        return whole + over
+        return whole + (self._remainder == "keep" and shard.index < rest)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         shard = self._ranks.shard().in_worker()

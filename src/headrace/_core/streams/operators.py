@@ -28,7 +28,6 @@ from headrace._core.streams.resumable import (
     expect_same,
     is_stateful,
     load_copy,
-    read_again,
     start_stream,
 )
 from headrace._core.text import function_name
@@ -57,23 +56,16 @@ class Take(StreamOperation[T]):
 
 
 class EqualLength(StreamOperation[T]):
-    """A given number of samples: truncated; if the iterator ends early, ``"repeat"`` starts it again.
-
-    That raises `ShortStreamError` if there is no sample, other policies where it ends early.
-    """
+    """A given number of samples; raises `ShortStreamError` where the stream ends early."""
 
     operation = "equal length"
     options = ("length",)
-    fields = ("left", "gave", "restarts")
+    fields = ("left",)
     same_numbers = True
 
-    def __init__(self, start: Callable[[], ResumableIterator[T]], length: int, remainder: Remainder) -> None:
-        super().__init__(start())
-        self._start = start
+    def __init__(self, source: AsyncIterable[T], length: int) -> None:
+        super().__init__(source)
         self._length = self._left = length
-        self._remainder = remainder
-        self._gave = False  # whether the current inner iterator has given a sample
-        self._restarts = 0
 
     async def __anext__(self) -> T:
         if self._closed or self._left <= 0:
@@ -82,19 +74,9 @@ class EqualLength(StreamOperation[T]):
         try:
             sample: T = await anext(self._inner)
         except StopAsyncIteration:
-            if not self._gave or self._remainder != "repeat":
-                given, self._left = self._length - self._left, 0
-                remedy = "Correct the number, or set remainder='repeat'."
-                if self._remainder == "repeat":
-                    remedy = "It has no sample to repeat: use fewer ranks, write more shards, or apply .split()."
-                raise ShortStreamError(given=given, declared=self._length, remedy=remedy) from None
-            await close_all(self._inner)
-            self._gave = False  # without a sample it would be restarted for ever
-            self._restarts += 1
-            self._inner = self._start()
-            self.same_numbers = False
-            return await anext(self)
-        self._gave = True
+            given, self._left = self._length - self._left, 0
+            remedy = "Correct the number, or apply .split() to the stream."
+            raise ShortStreamError(given=given, declared=self._length, remedy=remedy) from None
         self._left -= 1
         return sample
 
@@ -170,49 +152,34 @@ class Split(ReplayOperation[T]):
 
     A group is one sample for each shard. Samples are returned when their group is complete, so that no shard is ahead
     of another by more than the time to read a group. Its states between groups are the same for all shards, and can be
-    restored with another number of shards. ``"repeat"`` completes the last group with the first samples of all, for
-    which the stream is started again if it was restored.
+    restored with another number of shards.
     """
 
     operation = "split"
     fields = ("world_size", "ended")
 
     def __init__(self, start: Callable[[], ResumableIterator[T]], shard: ShardOptions, remainder: Remainder) -> None:
-        self._key = spawn_key()
-        self._start = start
-        super().__init__(self._started())
+        with child_seeds(spawn_key(), 0):
+            super().__init__(start())
         self._index, self._count = shard.index, shard.count
         self._world_size = shard.count  # of the state, while one is restored
         self._remainder = remainder
-        # The first group, for "repeat"; None until it is read, empty if it was before the state was saved.
-        self._first: list[T] | None = None if remainder == "repeat" else []
         self._group: list[T] = []
         self._origins.append((0, lambda number: self._inner.origin(number * shard.count + shard.index)))
-
-    def _started(self) -> ResumableIterator[T]:
-        with child_seeds(self._key, 0):
-            return self._start()
 
     def _put(self, sample: T) -> Any:
         group = self._group
         group.append(sample)
         if len(group) < self._world_size:
             return NOTHING
-        if self._first is None:
-            self._first = group
         self._group = []
         return group[self._index]
 
     async def _rest(self) -> T:
-        last, index = self._group, self._index
-        if last and index >= len(last) and self._remainder == "repeat":
-            first = last if self._first is None else self._first
-            first = first or await read_again(self._started(), self._world_size) or last
-            last = [*last, *(first[number % len(first)] for number in range(index + 1 - len(last)))]
-        self._group = []
-        if self._remainder == "drop" or index >= len(last):
+        last, self._group = self._group, []
+        if self._remainder == "drop" or self._index >= len(last):
             raise StopAsyncIteration
-        return last[index]
+        return last[self._index]
 
     def _is_exact(self) -> bool:
         return not self._group
@@ -221,7 +188,6 @@ class Split(ReplayOperation[T]):
         if self._reread.left:
             expect_same({"world_size": self._world_size}, "world_size", self._count)
         self._world_size = self._count
-        self._first = []
 
 
 class ShuffleBuffer(ReplayOperation[T]):

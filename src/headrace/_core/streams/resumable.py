@@ -384,27 +384,6 @@ def _restored_value(state: State, name: str, present: Any) -> object:
     return expect(state, name, type(present))
 
 
-async def read_again(iterator: ResumableIterator[T], count: int) -> list[T]:
-    """The first samples of an iterator; raises the last of `MAX_ERRORS_IN_A_ROW`."""
-    kept: list[T] = []
-    errors = 0
-    try:
-        while len(kept) < count:
-            try:
-                kept.append(await anext(iterator))
-            except StopAsyncIteration:
-                break
-            except Exception:  # it was raised when it was read for the first time
-                errors += 1
-                if errors > MAX_ERRORS_IN_A_ROW:
-                    raise
-            else:
-                errors = 0
-    finally:
-        await close_all(iterator)
-    return kept
-
-
 class Origins(deque[tuple[int, Callable[[int], Any] | None]]):
     """From which of an iterator's outcomes on a function gives their origins; the last ones."""
 

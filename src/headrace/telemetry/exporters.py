@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -19,23 +17,13 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
     from prometheus_client import CollectorRegistry
 
-__all__ = ["BOUNDS", "HISTOGRAMS", "METRICS", "Export", "Metric", "opentelemetry", "prometheus"]
-
-
-# Distributions of seconds, one value for each batch; 0.0 if it is unknown.
-HISTOGRAMS: tuple[tuple[str, str, Callable[[BatchRecord], float]], ...] = (
-    ("next", "Duration of next().", lambda record: record.returned - record.called),
-    ("fetch", "Duration of one fetch of each batch.", lambda record: record.times.fetch_seconds),
-)
-BOUNDS = (0.0001, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+__all__ = ["METRICS", "Export", "Metric", "opentelemetry", "prometheus"]
 
 
 class Export(contextlib.AbstractContextManager["Export"]):
     """A loader's metrics, exported until `close`, the end of a ``with`` block, or the end of the loader."""
 
-    def __init__(
-        self, exports: dict[str, Export], counters: Counters, name: str, on_value: Callable[[str, float], object]
-    ) -> None:
+    def __init__(self, exports: dict[str, Export], counters: Counters, name: str) -> None:
         for other in list(exports.values()):
             if other.name == name or other._counters() is counters:
                 raise ValueError(
@@ -44,14 +32,12 @@ class Export(contextlib.AbstractContextManager["Export"]):
                 )
         self.name: str = name
         # Sums over the batches since then, and figures of the last of them:
-        self.fetched = self.event_loop_cpu = self.event_loop_blocked = 0.0  # bytes, seconds, seconds
+        self.fetched = self.fetch_seconds = self.event_loop_cpu = self.event_loop_blocked = 0.0  # bytes, and seconds
         self.step_waits = dict.fromkeys(WAITS, 0.0)  # seconds of `next()`, by the step that the awaited batch was in
         self.load, self.ready = FetchLoad(), 0
-        self.counts = {histogram: [0] * (len(BOUNDS) + 1) for histogram, _, _ in HISTOGRAMS}  # for each bucket
-        self.sums = {histogram: 0.0 for histogram, _, _ in HISTOGRAMS}
         self._iteration, self._cpu, self._blocked = 0, 0.0, 0.0  # the engine's sums, which begin anew with an engine
         self._counters: weakref.ref[Counters] = weakref.ref(counters, lambda _: self.close())
-        self._on_value, self._exports = on_value, exports
+        self._exports = exports
         self._unsubscribe = Counters.subscribe(self._on_batch)
         exports[name] = self
 
@@ -62,6 +48,7 @@ class Export(contextlib.AbstractContextManager["Export"]):
         for step, seconds in waits_of(record).items():
             self.step_waits[step] += seconds
         self.fetched += times.nbytes
+        self.fetch_seconds += times.fetch_seconds
         if record.iteration > self._iteration:
             if times.engine_cpu < self._cpu:
                 self._cpu = self._blocked = 0.0
@@ -71,11 +58,6 @@ class Export(contextlib.AbstractContextManager["Export"]):
         self.event_loop_blocked += max(0.0, times.blocked - self._blocked)
         self._cpu, self._blocked = max(self._cpu, times.engine_cpu), max(self._blocked, times.blocked)
         self.load, self.ready = times.load, record.ready
-        for name, _, observe in HISTOGRAMS:
-            if (seconds := observe(record)) > 0.0:
-                self.counts[name][bisect.bisect_left(BOUNDS, seconds)] += 1
-                self.sums[name] += seconds
-                self._on_value(name, seconds)
 
     def read(self, metrics: Iterable[Metric]) -> Iterator[tuple[Metric, tuple[str, ...], float]]:
         """The values of metrics, each with those of its labels: the loader's name, and of `step_wait` the step."""
@@ -120,6 +102,7 @@ METRICS = (
     Metric("worker_deaths", "counter", "{process}", "Worker processes that died.", lambda s, e: s.worker_deaths),
     Metric("wait", "counter", "s", "Time that the consumer waited for batches.", lambda s, e: s.wait_seconds),
     Metric("step_wait", "counter", "s", "Time in next(), by the step of the awaited batch.", lambda s, e: e.step_waits),
+    Metric("fetch", "counter", "s", "Duration of one fetch of each batch.", lambda s, e: e.fetch_seconds),
     Metric("fetched", "counter", "By", "Approximate size of the samples fetched.", lambda s, e: e.fetched),
     Metric("event_loop_cpu", "counter", "s", "CPU time of the event loop's thread.", lambda s, e: e.event_loop_cpu),
     Metric("event_loop_blocked", "counter", "s", "Time of blocking calls on it.", lambda s, e: e.event_loop_blocked),
@@ -184,7 +167,7 @@ def prometheus(loader: object, *, name: str = "default", registry: CollectorRegi
         collector = _Collector()
         registry.register(collector)
         _collectors[registry] = collector
-    return Export(_collectors[registry].exports, counters, name, lambda *_: None)
+    return Export(_collectors[registry].exports, counters, name)
 
 
 class _Collector:
@@ -199,27 +182,18 @@ class _Collector:
 
     def describe(self) -> Iterator[Any]:
         """The metrics; without values when this is registered."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-        from prometheus_client.utils import floatToGoString
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        exports = list(self.exports.values())
         families: dict[str, Any] = {}
         for metric in METRICS:
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             unit = {"s": "seconds", "By": "bytes"}.get(metric.unit, "")
             labels = ["loader", "step"] if metric.name == "step_wait" else ["loader"]
             families[metric.name] = kind(f"headrace_{metric.name}", metric.help, labels=labels, unit=unit)
-        for export in exports:
+        for export in list(self.exports.values()):
             for metric, labelled, value in export.read(METRICS):
                 families[metric.name].add_metric(labelled, value)
         yield from families.values()
-        bounds = [*map(floatToGoString, BOUNDS), "+Inf"]
-        for name, text, _ in HISTOGRAMS:
-            histogram = HistogramMetricFamily(f"headrace_{name}", text, labels=["loader"], unit="seconds")
-            for export in exports:
-                buckets = list(zip(bounds, itertools.accumulate(export.counts[name]), strict=True))
-                histogram.add_metric([export.name], buckets, export.sums[name])
-            yield histogram
 
 
 def opentelemetry(loader: object, *, name: str = "default", meter_provider: MeterProvider | None = None) -> Export:
@@ -253,8 +227,7 @@ def opentelemetry(loader: object, *, name: str = "default", meter_provider: Mete
     target: Any = metrics if globally else meter_provider  # the global provider may be a proxy until it is set
     if target not in _collectors:
         _collectors[target] = _Instruments(target.get_meter("headrace", __version__))
-    shown, attributes = _collectors[target], {"headrace.loader": name}
-    return Export(shown.exports, counters, name, lambda kind, value: shown.histograms[kind].record(value, attributes))
+    return Export(_collectors[target].exports, counters, name)
 
 
 class _Instruments:
@@ -266,12 +239,6 @@ class _Instruments:
         for metric in METRICS:
             callbacks = [functools.partial(self._observe, metric)]
             make[metric.kind](f"headrace.{metric.name}", callbacks, unit=metric.unit, description=metric.help)
-        self.histograms = {
-            name: meter.create_histogram(
-                f"headrace.{name}", unit="s", description=text, explicit_bucket_boundaries_advisory=list(BOUNDS)
-            )
-            for name, text, _ in HISTOGRAMS
-        }
 
     def _observe(self, metric: Metric, options: object) -> Iterator[Any]:
         from opentelemetry.metrics import Observation

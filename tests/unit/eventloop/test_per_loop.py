@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import pickle
-import warnings
 
 import anyio
 import pytest
@@ -177,24 +176,6 @@ async def test_close_that_hangs_is_named():
     resource = per_loop(object, close=lambda _: asyncio.get_running_loop().create_future())
     await resource()
     assert (await end_tasks(0.01)).startswith("per_loop(object) > Owner._own")
-
-
-async def test_warning_that_a_filter_makes_an_error_does_not_stop_closing(log):
-    said = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
-    first = log.resource("first")
-    await first()
-
-    def close(_):
-        raise OSError
-
-    second = per_loop(object, close=close)
-    await second()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        await end_tasks(1.0)
-    assert log.order[-1] == ("close", "first")
-    assert len(said) == 1
 
 
 # In loaders

@@ -79,7 +79,8 @@ class Owner(Generic[T]):
             except BaseException as error:  # user code
                 if self.task.cancelling():
                     raise
-                self._warn(f"closing {self._what} failed: {type(error).__name__}: {error}")
+                text = f"closing {self._what} failed: {type(error).__name__}: {error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
         finally:
             peers = _owners.get(self.loop, [])
             if self in peers:
@@ -87,12 +88,6 @@ class Owner(Generic[T]):
                 if not peers:
                     del _owners[self.loop]
             self._on_end()
-
-    def _warn(self, message: str) -> None:
-        try:
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-        except RuntimeWarning as error:  # by a filter; raised here it would be lost with this task
-            self.loop.call_exception_handler({"message": message, "exception": error})
 
 
 class PerLoop(Generic[T]):

@@ -126,12 +126,6 @@ def test_options_are_shown_with_type_and_default_in_signature_and_help():
     assert text.count("\n") <= 240
 
 
-def test_given_prefetch_factor_counts_for_each_worker():
-    assert look_ahead(4, prefetch_factor=3, concurrency=1000, batch_size=1) == 12
-    assert look_ahead(1, prefetch_factor=3, concurrency=1000, batch_size=1) == 3
-    assert look_ahead(2, prefetch_factor=0, concurrency=1000, batch_size=1) == 1
-
-
 @given(workers=st.integers(1, 64), concurrency=st.integers(0, 4096), batch_size=st.integers(1, 4096))
 def test_look_ahead_covers_the_window_and_one_batch_more(workers, concurrency, batch_size):
     ahead = look_ahead(workers, prefetch_factor=None, concurrency=concurrency, batch_size=batch_size)

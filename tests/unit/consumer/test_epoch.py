@@ -16,14 +16,6 @@ from tests.unit.streams.reading import Count
 STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
 
 
-class TorchCount(torch.utils.data.IterableDataset):
-    def __init__(self, stop=10):
-        self.stop = stop
-
-    def __iter__(self):
-        return iter(range(self.stop))
-
-
 def drain(iterator, most=100):
     """Everything an iterator gives until it ends, errors in the place of the batches that have one."""
     came = []
@@ -43,19 +35,6 @@ def note_of(error):
 
 
 # Both faces, all loops
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("dataset", [Numbers(10), Count(10), range(10), TorchCount()], ids=lambda d: type(d).__name__)
-def test_for_gives_every_batch_once_and_again_in_the_next_epoch(dataset, num_workers):
-    expected = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    if isinstance(dataset, TorchCount) and num_workers:
-        expected = [batch for batch in expected for _ in range(num_workers)]  # each worker has a copy, as in torch
-    with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers) as loader:
-        assert lists(loader) == expected
-        assert lists(loader) == expected
-        assert loader.stats().epochs == 2
-        assert loader.stats().samples == 2 * sum(map(len, expected))
 
 
 @pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(10), 0), (Count(10), 2), (range(10), 2)])

@@ -77,7 +77,8 @@ class DataLoader(TorchDataLoader[T_co]):
         hedge: ``"auto"``: fetches that hold up the next batch are begun a second time; at most 5 % more.
     Placement:
         placement: where fetching runs: ``"thread"``, ``"process"``, ``"auto"``, or a `RayPlacement`.
-        engines: number of processes that fetch, for more objects/s than one interpreter serves.
+        engines: number of processes that fetch, for more objects/s than one interpreter serves; ``"auto"``, of an
+            async map-style dataset, finds it from epoch to epoch.
         executor: kind of the workers of an async dataset: ``"process"`` or ``"thread"``.
     Results:
         transform: CPU work for each sample, done in the workers.
@@ -150,11 +151,11 @@ class DataLoader(TorchDataLoader[T_co]):
         self._control = LoaderControl(LoaderSpec(source, kind, maps, checked, policy, device))
         if automatic:
             check_automatic(kind, checked, multiprocessing_context)
-            least = checked["engines"] if self._control.spec.placement == "process" else 0
+            least = self._control.spec.engines if self._control.spec.placement == "process" else 0
             self._control.search = WorkerSearch()
             workers = Automatic(max(least, workers))
         check_engines(
-            checked["engines"],
+            typing.cast(int, checked["engines"]),
             checked["placement"],
             kind,
             workers,
@@ -259,7 +260,7 @@ class DataLoader(TorchDataLoader[T_co]):
         }
         shown += [f"{name}={value!r}" for name, usual in torchs.items() if (value := getattr(self, name)) != usual]
         for name, value in self._control.spec.options.items():
-            if value != OPTIONS[name].default:
+            if value != OPTIONS[name].default or isinstance(value, Automatic):
                 shown.append(f"{name}={function_name(value) if callable(value) else repr(value)}")
         return f"{type(self).__name__}({', '.join(shown)})"
 

@@ -99,6 +99,11 @@ def _integer(words: str, least: int, most: float = math.inf, *, also: tuple[str 
     return check
 
 
+def _engines(name: str, value: object) -> object:
+    value = _integer('an int of at least 1, or "auto"', 1, also=("auto",))(name, value)
+    return Automatic(1) if value == "auto" else value
+
+
 def _callable_or_none(name: str, value: object) -> object:
     if value is not None:
         check_function(name, value)
@@ -136,7 +141,7 @@ class LoaderOptions(TypedDict, total=False):
     hedge: Annotated[Hedge | None, Option(None, _one_of("auto", None), for_engine=True)]
     # Placement.
     placement: Annotated[Placement, Option("auto", _placement)]
-    engines: Annotated[int, Option(1, _integer("an int of at least 1", 1))]
+    engines: Annotated[int | Literal["auto"], Option(1, _engines)]
     executor: Annotated[ExecutorKind, Option("process", _one_of(*get_args(ExecutorKind)), for_engine=True)]
     # Results.
     transform: Annotated[Callable[[Any], object] | None, Option(None, _callable_or_none)]
@@ -212,4 +217,4 @@ def shown_in_signature(init: F) -> F:
 def number_of_engines(options: LoaderOptions) -> int:
     """How many engines a loader asks for, here or on a cluster."""
     placement = options["placement"]
-    return placement.engines if isinstance(placement, RayPlacement) else options["engines"]
+    return placement.engines if isinstance(placement, RayPlacement) else cast(int, options["engines"])

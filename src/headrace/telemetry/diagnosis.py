@@ -284,10 +284,12 @@ def _busy_loop(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | Non
             f"less Python for each sample, {seconds(cpu / factor)} of it: CPU work in transform=, agets, ranges that "
             f"are read together, or shards"
         )
+        change: dict[str, Any] = {}
         if setup.cores > MANY_CORES and setup.by_engines:
             engines = min(setup.cores // 2, math.ceil(setup.engines * factor))
             advice += f"; or engines={engines}, which spreads it over cores"
-        return Diagnosis("event-loop", evidence, advice, model.after(factor, floor=0.0), factor=factor)
+            change = {"engines": engines}
+        return Diagnosis("event-loop", evidence, advice, model.after(factor, floor=0.0), change, factor)
     if setup.placement == "thread" and busy + figures.consumer_cpu > BUSY_LOOP and setup.cores > 1:
         factor = 1 / max(0.05, busy)
         evidence += f" and your loop {share(figures.consumer_cpu)}, under one GIL"

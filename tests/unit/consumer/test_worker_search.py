@@ -1,9 +1,9 @@
-"""num_workers="auto": which numbers are tried, and kept."""
+"""num_workers="auto" and engines="auto": which numbers are tried, and kept."""
 
 import pytest
 
 from headrace._core.batches import StageTimes
-from headrace._core.consumer.worker_search import HOLD, START_SECONDS, WorkerSearch
+from headrace._core.consumer.worker_search import HOLD, START_SECONDS, EngineSearch, WorkerSearch
 from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import Setup
 
@@ -119,3 +119,55 @@ def test_end_of_the_search_has_its_reason():
     search = WorkerSearch()
     search.end("the transform cannot be pickled")
     assert search.chosen == ["num_workers=0: the transform cannot be pickled"]
+
+
+class BusyLoop:
+    """A loader whose event loop is the limit: epochs of batches that take 40 ms of it, divided among real cores."""
+
+    def __init__(self, cores=8, real_cores=8):
+        self.setup = Setup("auto", 0, 6, 6, 8, True, None, "process", False, True, cores, 1024)
+        self.real_cores, self.search, self.engines = real_cores, EngineSearch(), 1
+
+    def run(self, epochs, batches=300):
+        numbers = []
+        for _ in range(epochs):
+            setup = self.setup._replace(engines=self.engines)
+            number = self.search.look(self.epoch(batches), setup, setup.cores // 2)
+            if number is not None:
+                numbers.append(number)
+                self.engines = number
+        return numbers
+
+    def epoch(self, batches):
+        period = max(0.04 / min(self.engines, self.real_cores), 0.01)
+        records = []
+        for number in range(batches):
+            returned = 100.0 + number * period
+            times = StageTimes(
+                admitted=returned - 1,
+                began=returned - 1,
+                fetched=returned - 1,
+                assembled=returned,
+                engine_cpu=returned * 0.04 / period / self.engines,
+            )
+            called = returned - max(0.0, period - 0.01)
+            records.append(BatchRecord(1, number, 8, called - 2, times, called, returned, returned, returned, 2, None, 0.0))
+        return records
+
+
+def test_engines_that_the_diagnosis_asks_for_are_tried_and_kept():
+    loop = BusyLoop()
+    assert loop.run(10) == [4]
+    assert loop.search.chosen == [
+        "engines=4: the event loop was the limit; 4.00 times the rate with 1, where 4.00 were predicted"
+    ]
+
+
+def test_engines_without_a_core_of_their_own_are_taken_back_and_half_as_many_tried():
+    loop = BusyLoop(real_cores=1)
+    assert loop.run(20) == [4, 1, 2, 1]
+    assert loop.search.chosen[0].startswith("engines=1, not 4: 1.00 times the rate with 1")
+
+
+def test_number_of_engines_is_not_judged_by_a_short_epoch():
+    assert BusyLoop().run(10, batches=40) == []

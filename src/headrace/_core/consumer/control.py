@@ -24,7 +24,7 @@ from headrace._core.consumer.agreement import StepGroup, begin_agreement, close_
 from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
 from headrace._core.consumer.next_epoch import NextEpoch
-from headrace._core.consumer.worker_search import RECORDS, WorkerSearch
+from headrace._core.consumer.worker_search import RECORDS, EngineSearch, WorkerSearch
 from headrace._core.descriptors import explained
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import pin
@@ -126,6 +126,7 @@ class LoaderControl:
         self._checked: set[str] = set()  # of the warnings that are given once
         self._lanes = LaneChoice(spec)
         self.search: WorkerSearch | None = None  # with `num_workers="auto"`
+        self.engine_search = EngineSearch() if isinstance(spec.options["engines"], Automatic) else None
         self._reset()
 
     def _reset(self) -> None:
@@ -148,6 +149,7 @@ class LoaderControl:
         self.__dict__.update(state)
         self._seeds, self.counters = copy.copy(self._seeds), copy.copy(self.counters)
         self.search = None if self.search is None else WorkerSearch()
+        self.engine_search = None if self.engine_search is None else EngineSearch()
         self._reset()
 
     def with_spec(self, spec: LoaderSpec) -> LoaderControl:
@@ -203,6 +205,9 @@ class LoaderControl:
         if self.search is not None:
             found = min(states[0].found.get("num_workers", 0), self._cores())
             loader.num_workers = Automatic(max(loader.num_workers, found))
+        if self.engine_search is not None:
+            found = min(states[0].found.get("engines", 0), self._most_engines(loader))
+            self._set_engines(loader, max(self.spec.engines, found))
         self.order(loader).leave_out(states[0].excluded)
 
     def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
@@ -255,7 +260,8 @@ class LoaderControl:
         """The state of an iteration (None before the first), after its last call of `next()` or `lag` calls before."""
         state = self._position_of(progress, loader, lag)
         workers = {} if self.search is None else {"num_workers": int(loader.num_workers)}
-        return state._replace(found={**state.found, **workers})
+        engines = {} if self.engine_search is None else {"engines": int(self.spec.engines)}
+        return state._replace(found={**state.found, **workers, **engines})
 
     def _position_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
         if progress is not None and not (progress.over and lag == 0):
@@ -321,6 +327,8 @@ class LoaderControl:
         agreement = None
         if self.spec.options["coordinated"] and rank.world_size > 1:
             agreement = begin_agreement(self._agreements, rank, self.group, loader.timeout or None)
+        if self.engine_search is not None and not self.resumed and self.progress is not None and self.progress.over:
+            self._tune_engines(loader, self.engine_search)
         follows = loader.persistent_workers or (self.progress is not None and self.progress.over)
         try:
             spec = self.next_spec(loader, rank, late_epoch=late_epoch)
@@ -486,8 +494,6 @@ class LoaderControl:
         transforms = self.spec.maps if options["transform"] is None else (*self.spec.maps, options["transform"])
         collate_fn = loader.collate_fn.collate if isinstance(loader.collate_fn, PortableCollate) else loader.collate_fn
         assembler = Assembler(transforms, collate_fn, loader._auto_collation, self.spec.policy.tolerance)
-        in_thread = self.spec.placement in ("auto", "thread") and not loader.num_workers
-        deferred = in_thread and assembler.runs_user_code
         if options["seed"] is not None and not self.spec.kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
             base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
@@ -497,7 +503,7 @@ class LoaderControl:
             assembler=assembler,
             num_workers=loader.num_workers,
             options=engine_options(options),
-            deferred=deferred,
+            deferred=self._defers(loader, assembler),
             look_ahead=self.look_ahead(loader)[0],
             drop_last=loader.drop_last,
             in_order=loader.in_order,
@@ -524,9 +530,44 @@ class LoaderControl:
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = loader.persistent_workers
         with explained("start the loader"):
-            session = self._placements.open(config, start, persistent=persistent)
+            try:
+                session = self._placements.open(config, start, persistent=persistent)
+            except NotPicklableError as error:
+                if self.engine_search is None or self.spec.engines == 1:
+                    raise
+                self.engine_search.end(str(error))
+                self._set_engines(loader, 1)
+                config = config._replace(deferred=self._defers(loader, assembler))
+                session = self._placements.open(config, start, persistent=persistent)
         self.counters.placement = self._placements.where + self._lanes.describe()
         return session
+
+    def _defers(self, loader: TorchLoader, assembler: Assembler) -> bool:
+        """Whether batches are made in the consumer's thread."""
+        in_thread = self.spec.placement in ("auto", "thread") and not loader.num_workers
+        return in_thread and assembler.runs_user_code
+
+    def _tune_engines(self, loader: TorchLoader, search: EngineSearch) -> None:
+        """Change the number of engines, if the last epoch says so, and no number of workers is being tried."""
+        if self.search is not None and self.search.tries:
+            return
+        number = search.look(self.counters.records(RECORDS), self.setup(loader), self._most_engines(loader))
+        if number is not None:
+            self._set_engines(loader, number)
+
+    def _most_engines(self, loader: TorchLoader) -> int:
+        """As many as have a core beside the trainer and the workers; workers of a given number are divided."""
+        most = max(1, self._cores() // 2)
+        return min(most, loader.num_workers) if loader.num_workers and self.search is None else most
+
+    def _set_engines(self, loader: TorchLoader, number: int) -> None:
+        if number == self.spec.engines:
+            return
+        self.spec = replace(self.spec, options={**self.spec.options, "engines": Automatic(number)})
+        if self.search is not None and number > 1:
+            loader.num_workers = Automatic(max(number, loader.num_workers))
+        self._drop_next()
+        self._placements.change(self.spec.placement, number)
 
     def _tune(self, loader: TorchLoader, search: WorkerSearch, session: Session) -> float:
         """Change the number of workers, if the last batches say so; returns when to look again."""
@@ -613,18 +654,18 @@ class LoaderControl:
             by_engines=not self.spec.kind.is_iterable or self._lanes.possible,
             executor=options["executor"],
             fixed_look_ahead=not isinstance(loader.prefetch_factor, Unset | None),
-            chosen=() if self.search is None else tuple(self.search.chosen),
+            chosen=tuple(said for search in (self.search, self.engine_search) if search for said in search.chosen),
             remedies=frozenset(("hedge",) * hedged).union(
                 *(getattr(type(part), "_remedies", ()) for part in walk_datasets(self.spec.source))
             ),
         )
 
     def _cores(self) -> int:
-        """CPUs that the loader may use; with `num_workers="auto"` those of this rank, among the ranks of the host."""
+        """CPUs that the loader may use; of a search those of this rank, among the ranks of the host."""
         placement = self.spec.placement
         if isinstance(placement, RayPlacement):
             return max(1, int(self.spec.engines * placement.cpus_per_engine))
-        ranks = 1 if self.search is None else ranks_on_host()
+        ranks = 1 if self.search is None and self.engine_search is None else ranks_on_host()
         return max(1, int(usable_cores() / ranks))
 
     @property

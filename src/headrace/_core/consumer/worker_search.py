@@ -1,9 +1,11 @@
-"""The search for the number of workers, with ``num_workers="auto"``.
+"""The searches for the number of workers and of engines, with ``num_workers="auto"`` and ``engines="auto"``.
 
-It begins without workers, or with what an earlier run found, and follows the diagnosis of the last batches: where that
-says that transforms and collation are the limit, and so many workers make the loop faster by a predicted factor, they
-are tried. They stay if at least half of the predicted gain is measured; otherwise half as many more are tried. Pure:
-records have the time.
+Workers are added and ended within an epoch, engines between two, since a session has those that it begins with.
+
+A search begins without workers, or one engine, or with what an earlier run found, and follows the diagnosis of the
+last batches: where that says that transforms and collation, or the event loop, are the limit, and so many make the loop
+faster by a predicted factor, they are tried. They stay if at least half of the predicted gain is measured; otherwise
+half as many more are tried. Pure: records have the time.
 """
 
 from __future__ import annotations
@@ -30,27 +32,62 @@ HOLD, LONGEST_HOLD = 30.0, 1800.0  # seconds without a trial after one that fail
 
 
 class _Trial(NamedTuple):
-    before: int  # number of workers
+    before: int  # their number
     tried: int
     rate: float  # batches a second before
     predicted: float  # factor of the rate
-    since: float
+    since: float = 0.0
 
 
-class WorkerSearch:
-    """Proposes numbers of workers.
+class Search:
+    """What is common to the searches.
 
     Attributes:
         chosen: a sentence for each number that was kept, or tried in vain.
     """
 
+    option = ""  # the argument whose value is searched
+    stage = ""  # what the limit was, where a number is kept
+
     def __init__(self) -> None:
         self.chosen: list[str] = []
-        self.next_look = 0.0  # by the clock of the records
         self._trial: _Trial | None = None
+        self._failed: int | None = None  # the fewest that were tried in vain
+
+    @property
+    def tries(self) -> bool:
+        """Whether a number is being tried."""
+        return self._trial is not None
+
+    def _judge(self, trial: _Trial, figures: Figures) -> bool:
+        """Whether the number that is tried is kept; ends the trial."""
+        gain = figures.batches / figures.seconds / trial.rate
+        self._trial = None
+        measured = f"{gain:.2f} times the rate with {trial.before}, where {trial.predicted:.2f} were predicted"
+        kept = gain - 1 >= LEAST_GAIN * (trial.predicted - 1)
+        if kept:
+            self._say(f"{self.option}={trial.tried}: {self.stage} the limit; {measured}")
+        else:
+            self._say(f"{self.option}={trial.before}, not {trial.tried}: {measured}")
+            self._failed = trial.tried
+        return kept
+
+    def _say(self, sentence: str) -> None:
+        self.chosen.append(sentence)
+        _log.info("%s", sentence)
+
+
+class WorkerSearch(Search):
+    """Proposes numbers of workers."""
+
+    option = "num_workers"
+    stage = "transforms and collation were"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next_look = 0.0  # by the clock of the records
         self._settled = True  # whether all workers make batches
         self._since = 0.0  # when the present workers were all there; later batches count
-        self._failed: int | None = None  # the fewest workers that were tried in vain
         self._pause, self._hold = PAUSE, HOLD
 
     def look(self, records: Sequence[BatchRecord], setup: Setup) -> int | None:
@@ -66,17 +103,13 @@ class WorkerSearch:
             return None
         figures = figures_of(measured)
         if self._trial is not None:
-            return self._judge(self._trial, figures, now)
+            return self._end_trial(self._trial, figures, now)
         return self._propose(figures, setup, now)
 
     def end(self, why: str) -> None:
         """Give up: workers cannot be started."""
         self._say(f"num_workers={0 if self._trial is None else self._trial.before}: {why}")
         self._trial, self.next_look = None, math.inf
-
-    def _say(self, sentence: str) -> None:
-        self.chosen.append(sentence)
-        _log.info("%s", sentence)
 
     def _settle(self, records: Sequence[BatchRecord], now: float) -> bool:
         """Whether the workers that were added have all made a batch."""
@@ -112,14 +145,49 @@ class WorkerSearch:
         self._settled = False
         return wanted
 
-    def _judge(self, trial: _Trial, figures: Figures, now: float) -> int | None:
-        gain = figures.batches / figures.seconds / trial.rate
-        self._trial, self._pause = None, PAUSE
-        measured = f"{gain:.2f} times the rate with {trial.before}, where {trial.predicted:.2f} were predicted"
-        if gain - 1 >= LEAST_GAIN * (trial.predicted - 1):
+    def _end_trial(self, trial: _Trial, figures: Figures, now: float) -> int | None:
+        self._pause = PAUSE
+        if self._judge(trial, figures):
             self._hold = HOLD
-            self._say(f"num_workers={trial.tried}: transforms and collation were the limit; {measured}")
             return None
-        self._say(f"num_workers={trial.before}, not {trial.tried}: {measured}")
-        self._failed, self._since = trial.tried, now
+        self._since = now
         return trial.before
+
+
+class EngineSearch(Search):
+    """Proposes numbers of engines, for the next epoch."""
+
+    option = "engines"
+    stage = "the event loop was"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended = False
+
+    def look(self, records: Sequence[BatchRecord], setup: Setup, most: int) -> int | None:
+        """The number of engines to begin the next epoch with, `most` at most; None to change nothing.
+
+        The `records` are of the last epoch.
+        """
+        if self._ended or len(records) <= BATCHES_AT_LEAST:
+            return None
+        figures = figures_of(records)
+        if figures.seconds < MEASURE_SECONDS:
+            return None
+        if (trial := self._trial) is not None:
+            return None if self._judge(trial, figures) else trial.before
+        found = diagnose(figures, setup)
+        if self._failed is not None:
+            most = min(most, (setup.engines + self._failed) // 2)
+        wanted: int = min(most, found.change.get("engines", 0))
+        if wanted <= setup.engines or found.predicted is None:
+            self._ended = self._failed is not None  # what is between was tried
+            return None
+        predicted = min((1 - found.predicted) / max(1e-9, 1 - figures.wait_share), wanted / setup.engines)
+        self._trial = _Trial(setup.engines, wanted, figures.batches / figures.seconds, predicted)
+        return wanted
+
+    def end(self, why: str) -> None:
+        """Give up: engines cannot be started in processes."""
+        self._trial, self._ended = None, True
+        self._say(f"engines=1: {why}")

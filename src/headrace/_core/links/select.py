@@ -17,24 +17,26 @@ from headrace._core.streams.resumable import warn_of_rereading
 from headrace._core.text import warn_user
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import DeadlockError, NotPicklableError
-from headrace.options import LoaderOptions
+from headrace.options import Automatic, LoaderOptions
 
 
 def check_engines(
     engines: int, placement: str | RayPlacement, kind: DatasetKind, num_workers: int, *, divided: bool
 ) -> None:
     """Raise ValueError where `engines` and `placement` exclude other arguments; `divided`: all engines read."""
-    asked = f"engines={engines}"
+    asked = f"engines={engines!r}"
+    if isinstance(engines, Automatic) and kind is not DatasetKind.ASYNC_MAP:
+        raise ValueError('engines="auto" needs an async map-style dataset: a stream is read by a number that is given')
     if isinstance(placement, RayPlacement):
-        if engines != 1:
-            raise ValueError(f"engines={engines} is for this machine: use RayPlacement(engines={engines}, ...)")
+        if engines != 1 or isinstance(engines, Automatic):
+            raise ValueError(f"engines={engines!r} is for this machine: use RayPlacement(engines=..., ...)")
         engines, asked = placement.engines, repr(placement)
-    elif engines == 1:
+    elif engines == 1 and not isinstance(engines, Automatic):
         return
     if not kind.is_async:
         raise ValueError(f"{asked} needs an async dataset: a torch dataset is read by num_workers")
     if placement == "thread":
-        raise ValueError(f"engines={engines} and placement='thread' exclude each other: engines are processes")
+        raise ValueError(f"{asked} and placement='thread' exclude each other: engines are processes")
     if divided and 0 < num_workers < engines:
         raise ValueError(
             f"{asked}: engines divide the workers, so num_workers must be 0 or at least {engines}, but got "
@@ -104,6 +106,13 @@ class PlacementSelector:
             raise DeadlockError(what="iter() of a loader")
         self._opened = config
         return current.open(config, work, start)
+
+    def change(self, placement: str | RayPlacement, engines: int) -> None:
+        """Let the next session start engines of another place or number."""
+        self._placement, self._asked = placement, engines
+        if self._current is not None:
+            self._retired.append(self._current)
+            self._current = None
 
     def open_next(self, seen: list[object], start: SessionStart, num_workers: int) -> Session | None:
         """Start the session of the epoch after the last one; None if the workers or the dataset changed since."""

@@ -35,4 +35,5 @@ class LoaderSpec:
     @property
     def placement(self) -> str | RayPlacement:
         """The requested place of the engine; several are processes."""
-        return "process" if self.options["engines"] > 1 else self.options["placement"]
+        placement = self.options["placement"]
+        return "process" if self.engines > 1 and not isinstance(placement, RayPlacement) else placement

@@ -12,7 +12,7 @@ from typing import Any
 from headrace._core.batches import RequestCounts
 from headrace.telemetry.counters import BatchRecord
 
-__all__ = ["WAITS", "Figures", "figures_of", "steps_of", "waits_of"]
+__all__ = ["WAITS", "Figures", "StageShare", "figures_of", "steps_of", "waits_of"]
 
 # The steps in which `next()` may wait for its batch, in their order.
 WAITS = ("plan", "queue", "fetch", "worker queue", "work", "loop", "hand-over", "delivery")
@@ -20,6 +20,19 @@ WAITS = ("plan", "queue", "fetch", "worker queue", "work", "loop", "hand-over", 
 SLOW = 3.0  # times the median, from which on a fetch is a slow one
 SPREAD = 1.5  # of the number in flight, from which on its effect on durations is known
 PAIRS = 20  # of them at least
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StageShare:
+    """How a stage of the pipeline spent the time."""
+
+    name: str  # of the stage
+    worked: float  # share of the time in which it worked on a batch
+    waited: float  # share in which it had none
+    blocked: float  # share in which it had none, since the batches after it were not taken yet
+    seconds: float  # median time of a batch in it
 
 
 def _percentile(values: Iterable[float], part: float) -> float:
@@ -34,8 +47,48 @@ def _percentiles(values: Iterable[float]) -> tuple[float, ...]:
     return tuple(_percentile(known, part) for part in (0.5, 0.9, 0.99)) if known else ()
 
 
-def _length(begin: float, end: float) -> float:
-    return max(0.0, end - begin)
+def _fetching(record: BatchRecord) -> Interval:
+    return record.times.began, record.times.fetched
+
+
+def _working(record: BatchRecord) -> Interval:
+    return record.times.work_began, record.times.work_ended
+
+
+def _length(interval: Interval) -> float:
+    return max(0.0, interval[1] - interval[0])
+
+
+def _stage_shares(records: Sequence[BatchRecord], span: Interval) -> tuple[StageShare, ...]:
+    passed = {
+        "plan": [(record.planned, max(record.planned, record.times.admitted)) for record in records],
+        "fetch": [_fetching(record) for record in records],
+        "transform and collate": [_working(record) for record in records],
+        "hand-over": [(min(max(r.times.work_ended, r.times.assembled, r.called), r.taken), r.taken) for r in records],
+        "delivery": [(record.refilled, record.returned) for record in records],
+    }
+    found = []
+    for name, intervals in passed.items():
+        known = [each for each in intervals if each[1]]
+        if not known:
+            continue
+        worked = _covered(known, span)
+        after = [(end, record.taken) for (_, end), record in zip(intervals, records, strict=True) if end]
+        busy_or_blocked = _covered([*known, *after], span)
+        blocked = busy_or_blocked - worked if name in ("fetch", "transform and collate") else 0.0
+        waited = max(0.0, 1.0 - worked - blocked)
+        found.append(StageShare(name, worked, waited, blocked, _percentile(map(_length, known), 0.5)))
+    return tuple(found)
+
+
+def _covered(intervals: Iterable[Interval], span: Interval) -> float:
+    covered, at = 0.0, span[0]
+    for begin, end in sorted(intervals):
+        begin, end = max(begin, at), min(end, span[1])
+        if end > begin:
+            covered += end - begin
+            at = end
+    return covered / (span[1] - span[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +124,7 @@ class Figures:
         requests: to stores, those before the first batch included.
         worker_deaths: workers that died.
         skipped: samples that were skipped.
+        stages: how each stage spent the time.
     """
 
     start_up: float
@@ -116,6 +170,7 @@ class Figures:
     requests: RequestCounts = field(default_factory=RequestCounts)
     worker_deaths: int = 0
     skipped: int = 0
+    stages: tuple[StageShare, ...] = ()
 
     @property
     def period(self) -> float:
@@ -147,7 +202,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         parts = waits_of(record)
         for step, wait in parts.items():
             waits[step] += wait
-        by_batch.append((parts["queue"] + parts["fetch"], _length(record.times.began, record.times.fetched)))
+        by_batch.append((parts["queue"] + parts["fetch"], _length(_fetching(record))))
     waited = sum(record.returned - record.called for record in rest)
     typical = _percentile([taken for _, taken in by_batch if taken], 0.5)
     slow = list(itertools.accumulate(wait if taken > SLOW * typical else 0.0 for wait, taken in by_batch))
@@ -156,7 +211,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     ends = sorted((record.times for record in records), key=lambda times: times.assembled)  # may come in another order
     begin, end = ends[0], ends[-1]
     engine_seconds = max(1e-9, end.assembled - begin.assembled)
-    worked = sum(_length(record.times.work_began, record.times.work_ended) for record in rest)
+    worked = sum(_length(_working(record)) for record in rest)
     fetching = max(1e-9, max(r.times.fetched for r in records) - min(r.times.began for r in records))
     in_call = _share(r.times.work_began >= r.times.assembled for r in rest if r.times.work_began) > 0.5
     delivering = sum(record.returned - record.taken for record in rest)
@@ -171,7 +226,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         slow_waits=slow[-1] / max(1e-9, waits["queue"] + waits["fetch"]),
         slow_span=_share(0.1 * slow[-1] < each < 0.9 * slow[-1] for each in slow),
         in_call_seconds=(delivering + worked * in_call) / len(rest),
-        batch_seconds=sum(_length(record.planned, record.times.assembled) for record in rest) / len(rest),
+        batch_seconds=sum(_length((record.planned, record.times.assembled)) for record in rest) / len(rest),
         compute=max(0.0, seconds - waited) / len(rest),
         fetch_seconds=_percentiles(timed),
         first_fetch_seconds=_percentile(timed[:PAIRS], 0.05),
@@ -199,6 +254,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         blocked=(end.blocked - begin.blocked) / engine_seconds,
         blocked_in=end.blocked_in,
         in_call=in_call,
+        stages=_stage_shares(rest, (first.returned, rest[-1].returned)),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import Diagnosis, Setup, diagnose
-from headrace.telemetry.figures import Figures, figures_of
+from headrace.telemetry.figures import Figures, StageShare, figures_of
 from headrace.telemetry.formatting import rate, seconds, share
 
 __all__ = ["Report", "make_report"]
@@ -50,7 +50,8 @@ class Report(Figures):
 
     def __str__(self) -> str:
         facts = (f"{name:<22}{value}" for name, value in self._facts())
-        return "\n".join([self.headline, "", *facts]).rstrip()
+        table = ("", *_table(self.stages)) if self.stages else ()
+        return "\n".join([self.headline, *table, "", *facts]).rstrip()
 
     @property
     def headline(self) -> str:
@@ -78,9 +79,6 @@ class Report(Figures):
             if self.nbytes:
                 speed += f", {self.nbytes / self.seconds / 1e6:.3g} MB/s"
             facts.append(("rate", speed))
-            shares = ((step, waited / self.seconds) for step, waited in self.waits.items())
-            if waits := ", ".join(f"{step} {share(part)}" for step, part in shares if part >= 0.01):
-                facts.append(("waits for", waits))
         if self.concurrency:
             facts.append(("fetches in flight", f"{self.in_flight:.0f} of {self.concurrency}"))
         timed = {
@@ -114,6 +112,7 @@ class Report(Figures):
 
 
 _SHOWN = 8  # streams of a mix
+_HEAD = ("stage", "works", "waits", "blocked", "time of a batch")
 _IN_FLIGHT = "if more fetches at once take no longer each"
 # What limits, and what the prediction assumes.
 _LIMITS = {
@@ -132,6 +131,16 @@ _LIMITS = {
     "memory-budget": ("The memory budget is the limit", _IN_FLIGHT),
     "look-ahead": ("The look-ahead is the limit", "if no other step takes longer"),
 }
+
+
+def _table(stages: Sequence[StageShare]) -> list[str]:
+    rows = [_HEAD]
+    rows += [
+        (stage.name, share(stage.worked), share(stage.waited), share(stage.blocked), seconds(stage.seconds))
+        for stage in stages
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
 
 
 def make_report(records: Sequence[BatchRecord], setup: Setup, mixed: Mapping[str, int] | None = None) -> Report:

@@ -263,6 +263,12 @@ def test_work_inside_next_asks_for_workers():
     assert found.advice == "num_workers=4"  # 30 ms of work for each 10 ms of the loop, with a fifth to spare
 
 
+def test_shares_of_a_stage_add_up_to_one():
+    for stage in report(queue=0.002, fetch=0.003, worker_queue=0.004, work=0.005, hand_over=0.006).stages:
+        assert stage.worked + stage.waited + stage.blocked == pytest.approx(1.0)
+        assert min(stage.worked, stage.waited, stage.blocked) >= 0.0
+
+
 def test_few_batches_or_none_have_no_diagnosis():
     found = report(count=5, fetch=0.02)
     assert found.limit == "few-batches"
@@ -276,5 +282,6 @@ def test_counts_are_in_the_values_and_in_the_text():
     found = report(fetch=0.02, load=FULL, requests=RequestCounts(requests=10, hedges=1, cache_hits=2))
     values = dataclasses.asdict(found)
     assert (values["worker_deaths"], values["skipped"], values["requests"]["requests"]) == (3, 5, 500)
+    assert values["stages"][1]["name"] == "fetch"
     for fact in ("workers that died", "skipped samples", "hedges", "cache hits"):
         assert fact in str(found)

@@ -1,13 +1,14 @@
-"""num_workers="auto": the rate that it reaches within a minute from no workers, of the best number of a sweep.
+"""num_workers="auto" and engines="auto": the rate reached within a minute, of the best number of a sweep.
 
 Transforms sleep, so that workers on this machine stand for those of a larger one; loaders count 16 cores.
 Each case is read in turn with each number of the sweep, and by "auto" for a minute, whose last ten seconds count.
 The SHA-256 of the first batches has to be the same. The last four cases read objects of 4 KB from a local server that
 responds after 0, 20 and 100 ms, and from one of 20 ms that responds 503 above 2,000 requests/s.
 
+With `--engines`, on a machine of at least 4 cores, the same for the number of engines, of fetches that compute.
 With `--ranks 2` as many ranks read at the same time, with transforms that compute on the cores that there are. ::
 
-    python benchmarks/auto_workers.py [--rounds 5] [--seconds 60] [--only "100 ms"] [--ranks 2]
+    python benchmarks/auto_workers.py [--rounds 5] [--seconds 60] [--only "100 ms"] [--ranks 2] [--engines]
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import hashlib
 import itertools
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -29,6 +31,7 @@ from harness import Figure, claim, describe_machine, parse_arguments
 from servers import Fault, ObjectServer
 
 import headrace as hr
+from headrace._core.cgroup import usable_cores
 from headrace._core.consumer import control
 
 CORES = 16.0
@@ -55,6 +58,19 @@ class Numbers(hr.AsyncDataset):
     async def aget(self, index: int) -> np.ndarray:
         await asyncio.sleep(0.005)
         return np.full(16, index % 251, np.uint8)
+
+
+class Computed(Numbers):
+    """Samples that take a millisecond of the event loop's thread, in epochs that take some seconds."""
+
+    def __len__(self) -> int:
+        return 24_000
+
+    async def aget(self, index: int) -> np.ndarray:
+        end = time.thread_time() + 0.001
+        while time.thread_time() < end:
+            pass
+        return await super().aget(index)
 
 
 class Stream(hr.AsyncIterableDataset):
@@ -170,6 +186,26 @@ def compare_ranks(arguments: argparse.Namespace) -> None:
     claim(f'num_workers="auto" on {arguments.ranks} ranks of a host', Figure("of the best", shares, at_least=0.9))
 
 
+def compare_engines(arguments: argparse.Namespace) -> None:
+    """The rates of fixed numbers of engines, and of "auto" after several epochs."""
+    if usable_cores() < 4:
+        sys.exit("engines of their own cores: this needs 4 cores at least")
+    shares: list[float] = []
+    for _ in range(arguments.rounds):
+        found: dict[Any, float] = {}
+        digests = set()
+        for engines in (1, 2, 4, 8, "auto"):
+            seconds = arguments.seconds if engines == "auto" else arguments.fixed_seconds
+            with hr.DataLoader(Computed(), 8, shuffle=True, seed=0, engines=engines) as loader:
+                found[engines], digest = rates(loader, 0.0, seconds, min(5.0, seconds / 2))
+                digests.add(digest)
+                print(*loader.report().chosen, sep="\n")
+        assert len(digests) == 1, "batches differ"
+        print(", ".join(f"{engines}: {rate:.1f}" for engines, rate in found.items()), "batches/s", flush=True)
+        shares.append(found["auto"] / max(rate for engines, rate in found.items() if engines != "auto"))
+    claim('engines="auto" after a minute', Figure("of the best", shares, at_least=0.9))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -177,8 +213,12 @@ def main() -> None:
     parser.add_argument("--fixed-seconds", type=float, default=6.0)
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--engines", action="store_true")
     arguments = parse_arguments(parser, rounds=1, seconds=8.0, fixed_seconds=3.0, only="transform")
     print(describe_machine())
+    if arguments.engines:
+        compare_engines(arguments)
+        return
     if arguments.ranks > 1:
         compare_ranks(arguments)
         return

@@ -151,7 +151,8 @@ class BusyLoop:
                 engine_cpu=returned * 0.04 / period / self.engines,
             )
             called = returned - max(0.0, period - 0.01)
-            records.append(BatchRecord(1, number, 8, called - 2, times, called, returned, returned, returned, 2, None, 0.0))
+            waited = called, returned, returned, returned
+            records.append(BatchRecord(1, number, 8, called - 2, times, *waited, 2, None, 0.0))
         return records
 
 

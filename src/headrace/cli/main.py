@@ -106,7 +106,3 @@ def _json_object(text: str) -> dict[str, object]:
         return dict(json.loads(text))
     except (TypeError, ValueError):  # the text may be a secret, so it is not repeated
         raise argparse.ArgumentTypeError('write a JSON object: {"region": "eu-west-1"}') from None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -125,11 +125,7 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
 
 def streams_of(device: torch.device) -> Streams:
     """The streams of `device`; of the current device of its type, if it has no index."""
-    module: Any = torch.get_device_module(device)
-    index: int | None = device.index
+    index: int | None = device.index  # which torch's stubs leave out
     if index is None:
-        index = module.current_device() if hasattr(module, "current_device") else 0
-        device = torch.device(device.type, index)
-    if device.type == "cuda":
-        return CudaStreams(device)
-    return Streams(device)
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    return CudaStreams(device) if device.type == "cuda" else Streams(device)

@@ -41,7 +41,7 @@ class HeadraceError(Exception):
 
 
 class DatasetTypeError(HeadraceError, TypeError):
-    """The dataset has none of the methods that a loader fetches with, or is an async context manager.
+    """The dataset has none of the methods that a loader fetches with.
 
     Likely causes: a class in place of its instance (`Data` for `Data()`), a misspelt method, a function or a path.
     What to do: define one of the methods, or wrap an async generator with `headrace.from_async_iterable`; open clients

@@ -23,7 +23,7 @@ from headrace._core.links.select import check_automatic, check_engines
 from headrace._core.order.samplers import SeededRandomSampler, SeededRankSampler
 from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import states_from_dict, states_to_dict
-from headrace._core.streams.kinds import DatasetKind, kind_of, refuse_context_managers
+from headrace._core.streams.kinds import DatasetKind, kind_of
 from headrace._core.streams.mixing import drawn_of_mixes
 from headrace._core.streams.torch_views import torch_readable, unwrap, without_adapter
 from headrace._core.text import dataset_repr, function_name
@@ -145,8 +145,6 @@ class DataLoader(TorchDataLoader[T_co]):
         device = resolve(checked["device"])
         source, maps = unwrap(dataset)
         kind = kind_of(source)
-        if kind.is_async:
-            refuse_context_managers(source)
         policy = error_policy(checked["on_error"])
         self._control = LoaderControl(LoaderSpec(source, kind, maps, checked, policy, device))
         if automatic:

@@ -177,34 +177,6 @@ def test_usual_mistakes_in_aget_have_a_remedy(dataset, remedy):
     assert re.search(remedy, "\n".join([str(caught.value), *caught.value.__notes__]))
 
 
-class Entered(Numbers):
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *error):
-        pass
-
-
-class Feed:
-    """Not a dataset: a connection that an attribute has."""
-
-    __aenter__ = Entered.__aenter__
-
-    async def __aiter__(self):
-        yield 1
-
-
-def test_dataset_that_is_an_async_context_manager_is_refused_and_the_error_names_per_loop():
-    entered = Entered(4)
-    for dataset in (entered, entered.map(abs), hr.concat([entered]), torch.utils.data.Subset(entered, [1])):
-        with pytest.raises(TypeError, match=r"^Entered is an async context manager.*headrace\.per_loop"):
-            hr.DataLoader(dataset)
-    holder = Numbers(2)
-    holder.feed = Feed()
-    with hr.DataLoader(holder) as loader:
-        assert lists(loader) == [[0], [1]]
-
-
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_lambda_goes_to_workers_of_any_start_method_or_is_named(context):
     with hr.DataLoader(Numbers(4), batch_size=2, num_workers=1, transform=lambda x: -x,

@@ -6,7 +6,7 @@ import json
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from headrace._core.shards.discovery import Shards, find_shards
 from headrace._core.store.listing import Catalog, StringArray
 from headrace._core.store.store import StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
-from headrace._core.text import check_names
 from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.errors import ShardError
 
@@ -38,12 +37,10 @@ class CocoDataset(ObjectDataset):
     Args:
         store: where the images are; each `file_name` is a key in it.
         annotations: path or URL of the file (read by `store` if it is below its URL), shard of `headrace.hub`, or dict.
-        keep_empty: whether to keep images without annotations.
-        fields: other fields to keep; None for all. They are kept as JSON, the rest as arrays.
 
     Attributes:
         category_ids: the file's id of each of `classes`, ascending.
-        left_out: numbers of annotations, and of images, by the reason why they were left out.
+        left_out: numbers of annotations, by the reason why they were left out.
 
     Raises:
         ShardError: the file is not as COCO's.
@@ -56,15 +53,7 @@ class CocoDataset(ObjectDataset):
         ([[10.0, 20.0, 40.0, 60.0]], ('dog',))
     """
 
-    def __init__(
-        self,
-        store: StoreLike,
-        annotations: Shards | Mapping[str, Any],
-        *,
-        keep_empty: bool = True,
-        fields: Sequence[str] | None = None,
-    ) -> None:
-        check_names("fields", fields)
+    def __init__(self, store: StoreLike, annotations: Shards | Mapping[str, Any]) -> None:
         self._store, name, content = as_store(store), "annotations", annotations
         try:
             if not isinstance(content, Mapping):
@@ -72,14 +61,14 @@ class CocoDataset(ObjectDataset):
                 (shard,) = find_shards(content, suffixes=(".json",), store=self._store if inside else None)
                 name = shard.name
                 content = json.loads(bytes(background_loop().run(shard.store.read_all(shard.key))))
-            self._hold(self._parse(content, keep_empty, fields), None)
+            self._hold(self._parse(content), None)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             what = f"no field, or category, {error}" if isinstance(error, KeyError) else str(error)
             raise ShardError(f"not as annotations of COCO: {what}", shard=name) from None
-        if said := [f"{count} {why}" for why, count in self.left_out.items() if not why.startswith("images")]:
+        if said := [f"{count} {why}" for why, count in self.left_out.items()]:
             warnings.warn(f"{name}: {', '.join(said)} are left out", stacklevel=2)
 
-    def _parse(self, content: Any, keep_empty: bool, fields: Sequence[str] | None) -> Catalog:
+    def _parse(self, content: Any) -> Catalog:
         images, categories = content["images"], sorted(content.get("categories", ()), key=lambda each: each["id"])
         labels = {category["id"]: label for label, category in enumerate(categories)}
         groups: dict[Any, list[dict[str, Any]]] = {image["id"]: [] for image in images}
@@ -98,12 +87,10 @@ class CocoDataset(ObjectDataset):
             else:
                 ids.add(operator.index(each["id"]))
                 groups[each["image_id"]].append(each)
-        kept = [image for image in images if keep_empty or groups[image["id"]]]
-        if not kept:
+        if not images:
             raise ValueError("it has no images")
-        self.left_out["images without annotations"] = len(images) - len(kept)
-        self._ends = np.cumsum([0, *(len(groups[image["id"]]) for image in kept)])
-        marks = [each for image in kept for each in groups[image["id"]]]
+        self._ends = np.cumsum([0, *(len(groups[image["id"]]) for image in images)])
+        marks = [each for image in images for each in groups[image["id"]]]
         names, known = {name for each in marks for name in each}, {"id", "image_id"}
         self._columns: dict[str, Any] = {"ids": np.array([each["id"] for each in marks], np.int64)}
         if not marks or "bbox" in names:
@@ -117,15 +104,13 @@ class CocoDataset(ObjectDataset):
             self._columns["labels"] = np.array([labels[each["category_id"]] for each in marks], np.int64)
             self._columns["area"] = np.array(areas, np.float32)
             self._columns["iscrowd"] = np.array([each.get("iscrowd", 0) for each in marks], np.bool_)
-        if marks and (absent := {*(fields or ())} - names):
-            raise ValueError(f"no annotation has the fields {sorted(absent)}")
-        others, texts = sorted(names - known) if fields is None else fields, []
-        for image in kept:
+        others, texts = sorted(names - known), []
+        for image in images:
             text = {name: [each.get(name) for each in groups[image["id"]]] for name in others}
             text["size"] = [image.get("height"), image.get("width")]
             texts.append(json.dumps(text | {"image_id": image["id"]}))
         self._fields = StringArray(texts)
-        return Catalog(StringArray(image["file_name"] for image in kept))
+        return Catalog(StringArray(image["file_name"] for image in images))
 
     @property
     def classes(self) -> tuple[str, ...]:

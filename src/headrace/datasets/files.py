@@ -130,7 +130,6 @@ def _read(path: str) -> bytes | None:
 
 
 def _find(root: str, pattern: str, suffix: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The keys that match both, sorted."""
     parts = Path(pattern).parts
     match = glob_expression("/".join(parts), hidden=True)
     levels = None if any("**" in part for part in parts) else len(parts)

@@ -88,8 +88,6 @@ class LinesDataset(ShardedStream[Any]):
 
 
 class _Lines(Decoder):
-    """Decoder of one file: yields its lines."""
-
     def __init__(self, shard: str, format: str, limit: int) -> None:
         self._shard = shard
         self._format = format

@@ -66,14 +66,9 @@ def test_targets_are_those_of_pycocotools(tmp_path):
         hr.decode.image(size=8)(dataset[0])
 
 
-def test_images_without_annotations_are_kept_or_dropped_and_counted():
+def test_images_without_annotations_or_boxes():
     target = hr.CocoDataset("s3://bucket", CONTENT).target(0)
     assert (target["boxes"].shape, target["segmentation"]) == ((0, 4), [])
-    dataset = hr.CocoDataset("s3://bucket", CONTENT, keep_empty=False, fields=())
-    assert (len(dataset), dataset.left_out["images without annotations"]) == (15, 5)
-    assert "segmentation" not in dataset.target(-1)
-    with pytest.raises(ShardError, match=r"no annotation has the fields \['segments'\]"):
-        hr.CocoDataset("s3://bucket", CONTENT, fields=("segments",))
     captions = [{"id": n, "image_id": 90, "caption": f"caption {n}"} for n in range(5)]
     target = hr.CocoDataset("s3://bucket", {"images": IMAGES, "annotations": captions}).target(0)
     assert target.keys() == {"image_id", "size", "ids", "caption"}

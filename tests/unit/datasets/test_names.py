@@ -10,7 +10,6 @@ CALLS = [
     lambda folder: hr.ParquetDataset(folder, columns="ab"),
     lambda folder: hr.ArrowDataset(folder, columns="ab"),
     lambda folder: hr.LanceDataset(folder, columns="ab"),
-    lambda folder: hr.CocoDataset(folder, {"images": []}, fields="ab"),
 ]
 
 

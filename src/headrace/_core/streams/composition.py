@@ -84,7 +84,5 @@ class PartFunctions:
 
 
 class RowFunctions(PartFunctions):
-    """Applies each source's functions to one sample of each."""
-
     def __call__(self, samples: Sequence[object]) -> object:
         return tuple(map(apply_functions, self._functions, samples))

@@ -94,18 +94,6 @@ def kind_of(dataset: object) -> DatasetKind:
     raise DatasetTypeError(dataset=dataset)
 
 
-def refuse_context_managers(dataset: object) -> None:
-    """Raise if an async dataset, or one that it holds, is an async context manager: nothing would enter it."""
-    for part in walk_datasets(dataset):
-        is_dataset = part is dataset or isinstance(part, Dataset) or capabilities(part).aget
-        if is_dataset and hasattr(type(part), "__aenter__"):
-            raise DatasetTypeError(
-                f"{type(part).__name__} is an async context manager, and a loader does not enter datasets: make each "
-                f"client by headrace.per_loop(make), whose result, awaited in aget or __aiter__, is opened once for "
-                f"each event loop and closed with it"
-            )
-
-
 def sample_key(dataset: Any, index: Any) -> str | None:
     """The dataset's name of the sample at `index`, for an error message; None if it has none or fails."""
     if not has_method(dataset, "sample_key"):

@@ -89,7 +89,6 @@ class Mix(StreamOperation[object]):
             return InContext(bound(current_repetition, repetition), start)
 
     def _draw(self) -> float:
-        """The random number at the position `_drawn`, from a block of them."""
         block, offset = divmod(self._drawn, _BLOCK)
         if block != self._block:
             generator = np.random.default_rng(batch_seed(self._order.key(), 0, block))

@@ -253,7 +253,6 @@ class ShuffleBuffer(ReplayOperation[T]):
 
 
 def _order(seed: int, size: int) -> list[int]:
-    """The order of a window's samples."""
     order: list[int] = np.random.default_rng(seed).permutation(size).tolist()
     return order
 

@@ -112,7 +112,6 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         return self._ready.popleft()
 
     def _columns(self, sample: object) -> list[np.ndarray[Any, Any]]:
-        """The fields of a document, checked."""
         names = self._names
         parts = [sample.get(name) for name in names] if isinstance(sample, Mapping) else [sample]
         columns = [np.asarray(part) for part in parts]

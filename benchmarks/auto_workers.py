@@ -64,7 +64,7 @@ class Computed(Numbers):
     """Samples that take a millisecond of the event loop's thread, in epochs that take some seconds."""
 
     def __len__(self) -> int:
-        return 24_000
+        return 8_000
 
     async def aget(self, index: int) -> np.ndarray:
         end = time.thread_time() + 0.001

@@ -144,6 +144,8 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
             "built",
             (figures.waited + figures.first_fetch) / (figures.seconds + figures.first_fetch),
         )
+    if _holds_the_lock(figures, setup) and (found := _busy_loop(figures, setup, model)) is not None:
+        return found
     if figures.wait_share < FEW_WAITS or wait < FAST_NEXT:
         evidence = f"next() takes {seconds(wait)}, and the loop itself {seconds(figures.compute)} for each batch"
         return Diagnosis("consumer", evidence, predicted=figures.wait_share)
@@ -296,6 +298,14 @@ def _busy_loop(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | Non
         change = {"placement": "process"}
         return Diagnosis("event-loop", evidence, 'placement="process"', model.after(factor), change, factor)
     return None
+
+
+def _holds_the_lock(figures: Figures, setup: Setup) -> bool:
+    """Whether the event loop's thread always computes, so that the training loop mostly waits for the GIL.
+
+    The loop's own time for a batch, and that of the hand-over, are then long without CPU time.
+    """
+    return setup.placement == "thread" and figures.engine_cpu > BUSY_LOOP and figures.consumer_cpu < 1 - BUSY_LOOP
 
 
 def _blocked_seconds(figures: Figures) -> float:

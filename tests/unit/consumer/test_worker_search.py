@@ -171,4 +171,4 @@ def test_engines_without_a_core_of_their_own_are_taken_back_and_half_as_many_tri
 
 
 def test_number_of_engines_is_not_judged_by_a_short_epoch():
-    assert BusyLoop().run(10, batches=40) == []
+    assert BusyLoop().run(10, batches=12) == []

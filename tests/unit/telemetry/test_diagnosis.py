@@ -229,6 +229,14 @@ def test_engine_that_shares_the_gil_with_the_loop_is_sent_to_a_process():
     assert found.change == {"placement": "process"}
 
 
+@pytest.mark.parametrize("steps", [{"fetch": 0.0001}, {"hand_over": 0.02}], ids=str)
+def test_event_loop_that_holds_the_gil_is_the_limit_where_it_slows_the_rest(steps):
+    thread = SETUP._replace(placement="thread")
+    assert report(thread, cpu=0.95, **steps).limit == "event-loop"
+    assert report(thread, cpu=0.95, consumer_cpu=0.5, **steps).limit != "event-loop"
+    assert report(thread, cpu=0.5, **steps).limit != "event-loop"
+
+
 def test_prefetch_factor_that_was_given_is_changed_with_the_concurrency():
     setup = SETUP._replace(look_ahead=4, num_workers=4, fixed_look_ahead=True)
     found = report(setup, fetch=0.08, load=FULL._replace(in_flight=40, limit=40))

@@ -23,6 +23,7 @@ _log = logging.getLogger("headrace")
 
 LOOK_SECONDS = 0.25  # between two looks, at least: one takes a millisecond or two
 MEASURE_SECONDS = 2.0  # over which a rate is measured, at least
+EPOCH_SECONDS = 0.5  # of an epoch whose rate is compared with that of another, at least
 RECORDS = 1024  # that are looked at, at most
 NEGLIGIBLE = 1e-4  # seconds of transforms and collation for a batch, below which sending it to a worker takes longer
 LEAST_GAIN = 0.5  # of the predicted one
@@ -172,7 +173,7 @@ class EngineSearch(Search):
         if self._ended or len(records) <= BATCHES_AT_LEAST:
             return None
         figures = figures_of(records)
-        if figures.seconds < MEASURE_SECONDS:
+        if figures.seconds < EPOCH_SECONDS:
             return None
         if (trial := self._trial) is not None:
             return None if self._judge(trial, figures) else trial.before

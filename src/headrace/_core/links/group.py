@@ -174,7 +174,10 @@ class EngineGroup(Link):
         """The times of an engine's batch, with the sum of the engines' loads and the means of their times."""
         self._times[link] = times
         loads = [self._times[each].load for each in self._links.values() if each in self._times]
-        means = {name: sum(getattr(e, name) for e in self._times.values()) / self._engines for name in _GROWING}
+        # Those that have made no batch of this session yet count as the others: their sums of earlier ones would come
+        # at once later.
+        known = min(len(self._times), self._engines)
+        means = {name: sum(getattr(e, name) for e in self._times.values()) / known for name in _GROWING}
         steps = sum(each.steps_seconds for each in self._times.values())
         return times._replace(load=FetchLoad(*map(sum, zip(*loads, strict=True))), steps_seconds=steps, **means)
 

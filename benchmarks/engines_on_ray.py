@@ -26,7 +26,7 @@ import headrace as hr
 
 AHEAD = 6  # calls under way; the loader's own choice with these options
 # name: bytes of a sample, samples of a batch, batches of an epoch, as one of bare calls, as asked
-WORK = {"4 KB": (4096, 1, 500, 0.5), "38 MB": (600_000, 64, 16, 0.8)}
+WORK = {"4 KB": (4096, 1, 2000, 0.5), "1 MB": (16384, 64, 100, 0.8), "38 MB": (600_000, 64, 16, 0.8)}
 
 
 class Numbers(hr.AsyncDataset):
@@ -144,7 +144,7 @@ def compare(name, batches, rounds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=500, help="at most, of an epoch")
+    parser.add_argument("--batches", type=int, default=2000, help="at most, of an epoch")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parse_arguments(parser, batches=4, rounds=1)
     node = {"object_store_memory": 2_000_000_000}

@@ -1,10 +1,12 @@
 """Batches and functions as Ray carries them."""
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
 
-from headrace._core.links.ray_actor import IN_BAND, pack, unpack, unpack_views
+from headrace._core.links.ray_actor import IN_BAND, _Served, pack, unpack, unpack_views
 from headrace._core.transport.pickling import dump_message
 
 
@@ -28,3 +30,19 @@ def test_object_arrives_in_memory_of_its_own_or_as_views_without_a_warning(size)
 def test_function_of_a_script_is_sent_by_value():
     double = unpack_views(pack(dump_message(lambda value: 2 * value)))
     assert double(4) == 8
+
+
+def test_small_messages_come_in_one_answer_and_a_large_one_alone_in_their_order():
+    async def answers(*sizes):
+        served = _Served()
+        for size in sizes:
+            served._put(pack(dump_message(np.ones(size, np.uint8))))
+        served.end(None)
+        found = [await served.answer() for _ in range(6)]
+        return [[unpack(each).size for each in answer] if type(answer) is list else unpack(answer) for answer in found]
+
+    half = IN_BAND // 2 + 1
+    first, large, second, third, *end = asyncio.run(answers(1, 2, 2 * IN_BAND, 3, half, half))
+    assert large.nbytes == 2 * IN_BAND
+    assert (first, second, third) == ([1, 2], [3, half], [half])
+    assert end == [[], []]  # for every call that is made after it

@@ -20,7 +20,7 @@ from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig
 from headrace._core.links.process import ProcessLink, ProcessPlacement
 from headrace._core.links.sidecar import dump_batch, portable_error
-from headrace._core.messages import Answer, SessionEnd, Status, StatusRequest
+from headrace._core.messages import SessionEnd, Status, StatusRequest
 from headrace._core.pool.settings import Settings
 from headrace._core.transport.pickling import Message, dump_message, load_message
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -29,6 +29,7 @@ IN_BAND = 64 * 1024  # bytes of buffers up to which an object is one byte string
 
 Packed = bytes | tuple[bytes, list[np.ndarray[Any, Any]]]
 """An object as one byte string, or as a pickle with arrays of bytes that lie in Ray's object store without a copy."""
+_Answer = list[Packed] | Packed  # small messages, or one that is large
 
 
 def pack(message: Message) -> Packed:
@@ -107,16 +108,17 @@ class EngineActor:
         if (served := self._served(session)) is not None:
             served.send(sequence, message)
 
-    async def answer(self, session: int, sequence: int = -1, message: Packed = b"") -> Packed | None:
-        """The next message from the engine; None if the consumer has left the session.
+    async def answer(self, session: int, sequence: int = -1, message: Packed = b"") -> Packed:
+        """The next messages from the engine: a large one, or a pickled list of small ones, empty after the session.
 
         A message that comes with it is passed on first; `sequence` is -1 if there is none.
         """
         if (served := self._served(session)) is None:
-            return None
+            return pickle.dumps([])
         if sequence >= 0:
             served.send(sequence, message)
-        return await served.answer()
+        answer = await served.answer()
+        return pickle.dumps(answer, protocol=5) if isinstance(answer, list) else answer
 
     async def end_session(self, session: int) -> None:
         """Leave a session: the consumer wants no more of its batches."""
@@ -132,7 +134,7 @@ class EngineActor:
 
 
 class _Served:
-    """A session in the actor. It has as many answers as the consumer asks for: one for each plan or `StatusRequest`."""
+    """A session in the actor. Its messages wait until the consumer asks: a large one by itself, small ones together."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -140,12 +142,14 @@ class _Served:
         self._plans: dict[int, BatchPlan] = {}  # of batches that have not arrived
         self._unsent: dict[int, object] = {}  # messages that came before an earlier one, or before the session
         self._next = 0
-        self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()  # the end, or None, is the last, and stays
-        self._over = False
+        self._answers: asyncio.Queue[_Answer] = asyncio.Queue()
+        self._small: list[Packed] = []  # the last in the queue, unless that is empty; closed by a large one
+        self._nbytes = 0  # in it
+        self._last: list[Packed] | None = None  # the end, which stays in the queue
 
     def begin(self, link: ProcessLink) -> None:
         """Run the session that has been opened; close it if it was left meanwhile."""
-        if self._over:
+        if self._last is not None:
             link.close()
             return
         self._link = link
@@ -159,7 +163,7 @@ class _Served:
         elif isinstance(message, StatusRequest):
             self._unsent[sequence] = []  # answered here
             text = f"batch {message.number} has not begun: the engine's process is being started"
-            self._answers.put_nowait(Status(text))
+            self._put(pack(dump_message(Status(text))))
 
     def _send_next(self, link: ProcessLink) -> None:
         while self._next in self._unsent:
@@ -171,29 +175,40 @@ class _Served:
 
     def _receive(self, link: ProcessLink) -> None:
         link.receive()
-        while link.messages and not self._over:
+        while link.messages and self._last is None:
             message = link.messages.popleft()
             if isinstance(message, SessionEnd):
                 self.end(message)
+            elif isinstance(message, HostBatch):
+                self._put(pack(dump_batch(message, self._plans.pop(message.plan.number))))
             else:
-                self._answers.put_nowait(message)
+                self._put(pack(dump_message(message)))
 
-    async def answer(self) -> Packed | None:
+    def _put(self, packed: Packed) -> None:
+        if not isinstance(packed, bytes):
+            self._small = []
+            self._answers.put_nowait(packed)
+            return
+        self._nbytes += len(packed)
+        if not self._small or self._answers.empty() or self._nbytes > IN_BAND:
+            self._small, self._nbytes = [], len(packed)
+            self._answers.put_nowait(self._small)
+        self._small.append(packed)
+
+    async def answer(self) -> _Answer:
         answer = await self._answers.get()
-        if isinstance(answer, HostBatch):
-            return pack(dump_batch(answer, self._plans.pop(answer.plan.number)))
-        if isinstance(answer, SessionEnd | None):
+        if answer is self._last:
             self._answers.put_nowait(answer)  # for all that wait, and that come
-        if isinstance(answer, SessionEnd):
-            error = portable_error(answer.error, f"on node {ray.util.get_node_ip_address()}")
-            answer = SessionEnd(error, answer.death)
-        return None if answer is None else pack(dump_message(answer))
+        return answer
 
     def end(self, end: SessionEnd | None) -> None:
-        if self._over:
+        if self._last is not None:
             return
-        self._over = True
-        self._answers.put_nowait(end)
+        self._last = []
+        if end is not None:
+            error = portable_error(end.error, f"on node {ray.util.get_node_ip_address()}")
+            self._last.append(pack(dump_message(SessionEnd(error, end.death))))
+        self._answers.put_nowait(self._last)
         if self._link is not None:
             self._loop.remove_reader(self._link.source)
             self._link.close()

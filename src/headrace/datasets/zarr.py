@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -13,10 +14,10 @@ import torch
 
 from headrace._core.shards.discovery import split_url
 from headrace._core.shards.unpacked import UnpackedShards
-from headrace._core.store.ranges import map_all
+from headrace._core.store.ranges import Ranges, map_all
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
-from headrace._core.streams.map_style import AsyncDataset, positions
+from headrace._core.streams.map_style import RangedDataset, positions
 from headrace.errors import HeadraceError, MissingExtraError, ShardError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["ZarrDataset"]
 
 
-class ZarrDataset(AsyncDataset[Any]):
+class ZarrDataset(RangedDataset[Any]):
     """Slices of Zarr arrays along an axis, map-style: format 2 or 3, sharded or not, read by zarr-python.
 
     A sample is a tensor, of a type that torch lacks (strings, dates) a NumPy array; of several `arrays` a dict of
@@ -34,7 +35,7 @@ class ZarrDataset(AsyncDataset[Any]):
 
     Neighbours along the axis share chunks. Decoded chunks are kept, up to `cache_bytes`, so that each is fetched and
     decoded once in the order of the array, or of ``BlockShuffleSampler(dataset, block_size=dataset.block_size)``, if
-    its `blocks_at_once` fit. Chunks are decoded in threads. `concurrency` counts samples, and `hedge` has no effect.
+    its `blocks_at_once` fit. Chunks are decoded in threads. `concurrency` counts chunks, and `hedge` has no effect.
 
     Args:
         url: URL, path or `headrace.Store` of an array or a group; or a store of zarr's, such as the ``store`` of an
@@ -103,6 +104,7 @@ class ZarrDataset(AsyncDataset[Any]):
         self._length = self._arrays[0].shape[axis]
         self._sizes = [array.nbytes // max(1, self._length) for array in self._arrays]  # of a sample
         self.block_size = self._arrays[int(np.argmax(self._sizes))].chunks[axis]
+        self._step = math.gcd(*(array.chunks[axis] for array in self._arrays))
 
     def __len__(self) -> int:
         return self._length
@@ -111,24 +113,24 @@ class ZarrDataset(AsyncDataset[Any]):
         """The array or group, and the index."""
         return f"{self._prefix}{self._path}[{index}]"
 
-    async def aget(self, index: int) -> Any:
-        """Read the sample at `index`."""
-        place = int(positions([index], self._length)[0])
-        if self._names is None:
-            return await self._row(0, place)
-        rows = await asyncio.gather(*(self._row(number, place) for number in range(len(self._arrays))))
-        return dict(zip(self._names, rows, strict=True))
+    def ranges(self, indices: Sequence[int]) -> Ranges:
+        """The samples at `indices`, as positions in blocks of neighbours that share a chunk of each array."""
+        blocks, rows = np.divmod(positions(indices, self._length), self._step)
+        return Ranges(blocks, rows, rows + 1)
 
-    async def _row(self, number: int, place: int) -> Any:
-        block_size = self._arrays[number].chunks[self._axis]
-        read = partial(self._read_block, number, block := place // block_size)
-        values = await self._reads.get((number, block), read)
-        # A copy: a view would keep the block, and torch would pickle all of it.
-        row = np.array(values[place % block_size], dtype=values.dtype.newbyteorder("="), order="C")
-        try:
-            return torch.from_numpy(row)
-        except TypeError:
-            return row if row.ndim else row[()]
+    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> Any:
+        """Neighbours of a block, of which `sample_of` takes slices."""
+        first = number * self._step + start
+        places = [divmod(first, array.chunks[self._axis]) for array in self._arrays]
+        reads = ((key := (each, block), partial(self._read_block, *key)) for each, (block, _) in enumerate(places))
+        chunks = await asyncio.gather(*(self._reads.get(key, read) for key, read in reads))
+        rows = _Rows([chunk[row : row + stop - start] for chunk, (_, row) in zip(chunks, places, strict=True)])
+        return rows if index is None else rows[:]
+
+    def sample_of(self, index: int, data: Any) -> Any:
+        """The sample in `data`."""
+        sample = [_tensor(values[0, ...]) for values in data.arrays]
+        return sample[0] if self._names is None else dict(zip(self._names, sample, strict=True))
 
     async def _read_block(self, number: int, block: int) -> np.ndarray[Any, Any]:
         """The samples of a chunk, along the first axis."""
@@ -142,3 +144,23 @@ class ZarrDataset(AsyncDataset[Any]):
             what = f"samples from {first:,} on: a chunk, or zarr.json or .zarray, is damaged: {error!r}"
             raise ShardError(what, shard=self._prefix + array.path) from error
         return np.moveaxis(np.asarray(values), axis, 0)
+
+
+class _Rows:
+    """Neighbours in some arrays. A slice is a copy: a view would keep the chunk, and torch would pickle all of it."""
+
+    def __init__(self, arrays: list[np.ndarray[Any, Any]]) -> None:
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self.arrays[0])
+
+    def __getitem__(self, rows: slice) -> _Rows:
+        return _Rows([np.array(each[rows], each.dtype.newbyteorder("="), order="C") for each in self.arrays])
+
+
+def _tensor(row: Any) -> Any:
+    try:
+        return torch.from_numpy(row)
+    except TypeError:
+        return row if row.ndim else row[()]

@@ -23,7 +23,7 @@ from pathlib import Path
 from formats import Process, ReaderFailed, interpreters, missing, race
 from harness import claim, describe_machine, parse_arguments
 from servers import ObjectServer
-from stored_readers import BARE, FORMATS, OURS, SIZE, WRITE
+from stored_readers import ALONE, BARE, FORMATS, OURS, SIZE, WRITE
 
 PROGRAM = Path(__file__).with_name("stored_readers.py")
 
@@ -43,7 +43,7 @@ def ranges_of(server: ObjectServer, objects: Mapping[str, bytes]) -> list[tuple[
 
 def compare(name: str, python: str, count: int, rounds: int) -> str:
     """Run the readers of a format in turn; why there are no figures, or nothing."""
-    _, peer, packages, writes, _ = FORMATS[name]
+    _, peer, packages, writes, _, alone = FORMATS[name]
     lacking = {peer: f"{package} is not installed"} if (package := missing(python, packages)) else {}
     if lacking and writes:
         return lacking[peer]
@@ -69,10 +69,11 @@ def compare(name: str, python: str, count: int, rounds: int) -> str:
         (folder / "spans.json").write_text(json.dumps(ranges_of(server, objects)))
         processes = {OURS: ours, BARE: process(BARE, endpoint=server.endpoint)}
         if not lacking:
-            processes[peer] = process(peer, python, server.endpoint)
+            others = [ALONE, peer] if alone else [peer]
+            processes |= {who: process(who, python, server.endpoint) for who in others}
         found, failed = race(processes, rounds, "samples/s")
     found.show(against=BARE, absent=failed | lacking)
-    peers = [found.share(OURS, peer, f"× {peer}")] if peer in found.values else []
+    peers = [found.share(OURS, who, f"× {who}") for who in (ALONE, peer) if who in found.values]
     claim(name, found.share(OURS, BARE), *peers)
     return "; ".join(failed.values())
 

@@ -19,6 +19,7 @@ import urllib.request
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ BATCH, SIZE, SHARD = 64, 20_000, 256  # samples; bytes; samples
 IN_FLIGHT = 64  # requests of the bare loop
 CLIP, CLIPS, PIXELS = 16, 64, (240, 320)  # frames; clips of a video; height and width
 BARE, OURS, WRITE = "bare GETs", "headrace", "write"
+ALONE = "its library, no loader"  # the least program that makes the same calls of it
 
 
 class Job(NamedTuple):
@@ -135,11 +137,28 @@ def zarr(job: Job) -> Any:
     if job.who == OURS:
         import headrace as hr
 
-        order = hr.BlockShuffleSampler(job.count, block_size=BATCH // 4, blocks_at_once=16, seed=0)
+        # Two groups of blocks are read at once.
+        order = hr.BlockShuffleSampler(job.count, block_size=BATCH // 4, blocks_at_once=IN_FLIGHT // 2, seed=0)
         return job.read(lambda hr, store: hr.ZarrDataset("a.zarr", store=store), bytes_of, sampler=order)
     from obstore.store import from_url
 
-    array = zarr.open_array(zarr.storage.ObjectStore(from_url("s3://bucket/a.zarr", **job.options), read_only=True))
+    source = zarr.storage.ObjectStore(from_url("s3://bucket/a.zarr", **job.options), read_only=True)
+    if job.who == ALONE:
+        chunks: list[list[Any]] = []
+
+        async def read() -> None:
+            array = await zarr.api.asynchronous.open_array(store=source, mode="r")
+            starts = iter(np.random.default_rng(0).permutation(np.arange(0, job.count, BATCH // 4)).tolist())
+
+            async def some() -> None:
+                for start in starts:
+                    chunks.append(list(await array.getitem(slice(start, start + BATCH // 4))))
+
+            await asyncio.gather(*(some() for _ in range(IN_FLIGHT)))
+
+        asyncio.run(read())
+        return chunks
+    array = zarr.open_array(source)
     starts = np.random.default_rng(0).permutation(np.arange(0, job.count, BATCH)).tolist()
     return (list(np.ascontiguousarray(array[start : start + BATCH])) for start in starts)
 
@@ -186,6 +205,11 @@ def lance(job: Job, *, shuffle: bool = True) -> Any:
     if job.who == OURS:
         whole: dict[str, Any] = {"batch_size": None, "sampler": BatchSampler(range(job.count), BATCH, drop_last=False)}
         batches = job.read(lambda hr, store: hr.LanceDataset(url, storage_options=options), **whole)
+    elif job.who == ALONE:
+        opened = lance.dataset(url, storage_options=options)
+        starts = range(0, job.count, BATCH)
+        with ThreadPoolExecutor(IN_FLIGHT) as threads:
+            batches = threads.map(lambda first: opened.take([*range(first, first + BATCH)]), starts)
     else:
         opened = lance.dataset(url, storage_options=options)
         batches = lance.torch.data.LanceDataset(opened, BATCH, to_tensor_fn=lambda batch, **_: batch)
@@ -445,16 +469,17 @@ class Format(NamedTuple):
     packages: tuple[str, ...]  # the peer's
     writes: bool = True  # whether they are needed to write it too
     share: float = 1.0  # of the samples that are read
+    alone: bool = False  # whether there is a reader `ALONE`
 
 
 FORMATS = {
     "MDS": Format(mds, "mosaicml-streaming", ("mosaicml-streaming",)),
     "LitData": Format(litdata, "litdata", ("litdata",)),
-    "Zarr": Format(zarr, "zarr, batch by batch", ("zarr", "obstore"), writes=False),
+    "Zarr": Format(zarr, "zarr, batch by batch", ("zarr", "obstore"), writes=False, alone=True),
     "Megatron": Format(megatron, "megatron-core", ("megatron-core", "boto3")),
     "Lance": Format(lance, "lance.torch, shuffled", ("pylance",), writes=False),
     "Lance, in order": Format(
-        functools.partial(lance, shuffle=False), "lance.torch, in order", ("pylance",), writes=False
+        functools.partial(lance, shuffle=False), "lance.torch, in order", ("pylance",), writes=False, alone=True
     ),
     "save_to_disk": Format(save_to_disk, "datasets", ("datasets", "s3fs")),
     "TFRecord": Format(tfrecord, "tfrecord, GETs in turn", ("tfrecord", "obstore")),

@@ -144,20 +144,17 @@ def zarr(job: Job) -> Any:
 
     source = zarr.storage.ObjectStore(from_url("s3://bucket/a.zarr", **job.options), read_only=True)
     if job.who == ALONE:
-        chunks: list[list[Any]] = []
 
-        async def read() -> None:
+        async def read() -> list[Any]:
             array = await zarr.api.asynchronous.open_array(store=source, mode="r")
             starts = iter(np.random.default_rng(0).permutation(np.arange(0, job.count, BATCH // 4)).tolist())
 
-            async def some() -> None:
-                for start in starts:
-                    chunks.append(list(await array.getitem(slice(start, start + BATCH // 4))))
+            async def some() -> list[Any]:
+                return [list(await array.getitem(slice(start, start + BATCH // 4))) for start in starts]
 
-            await asyncio.gather(*(some() for _ in range(IN_FLIGHT)))
+            return sum(await asyncio.gather(*(some() for _ in range(IN_FLIGHT))), [])
 
-        asyncio.run(read())
-        return chunks
+        return asyncio.run(read())
     array = zarr.open_array(source)
     starts = np.random.default_rng(0).permutation(np.arange(0, job.count, BATCH)).tolist()
     return (list(np.ascontiguousarray(array[start : start + BATCH])) for start in starts)

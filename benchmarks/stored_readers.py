@@ -152,7 +152,7 @@ def zarr(job: Job) -> Any:
             async def some() -> list[Any]:
                 return [list(await array.getitem(slice(start, start + BATCH // 4))) for start in starts]
 
-            return sum(await asyncio.gather(*(some() for _ in range(IN_FLIGHT))), [])
+            return [chunk for chunks in await asyncio.gather(*(some() for _ in range(IN_FLIGHT))) for chunk in chunks]
 
         return asyncio.run(read())
     array = zarr.open_array(source)

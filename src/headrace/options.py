@@ -217,4 +217,4 @@ def shown_in_signature(init: F) -> F:
 def number_of_engines(options: LoaderOptions) -> int:
     """How many engines a loader asks for, here or on a cluster."""
     placement = options["placement"]
-    return placement.engines if isinstance(placement, RayPlacement) else cast(int, options["engines"])
+    return placement.engines if isinstance(placement, RayPlacement) else int(options["engines"])

@@ -260,7 +260,7 @@ class LoaderControl:
         """The state of an iteration (None before the first), after its last call of `next()` or `lag` calls before."""
         state = self._position_of(progress, loader, lag)
         workers = {} if self.search is None else {"num_workers": int(loader.num_workers)}
-        engines = {} if self.engine_search is None else {"engines": int(self.spec.engines)}
+        engines = {} if self.engine_search is None else {"engines": self.spec.engines}
         return state._replace(found={**state.found, **workers, **engines})
 
     def _position_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:

@@ -32,6 +32,7 @@ from headrace._core.descriptors import Descriptor, received, received_descriptor
 from headrace._core.text import set_cause
 from headrace._core.transport.exceptions import reduce_exception, with_text, without_unpicklable_parts
 from headrace._core.transport.slabs import SMALL, aligned
+from headrace.collate import NUMPY_DTYPES, tensor_of
 from headrace.errors import RemoteError
 
 if TYPE_CHECKING:
@@ -324,11 +325,10 @@ def _restore_tensor(
 ) -> torch.Tensor:
     if 0 in shape:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    elif strides is None and dtype in NUMPY_DTYPES:  # a third of the time, and it does not release the GIL
-        tensor = torch.from_numpy(np.ndarray(shape, NUMPY_DTYPES[dtype], buffer))  # type: ignore[arg-type]
+    elif strides is None:
+        tensor = tensor_of(buffer, dtype, shape)
     else:
-        flat = torch.frombuffer(buffer, dtype=dtype)
-        tensor = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+        tensor = torch.frombuffer(buffer, dtype=dtype).as_strided(shape, strides)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
@@ -343,19 +343,6 @@ def _restore_store_bytes(buffer: bytes | memoryview) -> obstore.Bytes:
     import obstore
 
     return obstore.Bytes(bytes(buffer))
-
-
-NUMPY_DTYPES = {
-    torch.bool: np.dtype(np.bool_),
-    torch.uint8: np.dtype(np.uint8),
-    torch.int8: np.dtype(np.int8),
-    torch.int16: np.dtype(np.int16),
-    torch.int32: np.dtype(np.int32),
-    torch.int64: np.dtype(np.int64),
-    torch.float16: np.dtype(np.float16),
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-}
 
 
 class _SimplePickler(pickle.Pickler):

@@ -65,14 +65,14 @@ def loader_of(dataset, **options):
 
 
 def expects_next(loader):
-    return loader._control._next is not None
+    return loader._control._next.epoch is not None
 
 
 def epochs_of(files, options, *, reads_next, set_epoch=False):
     """For each of four epochs, its batches with the states after them, and the state at its end."""
     found = []
     with loader_of(files, **options) as loader:
-        loader._control._reads_next = reads_next
+        loader._control._next.reads = reads_next
         torch.manual_seed(1)
         for epoch in range(4):
             if set_epoch:
@@ -159,7 +159,7 @@ def test_it_is_dropped_where_the_next_epoch_is_another_one(change):
     for reads_next in True, False:
         asked.clear()
         with loader_of(Counted(), on_error="skip") as loader:
-            loader._control._reads_next = reads_next
+            loader._control._next.reads = reads_next
             states = [loader.state_dict() for _ in loader]
             list(loader)
             assert expects_next(loader) == reads_next
@@ -181,6 +181,6 @@ def test_an_engine_that_ends_between_epochs_is_started_again(files):
 def test_dropping_the_loader_ends_it():
     loader = loader_of(Counted())
     list(loader), list(loader)
-    session = loader._control._next.session
+    session = loader._control._next.epoch.session
     del loader
     assert session.ended

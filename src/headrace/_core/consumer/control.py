@@ -23,7 +23,7 @@ from headrace._core.cgroup import usable_cores
 from headrace._core.consumer.agreement import StepGroup, begin_agreement, close_all
 from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
-from headrace._core.consumer.next_epoch import NextEpoch
+from headrace._core.consumer.next_epoch import NextEpoch, NextEpochReader
 from headrace._core.consumer.worker_search import RECORDS, EngineSearch, WorkerSearch
 from headrace._core.descriptors import explained
 from headrace._core.device.copy import Copier
@@ -37,7 +37,7 @@ from headrace._core.links.placement import snapshot
 from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import Session
 from headrace._core.look_ahead import MOST_SMALL, LookAheadSize, look_ahead, most_ahead, most_concurrency, most_fetches
-from headrace._core.messages import Begin, TraceRequest
+from headrace._core.messages import TraceRequest
 from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
@@ -135,9 +135,8 @@ class LoaderControl:
         weakref.finalize(self, close_all, self._agreements)
         self._epoch_set = False  # whether the next epoch's number was set since the last session was opened
         self._ahead: LookAheadSize | None = None
-        self._next: NextEpoch | None = None
-        self._reads_next = True  # False once one was not the epoch that came
         self._placements = PlacementSelector(self.spec.placement, self.spec.engines)
+        self._next = NextEpochReader(self._placements)
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self._placements.drop).atexit = False
 
@@ -337,7 +336,7 @@ class LoaderControl:
             if agreement is not None:  # the other ranks would wait for it
                 agreement.leave(error)
             raise
-        if follows and self._reads_next and self._next_is_known(spec.order):
+        if follows and self._next.reads and self._next_is_known(spec.order):
             epoch.read_next = functools.partial(self._read_next, loader, spec, late_epoch, snapshot(self.spec.source))
         return epoch
 
@@ -453,16 +452,10 @@ class LoaderControl:
         self, loader: TorchLoader, spec: EpochSpec, late_epoch: bool, seen: list[object], *load: Any
     ) -> None:
         """Have the first batches of the epoch after `spec` fetched, which began with the dataset as `seen`."""
-        if self.resumed or not self._reads_next or self._next_epoch != spec.begun.epoch + 1:
+        if self.resumed or not self._next.reads or self._next_epoch != spec.begun.epoch + 1 or self._ahead is None:
             return
-        if self._next is None:
-            try:
-                self._next = self._open_next(loader, spec.rank, late_epoch, seen)
-            except Exception:  # raised when the epoch begins, if it is still there
-                _log.debug("epoch %d cannot be fetched before it begins", self._next_epoch, exc_info=True)
-                self._reads_next = False
-        if self._next is not None and self._ahead is not None:
-            self._next.fill(self._ahead.batches, *load)
+        begin = functools.partial(self._open_next, loader, spec.rank, late_epoch, seen)
+        self._next.read(self._next_epoch, begin, self._ahead.batches, *load)
 
     def _open_next(self, loader: TorchLoader, rank: RankInfo, late_epoch: bool, seen: list[object]) -> NextEpoch | None:
         generator = loader.generator or torch.default_generator
@@ -519,14 +512,8 @@ class LoaderControl:
             divide_pipe(self.spec.source, rank)
             link = InlineLink(config, start)
             return Session(link, inline_state=link.state_dict)
-        if (following := self._next) is not None:
-            fits, self._next = self._placements.fits_next(config, following.seen), None
-            if following.adopt(spec, fits=fits):
-                following.session.send(Begin())
-                return following.session
-            self._reads_next = bool(self.resumed)
-            text = "epoch %d is not the one that was expected: %d batches that were read ahead are dropped"
-            _log.info(text, start.epoch, len(following.session.sent_before))
+        if (expected := self._next.take(spec, config, resumed=bool(self.resumed))) is not None:
+            return expected
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = loader.persistent_workers
         with explained("start the loader"):
@@ -566,7 +553,7 @@ class LoaderControl:
         self.spec = replace(self.spec, options={**self.spec.options, "engines": Automatic(number)})
         if self.search is not None and number > 1:
             loader.num_workers = Automatic(max(number, loader.num_workers))
-        self._drop_next()
+        self._next.drop()
         self._placements.change(self.spec.placement, number)
 
     def _tune(self, loader: TorchLoader, search: WorkerSearch, session: Session) -> float:
@@ -579,7 +566,7 @@ class LoaderControl:
                 search.end(str(error))
             else:
                 loader.num_workers = Automatic(number)
-                self._drop_next()  # its engine, or its pool, may be another one
+                self._next.drop()  # its engine, or its pool, may be another one
                 if self._ahead is not None:
                     self._ahead.raise_to(*self.look_ahead(loader))
         return search.next_look
@@ -677,14 +664,8 @@ class LoaderControl:
         """Close the open epochs, and the one that is expected; does not wait."""
         for epoch in list(self._open_epochs):
             epoch.close()
-        if self._drop_next():
-            self._reads_next = False
-
-    def _drop_next(self) -> bool:
-        following, self._next = self._next, None
-        if following is not None:
-            following.session.close()
-        return following is not None
+        if self._next.drop():
+            self._next.reads = False
 
     def close_engine(self) -> None:
         """End the engine and its workers; blocks until they have ended."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace._core.batches import BatchPlan, FetchLoad
+from headrace._core.engine.config import EngineConfig
+from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import Session
+from headrace._core.messages import Begin
 from headrace._core.order.restore import EpochSpec
+
+_log = logging.getLogger("headrace")
 
 
 class NextEpoch(NamedTuple):
@@ -19,7 +25,7 @@ class NextEpoch(NamedTuple):
     """
 
     spec: EpochSpec
-    session: Session  # owned, up to `adopt`
+    session: Session
     plans: Iterator[BatchPlan]
     seen: list[object]  # the snapshot of the dataset
     of_batch: int  # fetches of a batch
@@ -48,3 +54,48 @@ class NextEpoch(NamedTuple):
         if not fits or replace(spec, order=self.spec.order, draws=self.spec.draws, begun=begun) != self.spec:
             self.session.close()
         return not self.session.ended
+
+
+class NextEpochReader:
+    """Has the first batches of a loader's next epoch fetched, and owns its session until the loader takes it.
+
+    Attributes:
+        epoch: the one that is expected; None before its first batches are planned.
+        reads: False once one was not the epoch that came.
+    """
+
+    def __init__(self, placements: PlacementSelector) -> None:
+        self.epoch: NextEpoch | None = None
+        self.reads = True
+        self._placements = placements
+
+    def read(self, number: int, begin: Callable[[], NextEpoch | None], look_ahead: int, *load: Any) -> None:
+        """Have batches fetched of the epoch of this number, which `begin` begins the first time."""
+        if self.epoch is None:
+            try:
+                self.epoch = begin()
+            except Exception:  # raised when the epoch begins, if it is still there
+                _log.debug("epoch %d cannot be fetched before it begins", number, exc_info=True)
+                self.reads = False
+        if self.epoch is not None:
+            self.epoch.fill(look_ahead, *load)
+
+    def take(self, spec: EpochSpec, config: EngineConfig, *, resumed: bool) -> Session | None:
+        """The session of the epoch that begins, if it was expected and runs."""
+        if (expected := self.epoch) is None:
+            return None
+        fits, self.epoch = self._placements.fits_next(config, expected.seen), None
+        if expected.adopt(spec, fits=fits):
+            expected.session.send(Begin())
+            return expected.session
+        self.reads = resumed
+        text = "epoch %d is not the one that was expected: %d batches that were read ahead are dropped"
+        _log.info(text, spec.begun.epoch, len(expected.session.sent_before))
+        return None
+
+    def drop(self) -> bool:
+        """Close the session; whether there was one."""
+        expected, self.epoch = self.epoch, None
+        if expected is not None:
+            expected.session.close()
+        return expected is not None

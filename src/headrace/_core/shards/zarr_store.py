@@ -89,6 +89,7 @@ async def open_array(store: Any, prefix: str, folder: str, axis: int, name: str)
         except ArrayNotFoundError:
             array = await AsyncArray.open(StorePath(store, path), zarr_format=2)
         across = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
+        nbytes = array.nbytes  # of a shape of 10**30 an AttributeError of zarr's
         # Of format 2, or of format 3; in the order of decoding.
         codecs = [getattr(array.metadata, "compressor", None), *(getattr(array.metadata, "filters", None) or ())]
         codecs = [*getattr(array.metadata, "codecs", ())][::-1] or codecs
@@ -104,7 +105,7 @@ async def open_array(store: Any, prefix: str, folder: str, axis: int, name: str)
     if isinstance(store, ReadStore) and type(codecs[0]).__name__ in ("Blosc", "BloscCodec"):
         store.blosc += (f"{path}/".lstrip("/"),)
     blocks = max(1, across[axis])
-    size, chunks = array.nbytes // blocks, math.prod(across) // blocks
+    size, chunks = nbytes // blocks, math.prod(across) // blocks
     if size > _LARGEST_BLOCK or chunks > _MOST_CHUNKS:
         what = f"by zarr.json or .zarray, {size:,} bytes in {chunks:,} chunks are decoded for one of {array.shape}"
         raise ShardError(f"{what}, which is too much", shard=where)

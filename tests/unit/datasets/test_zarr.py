@@ -149,6 +149,7 @@ def changed(tmp_path, **changes):
         ({"dtype": "|O", "filters": [{"id": "vlen-utf8"}], "compressor": {"id": "pickle"}}, "would run its code"),
         ({"chunks": [0, 2]}, "is not of a Zarr array"),
         ({"shape": [4, 1 << 40]}, "too much"),
+        ({"shape": [10**30, 4]}, "is not of a Zarr array"),
     ],
 )
 def test_metadata_that_lie_or_would_run_code_are_refused(tmp_path, changes, what):

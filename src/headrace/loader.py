@@ -146,11 +146,11 @@ class DataLoader(TorchDataLoader[T_co]):
         source, maps = unwrap(dataset)
         kind = kind_of(source)
         policy = error_policy(checked["on_error"])
-        self._control = LoaderControl(LoaderSpec(source, kind, maps, checked, policy, device))
+        spec = LoaderSpec(source, kind, maps, checked, policy, device)
+        self._control = LoaderControl(spec, WorkerSearch() if automatic else None)
         if automatic:
             check_automatic(kind, checked, multiprocessing_context)
-            least = self._control.spec.engines if self._control.spec.placement == "process" else 0
-            self._control.search = WorkerSearch()
+            least = spec.engines if spec.placement == "process" else 0
             workers = Automatic(max(least, workers))
         check_engines(
             typing.cast(int, checked["engines"]),

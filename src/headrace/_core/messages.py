@@ -50,6 +50,7 @@ class WorkersRequest:
 
     number: int
     functions: Any = None  # the assembly of batches, a `SharedPickle`, for an engine that has no processes yet
+    compares: bool = False  # whether they only make one batch for now, as a `Twin` of the consumer's
 
 
 Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest | WorkersRequest | Begin
@@ -84,7 +85,15 @@ class SessionEnd:
     death: str | None = None  # how the engine was lost, so that another can make its batches; None if by user code
 
 
-Answer = HostBatch | Started | Status | Call | SessionEnd
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """A batch that a worker makes too, to be compared with the consumer's; sent ahead of that without `host`."""
+
+    number: int
+    host: HostBatch | None = None
+
+
+Answer = HostBatch | Started | Status | Call | SessionEnd | Twin
 
 
 class Link:

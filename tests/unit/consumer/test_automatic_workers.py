@@ -22,7 +22,9 @@ class Search:
 
     numbers: typing.ClassVar[dict] = {}
 
-    def __init__(self):
+    def __init__(self, *, asked=True):
+        self.asked = self.moves = asked
+        self.proposed = 0
         self.chosen, self.next_look, self.looks, self.ended = [], 0.0, 0, []
 
     def look(self, records, setup):

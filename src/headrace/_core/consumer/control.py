@@ -32,12 +32,13 @@ from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
+from headrace._core.links.comparison import Comparison
 from headrace._core.links.inline import InlineLink
 from headrace._core.links.placement import snapshot
 from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import Session
 from headrace._core.look_ahead import MOST_SMALL, LookAheadSize, look_ahead, most_ahead, most_concurrency, most_fetches
-from headrace._core.messages import TraceRequest
+from headrace._core.messages import Begin, TraceRequest, WorkersRequest
 from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
@@ -95,6 +96,8 @@ def copied(loader: Any) -> Any:
     return clone
 
 
+_ASK = 'num_workers="auto", or a number, moves them to workers all the same'
+
 trainers: list[Any] = []
 """The trainers that run in this process, and cannot call the loader themselves.
 
@@ -115,8 +118,9 @@ class LoaderControl:
         progress: of the epoch begun last; None before the first.
     """
 
-    def __init__(self, spec: LoaderSpec) -> None:
+    def __init__(self, spec: LoaderSpec, search: WorkerSearch | None = None) -> None:
         self.spec = spec
+        self.search = search  # of the number of workers
         self.counters = Counters(type(spec.source).__qualname__)
         self.resumed: tuple[LoaderState, ...] = ()
         self.progress: EpochProgress | None = None
@@ -125,7 +129,6 @@ class LoaderControl:
         self._seeds = EpochSeeds(spec)
         self._checked: set[str] = set()  # of the warnings that are given once
         self._lanes = LaneChoice(spec)
-        self.search: WorkerSearch | None = None  # with `num_workers="auto"`
         self.engine_search = EngineSearch() if isinstance(spec.options["engines"], Automatic) else None
         self._reset()
 
@@ -135,7 +138,8 @@ class LoaderControl:
         weakref.finalize(self, close_all, self._agreements)
         self._epoch_set = False  # whether the next epoch's number was set since the last session was opened
         self._ahead: LookAheadSize | None = None
-        self._placements = PlacementSelector(self.spec.placement, self.spec.engines)
+        here = self.search is not None and not self.search.asked
+        self._placements = PlacementSelector("here" if here else self.spec.placement, self.spec.engines)
         self._next = NextEpochReader(self._placements)
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self._placements.drop).atexit = False
@@ -147,7 +151,7 @@ class LoaderControl:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._seeds, self.counters = copy.copy(self._seeds), copy.copy(self.counters)
-        self.search = None if self.search is None else WorkerSearch()
+        self.search = None if self.search is None else WorkerSearch(asked=self.search.asked)
         self.engine_search = None if self.engine_search is None else EngineSearch()
         self._reset()
 
@@ -203,7 +207,7 @@ class LoaderControl:
         self.resumed = states
         if self.search is not None:
             found = min(states[0].found.get("num_workers", 0), self._cores())
-            loader.num_workers = Automatic(max(loader.num_workers, found))
+            loader.num_workers = type(loader.num_workers)(max(loader.num_workers, found))
         if self.engine_search is not None:
             found = min(states[0].found.get("engines", 0), self._most_engines(loader))
             self._set_engines(loader, max(self.spec.engines, found))
@@ -258,7 +262,8 @@ class LoaderControl:
     def _state_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
         """The state of an iteration (None before the first), after its last call of `next()` or `lag` calls before."""
         state = self._position_of(progress, loader, lag)
-        workers = {} if self.search is None else {"num_workers": int(loader.num_workers)}
+        search = self.search
+        workers = {} if search is None else {"num_workers": search.proposed or int(loader.num_workers)}
         engines = {} if self.engine_search is None else {"engines": self.spec.engines}
         return state._replace(found={**state.found, **workers, **engines})
 
@@ -323,7 +328,9 @@ class LoaderControl:
         Engine and workers are given the `rank`, from `ranked`, and do not determine it again. With `late_epoch` a
         trainer's number of the epoch may reach samplers later than this.
         """
-        agreement = None
+        search, agreement = self.search, None
+        if search is not None and not search.moves and loader.num_workers:  # which another loader has found
+            search.proposed, loader.num_workers = int(loader.num_workers), Unset(0)
         if self.spec.options["coordinated"] and rank.world_size > 1:
             agreement = begin_agreement(self._agreements, rank, self.group, loader.timeout or None)
         if self.engine_search is not None and not self.resumed and self.progress is not None and self.progress.over:
@@ -513,6 +520,8 @@ class LoaderControl:
             link = InlineLink(config, start)
             return Session(link, inline_state=link.state_dict)
         if (expected := self._next.take(spec, config, resumed=bool(self.resumed))) is not None:
+            self._begin_comparison(expected)
+            expected.send(Begin())
             return expected
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = loader.persistent_workers
@@ -527,6 +536,7 @@ class LoaderControl:
                 config = config._replace(deferred=self._defers(loader, assembler))
                 session = self._placements.open(config, start, persistent=persistent)
         self.counters.placement = self._placements.where + self._lanes.describe()
+        self._begin_comparison(session)
         return session
 
     def _defers(self, loader: TorchLoader, assembler: Assembler) -> bool:
@@ -558,18 +568,54 @@ class LoaderControl:
 
     def _tune(self, loader: TorchLoader, search: WorkerSearch, session: Session) -> float:
         """Change the number of workers, if the last batches say so; returns when to look again."""
-        number = search.look(self.counters.records(RECORDS), self.setup(loader))
-        if number is not None:
-            try:
-                session.send(self._placements.workers_request(number))
-            except (NotPicklableError, OSError) as error:
-                search.end(str(error))
-            else:
-                loader.num_workers = Automatic(number)
-                self._next.drop()  # its engine, or its pool, may be another one
-                if self._ahead is not None:
-                    self._ahead.raise_to(*self.look_ahead(loader))
+        number = search.proposed or search.look(self.counters.records(RECORDS), self.setup(loader))
+        if number is None:
+            return search.next_look
+        try:
+            if not search.moves:
+                search.proposed = number
+                if not self._may_move(search, session):
+                    return 0.0 if search.proposed else search.next_look
+            session.send(self._placements.workers_request(number))
+        except (NotPicklableError, OSError) as error:
+            search.end(str(error))
+        else:
+            loader.num_workers = type(loader.num_workers)(number)
+            self._next.drop()  # its engine, or its pool, may be another one
+            if self._ahead is not None:
+                self._ahead.raise_to(*self.look_ahead(loader))
         return search.next_look
+
+    def _begin_comparison(self, session: Session) -> None:
+        """Have a worker make the session's next batch too, where functions may move to workers if it is the same."""
+        if self.search is None or not self.search.proposed:
+            return
+        try:
+            request = self._placements.workers_request(self.search.proposed, compares=True)
+            session.send(request)
+        except (NotPicklableError, OSError) as error:
+            self.search.end(str(error))
+        else:
+            session.comparison = Comparison(request.functions)
+
+    def _may_move(self, search: WorkerSearch, session: Session) -> bool:
+        """Whether workers may have the functions: a batch that one has made was the same."""
+        compared = session.comparison
+        if self.counters.records(1)[-1].times.steps_seconds:
+            why: str | None = "functions before batching are not compared"
+        elif compared is None or compared.again:
+            self._begin_comparison(session)
+            return False
+        elif (why := compared.difference) is None:
+            return False
+        elif not why and self._placements.workers_request(search.proposed).functions is not compared.functions:
+            why = "the functions change when they are called, and would change in workers"
+        search.moves, search.proposed = not why, 0
+        if why:
+            if compared is not None:
+                session.send(WorkersRequest(0))
+            search.end(f"{why}; {_ASK}")
+        return search.moves
 
     def look_ahead(self, loader: TorchLoader) -> tuple[int, int]:
         """How many batches are planned before the one that is delivered: at least, and at most."""

@@ -12,7 +12,6 @@ from headrace._core.batches import BatchPlan, FetchLoad
 from headrace._core.engine.config import EngineConfig
 from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import Session
-from headrace._core.messages import Begin
 from headrace._core.order.restore import EpochSpec
 
 _log = logging.getLogger("headrace")
@@ -86,7 +85,6 @@ class NextEpochReader:
             return None
         fits, self.epoch = self._placements.fits_next(config, expected.seen), None
         if expected.adopt(spec, fits=fits):
-            expected.session.send(Begin())
             return expected.session
         self.reads = resumed
         text = "epoch %d is not the one that was expected: %d batches that were read ahead are dropped"

@@ -79,13 +79,21 @@ class Search:
 
 
 class WorkerSearch(Search):
-    """Proposes numbers of workers."""
+    """Proposes numbers of workers.
+
+    Attributes:
+        asked: whether the program has asked for workers.
+        moves: whether functions may move to them: it has, or a batch made in one was the same.
+        proposed: the number of workers to have once one was; 0 for none.
+    """
 
     option = "num_workers"
     stage = "transforms and collation were"
 
-    def __init__(self) -> None:
+    def __init__(self, *, asked: bool = True) -> None:
         super().__init__()
+        self.asked = self.moves = asked
+        self.proposed = 0
         self.next_look = 0.0  # by the clock of the records
         self._settled = True  # whether all workers make batches
         self._since = 0.0  # when the present workers were all there; later batches count
@@ -110,7 +118,7 @@ class WorkerSearch(Search):
     def end(self, why: str) -> None:
         """Give up: workers cannot be started."""
         self._say(f"num_workers={0 if self._trial is None else self._trial.before}: {why}")
-        self._trial, self.next_look = None, math.inf
+        self._trial, self.proposed, self.next_look = None, 0, math.inf
 
     def _settle(self, records: Sequence[BatchRecord], now: float) -> bool:
         """Whether the workers that were added have all made a batch."""

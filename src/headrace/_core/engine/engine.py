@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import operator
@@ -23,7 +24,7 @@ from headrace._core.engine.stepping import Apply, Chunk, StepsTask, session_comp
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
 from headrace._core.engine.worker_tasks import StartEpoch
 from headrace._core.eventloop.watchdog import LoopWatch
-from headrace._core.failure import describe_samples
+from headrace._core.failure import Failure, describe_samples
 from headrace._core.look_ahead import AUTO_CONCURRENCY, LEAST_AHEAD, most_concurrency
 from headrace._core.messages import (
     Answer,
@@ -34,6 +35,7 @@ from headrace._core.messages import (
     Status,
     StatusRequest,
     TraceRequest,
+    Twin,
     WorkersRequest,
 )
 from headrace._core.randomized import CurrentSample, current_sample
@@ -217,6 +219,7 @@ class Session:
         self._assembly = _Assembly(*self._without_pool)
         self._pool = engine.executor if isinstance(engine.executor, ProcessExecutor) else None
         self._pools_work: Work = work
+        self._compares = False  # whether the pool makes the next batch too
         common_seed = batch_seed(config.options["seed"] or 0, start.epoch, 0)
         self._compute = session_compute(self._assembly.apply, self._assembly.parallel, seed, common_seed)
         self._send = send
@@ -255,7 +258,7 @@ class Session:
         elif isinstance(message, TraceRequest):
             self._context.recorder = FetchRecorder() if message.on else None
         elif isinstance(message, WorkersRequest):
-            self._resize(message.number)
+            self._resize(message)
         elif isinstance(message, Begin):
             early, self._early = self._early or (), None
             for raw, fetched in early:
@@ -266,18 +269,21 @@ class Session:
         """Whether a `WorkersRequest` can be answered."""
         return self._pool is not None
 
-    def add_pool(self, pool: ProcessExecutor, work: SharedPickle) -> None:
-        """Give the engine a pool, without workers, for requests of them; from any thread."""
-        self._engine.added.append(pool)
+    def add_pool(self, make: Callable[[], ProcessExecutor], work: SharedPickle) -> None:
+        """Give the session a pool, for requests of workers: that of an earlier session, or a new one; any thread."""
+        pool = next((pool for pool in self._engine.added if pool.broken is None), None)
+        if pool is None:
+            self._engine.added.append(pool := make())
         self._pool, self._pools_work = pool, work
 
-    def _resize(self, workers: int) -> None:
+    def _resize(self, request: WorkersRequest) -> None:
         assert self._pool is not None
-        self._pool.resize(workers)
+        self._pool.resize(request.number)
         if self._pool is self._engine.executor:
             return
         self._assembly.use(*self._without_pool)  # until a worker has started
-        if workers:
+        self._compares = request.compares
+        if request.number and not request.compares:
             self._spawn(functools.partial(self._use, self._pool))
 
     async def _use(self, pool: ProcessExecutor) -> None:
@@ -387,10 +393,25 @@ class Session:
         else:
             # Failures stay in this process: an exception of user code is not sent to a worker and back.
             kept, lost = raw.without_failures()
-            host = self._assembler.nothing_to_do(kept, lost) or await self._assembly(kept)
-            host = host.with_lost(raw, lost)
+            nothing = self._assembler.nothing_to_do(kept, lost)
+            if nothing is None and self._compares and self._pool is not None and self._pool.started.is_set():
+                self._compares = False
+                self._begin_twin(self._pool, kept, lost)
+            host = (nothing or await self._assembly(kept)).with_lost(raw, lost)
         del self._assembling[raw.plan.number]
         self._put(raw, host, fetched, load)
+
+    def _begin_twin(self, pool: ProcessExecutor, kept: RawBatch, lost: tuple[Failure, ...]) -> None:
+        self._send(Twin(kept.plan.number))
+        with contextlib.suppress(Exception):  # of unpicklable samples; raised again when they are sent
+            # Not those that the consumer's functions may change meanwhile.
+            kept = kept._replace(samples=PickledPayload.dumps(kept.samples, copied=True).loads())
+
+        async def make() -> None:
+            host = await pool.assemble(kept, self._pools_work)
+            self._send(Twin(kept.plan.number, host.with_lost(kept, lost)))
+
+        self._spawn(make)
 
     def _put(self, raw: RawBatch, host: HostBatch, fetched: float, load: FetchLoad) -> None:
         """Hand over a batch, with its times, and those that waited for it."""

@@ -12,6 +12,7 @@ from headrace._core.links.session import Session
 from headrace._core.links.thread import ThreadPlacement
 from headrace._core.messages import WorkersRequest
 from headrace._core.ray_placement import RayPlacement
+from headrace._core.seeding import isolated_generators
 from headrace._core.streams.kinds import DatasetKind, propagate_epoch
 from headrace._core.streams.resumable import warn_of_rereading
 from headrace._core.text import warn_user
@@ -139,12 +140,14 @@ class PlacementSelector:
             return False
         return self._seen is None or self._seen == snapshot(config.dataset)
 
-    def workers_request(self, number: int) -> WorkersRequest:
+    def workers_request(self, number: int, *, compares: bool = False) -> WorkersRequest:
         """The request to the current engine to have so many workers; raises `NotPicklableError`."""
         assert self._config is not None
         changed = self._config._replace(num_workers=number)
         if not self._config.has_processes:  # the next epoch has an engine that is made for workers
-            return WorkersRequest(number, self._functions(changed))
+            with isolated_generators():  # so that generators among the functions are as before
+                changed.assembler.generators().seed(0)
+                return WorkersRequest(number, self._functions(changed), compares)
         self._config = changed
         return WorkersRequest(number)
 
@@ -212,6 +215,8 @@ class PlacementSelector:
             why = "forks of this process" if config.has_processes else "num_workers=0"
         elif self._placement == "thread":
             why = "placement='thread'"
+        elif self._placement == "here":  # where the program has not asked for workers, the dataset stays too
+            why = "functions moved to workers, and the dataset stays"
         else:
             from headrace._core.links.process import ProcessPlacement
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.eventloop.waiting import CloseGuard, Readable
+from headrace._core.links.comparison import Comparison
 from headrace._core.links.inline import WorkOnConsumersThread
-from headrace._core.messages import Call, Link, Request, SessionEnd, Status, check_not_forked
+from headrace._core.messages import Call, Link, Request, SessionEnd, Status, Twin, check_not_forked
 from headrace._core.streams.resumable import State
 from headrace.errors import LoaderClosedError
 
@@ -32,6 +33,7 @@ class Session:
         self.sent_before: dict[int, BatchPlan] = {}  # plans, by their numbers, that `send` leaves out
         self.ended = False
         self.error: BaseException | None = None
+        self.comparison: Comparison | None = None  # of a batch that a worker makes too
         self._link = link
         self._work = work
         self._is_current = is_current
@@ -69,9 +71,11 @@ class Session:
                 self._calls.popleft()
             self._receive()
         try:
-            if self._work is None:
+            if self._work is None and self.comparison is None:
                 return self._ready.popleft()
-            host = self._work.finish(self._ready[0])
+            host = self._ready[0] if self._work is None else self._work.finish(self._ready[0])
+            if self.comparison is not None:
+                self.comparison.on_batch(host)
         except IndexError:
             return None
         with contextlib.suppress(IndexError):
@@ -145,3 +149,5 @@ class Session:
                 self._status = message.text
             elif isinstance(message, Call):
                 self._calls.append(message)
+            elif isinstance(message, Twin) and self.comparison is not None:
+                self.comparison.on_twin(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 import warnings
@@ -167,8 +168,8 @@ class ThreadLink(Mailbox):
     def send(self, message: Request) -> None:
         if isinstance(message, WorkersRequest) and not self.session.has_pool:
             # Made here, since workers get the settings of the consumer's thread.
-            pool = ProcessExecutor(self._config._replace(num_workers=0), message.functions)
-            self.session.add_pool(pool, message.functions)
+            config = self._config._replace(num_workers=0)
+            self.session.add_pool(functools.partial(ProcessExecutor, config, message.functions), message.functions)
             start_early()
         with contextlib.suppress(EngineDiedError):  # whose message has the reason
             self._loop.call_soon(self.session.handle, message)

@@ -2,7 +2,7 @@
 Images in a bucket, to a trained model
 ======================================
 
-JPEGs of an S3 bucket are streamed, decoded and augmented in two worker processes, and a small network learns from them.
+JPEGs of an S3 bucket are streamed, decoded and augmented, and a small network learns from them.
 
 The bucket is on a local server here, with 20 ms to the first byte of each object. For a real one leave the server out::
 
@@ -49,8 +49,9 @@ server = ObjectServer(bucket, latency=0.020).start()
 # %%
 # The loader
 # ----------
-# `labels="folder"` makes the name of an object's folder its class. The transform is CPU work: it runs in the workers.
-# Its random numbers follow from the seed, the epoch and the sample, whatever the number of workers.
+# `labels="folder"` makes the name of an object's folder its class. The transform is CPU work: workers are started for
+# it where that is faster. Its random numbers follow from the seed, the epoch and the sample, whatever the number of
+# workers.
 
 photos = hr.ObjectDataset(hr.Store(server.url + "/train", options=server.store_options), suffix=".jpg", labels="folder")
 decode = hr.decode.image(size=64, dtype=torch.float32)
@@ -62,7 +63,7 @@ def augment(sample, rng):
     return image.flip(-1) if rng.random() < 0.5 else image, label
 
 
-loader = hr.DataLoader(photos, 32, shuffle=True, seed=0, num_workers=2, transform=augment)
+loader = hr.DataLoader(photos, 32, shuffle=True, seed=0, transform=augment)
 print(photos, photos.classes)
 
 # %%

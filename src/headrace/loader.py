@@ -19,7 +19,7 @@ from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator
 from headrace._core.consumer.worker_search import WorkerSearch
 from headrace._core.device.streams import resolve
 from headrace._core.error_policy import error_policy
-from headrace._core.links.select import check_automatic, check_engines
+from headrace._core.links.select import check_engines, excludes_automatic
 from headrace._core.order.samplers import SeededRandomSampler, SeededRankSampler
 from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import states_from_dict, states_to_dict
@@ -58,7 +58,7 @@ class DataLoader(TorchDataLoader[T_co]):
         sampler: yields the indices one by one.
         batch_sampler: yields the indices of a batch at a time.
         num_workers: CPU processes for `transform` and `collate_fn`; 0 for the caller's own thread, inside `next()`;
-            ``"auto"``, of an async dataset, finds the number while the loader runs.
+            ``"auto"`` finds it while the loader runs; so does the default, if a worker's batch is the same.
         collate_fn: makes a batch of a list of samples; by default `headrace.default_collate`.
         pin_memory: whether batches are copied to pinned memory, by the thread that takes them.
         drop_last: whether a last batch that is not full is left out.
@@ -114,7 +114,7 @@ class DataLoader(TorchDataLoader[T_co]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int | Literal["auto"] = 0,
+        num_workers: int | Literal["auto"] = Unset(0),
         collate_fn: Callable[[Any], T_co] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -140,18 +140,24 @@ class DataLoader(TorchDataLoader[T_co]):
         dataset = without_adapter(dataset)
         options.pop("snapshot_every_n_steps", None)  # type: ignore[typeddict-item]  # of torchdata's StatefulDataLoader
         checked = checked_options(options)
-        automatic = num_workers == "auto" or isinstance(num_workers, Automatic)
+        asked = num_workers == "auto" or isinstance(num_workers, Automatic)
         workers = 0 if num_workers == "auto" else num_workers
         device = resolve(checked["device"])
         source, maps = unwrap(dataset)
         kind = kind_of(source)
         policy = error_policy(checked["on_error"])
         spec = LoaderSpec(source, kind, maps, checked, policy, device)
-        self._control = LoaderControl(spec, WorkerSearch() if automatic else None)
-        if automatic:
-            check_automatic(kind, checked, multiprocessing_context)
+        excluded = excludes_automatic(kind, checked, multiprocessing_context)
+        if asked and excluded:
+            raise ValueError(f'num_workers="auto" {excluded}')
+        alone = spec.placement == "auto" and not isinstance(checked["engines"], Automatic)
+        automatic = asked or (isinstance(num_workers, Unset) and alone and not excluded)
+        self._control = LoaderControl(spec, WorkerSearch(asked=asked) if automatic else None)
+        if asked:
             least = spec.engines if spec.placement == "process" else 0
             workers = Automatic(max(least, workers))
+        elif isinstance(workers, Unset) and not automatic:
+            workers = 0
         check_engines(
             typing.cast(int, checked["engines"]),
             checked["placement"],
@@ -181,7 +187,7 @@ class DataLoader(TorchDataLoader[T_co]):
             shuffle,
             sampler,
             batch_sampler,
-            max(1, workers) if automatic else workers,  # of none, torch refuses arguments that are for workers
+            max(1, workers) if asked else int(workers),  # of none, torch refuses arguments that are for workers
             collate,
             pin_memory,
             drop_last,
@@ -250,8 +256,9 @@ class DataLoader(TorchDataLoader[T_co]):
         shown = [dataset_repr(self.dataset), f"batch_size={self.batch_size}"]
         if self.batch_size is None and self.batch_sampler is not None:
             shown[1] = f"batch_sampler={dataset_repr(self.batch_sampler)}"
+        search = self._control.search
         torchs = {
-            "num_workers": 0 if self._control.search is None else None,
+            "num_workers": 0 if search is None else None if search.asked else self.num_workers,
             "drop_last": False,
             "pin_memory": False,
             "persistent_workers": False,

@@ -204,7 +204,11 @@ F = TypeVar("F", bound=Callable[..., None])
 def shown_in_signature(init: F) -> F:
     """Show each option in the signature of a constructor that takes them as ``**options``."""
     signature = inspect.signature(init)
-    named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    named = [
+        each.replace(default=0) if isinstance(each.default, Unset) else each
+        for each in signature.parameters.values()
+        if each.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=get_args(hint)[0])
         for name, option in OPTIONS.items()

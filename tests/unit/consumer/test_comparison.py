@@ -42,11 +42,7 @@ def search(monkeypatch):
 
 
 def loader(dataset=None, **arguments):
-    made = hr.DataLoader(Numbers(10**6) if dataset is None else dataset, 4, seed=3, **arguments, num_workers="auto")
-    made._control.search = Search(asked=False)
-    made._control._reset()
-    made.num_workers = Unset(0)
-    return made
+    return hr.DataLoader(Numbers(10**6) if dataset is None else dataset, 4, seed=3, **arguments)
 
 
 def until_decided(batches, loader, most=10**5):
@@ -279,7 +275,7 @@ def test_functions_before_batching_stay():
         until_decided(iter(made), made)
         assert made.num_workers == 0
         assert "before batching" in made._control.search.chosen[0]
-    with loader(Stream(), transform=noisy) as made, hr.DataLoader(Stream(), 4, seed=3, transform=noisy) as fixed:
+    with loader(Stream(), transform=noisy) as made, loader(Stream(), transform=noisy, num_workers=0) as fixed:
         assert [str(batch) for batch in list(made) + list(made)] == [str(batch) for batch in list(fixed) + list(fixed)]
 
 
@@ -396,3 +392,31 @@ def test_either_version_may_be_there_first():
             assert comparison.difference is None
             (comparison.on_batch if step is host else comparison.on_twin)(step)
         assert comparison.difference == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_workers": 0},
+        {"executor": "thread"},
+        {"placement": "thread"},
+        {"placement": "process"},
+        {"engines": 2},
+        {"engines": "auto"},
+        {"dataset": np.arange(8)},
+    ],
+    ids=str,
+)
+def test_arguments_without_a_search_by_default(arguments):
+    made = hr.DataLoader(**{"dataset": Numbers(8)} | arguments)
+    assert made._control.search is None
+    assert (made.num_workers, made.prefetch_factor) == (0, None)
+
+
+def test_loader_is_shown_and_rebuilt_as_one_without_num_workers():
+    made = loader()
+    assert "num_workers" not in repr(made)
+    assert (made.num_workers, made.prefetch_factor) == (0, None)
+    assert not loader(num_workers=made.num_workers)._control.search.asked
+    with pytest.raises(ValueError, match="persistent_workers"):
+        loader(persistent_workers=True)

@@ -263,7 +263,8 @@ class LoaderControl:
         """The state of an iteration (None before the first), after its last call of `next()` or `lag` calls before."""
         state = self._position_of(progress, loader, lag)
         search = self.search
-        workers = {} if search is None else {"num_workers": search.proposed or int(loader.num_workers)}
+        number = 0 if search is None else search.proposed or int(loader.num_workers)
+        workers = {"num_workers": number} if number or (search is not None and search.asked) else {}
         engines = {} if self.engine_search is None else {"engines": self.spec.engines}
         return state._replace(found={**state.found, **workers, **engines})
 

@@ -45,17 +45,15 @@ def check_engines(
         )
 
 
-def check_automatic(kind: DatasetKind, options: LoaderOptions, context: object) -> None:
-    """Raise ValueError where ``num_workers="auto"`` excludes other arguments."""
-    why = None
+def excludes_automatic(kind: DatasetKind, options: LoaderOptions, context: object) -> str | None:
+    """Why ``num_workers="auto"`` does not go with other arguments; None if it does."""
     if not kind.is_async:
-        why = "needs an async dataset: a torch dataset is read by a number of workers that is given"
-    elif isinstance(options["placement"], RayPlacement):
-        why = "and RayPlacement exclude each other: cpus_per_engine says how many workers an engine has room for"
-    elif options["executor"] != "process" or context is not None:
-        why = "starts processes, in its own way: leave out executor= and multiprocessing_context="
-    if why is not None:
-        raise ValueError(f'num_workers="auto" {why}')
+        return "needs an async dataset: a torch dataset is read by a number of workers that is given"
+    if isinstance(options["placement"], RayPlacement):
+        return "and RayPlacement exclude each other: cpus_per_engine says how many workers an engine has room for"
+    if options["executor"] != "process" or context is not None:
+        return "starts processes, in its own way: leave out executor= and multiprocessing_context="
+    return None
 
 
 class PlacementSelector:

@@ -30,7 +30,8 @@ def check_engines(
         raise ValueError('engines="auto" needs an async map-style dataset: a stream is read by a number that is given')
     if isinstance(placement, RayPlacement):
         if engines != 1 or isinstance(engines, Automatic):
-            raise ValueError(f"engines={engines!r} is for this machine: use RayPlacement(engines=..., ...)")
+            number = "..." if isinstance(engines, Automatic) else engines
+            raise ValueError(f"engines={engines!r} is for this machine: use RayPlacement(engines={number}, ...)")
         engines, asked = placement.engines, repr(placement)
     elif engines == 1 and not isinstance(engines, Automatic):
         return

@@ -24,7 +24,7 @@ from headrace._core.consumer.agreement import StepGroup, begin_agreement, close_
 from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
 from headrace._core.consumer.next_epoch import NextEpoch, NextEpochReader
-from headrace._core.consumer.worker_search import RECORDS, EngineSearch, WorkerSearch
+from headrace._core.consumer.worker_search import RECORDS, EngineSearch, WorkerChanges, WorkerSearch
 from headrace._core.descriptors import explained
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import pin
@@ -32,13 +32,12 @@ from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
-from headrace._core.links.comparison import Comparison
 from headrace._core.links.inline import InlineLink
 from headrace._core.links.placement import snapshot
 from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import Session
 from headrace._core.look_ahead import MOST_SMALL, LookAheadSize, look_ahead, most_ahead, most_concurrency, most_fetches
-from headrace._core.messages import Begin, TraceRequest, WorkersRequest
+from headrace._core.messages import Begin, TraceRequest
 from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
@@ -96,8 +95,6 @@ def copied(loader: Any) -> Any:
     return clone
 
 
-_ASK = 'num_workers="auto", or a number, moves them to workers all the same'
-
 trainers: list[Any] = []
 """The trainers that run in this process, and cannot call the loader themselves.
 
@@ -141,11 +138,12 @@ class LoaderControl:
         here = self.search is not None and not self.search.asked
         self._placements = PlacementSelector("here" if here else self.spec.placement, self.spec.engines)
         self._next = NextEpochReader(self._placements)
+        self._changes = None if self.search is None else WorkerChanges(self.search, self._placements)
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self._placements.drop).atexit = False
 
     def __getstate__(self) -> dict[str, object]:
-        left = ("_open_epochs", "_agreements", "_placements", "_next")
+        left = ("_open_epochs", "_agreements", "_placements", "_next", "_changes")
         return {name: value for name, value in self.__dict__.items() if name not in left} | {"progress": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -432,7 +430,7 @@ class LoaderControl:
             progress=progress,
             state=functools.partial(self._state_of, progress, loader),
             agreement=agreement,
-            tune=None if self.search is None else functools.partial(self._tune, loader, self.search, session),
+            tune=None if self._changes is None else functools.partial(self._tune, loader, self._changes, session),
         )
         self._open_epochs[epoch] = spec.begun.epoch
         return epoch
@@ -521,7 +519,8 @@ class LoaderControl:
             link = InlineLink(config, start)
             return Session(link, inline_state=link.state_dict)
         if (expected := self._next.take(spec, config, resumed=bool(self.resumed))) is not None:
-            self._begin_comparison(expected)
+            if self._changes is not None:
+                self._changes.begin(expected)
             expected.send(Begin())
             return expected
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
@@ -537,7 +536,8 @@ class LoaderControl:
                 config = config._replace(deferred=self._defers(loader, assembler))
                 session = self._placements.open(config, start, persistent=persistent)
         self.counters.placement = self._placements.where + self._lanes.describe()
-        self._begin_comparison(session)
+        if self._changes is not None:
+            self._changes.begin(session)
         return session
 
     def _defers(self, loader: TorchLoader, assembler: Assembler) -> bool:
@@ -567,56 +567,15 @@ class LoaderControl:
         self._next.drop()
         self._placements.change(self.spec.placement, number)
 
-    def _tune(self, loader: TorchLoader, search: WorkerSearch, session: Session) -> float:
+    def _tune(self, loader: TorchLoader, changes: WorkerChanges, session: Session) -> float:
         """Change the number of workers, if the last batches say so; returns when to look again."""
-        number = search.proposed or search.look(self.counters.records(RECORDS), self.setup(loader))
-        if number is None:
-            return search.next_look
-        try:
-            if not search.moves:
-                search.proposed = number
-                if not self._may_move(search, session):
-                    return 0.0 if search.proposed else search.next_look
-            session.send(self._placements.workers_request(number))
-        except (NotPicklableError, OSError) as error:
-            search.end(str(error))
-        else:
+        number = changes.look(session, self.counters.records(RECORDS), self.setup(loader))
+        if number is not None:
             loader.num_workers = type(loader.num_workers)(number)
             self._next.drop()  # its engine, or its pool, may be another one
             if self._ahead is not None:
                 self._ahead.raise_to(*self.look_ahead(loader))
-        return search.next_look
-
-    def _begin_comparison(self, session: Session) -> None:
-        """Have a worker make the session's next batch too, where functions may move to workers if it is the same."""
-        if self.search is None or not self.search.proposed:
-            return
-        try:
-            request = self._placements.workers_request(self.search.proposed, compares=True)
-            session.send(request)
-        except (NotPicklableError, OSError) as error:
-            self.search.end(str(error))
-        else:
-            session.comparison = Comparison(request.functions)
-
-    def _may_move(self, search: WorkerSearch, session: Session) -> bool:
-        """Whether workers may have the functions: a batch that one has made was the same."""
-        compared = session.comparison
-        if self.counters.records(1)[-1].times.steps_seconds:
-            why: str | None = "functions before batching are not compared"
-        elif compared is None or compared.again:
-            self._begin_comparison(session)
-            return False
-        elif (why := compared.difference) is None:
-            return False
-        elif not why and self._placements.workers_request(search.proposed).functions is not compared.functions:
-            why = "the functions change when they are called, and would change in workers"
-        search.moves, search.proposed = not why, 0
-        if why:
-            if compared is not None:
-                session.send(WorkersRequest(0))
-            search.end(f"{why}; {_ASK}")
-        return search.moves
+        return changes.next_look
 
     def look_ahead(self, loader: TorchLoader) -> tuple[int, int]:
         """How many batches are planned before the one that is delivered: at least, and at most."""

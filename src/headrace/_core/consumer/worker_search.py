@@ -5,7 +5,7 @@ Workers are added and ended within an epoch, engines between two, since a sessio
 A search begins without workers, or one engine, or with what an earlier run found, and follows the diagnosis of the
 last batches: where that says that transforms and collation, or the event loop, are the limit, and so many make the loop
 faster by a predicted factor, they are tried. They stay if at least half of the predicted gain is measured; otherwise
-half as many more are tried. Pure: records have the time.
+half as many more are tried. The searches are pure: records have the time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from headrace._core.links.comparison import Comparison
+from headrace._core.links.select import PlacementSelector
+from headrace._core.links.session import Session
+from headrace._core.messages import WorkersRequest
+from headrace.errors import NotPicklableError
 from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import BATCHES_AT_LEAST, Diagnosis, Setup, diagnose
 from headrace.telemetry.figures import Figures, figures_of
@@ -161,6 +166,68 @@ class WorkerSearch(Search):
             return None
         self._since = now
         return trial.before
+
+
+class WorkerChanges:
+    """Applies a search to the sessions of a loader.
+
+    Workers that the program has not asked for get functions once a batch that one has made was the same.
+    """
+
+    def __init__(self, search: WorkerSearch, placements: PlacementSelector) -> None:
+        self._search = search
+        self._placements = placements
+
+    @property
+    def next_look(self) -> float:
+        return 0.0 if self._search.proposed else self._search.next_look
+
+    def begin(self, session: Session) -> None:
+        """Have a worker make the session's next batch too, if a comparison is due."""
+        if not self._search.proposed:
+            return
+        try:
+            request = self._placements.workers_request(self._search.proposed, compares=True)
+            session.send(request)
+        except (NotPicklableError, OSError) as error:
+            self._search.end(str(error))
+        else:
+            session.comparison = Comparison(request.functions)
+
+    def look(self, session: Session, records: Sequence[BatchRecord], setup: Setup) -> int | None:
+        """The number of workers that the engine has from now on; None if that stays."""
+        search = self._search
+        number = search.proposed or search.look(records, setup)
+        if number is None:
+            return None
+        try:
+            if not search.moves:
+                search.proposed = number
+                if not self._may_move(session, records[-1]):
+                    return None
+            session.send(self._placements.workers_request(number))
+        except (NotPicklableError, OSError) as error:
+            search.end(str(error))
+            return None
+        return number
+
+    def _may_move(self, session: Session, last: BatchRecord) -> bool:
+        search, compared = self._search, session.comparison
+        if last.times.steps_seconds:
+            why: str | None = "functions before batching are not compared"
+        elif compared is None or compared.again:
+            self.begin(session)
+            return False
+        elif (why := compared.difference) is None:
+            return False
+        elif not why and self._placements.workers_request(search.proposed).functions is not compared.functions:
+            why = "the functions change when they are called, and would change in workers"
+        search.moves, search.proposed = not why, 0
+        if why:
+            if compared is not None:
+                session.send(WorkersRequest(0))
+            search.end(f'{why}; num_workers="auto", or a number, moves them to workers all the same')
+        return search.moves
 
 
 class EngineSearch(Search):

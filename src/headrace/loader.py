@@ -187,7 +187,7 @@ class DataLoader(TorchDataLoader[T_co]):
             shuffle,
             sampler,
             batch_sampler,
-            max(1, workers) if asked else int(workers),  # of none, torch refuses arguments that are for workers
+            max(1, workers) if asked else workers,  # of none, torch refuses arguments that are for workers
             collate,
             pin_memory,
             drop_last,

@@ -15,6 +15,7 @@ class Search:
     """Sets numbers of engines after the epochs before them, in place of the search."""
 
     numbers = (3, 1, 2)
+    tries = False
 
     def __init__(self):
         self.chosen, self._left = [], list(self.numbers)
@@ -71,6 +72,13 @@ def test_state_begins_with_the_engines_found_and_no_more_than_the_cores_allow(mo
         with loader(engines=1) as fixed:
             fixed.set_epoch(1)
             assert str(list(fixed)) == str(first + rest)
+
+
+def test_workers_are_not_changed_in_an_epoch_that_tries_engines():
+    with loader(num_workers="auto") as automatic:
+        for tries in False, True, False:
+            automatic._control.engine_search.tries = tries
+            assert (iter(automatic)._tune is None) == tries
 
 
 def test_dataset_that_cannot_be_pickled_stays_in_a_thread():

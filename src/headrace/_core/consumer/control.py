@@ -419,6 +419,8 @@ class LoaderControl:
         self.resumed, self._next_epoch, self.progress = (), spec.begun.epoch + 1, progress
         limits = self.look_ahead(loader)  # what one epoch found is where the next one begins
         self._ahead = LookAheadSize(*limits) if self._ahead is None else self._ahead.resized(*limits)
+        # Not in an epoch in which a number of engines is tried: one thing is changed at a time.
+        changes = None if self.engine_search is not None and self.engine_search.tries else self._changes
         epoch = iterator(
             loader,
             self.spec,
@@ -430,7 +432,7 @@ class LoaderControl:
             progress=progress,
             state=functools.partial(self._state_of, progress, loader),
             agreement=agreement,
-            tune=None if self._changes is None else functools.partial(self._tune, loader, self._changes, session),
+            tune=None if changes is None else functools.partial(self._tune, loader, changes, session),
         )
         self._open_epochs[epoch] = spec.begun.epoch
         return epoch

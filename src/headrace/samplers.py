@@ -47,18 +47,6 @@ class ElasticSampler(RankSampler):
         [[4, 9, 1, 2, 0], [5, 8, 3, 7, 6]]
     """
 
-    def __init__(
-        self,
-        dataset: Sized | int,
-        shuffle: bool = True,
-        seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
-        drop_last: bool = False,
-    ) -> None:
-        super().__init__(dataset, seed, rank, world_size, drop_last=drop_last)
-        self.shuffle = shuffle
-
 
 class BlockShuffleSampler(RankSampler):
     """A random order with locality: blocks of neighbours are shuffled, and a few blocks are read side by side.
@@ -105,7 +93,7 @@ class BlockShuffleSampler(RankSampler):
     ) -> None:
         if block_size < 1 or blocks_at_once < 1:
             raise ValueError(f"block_size={block_size} and blocks_at_once={blocks_at_once} must be at least 1")
-        super().__init__(dataset, seed, rank, world_size, drop_last=True)
+        super().__init__(dataset, True, seed, rank, world_size, drop_last=True)
         self.block_size = block_size
         self.blocks_at_once = blocks_at_once
         self._warned = False

@@ -117,15 +117,18 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
     """A sampler that deals its order to the ranks, and needs no process group before it is iterated over."""
 
     def __init__(
-        self, dataset: Sized | int, seed: int, rank: int | None, world_size: int | None, *, drop_last: bool
+        self,
+        dataset: Sized | int,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        drop_last: bool = False,
     ) -> None:
         Permutation(0, seed, 0)  # checks the seed
         Sampler.__init__(self)  # DistributedSampler's needs a process group
         self.dataset: Any = dataset
-        self.seed = seed
-        self.shuffle = True
-        self.drop_last = drop_last
-        self.epoch = 0
+        self.seed, self.shuffle, self.drop_last, self.epoch = seed, shuffle, drop_last, 0
         self._length = dataset if isinstance(dataset, int) else len(dataset)
         self._ranks = RankChoice(rank, world_size)
 
@@ -193,9 +196,8 @@ class SeededRankSampler(RankSampler):
     """The order of a loader with a seed, dealt to the ranks: in place of a trainer's `DistributedSampler`."""
 
     def __init__(self, replaced: DistributedSampler[Any], *, seed: int) -> None:
-        ranks = replaced.rank, replaced.num_replicas
-        super().__init__(replaced.dataset, seed, *ranks, drop_last=replaced.drop_last)  # type: ignore[arg-type]
-        self.shuffle = replaced.shuffle
+        arguments = replaced.shuffle, seed, replaced.rank, replaced.num_replicas, replaced.drop_last
+        super().__init__(replaced.dataset, *arguments)  # type: ignore[arg-type]
 
     def on_one_rank(self) -> SeededRandomSampler | SequentialSampler:
         """The sampler with the same order on a single rank."""

@@ -17,7 +17,7 @@ import torch
 from headrace._core.batches import BatchPlan, Rows
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import FetchContext, FetcherPool, PartialBatch
-from headrace._core.store.ranges import Ranges, Span, plan_spans
+from headrace._core.store.ranges import Ranges, Span, cut, plan_spans
 from headrace._core.streams.kinds import capabilities
 
 if TYPE_CHECKING:
@@ -204,9 +204,7 @@ class RangeFetch(FetcherPool):
                 self._fetch_singly(plan.locate(span.members))
             return
         seconds = time.perf_counter() - began
-        begins = (plan.ranges.starts[span.members] - span.start).tolist()
-        ends = (plan.ranges.stops[span.members] - span.start).tolist()
-        complete = plan.put(span.members, (data[begin:end] for begin, end in zip(begins, ends, strict=True)))
+        complete = plan.put(span.members, cut(data, span.start, plan.ranges.at(span.members)))
         for batch in complete:
             batch.fetch_seconds = seconds
         await self._make_all(complete)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -104,6 +104,12 @@ def plan_spans(ranges: Ranges, *, gap: int = LARGEST_GAP, largest: int = LARGEST
     return spans
 
 
+def cut(data: memoryview, start: int, ranges: Ranges) -> Iterator[memoryview]:
+    """The bytes of each range, of `data` that begins at `start` of their one object."""
+    bounds = zip((ranges.starts - start).tolist(), (ranges.stops - start).tolist(), strict=True)
+    return (data[begin:end] for begin, end in bounds)
+
+
 async def read_ranges(
     ranges: Ranges,
     read: Callable[[int, int, int], Awaitable[memoryview]],
@@ -119,10 +125,9 @@ async def read_ranges(
 
     async def fill(span: Span) -> None:
         data = await read(span.object, span.start, span.stop)
-        begins = (ranges.starts[span.members] - span.start).tolist()
-        ends = (ranges.stops[span.members] - span.start).tolist()
-        for position, begin, end in zip(span.members.tolist(), begins, ends, strict=True):
-            views[position] = data[begin:end]
+        members = cut(data, span.start, ranges.at(span.members))
+        for position, view in zip(span.members.tolist(), members, strict=True):
+            views[position] = view
 
     await map_all(fill, plan_spans(ranges, gap=gap, largest=largest))
     return views

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from headrace._core.store.ranges import Ranges, read_ranges
+from headrace._core.store.ranges import Ranges, cut, read_ranges
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.composition import ConcatComposition, MapComposition, apply_functions, plan
 from headrace._core.streams.kinds import (
@@ -156,9 +156,7 @@ class RangedDataset(AsyncDataset[T_co]):
             read_range: makes each request: `read_range` of this dataset, hedged if the loader hedges.
         """
         start, stop = int(ranges.starts.min()), int(ranges.stops.max())
-        data = await read_range(number, start, stop)
-        bounds = zip((ranges.starts - start).tolist(), (ranges.stops - start).tolist(), strict=True)
-        yield range(len(indices)), [data[begin:end] for begin, end in bounds]
+        yield range(len(indices)), [*cut(await read_range(number, start, stop), start, ranges)]
 
     async def aget(self, index: Any) -> T_co:
         """Fetch the sample at `index`; read it again once if `sample_of` raises `ShardError`."""

@@ -200,10 +200,6 @@ class EpochOrder:
         except Exception:  # user code: torch does not ask for the dataset's length where there is a sampler
             return None
 
-    def samples_in(self, epoch: int) -> int | None:
-        """The number of samples of an epoch of all ranks, without exclusions; None if unknown, or of a stream."""
-        return self.size() if self.computed is None else len(self.computed.order_in(epoch))
-
     def leave_out(self, exclusions: Sequence[Sequence[int]]) -> None:
         """Leave samples out of the order, from now on; a `StateError` where positions are not computed."""
         if self.computed is not None:
@@ -265,10 +261,6 @@ class EpochOrder:
     def batch_size(self) -> int | None:
         """The number of samples in a batch; None without batching."""
         return self._batch_sampler.batch_size if self._batch_sampler is not None else None
-
-    def is_partial(self, indices: Sequence[object]) -> bool:
-        """Whether a batch was cut short by the sampler's end."""
-        return self.sampler is not None and len(indices) < (self.batch_size or 1)
 
     # A sampler without a generator of its own draws from torch's default one, once it is asked for its first index.
 

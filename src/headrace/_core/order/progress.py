@@ -102,7 +102,7 @@ class EpochProgress(Iterator[BatchPlan]):
     def __next__(self) -> BatchPlan:
         before = self._samples
         try:
-            if self._spec.over or (self.turns is not None and not self.turns.left):
+            if self._spec.over or (self.turns is not None and not self.turns.active):
                 raise StopIteration
             drawn = next(self._spec.draws)
         except StopIteration:
@@ -146,7 +146,7 @@ class EpochProgress(Iterator[BatchPlan]):
         lane: int | None = None
         if self.turns is not None:
             if repeat:
-                lane = self.turns.repeating
+                lane = self.turns.last
             else:
                 lane, of_lane = self.turns.take(len(indices))
                 seeded_by = self._position(of_lane * self.turns.lanes + lane)
@@ -172,7 +172,7 @@ class EpochProgress(Iterator[BatchPlan]):
         self._number = number + 1
         state = order.sampler_after_draw()
         self._drawn[number] = plan, before, self._samples, state
-        if state is not None and order.is_partial(indices):
+        if state is not None and order.sampler is not None and len(indices) < (order.batch_size or 1):
             self._on_exhausted()  # as the sampler's state says already, though its end has not been asked for
         return plan
 

@@ -262,7 +262,8 @@ def batches_before(loader: TorchLoader, order: EpochOrder, state: LoaderState, r
     """
     ranks = order.sampler.num_replicas if order.shared else rank.world_size if order.is_stream else 1
     try:
-        batches, size = len(loader), order.samples_in(state.epoch) or len(loader.dataset) * ranks  # type: ignore[arg-type]
+        size = order.size() if order.computed is None else len(order.computed.order_in(state.epoch))
+        batches, size = len(loader), size or len(loader.dataset) * ranks  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):  # a dataset or sampler without a length
         return None
     if (state.ranks == rank.world_size) if order.is_stream else not order.is_by_arithmetic:
@@ -305,7 +306,9 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
         if differences:
             raise StateError(f"states of different runs cannot be merged: {'; '.join(differences)}")
     if all(state.rank is None for state in begun):
-        left = [state for state in begun if not _is_at_end(state)] or [max(begun, key=lambda state: state.cursor)]
+        over = [state.over or any(one.get("ended") is True for one in state.streams.values()) for state in begun]
+        left = [state for state, ended in zip(begun, over, strict=True) if not ended]
+        left = left or [max(begun, key=lambda state: state.cursor)]
         if len({state.cursor for state in left}) > 1 or len({state.batches for state in begun}) > 1:
             cursors = sorted({(state.cursor, state.batches) for state in begun})
             raise StateError(f"the ranks were not at the same batch: (cursor, batches) were {cursors}")
@@ -322,10 +325,6 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
 
 def _of_stream(state: LoaderState) -> bool:
     return state.fingerprint.order == "stream"
-
-
-def _is_at_end(state: LoaderState) -> bool:
-    return state.over or any(stream.get("ended") is True for stream in state.streams.values())
 
 
 def merged(states: Sequence[LoaderState], remainder: Remainder = "keep") -> LoaderState:

@@ -296,16 +296,13 @@ class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         self.dataset = dataset
         self._shown = shown
         self._operator = operator
+        self.same_by_lanes: bool = operator.same_by_lanes
         self._options = options
 
     def __repr__(self) -> str:
         if isinstance(self.dataset, tuple):
             return self._shown.format(f"[{', '.join(map(dataset_repr, self.dataset))}]")
         return self._shown.format(dataset_repr(self.dataset))
-
-    @property
-    def same_by_lanes(self) -> bool:
-        return bool(self._operator.same_by_lanes)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         options = dict(self._options)

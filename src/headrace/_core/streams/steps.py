@@ -93,7 +93,7 @@ class Steps(ReplayOperation[Any]):
         prepare = compute.get()
         self._run: RunSteps | None
         self._parallel: Callable[[], int]
-        self._run, self._parallel = (None, int) if prepare is None else prepare(steps)
+        self._run, self._parallel = (None, int) if prepare is None else prepare(steps)  # chunks that keep it busy
         self._held = 0  # samples read whose outcomes are not received
         self._unsent: _Chunk | None = None
         self._sent: deque[tuple[_Chunk, asyncio.Task[list[object]]]] = deque()  # in order, with their outcomes
@@ -129,11 +129,6 @@ class Steps(ReplayOperation[Any]):
                 await self._change()
         return _raised_or(self._outcomes.popleft())
 
-    @property
-    def _limit(self) -> int:
-        """How many chunks may be in flight."""
-        return self._parallel() + 1
-
     def _note_origin(self, first: int, kept: list[int]) -> None:
         self._origins.append((self._given, lambda number: self._inner.origin(first + kept[number])))
 
@@ -144,7 +139,7 @@ class Steps(ReplayOperation[Any]):
     async def _read_ahead(self) -> None:
         try:
             while True:
-                while self._held >= CHUNK * self._limit or self._is_full(self._unsent):
+                while self._held >= CHUNK * (self._parallel() + 1) or self._is_full(self._unsent):
                     await self._change()
                 position: State | None = None
                 sample: object
@@ -176,7 +171,7 @@ class Steps(ReplayOperation[Any]):
     def _send(self, *_done: object) -> None:
         """Send the samples that have arrived, unless there are enough requests."""
         chunk = self._unsent
-        if chunk is None or len(self._in_flight) >= self._limit or self._closed:
+        if chunk is None or len(self._in_flight) > self._parallel() or self._closed:
             return
         task = asyncio.get_running_loop().create_task(self._outcomes_of(chunk.samples, chunk.first))
         self._in_flight.add(task)

@@ -34,7 +34,6 @@ class CgroupLimits:
 
 
 def available_memory() -> float:
-    """Bytes of memory that the machine has available."""
     lines = _text(Path("/proc/meminfo")).splitlines()
     return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")), math.inf)
 

@@ -66,7 +66,6 @@ class Reserve:
                 self._fill()
 
     def close(self) -> None:
-        """Free the descriptors."""
         while self._held:
             os.close(self._held.pop())
 

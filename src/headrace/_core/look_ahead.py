@@ -78,7 +78,6 @@ class LookAheadSize:
         return later
 
     def raise_to(self, least: int, most: int) -> None:
-        """Plan at least so many, from now on."""
         self._least, self._most = least, most
         self.batches = max(self.batches, least)
 

@@ -18,8 +18,6 @@ from headrace.options import LoaderOptions
 
 
 class EngineConfig(NamedTuple):
-    """All that an engine needs to know of a loader."""
-
     dataset: Any  # where samples are fetched, without what `map` queued
     kind: DatasetKind
     assembler: Assembler

@@ -54,8 +54,6 @@ class FetchRecorder:
 
 @dataclass(slots=True, eq=False)
 class FetchContext:
-    """What a session gives its fetch stage."""
-
     deliver: Callable[[RawBatch], None]  # called with each complete batch
     spawn: Spawn  # starts a coroutine as a task
     requests: RequestStats
@@ -129,9 +127,14 @@ class FetcherPool(FetchStage):
     def requester(self) -> Callable[[Any], Awaitable[Any]]:
         """The function that makes the request of a job from its argument."""
 
-    @abstractmethod
-    def on_result(self, target: Any, slot: int, result: Any, /) -> bool:
-        """Take the result of a job; returns whether it completes a batch."""
+    def on_result(self, batch: Any, slot: int, result: Any, /) -> bool:
+        """Take the result of a job that has a target; returns whether it completes a batch."""
+        batch.samples[slot] = result
+        batch.missing -= 1
+        if batch.missing:
+            return False
+        self._make(batch)
+        return True
 
     def on_error(self, error: BaseException, target: Any, slot: int, /) -> Any:
         """The result in place of an error of user code; without a target the error is ours, and is raised."""
@@ -147,6 +150,10 @@ class FetcherPool(FetchStage):
     def load(self) -> FetchLoad:
         busy, queued = self._busy, len(self._queue)
         return FetchLoad(busy, self._size, queued, unused=0 if queued else max(0, self._size - busy))
+
+    def _make(self, batch: Any) -> None:
+        """Deliver a batch of which nothing is missing."""
+        self._deliver(batch, batch.samples)
 
     def _deliver(self, batch: PartialBatch, samples: Sequence[Any]) -> None:
         self._partial.pop(batch.plan.number, None)
@@ -203,7 +210,7 @@ class FetcherPool(FetchStage):
                         target.began, target.fetch_seconds = began, clock() - began
                     if context.recorder is not None:
                         context.recorder.add(target.plan.number, slot, began)
-                if on_result(target, slot, result):
+                if target is not None and on_result(target, slot, result):
                     await asyncio.sleep(0)  # the batch gets its turn, also if no fetch ever waits
                 if self._surplus:
                     self._surplus = self._busy > self._size
@@ -258,14 +265,6 @@ class SampleFetch(FetcherPool):
         assert self._hedged is not None
         number, index = wanted
         return self._hedged.first(number, 0, functools.partial(self._dataset.aget, index))
-
-    def on_result(self, batch: PartialBatch, slot: int, sample: object) -> bool:
-        batch.samples[slot] = sample
-        batch.missing -= 1
-        if batch.missing:
-            return False
-        self._deliver(batch, batch.samples)
-        return True
 
     def fetched_at_once(self, plan: BatchPlan) -> int:
         return self._size

@@ -9,10 +9,11 @@ import operator
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace._core.batches import BatchPlan, Rows
 from headrace._core.engine.concurrency import AdaptiveLimit
@@ -20,10 +21,7 @@ from headrace._core.engine.fetch import FetchContext, FetcherPool, PartialBatch
 from headrace._core.store.ranges import Ranges, Span, cut, plan_spans
 from headrace._core.streams.kinds import capabilities
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Positions = Sequence[int] | NDArray[np.intp]
+Positions = Sequence[int] | NDArray[np.intp]
 
 _EMPTY = memoryview(b"")
 CACHE_SLICE = 256  # samples that are looked up before other tasks get a turn
@@ -118,16 +116,6 @@ class RangeFetch(FetcherPool):
 
     def requester(self) -> Callable[[Any], Awaitable[Any]]:
         return operator.call
-
-    def on_result(self, batch: RangedBatch | None, slot: int, sample: object) -> bool:
-        if batch is None:  # a request
-            return False
-        batch.samples[slot] = sample
-        batch.missing -= 1
-        if batch.missing:
-            return False
-        self._make(batch)
-        return True
 
     def _plan_soon(self) -> None:
         if not self._planning:

@@ -81,8 +81,6 @@ class Mailbox(Link):
 
 
 class ThreadPlacement(Placement):
-    """An engine and its thread."""
-
     has_copy = False
 
     def __init__(

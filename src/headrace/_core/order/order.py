@@ -259,7 +259,6 @@ class EpochOrder:
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples in a batch; None without batching."""
         return self._batch_sampler.batch_size if self._batch_sampler is not None else None
 
     # A sampler without a generator of its own draws from torch's default one, once it is asked for its first index.

@@ -394,6 +394,5 @@ def _divided(begun: LoaderState, rank: RankInfo) -> Mapping[int | None, Mapping[
 
 
 def _position(stream: Mapping[str, object]) -> int:
-    """The number of samples that were read of a stream."""
     position = stream.get("position", 0)
     return position if isinstance(position, int) else 0

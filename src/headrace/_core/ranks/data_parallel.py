@@ -20,7 +20,6 @@ else:  # torch may be built without torch.distributed
 
 
 def checked(name: str, value: object) -> object:
-    """The value of a loader's `data_parallel=`, checked."""
     if value is None or callable(value) or _is_no_member(value):
         return value
     if isinstance(value, torch.distributed.ProcessGroup):

@@ -118,7 +118,6 @@ def _require_zstd() -> Any:
 
 
 def without_suffix(name: str) -> str:
-    """A lower-case name without the suffix of a compression."""
     return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
 
 

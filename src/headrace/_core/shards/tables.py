@@ -22,8 +22,6 @@ _LONGEST_TEXT = 500  # characters of a filter in a state
 
 
 class TableFile(ABC):
-    """A file of tables in groups of rows."""
-
     shard: Shard  # in the version that was opened
     schema: Any
     rows: tuple[int, ...]  # of each group

@@ -63,7 +63,6 @@ class UnpackedShards:
         return UnpackedShards, (self._limit,)
 
     def peek(self, key: Hashable) -> Any:
-        """What is here."""
         return self._in_use.get(key)
 
     async def get(self, key: Hashable, load: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

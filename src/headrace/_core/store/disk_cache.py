@@ -323,7 +323,6 @@ class DiskCache:
         return evicted
 
     def _files(self) -> list[tuple[str, int]]:
-        """The stem and the size of each file of the cache."""
         found = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._folder) as files:
             for file in files:

@@ -19,8 +19,6 @@ _FORM = re.compile(r"(\w+):([0-9a-f]+)")
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A store's metadata of an object."""
-
     key: str  # the object's
     size: int  # in bytes
     etag: str | None  # its version; None if the store gives none
@@ -28,7 +26,6 @@ class Head:
 
     @classmethod
     def of(cls, key: str, meta: ObjectMeta) -> Head:
-        """From obstore's metadata."""
         when = meta["last_modified"]
         # obstore gives 1970 where a server gives no time.
         return cls(key, meta["size"], meta["e_tag"], when.isoformat() if when.timestamp() > 0 else None)

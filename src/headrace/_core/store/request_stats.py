@@ -42,7 +42,6 @@ class RequestStats(RequestCounts):
         return wanted
 
     def add_times(self, first_byte: float, whole: float) -> None:
-        """Record the seconds of a request, to its first byte and in all."""
         self._times = first_byte, whole
 
     def take_times(self) -> tuple[float, float]:

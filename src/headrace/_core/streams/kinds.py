@@ -36,8 +36,6 @@ class DatasetKind(enum.Enum):
 
 
 class Capabilities(NamedTuple):
-    """How a loader may read a dataset."""
-
     aget: bool = False
     agets: bool = False
     ranges: bool = False  # samples are byte ranges, so that neighbours are read by one request; see `RangedDataset`

@@ -93,7 +93,6 @@ def open_shared_file(manager: bytes, name: bytes, size: int) -> torch.UntypedSto
 
 
 def default_store() -> Any:
-    """The `torch.distributed.Store` of the default process group."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()

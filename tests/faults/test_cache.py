@@ -6,14 +6,12 @@ root. The server counts what was fetched.
 
 import asyncio
 import hashlib
-import io
 import os
 import pathlib
 import pickle
 import signal
 import stat
 import subprocess
-import tarfile
 import warnings
 
 import pytest
@@ -27,6 +25,7 @@ from tests.answers import answering
 from tests.faults.peers import Peer, results, started_together
 from tests.faults.programs import caches
 from tests.faults.shortage import AS_ROOT, mounted
+from tests.unit.shards import tars
 
 QUICK = hr.RetryPolicy(max_attempts=2, initial_backoff=0.01)
 SIZE = 6_000
@@ -127,18 +126,8 @@ def test_bytes_with_a_wrong_checksum_are_never_cached(server, folder):
     expect(cached, hits=8, misses=0)
 
 
-def tar_of(count):
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for number in range(count):
-            info = tarfile.TarInfo(f"{number}.bin")
-            info.size = SIZE
-            archive.addfile(info, io.BytesIO(body_of(number)))
-    return stream.getvalue()
-
-
 def test_tar_member_with_a_wrong_checksum_is_never_cached(folder):
-    with ObjectServer({"0.tar": tar_of(3)}) as server:
+    with ObjectServer({"0.tar": tars.shard(range(3), bin=body_of)}) as server:
         tar = hr.TarDataset.index(f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options))
         cached = tar.cache(folder)
         server.misbehave(Fault("flip", key="0.tar", at=100))

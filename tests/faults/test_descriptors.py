@@ -14,6 +14,7 @@ import headrace as hr
 from headrace._core.pool import launch
 from tests.faults.shortage import NthOpenFails, free_descriptors
 from tests.faults.watching import Numbers, kill, sidecar, text_of, watch, workers
+from tests.programs import run_by
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
@@ -87,31 +88,27 @@ def test_any_number_of_free_descriptors_is_enough_or_reported(case: Any, where: 
     case(lambda: until_one_is_whole(where, free_descriptors, FEW))
 
 
-def test_shortage_in_the_zygote_is_reported_and_ends_nothing(case: Any) -> None:
-    def program() -> None:
-        zygote = launch._zygote.process.pid
-        few = functools.partial(free_descriptors, pid=zygote)
-        until_one_is_whole("process", few, FEW[1:], more_than=2)
-        assert launch._zygote.process.pid == zygote
-        assert launch._zygote.process.poll() is None
-
-    case(program)
+@run_by("case")
+def test_shortage_in_the_zygote_is_reported_and_ends_nothing() -> None:
+    zygote = launch._zygote.process.pid
+    few = functools.partial(free_descriptors, pid=zygote)
+    until_one_is_whole("process", few, FEW[1:], more_than=2)
+    assert launch._zygote.process.pid == zygote
+    assert launch._zygote.process.poll() is None
 
 
 @WHERE
-def test_worker_that_cannot_be_replaced_is_an_error_of_its_epoch(case: Any, where: str) -> None:
-    def program() -> None:
-        with hr.DataLoader(Large(24), 4, num_workers=1, prefetch_factor=1, transform=abs, placement=where) as loader:
-            iterator = iter(loader)
-            assert next(iterator)[0, 0] == 0
-            own = where == "thread"
-            (worker,) = workers() if own else [pid for pid in workers() if pid != sidecar(loader)]
-            with free_descriptors(0, os.getpid() if own else sidecar(loader)):
-                kill(worker)
-                with pytest.raises(hr.errors.WorkerDiedError, match=r"ulimit -n") as caught:
-                    collections.deque(iterator, maxlen=0)
-            assert "worker 0" in str(caught.value), caught.value
-            assert "cannot be started: no file descriptor is left" in str(caught.value), caught.value
-            assert [int(batch[0, 0]) for batch in loader] == [0, 4, 8, 12, 16, 20]
-
-    case(program)
+@run_by("case")
+def test_worker_that_cannot_be_replaced_is_an_error_of_its_epoch(where: str) -> None:
+    with hr.DataLoader(Large(24), 4, num_workers=1, prefetch_factor=1, transform=abs, placement=where) as loader:
+        iterator = iter(loader)
+        assert next(iterator)[0, 0] == 0
+        own = where == "thread"
+        (worker,) = workers() if own else [pid for pid in workers() if pid != sidecar(loader)]
+        with free_descriptors(0, os.getpid() if own else sidecar(loader)):
+            kill(worker)
+            with pytest.raises(hr.errors.WorkerDiedError, match=r"ulimit -n") as caught:
+                collections.deque(iterator, maxlen=0)
+        assert "worker 0" in str(caught.value), caught.value
+        assert "cannot be started: no file descriptor is left" in str(caught.value), caught.value
+        assert [int(batch[0, 0]) for batch in loader] == [0, 4, 8, 12, 16, 20]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gzip
 import hashlib
 import json
@@ -22,6 +21,7 @@ import torch
 
 import headrace as hr
 from tests.faults.watching import Numbers, Slow, drain, engines_of, first_call, kill, once_each, run_on, text_of
+from tests.programs import run_by
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
@@ -86,43 +86,38 @@ def by_lanes(folder: str, lanes: int = 4, **options: Any) -> hr.DataLoader:
 
 
 @pytest.mark.parametrize("new", [by_index, by_lanes])
-def test_batches_are_the_same_bytes_for_any_number_of_engines(case: Any, folder: str, new: Any) -> None:
-    def program() -> None:
-        found = []
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # of torch: few cores here
-        for engines, workers in ((1, 2), (2, 3), (4, 0)):
-            with new(folder, engines=engines, num_workers=workers) as loader:
-                found.append([digest(loader), digest(loader)])
-                assert loader.stats().samples == 2 * 360
-                lanes = ", 4 lanes" if new is by_lanes else ""
-                where = f"engines={engines}{lanes}" if engines > 1 else "an async dataset with workers"
-                assert where in loader.stats().placement, loader.stats()
-        assert found == found[:1] * 3
-        assert found[0][0] != found[0][1], "epochs differ"
-
-    case(program)
+@run_by("case")
+def test_batches_are_the_same_bytes_for_any_number_of_engines(folder: str, new: Any) -> None:
+    found = []
+    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # of torch: few cores here
+    for engines, workers in ((1, 2), (2, 3), (4, 0)):
+        with new(folder, engines=engines, num_workers=workers) as loader:
+            found.append([digest(loader), digest(loader)])
+            assert loader.stats().samples == 2 * 360
+            lanes = ", 4 lanes" if new is by_lanes else ""
+            where = f"engines={engines}{lanes}" if engines > 1 else "an async dataset with workers"
+            assert where in loader.stats().placement, loader.stats()
+    assert found == found[:1] * 3
+    assert found[0][0] != found[0][1], "epochs differ"
 
 
 @pytest.mark.parametrize("new", [by_index, by_lanes])
-def test_states_continue_with_another_number_of_engines(case: Any, folder: str, new: Any) -> None:
+@run_by("case")
+def test_states_continue_with_another_number_of_engines(folder: str, new: Any) -> None:
     """Of which each continues the one before."""
-
-    def program() -> None:
-        with new(folder, engines=2) as loader:
-            whole = [batch.tolist() for batch in loader]
-        given, state = [], None
-        for engines in (4, 1, 2, 3):
-            with new(folder, engines=engines, lanes=0 if engines == 1 else 4) as loader:
-                if state is not None:
-                    loader.load_state_dict(state)
-                for batch in loader:
-                    given.append(batch.tolist())
-                    if len(given) % 23 == 0 and len(given) < 70:
-                        break
-                state = pickle.loads(pickle.dumps(loader.state_dict()))
-        assert given == whole
-
-    case(program)
+    with new(folder, engines=2) as loader:
+        whole = [batch.tolist() for batch in loader]
+    given, state = [], None
+    for engines in (4, 1, 2, 3):
+        with new(folder, engines=engines, lanes=0 if engines == 1 else 4) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            for batch in loader:
+                given.append(batch.tolist())
+                if len(given) % 23 == 0 and len(given) < 70:
+                    break
+            state = pickle.loads(pickle.dumps(loader.state_dict()))
+    assert given == whole
 
 
 @pytest.mark.parametrize(
@@ -134,59 +129,50 @@ def test_states_continue_with_another_number_of_engines(case: Any, folder: str, 
         (by_lanes, {"lanes": 5}),
     ],
 )
-def test_order_and_bytes_survive_random_kills(case: Any, folder: str, new: Any, options: dict[str, Any]) -> None:
+@run_by("case")
+def test_order_and_bytes_survive_random_kills(folder: str, new: Any, options: dict[str, Any]) -> None:
     """With `HEADRACE_ENGINE_KILLS=50`: 50 in 25 epochs of 90 batches."""
-
-    def program() -> None:
-        draw = random.Random(KILLS)
-        with new(folder, **options) as expected, new(folder, engines=3, **options) as loader, ignored_deaths():
-            for _ in range(KILLS // 2):
-                moments = {draw.randrange(start, start + 30): [draw.randrange(3)] for start in (0, 40)}
-                assert digest(killing(loader, moments)) == digest(expected)
-
-    case(program)
+    draw = random.Random(KILLS)
+    with new(folder, **options) as expected, new(folder, engines=3, **options) as loader, ignored_deaths():
+        for _ in range(KILLS // 2):
+            moments = {draw.randrange(start, start + 30): [draw.randrange(3)] for start in (0, 40)}
+            assert digest(killing(loader, moments)) == digest(expected)
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "trio"])
-def test_async_for_on_any_loop(case: Any, loop: str) -> None:
-    def program() -> None:
-        async def collected():
-            return [sample async for batch in loader for sample in batch.tolist()]
+@run_by("case")
+def test_async_for_on_any_loop(loop: str) -> None:
+    async def collected():
+        return [sample async for batch in loader for sample in batch.tolist()]
 
-        with hr.DataLoader(Slow(), 4, engines=2) as loader:
-            assert run_on(loop, collected) == list(range(64))
-
-    case(program)
+    with hr.DataLoader(Slow(), 4, engines=2) as loader:
+        assert run_on(loop, collected) == list(range(64))
 
 
 @pytest.mark.parametrize(
     ("in_order", "memory_budget"),  # a batch of each engine at a time; as many as are planned
     [(True, 1), (False, 2**30)],
 )
-def test_engine_that_is_killed_is_replaced(case: Any, in_order: bool, memory_budget: int) -> None:
-    def program() -> None:
-        again = r"of 3 \(process .*\) was killed by SIGKILL: it is started again"
-        loader = hr.DataLoader(Slow(400), 4, engines=3, in_order=in_order, memory_budget=memory_budget)
-        with loader, pytest.warns(RuntimeWarning, match=again):
-            samples = samples_of(killing(loader, {10: [0], 40: [1], 70: [2]}))
-        assert (samples if in_order else sorted(samples)) == list(range(400))
-
-    case(program)
+@run_by("case")
+def test_engine_that_is_killed_is_replaced(in_order: bool, memory_budget: int) -> None:
+    again = r"of 3 \(process .*\) was killed by SIGKILL: it is started again"
+    loader = hr.DataLoader(Slow(400), 4, engines=3, in_order=in_order, memory_budget=memory_budget)
+    with loader, pytest.warns(RuntimeWarning, match=again):
+        samples = samples_of(killing(loader, {10: [0], 40: [1], 70: [2]}))
+    assert (samples if in_order else sorted(samples)) == list(range(400))
 
 
-def test_all_or_all_but_one_are_killed(case: Any) -> None:
-    def program() -> None:
-        with ignored_deaths(), hr.DataLoader(Slow(240), 4, engines=4) as loader:
-            assert samples_of(killing(loader, {10: [1, 2, 3]})) == list(range(240))
-            assert len(set(engines_of(loader))) == 4
+@run_by("case")
+def test_all_or_all_but_one_are_killed() -> None:
+    with ignored_deaths(), hr.DataLoader(Slow(240), 4, engines=4) as loader:
+        assert samples_of(killing(loader, {10: [1, 2, 3]})) == list(range(240))
+        assert len(set(engines_of(loader))) == 4
 
-        with ignored_deaths(), hr.DataLoader(Slow(240), 4, engines=2) as loader:
-            every = r"all of its 2 processes.*engine 0 .*SIGKILL; engine 1 .*SIGK"
-            with pytest.raises(hr.errors.EngineDiedError, match=every):
-                samples_of(killing(loader, {0: [0, 1]}))
-            assert samples_of(loader) == list(range(240))  # new engines
-
-    case(program)
+    with ignored_deaths(), hr.DataLoader(Slow(240), 4, engines=2) as loader:
+        every = r"all of its 2 processes.*engine 0 .*SIGKILL; engine 1 .*SIGK"
+        with pytest.raises(hr.errors.EngineDiedError, match=every):
+            samples_of(killing(loader, {0: [0, 1]}))
+        assert samples_of(loader) == list(range(240))  # new engines
 
 
 class DeadlyLine:
@@ -213,34 +199,31 @@ class Deadly(Numbers):
         return index
 
 
-def test_sample_that_ends_one_engine_or_every_engine(case: Any, tmp_path: Any) -> None:
+@run_by("case")
+def test_sample_that_ends_one_engine_or_every_engine(tmp_path: Any) -> None:
     """Another engine fetches it; or its batch is named."""
-
-    def program(path: str) -> None:
-        with ignored_deaths(), hr.DataLoader(Deadly(21, path), 4, engines=2) as loader:
-            assert samples_of(loader) == list(range(64))
-        with ignored_deaths(), hr.DataLoader(Deadly(21), 4, engines=2) as loader:
-            iterator = iter(loader)
-            assert samples_of(next(iterator) for _ in range(5)) == list(range(20))
-            named = "they made batch 5 and nothing else: .* exited with code 3"
-            with pytest.raises(hr.errors.EngineDiedError, match=named):
-                next(iterator)
-
-    case(functools.partial(program, str(tmp_path / "died")))
+    path = str(tmp_path / "died")
+    with ignored_deaths(), hr.DataLoader(Deadly(21, path), 4, engines=2) as loader:
+        assert samples_of(loader) == list(range(64))
+    with ignored_deaths(), hr.DataLoader(Deadly(21), 4, engines=2) as loader:
+        iterator = iter(loader)
+        assert samples_of(next(iterator) for _ in range(5)) == list(range(20))
+        named = "they made batch 5 and nothing else: .* exited with code 3"
+        with pytest.raises(hr.errors.EngineDiedError, match=named):
+            next(iterator)
 
 
-def test_trace_has_the_fetches_of_every_engine(case: Any, tmp_path: Any) -> None:
-    def program(path: str) -> None:
-        pids = set()
-        with ignored_deaths(), hr.DataLoader(Slow(240), 4, engines=2, concurrency=16) as loader, hr.trace(path):
-            for _ in killing(loader, {0: [0]}):
-                pids.update(engines_of(loader))
-        with gzip.open(path) as file:
-            events = json.load(file)["traceEvents"]
-        assert len(pids) == 3
-        assert {event["pid"] for event in events if event["ph"] == "b"} >= pids
-
-    case(functools.partial(program, str(tmp_path / "trace.json.gz")))
+@run_by("case")
+def test_trace_has_the_fetches_of_every_engine(tmp_path: Any) -> None:
+    path = str(tmp_path / "trace.json.gz")
+    pids = set()
+    with ignored_deaths(), hr.DataLoader(Slow(240), 4, engines=2, concurrency=16) as loader, hr.trace(path):
+        for _ in killing(loader, {0: [0]}):
+            pids.update(engines_of(loader))
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    assert len(pids) == 3
+    assert {event["pid"] for event in events if event["ph"] == "b"} >= pids
 
 
 class Failing(Numbers):
@@ -250,22 +233,20 @@ class Failing(Numbers):
         return index
 
 
-def test_errors_of_samples_are_raised_at_their_batch(case: Any) -> None:
-    def program() -> None:
-        with hr.DataLoader(Failing(32), 4, engines=2) as loader:
+@run_by("case")
+def test_errors_of_samples_are_raised_at_their_batch() -> None:
+    with hr.DataLoader(Failing(32), 4, engines=2) as loader:
+        delivered, errors = drain(loader)
+    assert [str(error) for error in errors] == ["no object 3", "no object 13", "no object 23"]
+    assert all("index" in text_of(error) for error in errors)
+    assert delivered == once_each(range(4, 12), range(16, 20), range(24, 32))
+
+    with hr.DataLoader(Failing(32), 4, engines=2, on_error="skip") as loader:
+        with pytest.warns(RuntimeWarning, match="no object 3"):
             delivered, errors = drain(loader)
-        assert [str(error) for error in errors] == ["no object 3", "no object 13", "no object 23"]
-        assert all("index" in text_of(error) for error in errors)
-        assert delivered == once_each(range(4, 12), range(16, 20), range(24, 32))
-
-        with hr.DataLoader(Failing(32), 4, engines=2, on_error="skip") as loader:
-            with pytest.warns(RuntimeWarning, match="no object 3"):
-                delivered, errors = drain(loader)
-            assert loader.stats().skipped_samples == 3
-        assert not errors
-        assert sum(delivered.values()) == 29
-
-    case(program)
+        assert loader.stats().skipped_samples == 3
+    assert not errors
+    assert sum(delivered.values()) == 29
 
 
 class NoEpoch(Numbers):
@@ -278,14 +259,12 @@ class NoEpoch(Numbers):
             raise ValueError("no such epoch")
 
 
-def test_error_of_set_epoch_in_an_engine_ends_the_epoch(case: Any) -> None:
-    def program() -> None:
-        with hr.DataLoader(NoEpoch(), 4, engines=2) as loader:
+@run_by("case")
+def test_error_of_set_epoch_in_an_engine_ends_the_epoch() -> None:
+    with hr.DataLoader(NoEpoch(), 4, engines=2) as loader:
+        list(loader)
+        with pytest.raises(ValueError, match="no such epoch"):
             list(loader)
-            with pytest.raises(ValueError, match="no such epoch"):
-                list(loader)
-
-    case(program)
 
 
 class Hangs(Numbers):
@@ -295,18 +274,16 @@ class Hangs(Numbers):
         return index
 
 
-def test_timeout_names_the_engine(case: Any) -> None:
-    def program() -> None:
-        with hr.DataLoader(Hangs(32), 4, engines=2, timeout=2) as loader:
-            iterator = iter(loader)
-            assert [next(iterator).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-            with pytest.raises(
-                hr.errors.LoaderTimeoutError, match=r"batch 2 is in stage fetch.* in engine . of 2"
-            ) as caught:
-                next(iterator)
-            assert caught.value.batch == 2
-
-    case(program)
+@run_by("case")
+def test_timeout_names_the_engine() -> None:
+    with hr.DataLoader(Hangs(32), 4, engines=2, timeout=2) as loader:
+        iterator = iter(loader)
+        assert [next(iterator).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        with pytest.raises(
+            hr.errors.LoaderTimeoutError, match=r"batch 2 is in stage fetch.* in engine . of 2"
+        ) as caught:
+            next(iterator)
+        assert caught.value.batch == 2
 
 
 _number = -1
@@ -321,28 +298,24 @@ def number_of_worker(sample: int) -> int:
     return _number
 
 
-def test_workers_of_all_engines_have_numbers_of_their_own(case: Any) -> None:
-    def program() -> None:
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-        with hr.DataLoader(
-            Slow(240), 2, engines=2, num_workers=3, worker_init_fn=keep_number, transform=number_of_worker
-        ) as loader:
-            assert set(samples_of(loader)) == {0, 1, 2}
-
-    case(program)
+@run_by("case")
+def test_workers_of_all_engines_have_numbers_of_their_own() -> None:
+    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+    with hr.DataLoader(
+        Slow(240), 2, engines=2, num_workers=3, worker_init_fn=keep_number, transform=number_of_worker
+    ) as loader:
+        assert set(samples_of(loader)) == {0, 1, 2}
 
 
-def test_stream_is_read_by_one_engine(case: Any) -> None:
+@run_by("case")
+def test_stream_is_read_by_one_engine() -> None:
     async def numbers():
         for number in range(20):
             yield number
 
-    def program() -> None:
-        with hr.DataLoader(hr.from_async_iterable(numbers), 4, engines=2) as loader:
-            assert samples_of(loader) == list(range(20))
-            assert "of which one reads the stream" in loader.stats().placement
-
-    case(program)
+    with hr.DataLoader(hr.from_async_iterable(numbers), 4, engines=2) as loader:
+        assert samples_of(loader) == list(range(20))
+        assert "of which one reads the stream" in loader.stats().placement
 
 
 @pytest.mark.parametrize(
@@ -369,22 +342,19 @@ def killing_later(iterator: Any, engine: int) -> Iterator[Any]:
             kill(engine)
 
 
-def test_restored_epoch_survives_a_kill(case: Any, folder: str) -> None:
+@run_by("case")
+def test_restored_epoch_survives_a_kill(folder: str) -> None:
     """Also that of fewer lanes than engines: one lane is read by one of them."""
-
-    def program(folder: str) -> None:
-        for lanes in (1, 3):
-            with by_lanes(folder, lanes=lanes) as loader:
-                iterator = iter(loader)
-                samples_of(next(iterator) for _ in range(20))
-                state, expected = loader.state_dict(), digest(iterator)
-            with by_lanes(folder, lanes=0, engines=4) as loader, ignored_deaths():
-                loader.load_state_dict(state)
-                iterator = iter(loader)
-                assert loader.stats().placement.endswith("3 lanes" if lanes == 3 else "one reads the stream")
-                assert digest(killing_later(iterator, engines_of(loader)[0])) == expected
-
-    case(functools.partial(program, folder))
+    for lanes in (1, 3):
+        with by_lanes(folder, lanes=lanes) as loader:
+            iterator = iter(loader)
+            samples_of(next(iterator) for _ in range(20))
+            state, expected = loader.state_dict(), digest(iterator)
+        with by_lanes(folder, lanes=0, engines=4) as loader, ignored_deaths():
+            loader.load_state_dict(state)
+            iterator = iter(loader)
+            assert loader.stats().placement.endswith("3 lanes" if lanes == 3 else "one reads the stream")
+            assert digest(killing_later(iterator, engines_of(loader)[0])) == expected
 
 
 def new_deadly(folder: str, line: int, *paths: str) -> hr.DataLoader:
@@ -393,31 +363,24 @@ def new_deadly(folder: str, line: int, *paths: str) -> hr.DataLoader:
     return hr.DataLoader(data, 4, transform=int, engines=2)
 
 
-def test_line_that_ends_every_engine_is_named(case: Any, folder: str) -> None:
+@run_by("case")
+def test_line_that_ends_every_engine_is_named(folder: str) -> None:
     """By the batch that its lane came to: a filter is applied to samples ahead of those in the batch."""
-
-    def program(folder: str) -> None:
-        with ignored_deaths(), new_deadly(folder, 21) as loader:
-            samples: list[int] = []
-            with pytest.raises(
-                hr.errors.EngineDiedError, match=r"they made batch \d+ and nothing else: .*code 3"
-            ) as error:
-                samples.extend(sample for batch in loader for sample in batch.tolist())
-            number = int(re.search(r"batch (\d+)", str(error.value))[1])
-            assert number % 2 == 0
-            assert len(samples) == 4 * number
-
-    case(functools.partial(program, folder))
+    with ignored_deaths(), new_deadly(folder, 21) as loader:
+        samples: list[int] = []
+        with pytest.raises(hr.errors.EngineDiedError, match=r"they made batch \d+ and nothing else: .*code 3") as error:
+            samples.extend(sample for batch in loader for sample in batch.tolist())
+        number = int(re.search(r"batch (\d+)", str(error.value))[1])
+        assert number % 2 == 0
+        assert len(samples) == 4 * number
 
 
 @pytest.mark.parametrize("deaths", [1, 3])
-def test_lane_goes_on_in_the_replacement_or_in_another_engine(case: Any, folder: str, deaths: int) -> None:
-    def program(folder: str, deaths: int) -> None:
-        paths = [f"{folder}/died {death}" for death in range(deaths)]
-        message = "it is started again|is not started again in this epoch. Its batches are made again"
-        with new_deadly(folder, 0, *paths) as loader, pytest.warns(RuntimeWarning, match=message):
-            samples = samples_of(loader)
-        assert sorted(samples) == [*range(90), *range(94, 254)]
-        assert samples[:8] == [0, 1, 2, 3, 94, 95, 96, 97]
-
-    case(functools.partial(program, folder, deaths))
+@run_by("case")
+def test_lane_goes_on_in_the_replacement_or_in_another_engine(folder: str, deaths: int) -> None:
+    paths = [f"{folder}/died {death}" for death in range(deaths)]
+    message = "it is started again|is not started again in this epoch. Its batches are made again"
+    with new_deadly(folder, 0, *paths) as loader, pytest.warns(RuntimeWarning, match=message):
+        samples = samples_of(loader)
+    assert sorted(samples) == [*range(90), *range(94, 254)]
+    assert samples[:8] == [0, 1, 2, 3, 94, 95, 96, 97]

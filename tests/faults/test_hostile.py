@@ -7,7 +7,6 @@ import itertools
 import logging
 import pickle
 import struct
-import tarfile
 import traceback
 import tracemalloc
 
@@ -18,6 +17,8 @@ import torch
 import headrace as hr
 from object_server import Fault, ObjectServer
 from tests.faults.watching import drain, text_of
+from tests.programs import run_by
+from tests.unit.shards import tars
 
 CLOSING = 5.0  # seconds; obstore closes idle connections on threads of its own, some time after their store is gone
 HUGE = 128 << 20  # bytes of zeros; gzip makes 130 KB of them
@@ -35,13 +36,7 @@ class Harm:
 
 
 def archive(*files):
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as tar:
-        for name, size in files:
-            info = tarfile.TarInfo(name)
-            info.size = size
-            tar.addfile(info, io.BytesIO(bytes(size)))
-    return stream.getvalue()
+    return tars.members(*((name, bytes(size)) for name, size in files))
 
 
 # Pickles
@@ -109,36 +104,34 @@ def bombs():
         yield server.http_url
 
 
-def test_what_unpacks_or_claims_to_be_without_end_is_refused_at_its_limit(case, bombs):
-    def program() -> None:
-        delivered, (error,), peak = read(hr.LinesDataset(f"{bombs}/zeros.txt.gz", line_limit=1 << 20))
-        assert "line_limit" in str(error), error
-        assert not delivered
-        assert peak < PEAK_LIMIT
+@run_by("case", within=CLOSING)
+def test_what_unpacks_or_claims_to_be_without_end_is_refused_at_its_limit(bombs):
+    delivered, (error,), peak = read(hr.LinesDataset(f"{bombs}/zeros.txt.gz", line_limit=1 << 20))
+    assert "line_limit" in str(error), error
+    assert not delivered
+    assert peak < PEAK_LIMIT
 
-        _, (error,), peak = read(hr.TarDataset(f"{bombs}/member.tar.gz", member_limit=1 << 20))
-        assert "member_limit" in str(error), error
-        assert error.member == "b.txt", error
-        assert peak < PEAK_LIMIT
+    _, (error,), peak = read(hr.TarDataset(f"{bombs}/member.tar.gz", member_limit=1 << 20))
+    assert "member_limit" in str(error), error
+    assert error.member == "b.txt", error
+    assert peak < PEAK_LIMIT
 
-        delivered, errors, peak = read(hr.TarDataset(f"{bombs}/unused.tar.gz", fields=["txt"]))
-        assert (delivered, errors) == (2, [])  # the member between them is skipped, and not held in memory
-        assert peak < PEAK_LIMIT
+    delivered, errors, peak = read(hr.TarDataset(f"{bombs}/unused.tar.gz", fields=["txt"]))
+    assert (delivered, errors) == (2, [])  # the member between them is skipped, and not held in memory
+    assert peak < PEAK_LIMIT
 
-        delivered, (error,), _ = read(hr.LinesDataset(f"{bombs}/nested.jsonl"))
-        assert delivered == 1
-        assert error.offset == 2, error
-        assert error.shard.endswith("nested.jsonl"), error
+    delivered, (error,), _ = read(hr.LinesDataset(f"{bombs}/nested.jsonl"))
+    assert delivered == 1
+    assert error.offset == 2, error
+    assert error.shard.endswith("nested.jsonl"), error
 
-        _, (error,), peak = read(hr.TarDataset(f"{bombs}/claims.tar"))
-        assert type(error) is hr.errors.TruncatedShardError, error
-        assert peak < PEAK_LIMIT
+    _, (error,), peak = read(hr.TarDataset(f"{bombs}/claims.tar"))
+    assert type(error) is hr.errors.TruncatedShardError, error
+    assert peak < PEAK_LIMIT
 
-        for number in range(2):
-            with pytest.raises(hr.errors.ShardError):
-                hr.TokenDataset(f"{bombs}/{number}.npy", seq_len=1)
-
-    case(program, within=CLOSING)
+    for number in range(2):
+        with pytest.raises(hr.errors.ShardError):
+            hr.TokenDataset(f"{bombs}/{number}.npy", seq_len=1)
 
 
 # Keys

@@ -14,7 +14,8 @@ import headrace as hr
 from object_server import Fault, ObjectServer
 from tests.faults.peers import results, started_together
 from tests.faults.programs import caches
-from tests.faults.test_cache import QUICK, SIZE, body_of, entries_in, tar_of
+from tests.faults.test_cache import QUICK, SIZE, body_of, entries_in
+from tests.unit.shards import tars
 
 WINDOW = 50  # tokens, of two bytes
 COUNT = 400
@@ -28,7 +29,8 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def started():
-    with ObjectServer({"0.bin": TOKENS.tobytes(), "1.bin": TOKENS.tobytes(), "0.tar": tar_of(64)}) as server:
+    tar, tokens = tars.shard(range(64), bin=body_of), TOKENS.tobytes()
+    with ObjectServer({"0.bin": tokens, "1.bin": tokens, "0.tar": tar}) as server:
         yield server
 
 

@@ -23,75 +23,70 @@ from torch.utils.data import Dataset
 
 import headrace as hr
 from tests.faults.watching import Numbers, Slow, first_call, negate, wait_until, watch, workers
+from tests.programs import run_by
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
 
-def test_watch_reports_leaked_descriptors_threads_and_processes(script: Callable[..., Any]) -> None:
-    def program() -> None:
-        leaks = {
-            "a descriptor": lambda: os.dup(1),
-            "a thread": lambda: threading.Thread(target=threading.Event().wait, daemon=True).start(),
-            "a process": lambda: kept.append(subprocess.Popen(["sleep", "60"])),
-        }
-        kept = []
-        for leak in leaks.values():
-            with pytest.raises(AssertionError, match="left behind"), watch():
-                leak()
-        kept[0].kill()
-        kept[0].wait()
-
-    script(program)
+@run_by("script")
+def test_watch_reports_leaked_descriptors_threads_and_processes() -> None:
+    leaks = {
+        "a descriptor": lambda: os.dup(1),
+        "a thread": lambda: threading.Thread(target=threading.Event().wait, daemon=True).start(),
+        "a process": lambda: kept.append(subprocess.Popen(["sleep", "60"])),
+    }
+    kept = []
+    for leak in leaks.values():
+        with pytest.raises(AssertionError, match="left behind"), watch():
+            leak()
+    kept[0].kill()
+    kept[0].wait()
 
 
-def test_many_interrupted_epochs_leave_nothing(case: Callable[..., Any]) -> None:
-    def program() -> None:
-        def take_three_and_break(loader):
-            for number, batch in enumerate(loader, start=1):
-                if number == 3:
-                    break
-            assert sorted(map(abs, batch.tolist())) == [8, 9, 10, 11]
+@run_by("case")
+def test_many_interrupted_epochs_leave_nothing() -> None:
+    def take_three_and_break(loader):
+        for number, batch in enumerate(loader, start=1):
+            if number == 3:
+                break
+        assert sorted(map(abs, batch.tolist())) == [8, 9, 10, 11]
 
-        def once():
-            take_three_and_break(kept)
-            take_three_and_break(working)
-            with hr.DataLoader(Slow(), batch_size=4) as fresh:
-                take_three_and_break(fresh)
-            take_three_and_break(hr.DataLoader(list(range(64)), batch_size=4, num_workers=2))
+    def once():
+        take_three_and_break(kept)
+        take_three_and_break(working)
+        with hr.DataLoader(Slow(), batch_size=4) as fresh:
+            take_three_and_break(fresh)
+        take_three_and_break(hr.DataLoader(list(range(64)), batch_size=4, num_workers=2))
 
-        with (
-            hr.DataLoader(Slow(), batch_size=4) as kept,
-            hr.DataLoader(Slow(), batch_size=4, num_workers=2, transform=negate) as working,
-        ):
-            once()
-            wait_until(lambda: len(workers()) == 3)
-            pids = workers()
-            with watch():
-                for _ in range(6):
-                    once()
-                assert workers() == pids, "a process was replaced"
-
-    case(program)
+    with (
+        hr.DataLoader(Slow(), batch_size=4) as kept,
+        hr.DataLoader(Slow(), batch_size=4, num_workers=2, transform=negate) as working,
+    ):
+        once()
+        wait_until(lambda: len(workers()) == 3)
+        pids = workers()
+        with watch():
+            for _ in range(6):
+                once()
+            assert workers() == pids, "a process was replaced"
 
 
-def test_loader_used_after_fork_starts_anew_and_parent_continues(case: Callable[..., Any]) -> None:
-    def program() -> None:
-        with hr.DataLoader(Slow(8), batch_size=4) as loader:
-            iterator = iter(loader)
-            next(iterator)
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-                    loader.close()
-                    code = 0
-                finally:
-                    os._exit(code)
-            assert os.waitpid(child, 0)[1] == 0
-            assert next(iterator).tolist() == [4, 5, 6, 7]
-
-    case(program)
+@run_by("case")
+def test_loader_used_after_fork_starts_anew_and_parent_continues() -> None:
+    with hr.DataLoader(Slow(8), batch_size=4) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+                loader.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert next(iterator).tolist() == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(("placement", "num_workers"), [("thread", 0), ("process", 2)])
@@ -201,26 +196,24 @@ def notes(folder, ending):
 
 
 @pytest.mark.parametrize(("kind", "placement"), [(Stream, "process"), (Nested, "thread"), (WithoutAclose, "process")])
+@run_by("case")
 def test_generators_of_a_stream_are_closed_when_another_thread_closes_the_loader(
-    case: Any, placement: str, kind: type[Stream], tmp_path: Path
+    placement: str, kind: type[Stream], tmp_path: Path
 ) -> None:
-    def program() -> None:
-        for _ in range(3):
-            loader = hr.DataLoader(kind(tmp_path), 2, placement=placement)
-            iterators = [iter(loader), iter(loader)]
-            for iterator in iterators:
-                next(iterator)
-            closer = threading.Thread(target=loader.close)
-            closer.start()
-            try:
-                for batch in iterators[0]:
-                    pass
-            except hr.errors.LoaderClosedError:
-                closer.join()
-        assert len(notes(tmp_path, ".started")) == 6
-        assert notes(tmp_path, ".started") == notes(tmp_path, ".ended")
-
-    case(program)
+    for _ in range(3):
+        loader = hr.DataLoader(kind(tmp_path), 2, placement=placement)
+        iterators = [iter(loader), iter(loader)]
+        for iterator in iterators:
+            next(iterator)
+        closer = threading.Thread(target=loader.close)
+        closer.start()
+        try:
+            for batch in iterators[0]:
+                pass
+        except hr.errors.LoaderClosedError:
+            closer.join()
+    assert len(notes(tmp_path, ".started")) == 6
+    assert notes(tmp_path, ".started") == notes(tmp_path, ".ended")
 
 
 # Resources of a loop
@@ -288,16 +281,14 @@ def test_keyboard_interrupt_closes_resources(script: Callable[..., Any]) -> None
     assert _events(done) == ["open", "close"]
 
 
-def test_loaders_and_resources_of_their_loops_leave_nothing(case: Callable[..., Any]) -> None:
-    def program() -> None:
-        for number in (0, 1):
-            dataset = Connected()
-            assert dataset[1] == 1
-            for _ in range(2):
-                with hr.DataLoader(dataset, batch_size=4, num_workers=number) as loader:
-                    assert len(list(loader)) == 16
-
-    case(program)
+@run_by("case")
+def test_loaders_and_resources_of_their_loops_leave_nothing() -> None:
+    for number in (0, 1):
+        dataset = Connected()
+        assert dataset[1] == 1
+        for _ in range(2):
+            with hr.DataLoader(dataset, batch_size=4, num_workers=number) as loader:
+                assert len(list(loader)) == 16
 
 
 # Workers

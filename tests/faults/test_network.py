@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import datetime
+import functools
 import hashlib
 import http.client
 import socket
@@ -15,7 +16,8 @@ import pytest
 import headrace as hr
 from object_server import Fault, ObjectServer
 from tests.faults.ledger import QUICK, SAMPLES, SIZE, Ledger, body_of, checked_number, contents
-from tests.faults.watching import drain, once_each
+from tests.faults.watching import Numbers, drain, once_each
+from tests.programs import run_by
 
 LARGE = bytes(range(256)) * 4 * 20_000  # 20 MB are more than one part
 
@@ -36,19 +38,21 @@ def server(servers):
 @pytest.fixture
 def local(case, server):
     """Run a program with a `Ledger` in a thread: most faults end in the store's client, the same in each placement."""
-    # A store that is dropped closes its idle connections on threads of its own.
-    return lambda program: case(with_ledger(program, server, "thread"), within=5.0)
+    return functools.partial(run_with_ledger, case, server, "thread")
 
 
 @pytest.fixture
 def remote(case, server):
     """The same in a process of the loader's, from which errors and batches travel."""
-    return lambda program: case(with_ledger(program, server, "process"), within=5.0)
+    return functools.partial(run_with_ledger, case, server, "process")
 
 
-def with_ledger(program, server, placement):
+def run_with_ledger(case, server, placement, program, faults=()):
+    if faults:
+        server.misbehave(*faults)
     url, options = server.url, server.store_options
-    return lambda: program(Ledger(url, options, placement))
+    # A store that is dropped closes its idle connections on threads of its own.
+    case(lambda: program(Ledger(url, options, placement)), within=5.0)
 
 
 def requests(server, key="train/0007"):
@@ -143,22 +147,18 @@ def test_permanent_503_is_reported_after_max_attempts(remote, server):
     assert len(requests(server)) == 4 + 1 + 2
 
 
-def test_flipped_bit_is_found_by_a_given_checksum(local, server):
-    server.misbehave(Fault("flip", key="train/0007", at=3), Fault("flip", times=1, per_key=True, at=3))
+@run_by("local", faults=[Fault("flip", key="train/0007", at=3), Fault("flip", times=1, per_key=True, at=3)])
+def test_flipped_bit_is_found_by_a_given_checksum(ledger):
+    def checksum(number):
+        if number < 10:
+            return f"crc32:{zlib.crc32(body_of(number)):08x}"
+        return "sha256:" + hashlib.sha256(body_of(number)).hexdigest()
 
-    def program(ledger) -> None:
-        def checksum(number):
-            if number < 10:
-                return f"crc32:{zlib.crc32(body_of(number)):08x}"
-            return "sha256:" + hashlib.sha256(body_of(number)).hexdigest()
-
-        keys = ledger.objects().keys
-        table = {"key": keys, "sum": [checksum(int(key)) for key in keys]}
-        error = ledger.failure(hr.ObjectDataset.from_table(ledger.store(), table, checksum="sum"))
-        assert type(error) is hr.errors.ChecksumError, error
-        assert error.attempts == 3
-
-    local(program)
+    keys = ledger.objects().keys
+    table = {"key": keys, "sum": [checksum(int(key)) for key in keys]}
+    error = ledger.failure(hr.ObjectDataset.from_table(ledger.store(), table, checksum="sum"))
+    assert type(error) is hr.errors.ChecksumError, error
+    assert error.attempts == 3
 
 
 # Ranges and versions
@@ -180,17 +180,16 @@ def restored(server):
         server.put(key, data)
 
 
-def test_object_overwritten_between_attempts_is_never_a_mixture_of_both(local, restored):
-    restored.misbehave(Fault("overwrite", key="train/0007", times=1, at=700, body="x" * SIZE))
-
-    def program(ledger) -> None:
-        sample = ledger.objects(if_match=False)[7]  # without the condition: the new object
-        assert bytes(sample.data) == b"x" * SIZE
-
-    local(program)
+@pytest.mark.usefixtures("restored")
+@run_by("local", faults=[Fault("overwrite", key="train/0007", times=1, at=700, body="x" * SIZE)])
+def test_object_overwritten_between_attempts_is_never_a_mixture_of_both(ledger):
+    sample = ledger.objects(if_match=False)[7]  # without the condition: the new object
+    assert bytes(sample.data) == b"x" * SIZE
 
 
-def test_object_changed_in_mid_epoch_is_an_error_with_its_key(local, restored):
+@pytest.mark.usefixtures("restored")
+@run_by("local")
+def test_object_changed_in_mid_epoch_is_an_error_with_its_key(ledger):
     changes = {
         23: ("DELETE",),
         22: ("PUT", "x" * SIZE),
@@ -199,28 +198,25 @@ def test_object_changed_in_mid_epoch_is_an_error_with_its_key(local, restored):
         19: ("PUT", ""),
     }
 
-    def program(ledger) -> None:
-        def request(key, method, body=None):
-            connection = http.client.HTTPConnection(ledger.options["endpoint"].removeprefix("http://"))
-            connection.request(method, f"/bucket/train/{key:04}", body)
-            assert connection.getresponse().status < 300
-            connection.close()
+    def request(key, method, body=None):
+        connection = http.client.HTTPConnection(ledger.options["endpoint"].removeprefix("http://"))
+        connection.request(method, f"/bucket/train/{key:04}", body)
+        assert connection.getresponse().status < 300
+        connection.close()
 
-        with ledger.loader(ledger.objects(), concurrency=2) as loader:
-            batches = iter(loader)
-            assert [int(next(batches)) for _ in range(3)] == [0, 1, 2]
-            for key, change in changes.items():  # later batches have been fetched, but not the last
-                request(key, *change)
-            for number in range(3, 19):
-                assert int(next(batches)) == number
-            for number in range(19, 24):
-                kind = hr.errors.ObjectNotFoundError if number == 23 else hr.errors.ObjectChangedError
-                with pytest.raises(kind) as caught:
-                    next(batches)
-                assert (caught.value.index, caught.value.key) == (number, f"{number:04}"), caught.value
-            assert next(batches, None) is None
-
-    local(program)
+    with ledger.loader(ledger.objects(), concurrency=2) as loader:
+        batches = iter(loader)
+        assert [int(next(batches)) for _ in range(3)] == [0, 1, 2]
+        for key, change in changes.items():  # later batches have been fetched, but not the last
+            request(key, *change)
+        for number in range(3, 19):
+            assert int(next(batches)) == number
+        for number in range(19, 24):
+            kind = hr.errors.ObjectNotFoundError if number == 23 else hr.errors.ObjectChangedError
+            with pytest.raises(kind) as caught:
+                next(batches)
+            assert (caught.value.index, caught.value.key) == (number, f"{number:04}"), caught.value
+        assert next(batches, None) is None
 
 
 # Silence and restarts
@@ -252,42 +248,38 @@ def test_object_without_any_response_is_reported_within_the_deadline(local, serv
     assert len(requests(server)) == 2
 
 
-def test_refused_port_and_host_without_an_address_are_reported_after_three_attempts(local):
-    def program(ledger) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            port = listening.getsockname()[1]
-        for nowhere in (f"http://127.0.0.1:{port}/d", "http://no-such-host.invalid/d"):
-            error = ledger.failure(hr.ObjectDataset(hr.Store(nowhere, retry=QUICK), keys=["0000"]), index=0)
-            assert type(error) is hr.errors.StoreUnreachableError, error
-            assert error.attempts == 3, error
-
-    local(program)
+@run_by("local")
+def test_refused_port_and_host_without_an_address_are_reported_after_three_attempts(ledger):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    for nowhere in (f"http://127.0.0.1:{port}/d", "http://no-such-host.invalid/d"):
+        error = ledger.failure(hr.ObjectDataset(hr.Store(nowhere, retry=QUICK), keys=["0000"]), index=0)
+        assert type(error) is hr.errors.StoreUnreachableError, error
+        assert error.attempts == 3, error
 
 
-def test_server_restart_in_mid_epoch_loses_no_sample(local):
+@run_by("local")
+def test_server_restart_in_mid_epoch_loses_no_sample(ledger):
     # Prefetching covers less than the epoch: fetches after the fourth batch find the server gone.
-    def program(ledger) -> None:
-        host, _, port = ledger.options["endpoint"].removeprefix("http://").partition(":")
+    host, _, port = ledger.options["endpoint"].removeprefix("http://").partition(":")
 
-        def restart():
-            with socket.create_connection((host, int(port))) as kept:
-                connection = http.client.HTTPConnection(host, int(port))
-                connection.request("PUT", "/_restart", "0.5")
-                assert connection.getresponse().status == 204
-                connection.close()
-                with contextlib.suppress(ConnectionResetError):
-                    assert kept.recv(1) == b""  # connections end after the listener
+    def restart():
+        with socket.create_connection((host, int(port))) as kept:
+            connection = http.client.HTTPConnection(host, int(port))
+            connection.request("PUT", "/_restart", "0.5")
+            assert connection.getresponse().status == 204
+            connection.close()
+            with contextlib.suppress(ConnectionResetError):
+                assert kept.recv(1) == b""  # connections end after the listener
 
-        dataset = ledger.objects(retry=hr.RetryPolicy(initial_backoff=0.05))
-        delivered = collections.Counter()
-        with ledger.loader(dataset, batch_size=2, concurrency=2) as loader:
-            for number, batch in enumerate(loader):
-                delivered.update(batch.tolist())
-                if number == 3:
-                    restart()
-        assert delivered == collections.Counter(range(len(dataset))), delivered
-
-    local(program)
+    dataset = ledger.objects(retry=hr.RetryPolicy(initial_backoff=0.05))
+    delivered = collections.Counter()
+    with ledger.loader(dataset, batch_size=2, concurrency=2) as loader:
+        for number, batch in enumerate(loader):
+            delivered.update(batch.tolist())
+            if number == 3:
+                restart()
+    assert delivered == collections.Counter(range(len(dataset))), delivered
 
 
 def test_stale_idle_connections_and_low_bandwidth_lose_no_sample(local, server):
@@ -299,24 +291,20 @@ def test_stale_idle_connections_and_low_bandwidth_lose_no_sample(local, server):
 # Credentials
 
 
-def test_expired_credentials_are_renewed_once(local, server):
-    server.misbehave(Fault("status", status=400, body=EXPIRED, unless=("x-amz-security-token", "new")))
+@run_by("local", faults=[Fault("status", status=400, body=EXPIRED, unless=("x-amz-security-token", "new"))])
+def test_expired_credentials_are_renewed_once(ledger):
+    given = []
 
-    def program(ledger) -> None:
-        given = []
+    def provider():
+        given.append(len(given))
+        token = "old" if len(given) == 1 else "new"
+        later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
+        return {"access_key_id": "id", "secret_access_key": "hush", "token": token, "expires_at": later}
 
-        def provider():
-            given.append(len(given))
-            token = "old" if len(given) == 1 else "new"
-            later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
-            return {"access_key_id": "id", "secret_access_key": "hush", "token": token, "expires_at": later}
-
-        signed = {**ledger.options, "skip_signature": False, "credential_provider": provider}
-        dataset = hr.ObjectDataset(ledger.store(options=signed))
-        ledger.assert_all_delivered(dataset, concurrency=4)
-        assert 2 <= len(given) <= 3, given
-
-    local(program)
+    signed = {**ledger.options, "skip_signature": False, "credential_provider": provider}
+    dataset = hr.ObjectDataset(ledger.store(options=signed))
+    ledger.assert_all_delivered(dataset, concurrency=4)
+    assert 2 <= len(given) <= 3, given
 
 
 # Odd sizes
@@ -386,7 +374,7 @@ def test_throttling_store_lowers_auto_concurrency_and_costs_few_extra_requests(c
     many = {f"train/{i:04}": body_of(i) for i in range(2000)}
     with ObjectServer(many, latency=0.02) as store:
         store.misbehave(Fault("throttle", rate=800.0, at=20))  # 64 in flight would be 3,200 a second
-        case(with_ledger(read_throttled, store, "thread"), within=5.0)
+        run_with_ledger(case, store, "thread", read_throttled)
         asked = store.seen()
     assert any(seen.fault == "throttle" for seen in asked), "the store has throttled"
     assert len(asked) <= 1.3 * len(many)
@@ -435,14 +423,12 @@ def read_throttled(ledger):
 # Hedging
 
 
-class Controlled(hr.AsyncDataset):
+class Controlled(Numbers):
     """Sample 200 is fetched by `attempt`, which is given the attempt's number; all others are returned at once."""
 
     def __init__(self, attempt):
+        super().__init__(256)
         self.attempt, self.attempts, self.cancelled = attempt, collections.Counter(), []
-
-    def __len__(self):
-        return 256
 
     async def aget(self, index):
         self.attempts[index] += 1
@@ -500,41 +486,35 @@ async def first_fails(dataset, number):
 ATTEMPTS = [first_never_ends, both_answer, first_ignores_cancellation, second_fails, first_fails]
 
 
-def test_hedged_sample_is_delivered_once_whatever_its_attempts_do(case):
-    def program() -> None:
-        for attempt in ATTEMPTS:
-            dataset = Controlled(attempt)
-            with hr.DataLoader(dataset, 16, hedge="auto", placement="thread", concurrency=8, on_error="skip") as loader:
-                delivered, errors = drain(loader)
-                counts, skipped = loader.stats().requests, loader.stats().skipped
-            assert not errors, (attempt, errors)
-            assert dataset.attempts[200] >= 2, attempt
-            assert 1 <= counts.hedges <= 0.05 * 256, (attempt, counts)
-            if attempt is first_fails:
-                assert [(failure.index, failure.message) for failure in skipped] == [(200, "the first")]
-                assert delivered + collections.Counter([200]) == once_each(range(256))
-                assert set(dataset.cancelled) == set(range(2, dataset.attempts[200] + 1)), "one was not cancelled"
-            else:
-                assert delivered == once_each(range(256)), attempt
-            if attempt is first_never_ends:
-                assert counts.hedges_won >= 1, (counts, dataset.cancelled)
-                assert dataset.cancelled == [1], (counts, dataset.cancelled)
-
-    case(program)
-
-
-def test_stalling_store_loses_no_sample_and_gets_few_extra_requests(remote, server):
-    server.misbehave(Fault("stall", share=0.04, seconds=0.5))
-
-    def program(ledger) -> None:
-        dataset = ledger.objects()
-        planned = list(range(len(dataset))) * 20
-        with ledger.loader(dataset, batch_size=4, sampler=planned, hedge="auto") as loader:
+@run_by("case")
+def test_hedged_sample_is_delivered_once_whatever_its_attempts_do():
+    for attempt in ATTEMPTS:
+        dataset = Controlled(attempt)
+        with hr.DataLoader(dataset, 16, hedge="auto", placement="thread", concurrency=8, on_error="skip") as loader:
             delivered, errors = drain(loader)
-            counts = loader.stats().requests
-        assert not errors
-        assert delivered == collections.Counter(planned)
-        assert counts.hedges <= 0.05 * 480, counts
-        assert 480 <= counts.requests <= 1.05 * 480, counts
+            counts, skipped = loader.stats().requests, loader.stats().skipped
+        assert not errors, (attempt, errors)
+        assert dataset.attempts[200] >= 2, attempt
+        assert 1 <= counts.hedges <= 0.05 * 256, (attempt, counts)
+        if attempt is first_fails:
+            assert [(failure.index, failure.message) for failure in skipped] == [(200, "the first")]
+            assert delivered + collections.Counter([200]) == once_each(range(256))
+            assert set(dataset.cancelled) == set(range(2, dataset.attempts[200] + 1)), "one was not cancelled"
+        else:
+            assert delivered == once_each(range(256)), attempt
+        if attempt is first_never_ends:
+            assert counts.hedges_won >= 1, (counts, dataset.cancelled)
+            assert dataset.cancelled == [1], (counts, dataset.cancelled)
 
-    remote(program)
+
+@run_by("remote", faults=[Fault("stall", share=0.04, seconds=0.5)])
+def test_stalling_store_loses_no_sample_and_gets_few_extra_requests(ledger):
+    dataset = ledger.objects()
+    planned = list(range(len(dataset))) * 20
+    with ledger.loader(dataset, batch_size=4, sampler=planned, hedge="auto") as loader:
+        delivered, errors = drain(loader)
+        counts = loader.stats().requests
+    assert not errors
+    assert delivered == collections.Counter(planned)
+    assert counts.hedges <= 0.05 * 480, counts
+    assert 480 <= counts.requests <= 1.05 * 480, counts

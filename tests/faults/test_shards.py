@@ -6,7 +6,6 @@ named by exactly one error, with member and offset.
 
 import gzip
 import io
-import tarfile
 import urllib.parse
 
 import numpy as np
@@ -19,6 +18,7 @@ from obstore.store import from_url
 import headrace as hr
 from object_server import Fault, ObjectServer
 from tests.faults.watching import drain, once_each, text_of
+from tests.unit.shards import tars
 
 SAMPLES = 20
 CLOSING = 5.0  # seconds; obstore closes idle connections on threads of its own, some time after their store is gone
@@ -29,14 +29,12 @@ SAMPLE = 2 * MEMBER
 
 def shard(number):
     """A tar of 20 samples of two members, each of one block: sample `n` begins at ``n * SAMPLE``."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as tar:
-        for sample in range(SAMPLES):
-            for field in ("txt", "cls"):
-                info = tarfile.TarInfo(f"{number}-{sample:02}.{field}")
-                info.size = BLOCK
-                tar.addfile(info, io.BytesIO(str(number * SAMPLES + sample).encode().ljust(BLOCK)))
-    return stream.getvalue()
+    files = [
+        (f"{number}-{sample:02}.{field}", str(number * SAMPLES + sample).encode().ljust(BLOCK))
+        for sample in range(SAMPLES)
+        for field in ("txt", "cls")
+    ]
+    return tars.members(*files)
 
 
 def flipped(data, at):

@@ -35,20 +35,19 @@ from tests.faults.watching import (
     workers,
 )
 from tests.forks import Forks
+from tests.programs import run_by
 
 SCRIPT = Path(__file__).parent / "programs" / "script_without_guard.py"
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
 
-class Hangs(hr.AsyncDataset):
+class Hangs(Numbers):
     """Fetches from index `hangs_at` on hang; that of `hangs_at` writes a line to a FIFO first."""
 
     def __init__(self, fifo, hangs_at):
+        super().__init__(64)
         self.fifo, self.hangs_at = fifo, hangs_at
-
-    def __len__(self):
-        return 64
 
     async def aget(self, index):
         if index < self.hangs_at:
@@ -75,90 +74,88 @@ WAYS_TO_READ: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("options", "loops"), WAYS_TO_READ, ids=str)
-def test_every_way_to_leave_an_epoch_leaves_nothing(case: Any, options: dict[str, Any], loops: tuple[str, ...]) -> None:
-    def program() -> None:
-        def new():
-            return hr.DataLoader(Slow(), batch_size=4, transform=negate, **options)
+@run_by("case")
+def test_every_way_to_leave_an_epoch_leaves_nothing(options: dict[str, Any], loops: tuple[str, ...]) -> None:
+    def new():
+        return hr.DataLoader(Slow(), batch_size=4, transform=negate, **options)
 
-        def break_out():
-            for batch in new():
-                break
-            assert batch.tolist() == [0, -1, -2, -3]
+    def break_out():
+        for batch in new():
+            break
+        assert batch.tolist() == [0, -1, -2, -3]
 
-        async def break_out_async():
-            async for batch in new():
-                break
-            assert batch.tolist() == [0, -1, -2, -3]
+    async def break_out_async():
+        async for batch in new():
+            break
+        assert batch.tolist() == [0, -1, -2, -3]
 
-        def abandon():
+    def abandon():
+        iterator = iter(new())
+        next(iterator)
+        cycle = [iterator]
+        cycle.append(cycle)  # only the collector finds it
+
+    def never_next():
+        new().close()
+        iter(new())
+        aiter(new())
+
+    def fail():
+        try:
             iterator = iter(new())
             next(iterator)
-            cycle = [iterator]
-            cycle.append(cycle)  # only the collector finds it
+            raise KeyError("the training step")
+        except KeyError as error:
+            held = [error]
+            held.append(held)
 
-        def never_next():
-            new().close()
-            iter(new())
-            aiter(new())
-
-        def fail():
-            try:
-                iterator = iter(new())
-                next(iterator)
-                raise KeyError("the training step")
-            except KeyError as error:
-                held = [error]
-                held.append(held)
-
-        def close():
-            with new() as loader:
-                iterator = iter(loader)
-                next(iterator)
-            with pytest.raises(hr.errors.LoaderClosedError):
-                next(iterator)
-            loader.close()
-
-        def close_in_another_thread():
-            loader = new()
+    def close():
+        with new() as loader:
             iterator = iter(loader)
             next(iterator)
-            thread = threading.Thread(target=loader.close)
-            thread.start()
-            with contextlib.suppress(hr.errors.LoaderClosedError):  # or all batches have arrived before
-                list(iterator)
-            thread.join()
+        with pytest.raises(hr.errors.LoaderClosedError):
+            next(iterator)
+        loader.close()
 
-        async def close_async():
-            async with new() as loader:
-                stream = aiter(loader)
-                await anext(stream)
-            with pytest.raises(hr.errors.LoaderClosedError):
-                await anext(stream)
-            await loader.aclose()
+    def close_in_another_thread():
+        loader = new()
+        iterator = iter(loader)
+        next(iterator)
+        thread = threading.Thread(target=loader.close)
+        thread.start()
+        with contextlib.suppress(hr.errors.LoaderClosedError):  # or all batches have arrived before
+            list(iterator)
+        thread.join()
 
-        async def cancel():
-            stream = aiter(new())
+    async def close_async():
+        async with new() as loader:
+            stream = aiter(loader)
             await anext(stream)
-            with anyio.CancelScope() as scope:
-                scope.cancel()
-                await anext(stream)
+        with pytest.raises(hr.errors.LoaderClosedError):
+            await anext(stream)
+        await loader.aclose()
 
-        def exhaust():
-            loader = new()
-            for _ in range(2):
-                assert sum(len(batch) for batch in loader) == 64
+    async def cancel():
+        stream = aiter(new())
+        await anext(stream)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await anext(stream)
 
-        exhaust()
-        within = 5.0 if "engines" in options else 0.0
-        for leave in (break_out, abandon, never_next, fail, close, close_in_another_thread, exhaust):
+    def exhaust():
+        loader = new()
+        for _ in range(2):
+            assert sum(len(batch) for batch in loader) == 64
+
+    exhaust()
+    within = 5.0 if "engines" in options else 0.0
+    for leave in (break_out, abandon, never_next, fail, close, close_in_another_thread, exhaust):
+        with watch(within):
+            leave()
+    for loop in loops:
+        for leave in (break_out_async, close_async, cancel):
             with watch(within):
-                leave()
-        for loop in loops:
-            for leave in (break_out_async, close_async, cancel):
-                with watch(within):
-                    run_on(loop, leave)
-
-    case(program)
+                run_on(loop, leave)
 
 
 class Stepwise:
@@ -188,135 +185,123 @@ class Stepwise:
 
 
 @pytest.mark.parametrize("consumer", ["for", "asyncio", "trio"])
-def test_sigkill_of_the_sidecar_is_one_error_and_a_new_iteration_works(
-    case: Any, consumer: str, tmp_path: Path
-) -> None:
+@run_by("case", within=10)
+def test_sigkill_of_the_sidecar_is_one_error_and_a_new_iteration_works(consumer: str, tmp_path: Path) -> None:
     fifo = str(tmp_path / "fifo")
 
-    def program() -> None:
-        async def killed_while_the_consumer_waits():
-            with hr.DataLoader(Hangs(fifo, 4), batch_size=4, num_workers=2, placement="process") as loader:
-                steps = Stepwise(loader, consumer)
-                pid = sidecar(loader)
-                assert await steps.next() == [0, 1, 2, 3]
-                killer = threading.Thread(target=lambda: (lines.readline(), os.kill(pid, signal.SIGKILL)))
-                killer.start()
-                assert await steps.died(1, pid) == 1
-                killer.join()
-                loader.dataset.hangs_at = 64
-                again = Stepwise(loader, consumer)
-                assert sidecar(loader) != pid
-                assert [await again.next() for _ in range(17)] == [*torch.arange(64).view(16, 4).tolist(), None]
+    async def killed_while_the_consumer_waits():
+        with hr.DataLoader(Hangs(fifo, 4), batch_size=4, num_workers=2, placement="process") as loader:
+            steps = Stepwise(loader, consumer)
+            pid = sidecar(loader)
+            assert await steps.next() == [0, 1, 2, 3]
+            killer = threading.Thread(target=lambda: (lines.readline(), os.kill(pid, signal.SIGKILL)))
+            killer.start()
+            assert await steps.died(1, pid) == 1
+            killer.join()
+            loader.dataset.hangs_at = 64
+            again = Stepwise(loader, consumer)
+            assert sidecar(loader) != pid
+            assert [await again.next() for _ in range(17)] == [*torch.arange(64).view(16, 4).tolist(), None]
 
-        async def killed_between_batches():
-            """Batches received before are delivered, then the error."""
-            with hr.DataLoader(Numbers(800), 4, num_workers=2, transform=abs, placement="process") as loader:
-                steps, other = Stepwise(loader, consumer), Stepwise(loader, consumer)
-                assert await steps.next() == [0, 1, 2, 3]
-                pid = sidecar(loader)
-                kill(pid)
-                assert await steps.died(1, pid) < 200
-                again = Stepwise(loader, consumer)
-                for number in range(200):
-                    assert await again.next() == list(range(number * 4, number * 4 + 4))
-                assert await again.next() is None
-                assert await other.died(0, pid) < 200, "an iterator made before the death, too"
+    async def killed_between_batches():
+        """Batches received before are delivered, then the error."""
+        with hr.DataLoader(Numbers(800), 4, num_workers=2, transform=abs, placement="process") as loader:
+            steps, other = Stepwise(loader, consumer), Stepwise(loader, consumer)
+            assert await steps.next() == [0, 1, 2, 3]
+            pid = sidecar(loader)
+            kill(pid)
+            assert await steps.died(1, pid) < 200
+            again = Stepwise(loader, consumer)
+            for number in range(200):
+                assert await again.next() == list(range(number * 4, number * 4 + 4))
+            assert await again.next() is None
+            assert await other.died(0, pid) < 200, "an iterator made before the death, too"
 
-        with open_fifo(fifo) as lines:
-            for main in (killed_while_the_consumer_waits, killed_between_batches):
-                run_on("asyncio" if consumer == "for" else consumer, main)
-
-    case(program, within=10)
+    with open_fifo(fifo) as lines:
+        for main in (killed_while_the_consumer_waits, killed_between_batches):
+            run_on("asyncio" if consumer == "for" else consumer, main)
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_sigkill_of_the_zygote_is_at_most_one_error_and_leaves_nothing(
-    case: Any, placement: str, tmp_path: Path
-) -> None:
+@run_by("case", within=10)
+def test_sigkill_of_the_zygote_is_at_most_one_error_and_leaves_nothing(placement: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
     go = str(tmp_path.parent / f"{tmp_path.name}.go")
 
-    def program() -> None:
-        def transform(index):
-            if index >= 64 and not os.path.exists(go):
-                first_call(f"{folder}/{os.getpid()}")
-                while not os.path.exists(go):  # SIGKILL alone ends it
-                    pass
-            return index
+    def transform(index):
+        if index >= 64 and not os.path.exists(go):
+            first_call(f"{folder}/{os.getpid()}")
+            while not os.path.exists(go):  # SIGKILL alone ends it
+                pass
+        return index
 
-        with hr.DataLoader(Numbers(128), 4, num_workers=2, transform=transform, placement=placement) as loader:
-            iterator = iter(loader)
-            assert next(iterator).tolist() == [0, 1, 2, 3]
-            wait_until(lambda: len(os.listdir(folder)) == 2)
-            descriptors = [os.pidfd_open(pid) for pid in workers()]
-            assert len(descriptors) == 2 + (placement == "process")
-            kill(launch._zygote.process.pid)
-            delivered = list(range(4))
-            if placement == "thread":  # the workers are killed, replaced, and their batches done again
-                wait_for_exit(descriptors.pop())
-                first_call(go)
-                for batch in iterator:
-                    delivered += batch.tolist()
-                assert delivered == list(range(128)), delivered
-            else:
-                with pytest.raises(hr.errors.EngineDiedError, match="its process"):
-                    delivered += itertools.chain.from_iterable(batch.tolist() for batch in iterator)
-                assert delivered == list(range(len(delivered))), delivered
-            for descriptor in descriptors:  # the processes from before have ended, though they were busy
-                wait_for_exit(descriptor)
+    with hr.DataLoader(Numbers(128), 4, num_workers=2, transform=transform, placement=placement) as loader:
+        iterator = iter(loader)
+        assert next(iterator).tolist() == [0, 1, 2, 3]
+        wait_until(lambda: len(os.listdir(folder)) == 2)
+        descriptors = [os.pidfd_open(pid) for pid in workers()]
+        assert len(descriptors) == 2 + (placement == "process")
+        kill(launch._zygote.process.pid)
+        delivered = list(range(4))
+        if placement == "thread":  # the workers are killed, replaced, and their batches done again
+            wait_for_exit(descriptors.pop())
             first_call(go)
-            assert drain(loader) == (once_each(range(128)), [])
-        with hr.DataLoader(Numbers(32), 4, num_workers=2, transform=abs, placement=placement) as loader:
-            assert drain(loader) == (once_each(range(32)), [])
-
-    case(program, within=10)
-
-
-def test_unpicklable_dataset_stays_in_a_thread_with_a_warning(case: Any) -> None:
-    def program() -> None:
-        class Locks(Numbers):
-            def __init__(self):
-                self.length, self.lock = 32, threading.Lock()
-
-        reason = "thread: dataset Locks cannot be pickled"
-        with hr.DataLoader(Locks(), 4, num_workers=2, transform=negate) as loader:
-            with pytest.warns(RuntimeWarning, match="dataset Locks cannot be pickled.*lock") as caught:
-                assert drain(loader) == (once_each(range(0, -32, -1)), [])
-            assert loader.stats().placement.startswith(reason), loader.stats()
-        assert caught[0].filename == watching.__file__  # where `iter` was called: in `drain`
-
-        for part, arguments in {
-            "dataset Locks": {"dataset": Locks()},
-            "transform": {"dataset": Numbers(32), "transform": Locks().__getitem__},
-        }.items():
-            with pytest.raises(hr.errors.NotPicklableError, match=f"(?s){part}.*lock"):
-                iter(hr.DataLoader(batch_size=4, num_workers=2, placement="process", **arguments))
-
-        for words, arguments in {
-            "process: an async dataset with workers": {"num_workers": 2},
-            "process: placement='process'": {"placement": "process"},
-            "thread: num_workers=0": {},
-            "thread: placement='thread'": {"placement": "thread", "num_workers": 2},
-        }.items():
-            with hr.DataLoader(Numbers(32), 4, **arguments) as loader:
-                next(iter(loader))
-                assert loader.stats().placement == words, loader.stats()
-
-    case(program)
+            for batch in iterator:
+                delivered += batch.tolist()
+            assert delivered == list(range(128)), delivered
+        else:
+            with pytest.raises(hr.errors.EngineDiedError, match="its process"):
+                delivered += itertools.chain.from_iterable(batch.tolist() for batch in iterator)
+            assert delivered == list(range(len(delivered))), delivered
+        for descriptor in descriptors:  # the processes from before have ended, though they were busy
+            wait_for_exit(descriptor)
+        first_call(go)
+        assert drain(loader) == (once_each(range(128)), [])
+    with hr.DataLoader(Numbers(32), 4, num_workers=2, transform=abs, placement=placement) as loader:
+        assert drain(loader) == (once_each(range(32)), [])
 
 
-def test_array_changed_after_collate_does_not_change_the_batch(case: Any) -> None:
-    def program() -> None:
-        array = torch.zeros(4, 256 * 1024, dtype=torch.int64)
+@run_by("case")
+def test_unpicklable_dataset_stays_in_a_thread_with_a_warning() -> None:
+    class Locks(Numbers):
+        def __init__(self):
+            self.length, self.lock = 32, threading.Lock()
 
-        def collate(samples):
-            return array.copy_(torch.tensor(samples)[:, None])
+    reason = "thread: dataset Locks cannot be pickled"
+    with hr.DataLoader(Locks(), 4, num_workers=2, transform=negate) as loader:
+        with pytest.warns(RuntimeWarning, match="dataset Locks cannot be pickled.*lock") as caught:
+            assert drain(loader) == (once_each(range(0, -32, -1)), [])
+        assert loader.stats().placement.startswith(reason), loader.stats()
+    assert caught[0].filename == watching.__file__  # where `iter` was called: in `drain`
 
-        with hr.DataLoader(Numbers(128), 4, collate_fn=collate, placement="process") as loader:
-            for number, batch in enumerate(list(loader)):
-                assert (batch == torch.arange(number * 4, number * 4 + 4)[:, None]).all(), (number, batch)
+    for part, arguments in {
+        "dataset Locks": {"dataset": Locks()},
+        "transform": {"dataset": Numbers(32), "transform": Locks().__getitem__},
+    }.items():
+        with pytest.raises(hr.errors.NotPicklableError, match=f"(?s){part}.*lock"):
+            iter(hr.DataLoader(batch_size=4, num_workers=2, placement="process", **arguments))
 
-    case(program)
+    for words, arguments in {
+        "process: an async dataset with workers": {"num_workers": 2},
+        "process: placement='process'": {"placement": "process"},
+        "thread: num_workers=0": {},
+        "thread: placement='thread'": {"placement": "thread", "num_workers": 2},
+    }.items():
+        with hr.DataLoader(Numbers(32), 4, **arguments) as loader:
+            next(iter(loader))
+            assert loader.stats().placement == words, loader.stats()
+
+
+@run_by("case")
+def test_array_changed_after_collate_does_not_change_the_batch() -> None:
+    array = torch.zeros(4, 256 * 1024, dtype=torch.int64)
+
+    def collate(samples):
+        return array.copy_(torch.tensor(samples)[:, None])
+
+    with hr.DataLoader(Numbers(128), 4, collate_fn=collate, placement="process") as loader:
+        for number, batch in enumerate(list(loader)):
+            assert (batch == torch.arange(number * 4, number * 4 + 4)[:, None]).all(), (number, batch)
 
 
 def test_script_without_main_guard_runs_and_its_own_classes_travel(forks: Forks) -> None:
@@ -345,25 +330,23 @@ class SaysWhenClosed(hr.AsyncIterableDataset):
                 fifo.write("closed\n")
 
 
-def test_epoch_that_is_left_ends_in_the_sidecar_while_a_fork_lives(case: Any, tmp_path: Path) -> None:
-    def program() -> None:
-        fifo = str(tmp_path / "fifo")
-        with open_fifo(fifo) as lines, hr.DataLoader(SaysWhenClosed(fifo), 4, placement="process") as loader:
-            iterator = iter(loader)
-            next(iterator)
-            ended, end = os.pipe()
-            child = os.fork()
-            if not child:
-                os.close(end)
-                os.read(ended, 1)  # until the parent closes its end
-                os._exit(0)
-            iterator.close()
-            assert lines.readline() == "closed\n"
+@run_by("case")
+def test_epoch_that_is_left_ends_in_the_sidecar_while_a_fork_lives(tmp_path: Path) -> None:
+    fifo = str(tmp_path / "fifo")
+    with open_fifo(fifo) as lines, hr.DataLoader(SaysWhenClosed(fifo), 4, placement="process") as loader:
+        iterator = iter(loader)
+        next(iterator)
+        ended, end = os.pipe()
+        child = os.fork()
+        if not child:
             os.close(end)
-            os.close(ended)
-            os.waitpid(child, 0)
-
-    case(program)
+            os.read(ended, 1)  # until the parent closes its end
+            os._exit(0)
+        iterator.close()
+        assert lines.readline() == "closed\n"
+        os.close(end)
+        os.close(ended)
+        os.waitpid(child, 0)
 
 
 class WaitsForALine(Numbers):
@@ -389,23 +372,21 @@ def read_line(path):
     [(16, {"placement": "thread"}), (400, {"placement": "process"}), (400, {"engines": 2})],
     ids=str,
 )
-def test_fork_cannot_take_batches_of_its_parent(case: Any, tmp_path: Path, size: int, options: dict[str, Any]) -> None:
-    def program() -> None:
-        fifo = str(tmp_path / "fifo")
-        with open_fifo(fifo) as lines, hr.DataLoader(WaitsForALine(size, fifo), 4, **options) as loader:
-            iterator = iter(loader)
-            first = next(iterator)
-            child = os.fork()
-            if not child:
-                status = 1
-                try:
-                    next(iterator)
-                except ForkedError:
-                    status = 0
-                finally:
-                    os._exit(status)
-            assert os.waitpid(child, 0)[1] == 0
-            os.write(lines.fileno(), b"arrive\n")
-            assert torch.cat([first, *iterator]).tolist() == list(range(size))
-
-    case(program, within=5.0)  # for the thread that the dataset reads the line in
+@run_by("case", within=5.0)  # for the thread that the dataset reads the line in
+def test_fork_cannot_take_batches_of_its_parent(tmp_path: Path, size: int, options: dict[str, Any]) -> None:
+    fifo = str(tmp_path / "fifo")
+    with open_fifo(fifo) as lines, hr.DataLoader(WaitsForALine(size, fifo), 4, **options) as loader:
+        iterator = iter(loader)
+        first = next(iterator)
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                next(iterator)
+            except ForkedError:
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        os.write(lines.fileno(), b"arrive\n")
+        assert torch.cat([first, *iterator]).tolist() == list(range(size))

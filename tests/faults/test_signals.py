@@ -19,6 +19,7 @@ from headrace._core.eventloop.waiting import wait_readable
 from headrace._core.pool import launch
 from tests.faults.watching import Numbers, sidecar, wait_for_exit
 from tests.forks import Forks
+from tests.programs import run_by
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
@@ -137,26 +138,21 @@ def test_workers_of_multiprocessing_end_when_the_trainer_is_killed(forks: Forks,
 STOP = 0.3  # seconds: the length of each stop
 
 
-class Computing(hr.AsyncDataset):
-    def __len__(self):
-        return 600
-
+class Computing(Numbers):
     async def aget(self, index):
         return sum(number * number for number in range(1000))
 
 
-def test_a_stopped_process_is_no_cause_of_a_warning(script: Callable[..., object]) -> None:
-    def program() -> None:
-        messages = []
-        handler = logging.Handler()
-        handler.emit = lambda record: messages.append(record.getMessage())
-        logging.getLogger("headrace").addHandler(handler)
-        commands = f"for i in 1 2; do kill -STOP {os.getpid()}; sleep {STOP}; kill -CONT {os.getpid()}; done"
-        with hr.DataLoader(Computing(), batch_size=10, placement="thread") as loader:
-            stopping = None
-            while stopping is None or stopping.poll() is None:  # user code computes on the loop when it is stopped
-                for _ in loader:
-                    stopping = stopping or subprocess.Popen(["sh", "-c", commands])
-        assert (stopping.returncode, messages) == (0, [])
-
-    script(program)
+@run_by("script")
+def test_a_stopped_process_is_no_cause_of_a_warning() -> None:
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("headrace").addHandler(handler)
+    commands = f"for i in 1 2; do kill -STOP {os.getpid()}; sleep {STOP}; kill -CONT {os.getpid()}; done"
+    with hr.DataLoader(Computing(600), batch_size=10, placement="thread") as loader:
+        stopping = None
+        while stopping is None or stopping.poll() is None:  # user code computes on the loop when it is stopped
+            for _ in loader:
+                stopping = stopping or subprocess.Popen(["sh", "-c", commands])
+    assert (stopping.returncode, messages) == (0, [])

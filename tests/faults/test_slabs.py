@@ -10,7 +10,6 @@ import resource
 import signal
 import typing
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ import headrace as hr
 from headrace._core.pool import launch
 from tests.faults.watching import Numbers, kill, wait_until, workers
 from tests.forks import Forks
+from tests.programs import run_by
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
@@ -38,68 +38,64 @@ def check(number, batch, size=4):
     assert (batch == expected).all(), (number, batch)
 
 
-def test_shortage_of_shared_memory_falls_back_to_sockets(case: Any) -> None:
-    def program() -> None:
-        import numpy.random  # while there are descriptors to import it with
+@run_by("case")
+def test_shortage_of_shared_memory_falls_back_to_sockets() -> None:
+    import numpy.random  # while there are descriptors to import it with
 
-        def small_files_only(worker=None):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    def small_files_only(worker=None):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 
-        class Limits(Numbers):
-            # Where aget runs; samples for workers and batches need larger files.
-            async def aget(self, index):
-                small_files_only()
-                return row(index)
+    class Limits(Numbers):
+        # Where aget runs; samples for workers and batches need larger files.
+        async def aget(self, index):
+            small_files_only()
+            return row(index)
 
-        def fail(name, after):
-            calls, function = itertools.count(), getattr(os, name)
+    def fail(name, after):
+        calls, function = itertools.count(), getattr(os, name)
 
-            def failing(*arguments, **keywords):
-                if next(calls) >= after:
-                    raise OSError(28, "No space left on device")
-                return function(*arguments, **keywords)
+        def failing(*arguments, **keywords):
+            if next(calls) >= after:
+                raise OSError(28, "No space left on device")
+            return function(*arguments, **keywords)
 
-            setattr(os, name, failing)
+        setattr(os, name, failing)
 
-        shortages = {
-            "no memfd": lambda worker: fail("memfd_create", 0),
-            "no memory": lambda worker: fail("posix_fallocate", 0),
-            "no more memory in mid-epoch": lambda worker: fail("posix_fallocate", 1),
-            "small files only": small_files_only,
-            "no descriptors": lambda worker: numpy.random and resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)),
-            "in the fetching process": None,
-        }
-        for name, initialise in shortages.items():
-            dataset, transform = (Numbers(40), row) if initialise else (Limits(40), abs)
-            with hr.DataLoader(
-                dataset, 4, num_workers=2, transform=transform, worker_init_fn=initialise, placement="process"
-            ) as loader:
-                for number, batch in enumerate(loader):
-                    check(number, batch)
-            assert number == 9, (name, number)
-
-    case(program)
+    shortages = {
+        "no memfd": lambda worker: fail("memfd_create", 0),
+        "no memory": lambda worker: fail("posix_fallocate", 0),
+        "no more memory in mid-epoch": lambda worker: fail("posix_fallocate", 1),
+        "small files only": small_files_only,
+        "no descriptors": lambda worker: numpy.random and resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)),
+        "in the fetching process": None,
+    }
+    for name, initialise in shortages.items():
+        dataset, transform = (Numbers(40), row) if initialise else (Limits(40), abs)
+        with hr.DataLoader(
+            dataset, 4, num_workers=2, transform=transform, worker_init_fn=initialise, placement="process"
+        ) as loader:
+            for number, batch in enumerate(loader):
+                check(number, batch)
+        assert number == 9, (name, number)
 
 
-def test_batches_of_changing_sizes_are_whole(case: Any) -> None:
-    def program() -> None:
-        sizes = [1, 100, 10_000, 100_000, 1_000_000, 5, 1_000_001, 0, 200_000, 3]
+@run_by("case")
+def test_batches_of_changing_sizes_are_whole() -> None:
+    sizes = [1, 100, 10_000, 100_000, 1_000_000, 5, 1_000_001, 0, 200_000, 3]
 
-        class Grows(Numbers):
-            async def aget(self, index):
-                return row(index, sizes[index // 2])
+    class Grows(Numbers):
+        async def aget(self, index):
+            return row(index, sizes[index // 2])
 
-        kept = []
-        loader = hr.DataLoader(Grows(2 * len(sizes)), 2, num_workers=2, transform=torch.neg, placement="process")
-        with loader:
-            for number, batch in itertools.chain(enumerate(loader), enumerate(loader)):
-                assert batch.shape == (2, sizes[number])
-                check(number, -batch, size=2)
-                kept.append((number, batch[:, :1000]))
-        for number, batch in kept:
+    kept = []
+    loader = hr.DataLoader(Grows(2 * len(sizes)), 2, num_workers=2, transform=torch.neg, placement="process")
+    with loader:
+        for number, batch in itertools.chain(enumerate(loader), enumerate(loader)):
+            assert batch.shape == (2, sizes[number])
             check(number, -batch, size=2)
-
-    case(program)
+            kept.append((number, batch[:, :1000]))
+    for number, batch in kept:
+        check(number, -batch, size=2)
 
 
 @dataclasses.dataclass
@@ -220,119 +216,107 @@ def itself(samples):
 
 
 @pytest.mark.parametrize(("collate", "placement"), [("default", "thread"), ("user", "process")])
-def test_every_type_of_payload_arrives_unchanged(case: Any, placement: str, collate: str) -> None:
-    def program() -> None:
-        def arrive(make, where, **arguments):
-            transform = make if where == "transform" else None
-            with hr.DataLoader(
-                Makes(make, where), 2, transform=transform, collate_fn=collate_fn, **arguments
-            ) as loader:
-                return list(loader)
+@run_by("case")
+def test_every_type_of_payload_arrives_unchanged(placement: str, collate: str) -> None:
+    def arrive(make, where, **arguments):
+        transform = make if where == "transform" else None
+        with hr.DataLoader(Makes(make, where), 2, transform=transform, collate_fn=collate_fn, **arguments) as loader:
+            return list(loader)
 
-        warnings.simplefilter("ignore")  # torch's, of beta features
-        collate_fn = itself if collate == "user" else None
-        kinds = RETURNED if collate == "user" else COLLATED
-        broken = []
+    warnings.simplefilter("ignore")  # torch's, of beta features
+    collate_fn = itself if collate == "user" else None
+    kinds = RETURNED if collate == "user" else COLLATED
+    broken = []
 
-        def everything(index):
-            return {name: make(index) for name, make in kinds.items()}
+    def everything(index):
+        return {name: make(index) for name, make in kinds.items()}
 
-        expected = arrive(everything, "transform", num_workers=0, placement="thread")
-        for where in ("transform", "aget"):
-            for batch, wanted in zip(
-                arrive(everything, where, num_workers=2, placement=placement), expected, strict=True
-            ):
-                if collate_fn is itself:
-                    batch, wanted = batch[0], wanted[0]
-                broken += [
-                    (where, name, batch[name], wanted[name]) for name in kinds if not same(batch[name], wanted[name])
-                ]
-        assert not broken, broken
-
-    case(program)
+    expected = arrive(everything, "transform", num_workers=0, placement="thread")
+    for where in ("transform", "aget"):
+        for batch, wanted in zip(arrive(everything, where, num_workers=2, placement=placement), expected, strict=True):
+            if collate_fn is itself:
+                batch, wanted = batch[0], wanted[0]
+            broken += [
+                (where, name, batch[name], wanted[name]) for name in kinds if not same(batch[name], wanted[name])
+            ]
+    assert not broken, broken
 
 
-def test_delivered_tensors_and_arrays_are_writable(case: Any) -> None:
-    def program() -> None:
-        def both(samples):
-            stacked = torch.stack(samples)
-            return stacked, stacked.numpy().copy(), stacked[:, :2], np.arange(3)
+@run_by("case")
+def test_delivered_tensors_and_arrays_are_writable() -> None:
+    def both(samples):
+        stacked = torch.stack(samples)
+        return stacked, stacked.numpy().copy(), stacked[:, :2], np.arange(3)
 
-        warnings.simplefilter("error")
-        for collate_fn in (None, both):
-            with hr.DataLoader(
-                Numbers(32), 4, num_workers=2, transform=row, collate_fn=collate_fn, placement="process"
-            ) as loader:
-                for number, batch in enumerate(loader):
-                    for part in [batch] if collate_fn is None else batch:
-                        before = torch.as_tensor(part).clone()
-                        part += 1
-                        assert torch.equal(torch.as_tensor(part), before + 1)
-
-    case(program)
+    warnings.simplefilter("error")
+    for collate_fn in (None, both):
+        with hr.DataLoader(
+            Numbers(32), 4, num_workers=2, transform=row, collate_fn=collate_fn, placement="process"
+        ) as loader:
+            for number, batch in enumerate(loader):
+                for part in [batch] if collate_fn is None else batch:
+                    before = torch.as_tensor(part).clone()
+                    part += 1
+                    assert torch.equal(torch.as_tensor(part), before + 1)
 
 
 @PLACEMENTS
-def test_memory_is_not_reused_while_any_view_of_it_lives(case: Any, placement: str) -> None:
-    def program() -> None:
-        views = {
-            "one row": lambda batch: batch[1],
-            "a slice": lambda batch: batch[1:3, 5:],
-            "numpy": lambda batch: batch.numpy(),
-            "a slice of numpy": lambda batch: batch.numpy()[2, ::7],
-            "a memoryview": lambda batch: memoryview(batch.numpy()),
-            "bytes of another dtype": lambda batch: batch.view(torch.uint8).view(-1)[100:],
-            "a transposed view": lambda batch: batch.t()[10],
-            "what autograd saved": lambda batch: (torch.ones(4, 1, requires_grad=True) * batch.double()).grad_fn,
-            "what unbind gave": lambda batch: batch.unbind()[3],
-            "an iterator": lambda batch: iter(batch.numpy().ravel()[:100]),
-        }
+@run_by("case")
+def test_memory_is_not_reused_while_any_view_of_it_lives(placement: str) -> None:
+    views = {
+        "one row": lambda batch: batch[1],
+        "a slice": lambda batch: batch[1:3, 5:],
+        "numpy": lambda batch: batch.numpy(),
+        "a slice of numpy": lambda batch: batch.numpy()[2, ::7],
+        "a memoryview": lambda batch: memoryview(batch.numpy()),
+        "bytes of another dtype": lambda batch: batch.view(torch.uint8).view(-1)[100:],
+        "a transposed view": lambda batch: batch.t()[10],
+        "what autograd saved": lambda batch: (torch.ones(4, 1, requires_grad=True) * batch.double()).grad_fn,
+        "what unbind gave": lambda batch: batch.unbind()[3],
+        "an iterator": lambda batch: iter(batch.numpy().ravel()[:100]),
+    }
 
-        def bytes_of(view):
-            if hasattr(view, "_saved_other"):
-                view = view._saved_other
-            if hasattr(view, "__next__"):
-                view = np.array(list(copy.copy(view)))
-            return np.asarray(view).tobytes()
+    def bytes_of(view):
+        if hasattr(view, "_saved_other"):
+            view = view._saved_other
+        if hasattr(view, "__next__"):
+            view = np.array(list(copy.copy(view)))
+        return np.asarray(view).tobytes()
 
-        kept = []
-        with hr.DataLoader(Numbers(240), 4, num_workers=2, transform=row, placement=placement) as loader:
-            for epoch in range(2):
-                for number, batch in enumerate(loader):
-                    check(number, batch)
-                    if number % 3 == 0:
-                        name = list(views)[number // 3 % len(views)]
-                        view = views[name](batch)
-                        kept.append((name, number, view, hash(bytes_of(view))))
-                    del batch
-            for name, number, view, seen in kept:
-                assert hash(bytes_of(view)) == seen, (name, number)
-        for name, number, view, seen in kept:  # and the memory outlives the loader
-            assert hash(bytes_of(view)) == seen, (name, number)
-
-    case(program)
-
-
-def test_resident_memory_does_not_grow_when_batches_are_dropped(case: Any) -> None:
-    def program() -> None:
-        def resident_bytes():
-            with open("/proc/self/statm") as file:
-                return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-        def megabyte(index):
-            return torch.full((1024 * 1024,), index % 256, dtype=torch.uint8)
-
-        after = []
-        with hr.DataLoader(
-            Numbers(600), 4, num_workers=2, transform=megabyte, prefetch_factor=2, placement="process"
-        ) as loader:
+    kept = []
+    with hr.DataLoader(Numbers(240), 4, num_workers=2, transform=row, placement=placement) as loader:
+        for epoch in range(2):
             for number, batch in enumerate(loader):
-                assert batch[3, 17] == (number * 4 + 3) % 256
-                if number in (50, 149):
-                    after.append(resident_bytes())
-        assert after[1] - after[0] < 3 * 4 * 2**20, after  # less than three batches, of 100
+                check(number, batch)
+                if number % 3 == 0:
+                    name = list(views)[number // 3 % len(views)]
+                    view = views[name](batch)
+                    kept.append((name, number, view, hash(bytes_of(view))))
+                del batch
+        for name, number, view, seen in kept:
+            assert hash(bytes_of(view)) == seen, (name, number)
+    for name, number, view, seen in kept:  # and the memory outlives the loader
+        assert hash(bytes_of(view)) == seen, (name, number)
 
-    case(program)
+
+@run_by("case")
+def test_resident_memory_does_not_grow_when_batches_are_dropped() -> None:
+    def resident_bytes():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def megabyte(index):
+        return torch.full((1024 * 1024,), index % 256, dtype=torch.uint8)
+
+    after = []
+    with hr.DataLoader(
+        Numbers(600), 4, num_workers=2, transform=megabyte, prefetch_factor=2, placement="process"
+    ) as loader:
+        for number, batch in enumerate(loader):
+            assert batch[3, 17] == (number * 4 + 3) % 256
+            if number in (50, 149):
+                after.append(resident_bytes())
+    assert after[1] - after[0] < 3 * 4 * 2**20, after  # less than three batches, of 100
 
 
 def test_no_shared_memory_is_left_after_all_processes_of_a_program_are_killed(forks: Forks) -> None:

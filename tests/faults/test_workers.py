@@ -18,6 +18,7 @@ import torch
 
 import headrace as hr
 from tests.faults.watching import Numbers, drain, first_call, kill, once_each, sidecar, text_of, wait_until, workers
+from tests.programs import run_by
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
@@ -105,341 +106,325 @@ def test_idle_workers_are_replaced_after_sigkill(case: Any, placement: str) -> N
     assert "was killed by SIGKILL while idle. None of your code" in case(program)
 
 
-def test_batch_is_retried_after_its_worker_dies_while_writing_it(case: Any, tmp_path: Path) -> None:
+@run_by("case")
+def test_batch_is_retried_after_its_worker_dies_while_writing_it(tmp_path: Path) -> None:
     folder = str(tmp_path)
 
-    def program() -> None:
-        def die():
-            os.kill(os.getpid(), signal.SIGKILL)
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
 
-        class DiesStacked(torch.Tensor):
-            # The field before it has already been written to shared memory.
-            @classmethod
-            def __torch_function__(cls, function, types, args=(), kwargs=None):
-                if function is torch.stack and first_call(marker):
-                    die()
-                return super().__torch_function__(function, types, args, kwargs or {})
+    class DiesStacked(torch.Tensor):
+        # The field before it has already been written to shared memory.
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function is torch.stack and first_call(marker):
+                die()
+            return super().__torch_function__(function, types, args, kwargs or {})
 
-        class DiesPickled:
-            def __reduce__(self):
-                if first_call(marker):
-                    die()
-                return DiesPickled, ()
+    class DiesPickled:
+        def __reduce__(self):
+            if first_call(marker):
+                die()
+            return DiesPickled, ()
 
-        def filled(index):
-            return torch.full((64, 1024), index)
+    def filled(index):
+        return torch.full((64, 1024), index)
 
-        def two_fields(index):
-            return filled(index), (torch.ones(8).as_subclass(DiesStacked) if index == 5 else torch.ones(8))
+    def two_fields(index):
+        return filled(index), (torch.ones(8).as_subclass(DiesStacked) if index == 5 else torch.ones(8))
 
-        def with_pickled_object(samples):
-            other = DiesPickled() if 5 in samples else None
-            return torch.stack([filled(index) for index in samples]), other
+    def with_pickled_object(samples):
+        other = DiesPickled() if 5 in samples else None
+        return torch.stack([filled(index) for index in samples]), other
 
-        def without_shared_memory_dies_in_mid_frame(worker):
-            def sendmsg(self, pieces):
-                if sum(map(len, pieces)) > 100_000 and first_call(marker):
-                    self.send(pieces[0])
-                    die()
-                return send(self, pieces)
+    def without_shared_memory_dies_in_mid_frame(worker):
+        def sendmsg(self, pieces):
+            if sum(map(len, pieces)) > 100_000 and first_call(marker):
+                self.send(pieces[0])
+                die()
+            return send(self, pieces)
 
-            def no_memory(*_):
-                raise OSError(28, "No space left on device")
+        def no_memory(*_):
+            raise OSError(28, "No space left on device")
 
-            send, socket.socket.sendmsg = socket.socket.sendmsg, sendmsg
-            os.memfd_create = no_memory
+        send, socket.socket.sendmsg = socket.socket.sendmsg, sendmsg
+        os.memfd_create = no_memory
 
-        writes = {
-            "a field into shared memory": {"transform": two_fields},
-            "the pickle of a batch": {"collate_fn": with_pickled_object},
-            "half of a frame": {"transform": filled, "worker_init_fn": without_shared_memory_dies_in_mid_frame},
-        }
-        for write, arguments in writes.items():
-            marker = os.path.join(folder, write)
-            with hr.DataLoader(Numbers(32), 4, num_workers=2, placement="process", **arguments) as loader:
-                delivered = collections.Counter()
-                for batch in loader:
-                    tensor = batch if isinstance(batch, torch.Tensor) else batch[0]
-                    assert (tensor == tensor[:, :1, :1]).all(), write
-                    delivered.update(tensor[:, 0, 0].tolist())
-            assert os.path.exists(marker), write
-            assert delivered == once_each(range(32)), (write, delivered)
-
-    case(program)
+    writes = {
+        "a field into shared memory": {"transform": two_fields},
+        "the pickle of a batch": {"collate_fn": with_pickled_object},
+        "half of a frame": {"transform": filled, "worker_init_fn": without_shared_memory_dies_in_mid_frame},
+    }
+    for write, arguments in writes.items():
+        marker = os.path.join(folder, write)
+        with hr.DataLoader(Numbers(32), 4, num_workers=2, placement="process", **arguments) as loader:
+            delivered = collections.Counter()
+            for batch in loader:
+                tensor = batch if isinstance(batch, torch.Tensor) else batch[0]
+                assert (tensor == tensor[:, :1, :1]).all(), write
+                delivered.update(tensor[:, 0, 0].tolist())
+        assert os.path.exists(marker), write
+        assert delivered == once_each(range(32)), (write, delivered)
 
 
-def test_control_flow_exceptions_of_user_code_are_errors_and_stop_nothing(case: Any) -> None:
-    def program() -> None:
-        failing = 12 * len(CONTROL_FLOW)  # indices: of each exception three batches, one for each stage
+@run_by("case")
+def test_control_flow_exceptions_of_user_code_are_errors_and_stop_nothing() -> None:
+    failing = 12 * len(CONTROL_FLOW)  # indices: of each exception three batches, one for each stage
 
-        def stop_at(index, place):
-            if index < failing and index % 12 == place:
-                raise list(CONTROL_FLOW.values())[index // 12]()
+    def stop_at(index, place):
+        if index < failing and index % 12 == place:
+            raise list(CONTROL_FLOW.values())[index // 12]()
 
-        class Stops(Numbers):
-            async def aget(self, index):
-                stop_at(index, 1)
-                return index
-
-        def transform(index):
-            stop_at(index, 5)
+    class Stops(Numbers):
+        async def aget(self, index):
+            stop_at(index, 1)
             return index
 
-        def collate(samples):
-            stop_at(samples[1], 9)
-            return torch.tensor(samples)
+    def transform(index):
+        stop_at(index, 5)
+        return index
 
-        arguments = {"num_workers": 2, "transform": transform, "collate_fn": collate, "placement": "process"}
-        with hr.DataLoader(Stops(failing + 20), 4, **arguments) as loader:
+    def collate(samples):
+        stop_at(samples[1], 9)
+        return torch.tensor(samples)
+
+    arguments = {"num_workers": 2, "transform": transform, "collate_fn": collate, "placement": "process"}
+    with hr.DataLoader(Stops(failing + 20), 4, **arguments) as loader:
+        delivered, errors = drain(loader)
+        assert delivered == once_each(range(failing, failing + 20)), delivered
+        before = workers()
+        delivered, again = drain(loader)
+        assert delivered == once_each(range(failing, failing + 20)), delivered
+        assert workers() == before, "a worker was replaced"
+    expected = [(name, stage) for name in CONTROL_FLOW for stage in ("fetch", "transform", "collate")]
+    for error, (name, stage) in zip(errors + again, expected * 2, strict=True):
+        # Python itself makes a RuntimeError of a coroutine's StopIteration.
+        by_python = stage == "fetch" and "coroutine raised StopIteration" in str(error)
+        assert by_python or (type(error) is hr.errors.ControlFlowError and name in str(error)), error
+        assert f"stage {stage}" in text_of(error), text_of(error)
+
+    for stop in CONTROL_FLOW.values():
+
+        def initialise(worker, stop=stop):
+            raise stop()
+
+        with hr.DataLoader(Numbers(8), 4, worker_init_fn=initialise, **arguments) as loader:
             delivered, errors = drain(loader)
-            assert delivered == once_each(range(failing, failing + 20)), delivered
-            before = workers()
-            delivered, again = drain(loader)
-            assert delivered == once_each(range(failing, failing + 20)), delivered
-            assert workers() == before, "a worker was replaced"
-        expected = [(name, stage) for name in CONTROL_FLOW for stage in ("fetch", "transform", "collate")]
-        for error, (name, stage) in zip(errors + again, expected * 2, strict=True):
-            # Python itself makes a RuntimeError of a coroutine's StopIteration.
-            by_python = stage == "fetch" and "coroutine raised StopIteration" in str(error)
-            assert by_python or (type(error) is hr.errors.ControlFlowError and name in str(error)), error
-            assert f"stage {stage}" in text_of(error), text_of(error)
-
-        for stop in CONTROL_FLOW.values():
-
-            def initialise(worker, stop=stop):
-                raise stop()
-
-            with hr.DataLoader(Numbers(8), 4, worker_init_fn=initialise, **arguments) as loader:
-                delivered, errors = drain(loader)
-            assert not delivered, delivered
-            assert [type(error) for error in errors] == [hr.errors.ControlFlowError] * 2, errors
-
-    case(program)
+        assert not delivered, delivered
+        assert [type(error) for error in errors] == [hr.errors.ControlFlowError] * 2, errors
 
 
-def test_unpicklable_result_is_reported_and_costs_only_its_batch(case: Any) -> None:
-    def program() -> None:
-        class Locks(Numbers):
-            async def aget(self, index):
-                return threading.Lock() if index == 1 else index
+@run_by("case")
+def test_unpicklable_result_is_reported_and_costs_only_its_batch() -> None:
+    class Locks(Numbers):
+        async def aget(self, index):
+            return threading.Lock() if index == 1 else index
 
-        class Refuses:
-            def __reduce__(self):
-                raise LookupError("not me")
+    class Refuses:
+        def __reduce__(self):
+            raise LookupError("not me")
 
-        def transform(sample):
-            return threading.Lock() if sample == 5 else Refuses() if sample == 9 else sample
+    def transform(sample):
+        return threading.Lock() if sample == 5 else Refuses() if sample == 9 else sample
 
-        def collate(samples):
-            return torch.tensor(samples) if all(isinstance(sample, int) for sample in samples) else samples
+    def collate(samples):
+        return torch.tensor(samples) if all(isinstance(sample, int) for sample in samples) else samples
 
-        with hr.DataLoader(
-            Locks(32), 4, num_workers=2, transform=transform, collate_fn=collate, placement="process"
-        ) as loader:
+    with hr.DataLoader(
+        Locks(32), 4, num_workers=2, transform=transform, collate_fn=collate, placement="process"
+    ) as loader:
+        delivered, errors = drain(loader)
+    assert delivered == once_each(range(12, 32)), delivered
+    assert [type(error) for error in errors] == [hr.errors.NotPicklableError] * 3, errors
+    sample, lock, refusal = map(text_of, errors)
+    for text, words in (
+        (sample, ["a fetched sample cannot be pickled", "lock"]),
+        (lock, ["the return value of collate_fn cannot be pickled", "lock"]),
+        (refusal, ["not me", "batch 2"]),
+    ):
+        assert all(each in text for each in words), text
+
+
+@run_by("case")
+def test_exception_keeps_every_part_that_can_be_pickled() -> None:
+    class TwoArguments(Exception):
+        def __init__(self, one, two):
+            super().__init__(f"one {one}, two {two}")
+
+    class Holds(Exception):
+        def __init__(self, held):
+            super().__init__("it holds something")
+            self.held = held
+
+    class Dies(Exception):
+        def __reduce__(self):
+            raise SystemExit(3)
+
+    class Unprintable(Exception):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()
+
+        def __str__(self):
+            raise ValueError("not printable")
+
+    def fail(index):
+        match index:
+            case 1:
+                raise TwoArguments(1, 2)
+            case 5:
+                raise Holds(threading.Lock())
+            case 9:
+                raise Holds(torch.full((1_000_000,), 7.0))
+            case 13:
+                raise Dies("oh")
+            case 17:
+                raise Unprintable()
+        return index
+
+    class Fails(Numbers):
+        async def aget(self, index):
+            return fail(index)
+
+    for dataset, transform in (Numbers(32), fail), (Fails(32), abs):
+        with hr.DataLoader(dataset, 4, num_workers=2, transform=transform, placement="process") as loader:
             delivered, errors = drain(loader)
-        assert delivered == once_each(range(12, 32)), delivered
-        assert [type(error) for error in errors] == [hr.errors.NotPicklableError] * 3, errors
-        sample, lock, refusal = map(text_of, errors)
-        for text, words in (
-            (sample, ["a fetched sample cannot be pickled", "lock"]),
-            (lock, ["the return value of collate_fn cannot be pickled", "lock"]),
-            (refusal, ["not me", "batch 2"]),
-        ):
-            assert all(each in text for each in words), text
-
-    case(program)
-
-
-def test_exception_keeps_every_part_that_can_be_pickled(case: Any) -> None:
-    def program() -> None:
-        class TwoArguments(Exception):
-            def __init__(self, one, two):
-                super().__init__(f"one {one}, two {two}")
-
-        class Holds(Exception):
-            def __init__(self, held):
-                super().__init__("it holds something")
-                self.held = held
-
-        class Dies(Exception):
-            def __reduce__(self):
-                raise SystemExit(3)
-
-        class Unprintable(Exception):
-            def __init__(self):
-                super().__init__()
-                self.lock = threading.Lock()
-
-            def __str__(self):
-                raise ValueError("not printable")
-
-        def fail(index):
-            match index:
-                case 1:
-                    raise TwoArguments(1, 2)
-                case 5:
-                    raise Holds(threading.Lock())
-                case 9:
-                    raise Holds(torch.full((1_000_000,), 7.0))
-                case 13:
-                    raise Dies("oh")
-                case 17:
-                    raise Unprintable()
-            return index
-
-        class Fails(Numbers):
-            async def aget(self, index):
-                return fail(index)
-
-        for dataset, transform in (Numbers(32), fail), (Fails(32), abs):
-            with hr.DataLoader(dataset, 4, num_workers=2, transform=transform, placement="process") as loader:
-                delivered, errors = drain(loader)
-            assert delivered == once_each(range(20, 32)), delivered
-            two, lock, tensor, dies, speechless = errors
-            assert type(dies) is hr.errors.RemoteError, dies
-            assert "Dies: oh" in str(dies), dies
-            assert type(speechless) is Unprintable, speechless
-            assert not hasattr(speechless, "lock"), speechless
-            assert "in fail" in text_of(two), text_of(two)
-            assert not hasattr(lock, "held")
-            assert (type(two), str(two)) == (TwoArguments, "one 1, two 2"), two
-            assert (type(lock), str(lock)) == (Holds, "it holds something"), lock
-            assert tensor.held.shape == (1_000_000,)
-            assert (tensor.held == 7).all()
-            for number, error in enumerate(errors):
-                assert f"batch {number}, index {number * 4 + 1}" in "".join(error.__notes__), error.__notes__
-
-    case(program)
+        assert delivered == once_each(range(20, 32)), delivered
+        two, lock, tensor, dies, speechless = errors
+        assert type(dies) is hr.errors.RemoteError, dies
+        assert "Dies: oh" in str(dies), dies
+        assert type(speechless) is Unprintable, speechless
+        assert not hasattr(speechless, "lock"), speechless
+        assert "in fail" in text_of(two), text_of(two)
+        assert not hasattr(lock, "held")
+        assert (type(two), str(two)) == (TwoArguments, "one 1, two 2"), two
+        assert (type(lock), str(lock)) == (Holds, "it holds something"), lock
+        assert tensor.held.shape == (1_000_000,)
+        assert (tensor.held == 7).all()
+        for number, error in enumerate(errors):
+            assert f"batch {number}, index {number * 4 + 1}" in "".join(error.__notes__), error.__notes__
 
 
-def test_close_ends_workers_in_an_endless_loop_and_stopped_ones(case: Any, tmp_path: Path) -> None:
+@run_by("case")
+def test_close_ends_workers_in_an_endless_loop_and_stopped_ones(tmp_path: Path) -> None:
     """By SIGTERM, or by SIGKILL those that ignore it; the loaders are closed together: each waits for some seconds."""
     folder = str(tmp_path)
 
-    def program() -> None:
-        def transform(index):
-            if index == 4:
-                if worker_ignores:
-                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                first_call(f"{folder}/{os.getpid()}")
-                while True:
-                    pass
-            return index
+    def transform(index):
+        if index == 4:
+            if worker_ignores:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            first_call(f"{folder}/{os.getpid()}")
+            while True:
+                pass
+        return index
 
-        def state(pid):
-            with open(f"/proc/{pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0]
+    def state(pid):
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
 
-        loaders = []
-        for placement, worker_ignores in (("thread", True), ("process", False)):
-            loader = hr.DataLoader(Numbers(32), 4, num_workers=1, transform=transform, placement=placement)
-            assert next(iter(loader)).tolist() == [0, 1, 2, 3]
-            wait_until(lambda: len(os.listdir(folder)) == len(loaders) + 1)  # called in this turn
-            loaders.append(loader)
+    loaders = []
+    for placement, worker_ignores in (("thread", True), ("process", False)):
+        loader = hr.DataLoader(Numbers(32), 4, num_workers=1, transform=transform, placement=placement)
+        assert next(iter(loader)).tolist() == [0, 1, 2, 3]
+        wait_until(lambda: len(os.listdir(folder)) == len(loaders) + 1)  # called in this turn
+        loaders.append(loader)
 
-        before = workers()
-        loader = hr.DataLoader(Numbers(32), 4, num_workers=2, transform=abs, placement="process")
-        assert drain(loader) == (once_each(range(32)), [])
-        wait_until(lambda: len(workers()) == len(before) + 3)
-        stopped = [pid for pid in workers() if pid not in (*before, sidecar(loader))]
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: all(state(pid) == "T" for pid in stopped))
-        iterator = iter(loader)  # gives the stopped workers work
-        closing = [threading.Thread(target=each.close) for each in (*loaders, loader)]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join()
-        del iterator
-        assert not workers(), workers()
-
-    case(program)
+    before = workers()
+    loader = hr.DataLoader(Numbers(32), 4, num_workers=2, transform=abs, placement="process")
+    assert drain(loader) == (once_each(range(32)), [])
+    wait_until(lambda: len(workers()) == len(before) + 3)
+    stopped = [pid for pid in workers() if pid not in (*before, sidecar(loader))]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: all(state(pid) == "T" for pid in stopped))
+    iterator = iter(loader)  # gives the stopped workers work
+    closing = [threading.Thread(target=each.close) for each in (*loaders, loader)]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()
+    del iterator
+    assert not workers(), workers()
 
 
-def test_worker_out_of_memory_raises_memory_error_and_continues(case: Any) -> None:
-    def program() -> None:
-        def limit(worker):
-            with open("/proc/self/statm") as file:
-                size = int(file.read().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (size + 200 * 2**20, resource.RLIM_INFINITY))
+@run_by("case")
+def test_worker_out_of_memory_raises_memory_error_and_continues() -> None:
+    def limit(worker):
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + 200 * 2**20, resource.RLIM_INFINITY))
 
-        def transform(index):
-            if index == 5:
-                bytes(2**30)
-            if index == 9:
-                torch.zeros(2**28)
-            return index
+    def transform(index):
+        if index == 5:
+            bytes(2**30)
+        if index == 9:
+            torch.zeros(2**28)
+        return index
 
-        with hr.DataLoader(
-            Numbers(32), 4, num_workers=2, transform=transform, worker_init_fn=limit, placement="process"
-        ) as loader:
-            delivered, (python, torch_) = drain(loader)
-        assert type(python) is MemoryError, python
-        assert "allocate memory" in str(torch_), torch_
-        assert delivered == once_each(range(4), range(12, 32)), delivered
-
-    case(program)
+    with hr.DataLoader(
+        Numbers(32), 4, num_workers=2, transform=transform, worker_init_fn=limit, placement="process"
+    ) as loader:
+        delivered, (python, torch_) = drain(loader)
+    assert type(python) is MemoryError, python
+    assert "allocate memory" in str(torch_), torch_
+    assert delivered == once_each(range(4), range(12, 32)), delivered
 
 
-def test_process_that_outlives_its_worker_delays_nothing(case: Any, tmp_path: Path) -> None:
+@run_by("case")
+def test_process_that_outlives_its_worker_delays_nothing(tmp_path: Path) -> None:
     marker = str(tmp_path / "forked")
     fifo = str(tmp_path / "pids")
 
-    def program() -> None:
-        def transform(index):
-            if index == 5 and first_call(marker):
-                child = os.fork()
-                if child == 0:
-                    while True:
-                        signal.pause()
-                os.write(written, f"{child}\n".encode())
-                os.kill(os.getpid(), signal.SIGKILL)
-            return index
+    def transform(index):
+        if index == 5 and first_call(marker):
+            child = os.fork()
+            if child == 0:
+                while True:
+                    signal.pause()
+            os.write(written, f"{child}\n".encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
 
-        def initialise(worker):
-            global written
-            written = os.open(fifo, os.O_WRONLY)
+    def initialise(worker):
+        global written
+        written = os.open(fifo, os.O_WRONLY)
 
-        os.mkfifo(fifo)
-        with open(os.open(fifo, os.O_RDWR)) as pids:
-            with hr.DataLoader(
-                Numbers(32), 4, num_workers=2, transform=transform, worker_init_fn=initialise, placement="process"
-            ) as loader:
-                assert drain(loader) == (once_each(range(32)), [])
-            grandchild = int(pids.readline())
-        assert not workers(), workers()
-        kill(grandchild)
-
-    case(program)
+    os.mkfifo(fifo)
+    with open(os.open(fifo, os.O_RDWR)) as pids:
+        with hr.DataLoader(
+            Numbers(32), 4, num_workers=2, transform=transform, worker_init_fn=initialise, placement="process"
+        ) as loader:
+            assert drain(loader) == (once_each(range(32)), [])
+        grandchild = int(pids.readline())
+    assert not workers(), workers()
+    kill(grandchild)
 
 
 @PLACEMENTS
+@run_by("case")
 def test_workers_that_always_die_while_starting_are_one_error_after_bounded_restarts(
-    case: Any, placement: str, tmp_path: Path
+    placement: str, tmp_path: Path
 ) -> None:
     folder = str(tmp_path)
 
-    def program() -> None:
-        def initialise(worker):
-            if os.path.exists(f"{folder}/healed"):
-                return
-            first_call(f"{folder}/{os.getpid()}")
-            os._exit(3)
+    def initialise(worker):
+        if os.path.exists(f"{folder}/healed"):
+            return
+        first_call(f"{folder}/{os.getpid()}")
+        os._exit(3)
 
-        with hr.DataLoader(
-            Numbers(32), 4, num_workers=2, transform=abs, worker_init_fn=initialise, placement=placement
-        ) as loader:
-            delivered, errors = drain(loader)
-            started = len(os.listdir(folder))
-            first_call(f"{folder}/healed")
-            assert not drain(loader)[1], "the next epoch did not start other workers"
-        assert not delivered, delivered
-        assert started <= 6, "started too often"
-        assert len(errors) == 8, errors
-        assert len({str(error) for error in errors}) == 1, errors
-        assert type(errors[0]) is hr.errors.WorkerDiedError, errors
-        assert errors[0].batch is None, errors
-        assert "exited with code 3 while starting, attempt 3" in str(errors[0]), errors
-
-    case(program)
+    with hr.DataLoader(
+        Numbers(32), 4, num_workers=2, transform=abs, worker_init_fn=initialise, placement=placement
+    ) as loader:
+        delivered, errors = drain(loader)
+        started = len(os.listdir(folder))
+        first_call(f"{folder}/healed")
+        assert not drain(loader)[1], "the next epoch did not start other workers"
+    assert not delivered, delivered
+    assert started <= 6, "started too often"
+    assert len(errors) == 8, errors
+    assert len({str(error) for error in errors}) == 1, errors
+    assert type(errors[0]) is hr.errors.WorkerDiedError, errors
+    assert errors[0].batch is None, errors
+    assert "exited with code 3 while starting, attempt 3" in str(errors[0]), errors

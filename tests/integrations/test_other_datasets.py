@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import io
 import json
-import tarfile
 import warnings
 
 import numpy as np
@@ -16,6 +14,7 @@ from torch.utils.data import DistributedSampler
 
 import headrace as hr
 from object_server import ObjectServer
+from tests.unit.shards import tars
 
 WHY = "make test-integrations"
 litdata = pytest.importorskip("litdata", reason=WHY)
@@ -95,11 +94,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     (folder / "tar").mkdir()
     for shard in range(4):
-        with tarfile.open(folder / "tar" / f"{shard}.tar", "w") as tar:
-            for number in range(shard * 10, shard * 10 + 10):
-                member = tarfile.TarInfo(f"{number:02}.cls")
-                member.size = 2
-                tar.addfile(member, io.BytesIO(b"%02d" % number))
+        numbers = range(shard * 10, shard * 10 + 10)
+        tar = tars.members(*((f"{number:02}.cls", b"%02d" % number) for number in numbers))
+        (folder / "tar" / f"{shard}.tar").write_bytes(tar)
     writer = litdata.streaming.Cache(str(folder / "chunks"), chunk_size=5)
     for number in range(SAMPLES):
         writer[number] = {"number": np.int64(number)}

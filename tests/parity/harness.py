@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import inspect
 import multiprocessing
 import random
 import re
@@ -22,6 +23,7 @@ from torch.utils import data
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import headrace as hr
+from tests.programs import run_by
 
 SEED = 42
 # Warnings that depend on something else than the program: torch's about the size of the machine that the tests run on,
@@ -62,8 +64,10 @@ SETTINGS = (
 NAMES = tuple(setting.name for setting in SETTINGS)
 
 
-def parity(behaviour: str, *, not_for: Mapping[str, str] | None = None) -> Callable[[Any], Any]:
+def parity(behaviour: str, *, not_for: Mapping[str, str] | None = None, **options: Any) -> Callable[[Any], Any]:
     """Run a test in every setting, as the proof of one line of the parity page.
+
+    A test that takes `DataLoader` is itself the program that `same` runs, with these options of it.
 
     The table's row is the module's: `test_dataset_kinds.py` holds the row "dataset kinds". Several tests may prove one
     behaviour together, each in other settings or with other parameters. `not_for` are settings in which the behaviour
@@ -75,6 +79,8 @@ def parity(behaviour: str, *, not_for: Mapping[str, str] | None = None) -> Calla
     stated = {name: reason for name, reason in reasons.items() if reason}
 
     def decorate(function: Any) -> Any:
+        if "DataLoader" in inspect.signature(function).parameters:
+            function = run_by("same", **options)(function)
         marked = pytest.mark.parity(behaviour=behaviour, not_for=stated)(function)
         return pytest.mark.parametrize("setting", covered, ids=str)(marked)
 

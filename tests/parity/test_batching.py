@@ -78,12 +78,9 @@ def test_empty_batch(same):
 
 
 @parity("a `batch_sampler` as the `sampler`, with `batch_size=None`: the dataset is asked for a batch at once")
-def test_sampler_of_lists_gives_whole_batches(same):
-    def program(DataLoader):
-        sampler = data.BatchSampler(data.RandomSampler(range(LENGTH)), 3, False)
-        return epochs(DataLoader(Table(), sampler=sampler, batch_size=None))
-
-    same(program)
+def test_sampler_of_lists_gives_whole_batches(DataLoader):
+    sampler = data.BatchSampler(data.RandomSampler(range(LENGTH)), 3, False)
+    return epochs(DataLoader(Table(), sampler=sampler, batch_size=None))
 
 
 class Table(Map):
@@ -116,14 +113,11 @@ def test_length_is_torchs(same):
 
 
 @pytest.mark.parametrize("options", [{"batch_size": None}, {}, {"batch_size": 2}], ids=str)
-@parity("a warning when an iterable gives more than its length, once the length was asked for")
-def test_wrong_length_of_a_stream_warns_as_in_torch(same, options):
-    def program(DataLoader):
-        loader = DataLoader(Count(6, said=2), **options)
-        silent = [next(iter(loader))]  # without a call of len
-        return silent, len(loader), [batch for batch in loader]  # noqa: C416 — `list` would ask for it
-
-    same(program, warns=True)
+@parity("a warning when an iterable gives more than its length, once the length was asked for", warns=True)
+def test_wrong_length_of_a_stream_warns_as_in_torch(DataLoader, options):
+    loader = DataLoader(Count(6, said=2), **options)
+    silent = [next(iter(loader))]  # without a call of len
+    return silent, len(loader), [batch for batch in loader]  # noqa: C416 — `list` would ask for it
 
 
 @parity("no such warning where the length is right, or was not asked for")

@@ -73,18 +73,15 @@ def test_shuffled_empty_dataset_is_refused_as_in_torch(same):
 
 
 @parity("arguments in torch's order, by position and by name, with torch's defaults")
-def test_signature_starts_with_torchs(same):
-    def program(DataLoader):
-        parameters = inspect.signature(DataLoader.loader_class.__init__).parameters.values()
-        ours = inspect.signature(hr.DataLoader.__init__).parameters.keys()
-        torchs = inspect.signature(data.DataLoader.__init__).parameters.keys()
-        by_position = DataLoader(Numbers(), 4, False, None, None)
-        return (
-            [(p.name, p.default, p.kind) for p in parameters if p.name in torchs],
-            list(ours - torchs) and list(by_position),
-        )
-
-    same(program)
+def test_signature_starts_with_torchs(DataLoader):
+    parameters = inspect.signature(DataLoader.loader_class.__init__).parameters.values()
+    ours = inspect.signature(hr.DataLoader.__init__).parameters.keys()
+    torchs = inspect.signature(data.DataLoader.__init__).parameters.keys()
+    by_position = DataLoader(Numbers(), 4, False, None, None)
+    return (
+        [(p.name, p.default, p.kind) for p in parameters if p.name in torchs],
+        list(ours - torchs) and list(by_position),
+    )
 
 
 ATTRIBUTES = (
@@ -120,48 +117,39 @@ FROZEN = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "per
 
 
 @parity("six attributes are frozen, with torch's message; the others can be set")
-def test_attributes_frozen_in_torch_are_frozen(same):
-    def program(DataLoader):
-        loader = DataLoader(Map(), batch_size=4)
-        refused = [raised_by(lambda name=name: setattr(loader, name, getattr(loader, name))) for name in FROZEN]
-        for name in ("num_workers", "timeout", "collate_fn", "generator", "in_order", "pin_memory", "prefetch_factor"):
-            setattr(loader, name, getattr(loader, name))
-        return refused, list(loader)
-
-    same(program)
+def test_attributes_frozen_in_torch_are_frozen(DataLoader):
+    loader = DataLoader(Map(), batch_size=4)
+    refused = [raised_by(lambda name=name: setattr(loader, name, getattr(loader, name))) for name in FROZEN]
+    for name in ("num_workers", "timeout", "collate_fn", "generator", "in_order", "pin_memory", "prefetch_factor"):
+        setattr(loader, name, getattr(loader, name))
+    return refused, list(loader)
 
 
-@parity("what is set between epochs holds from the next one on")
-def test_attributes_set_between_epochs_take_effect_as_in_torch(same):
-    def program(DataLoader):
-        loader = DataLoader(Numbers(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
-        came = [list(loader)]
-        loader.collate_fn = len
-        came.append(list(loader))
-        loader.collate_fn = list
-        loader.num_workers, loader.prefetch_factor = (0, None) if loader.num_workers else (1, 3)
-        came.append(list(loader))
-        return came
-
-    same(program, moves=True)
+@parity("what is set between epochs holds from the next one on", moves=True)
+def test_attributes_set_between_epochs_take_effect_as_in_torch(DataLoader):
+    loader = DataLoader(Numbers(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    came = [list(loader)]
+    loader.collate_fn = len
+    came.append(list(loader))
+    loader.collate_fn = list
+    loader.num_workers, loader.prefetch_factor = (0, None) if loader.num_workers else (1, 3)
+    came.append(list(loader))
+    return came
 
 
 @parity("`multiprocessing_context`, a name or an object, reads back as the object; set later, it is checked as well")
-def test_multiprocessing_context_is_kept_and_checked_as_in_torch(same):
-    def program(DataLoader):
-        came = []
-        for method in ("fork", "spawn", "forkserver"):
-            for given in (method, multiprocessing.get_context(method), torch.multiprocessing.get_context(method)):
-                context = DataLoader(Map(), num_workers=1, multiprocessing_context=given).multiprocessing_context
-                came.append((type(context), context.get_start_method()))
-        loader = DataLoader(Map(), num_workers=1)
-        loader.multiprocessing_context = "spawn"
-        came += [raised_by(lambda bad=bad: setattr(loader, "multiprocessing_context", bad)) for bad in ("sideways", 3)]
-        alone = DataLoader(Map(), num_workers=0)
-        came.append(raised_by(lambda: setattr(alone, "multiprocessing_context", "fork")))
-        return came, loader.multiprocessing_context.get_start_method()
-
-    same(program)
+def test_multiprocessing_context_is_kept_and_checked_as_in_torch(DataLoader):
+    came = []
+    for method in ("fork", "spawn", "forkserver"):
+        for given in (method, multiprocessing.get_context(method), torch.multiprocessing.get_context(method)):
+            context = DataLoader(Map(), num_workers=1, multiprocessing_context=given).multiprocessing_context
+            came.append((type(context), context.get_start_method()))
+    loader = DataLoader(Map(), num_workers=1)
+    loader.multiprocessing_context = "spawn"
+    came += [raised_by(lambda bad=bad: setattr(loader, "multiprocessing_context", bad)) for bad in ("sideways", 3)]
+    alone = DataLoader(Map(), num_workers=0)
+    came.append(raised_by(lambda: setattr(alone, "multiprocessing_context", "fork")))
+    return came, loader.multiprocessing_context.get_start_method()
 
 
 def made_anew(loader, **changes):
@@ -189,49 +177,40 @@ WAYS_TO_MAKE = (
 
 
 @parity("made anew from its public attributes, as Lightning does, it gives the same batches")
-def test_loader_rebuilt_from_its_attributes_is_equal(same):
-    def program(DataLoader):
-        came = []
-        for dataset, options in [(Numbers(), options) for options in WAYS_TO_MAKE] + [(Stream(), {"batch_size": 4})]:
-            loader = DataLoader(dataset, **options)
-            other = made_anew(loader)
-            DataLoader.made.append(other)
-            alike = [getattr(loader, name) == getattr(other, name) for name in ATTRIBUTES]
-            came.append((sorted(map(str, other)), alike))
-        return came
-
-    same(program)
+def test_loader_rebuilt_from_its_attributes_is_equal(DataLoader):
+    came = []
+    for dataset, options in [(Numbers(), options) for options in WAYS_TO_MAKE] + [(Stream(), {"batch_size": 4})]:
+        loader = DataLoader(dataset, **options)
+        other = made_anew(loader)
+        DataLoader.made.append(other)
+        alike = [getattr(loader, name) == getattr(other, name) for name in ATTRIBUTES]
+        came.append((sorted(map(str, other)), alike))
+    return came
 
 
 @parity("made anew with another sampler, for one rank of several")
-def test_loader_rebuilt_with_a_distributed_sampler_reads_its_rank(same):
-    def program(DataLoader):
-        loader = DataLoader(Numbers(), batch_size=2, shuffle=True)
-        sampler = data.DistributedSampler(loader.dataset, num_replicas=2, rank=1, shuffle=True)
-        other = made_anew(loader, sampler=sampler)
-        DataLoader.made.append(other)
-        return epochs(other)
-
-    same(program)
+def test_loader_rebuilt_with_a_distributed_sampler_reads_its_rank(DataLoader):
+    loader = DataLoader(Numbers(), batch_size=2, shuffle=True)
+    sampler = data.DistributedSampler(loader.dataset, num_replicas=2, rank=1, shuffle=True)
+    other = made_anew(loader, sampler=sampler)
+    DataLoader.made.append(other)
+    return epochs(other)
 
 
 @parity("a subclass of the loader, with its own arguments", not_for={})
-def test_subclass_may_override_as_in_torch(same):
-    def program(DataLoader):
-        class Named(DataLoader.loader_class):
-            def __init__(self, *args, name, **options):
-                super().__init__(*args, **options)
-                self.name = name
+def test_subclass_may_override_as_in_torch(DataLoader):
+    class Named(DataLoader.loader_class):
+        def __init__(self, *args, name, **options):
+            super().__init__(*args, **options)
+            self.name = name
 
-            def __iter__(self):
-                for batch in super().__iter__():
-                    yield self.name, batch
+        def __iter__(self):
+            for batch in super().__iter__():
+                yield self.name, batch
 
-        loader = Named(DataLoader.twin(Numbers()), batch_size=4, name="train", **DataLoader.options)
-        DataLoader.made.append(loader)
-        return epochs(loader), len(loader), raised_by(lambda: setattr(loader, "batch_size", 1))
-
-    same(program)
+    loader = Named(DataLoader.twin(Numbers()), batch_size=4, name="train", **DataLoader.options)
+    DataLoader.made.append(loader)
+    return epochs(loader), len(loader), raised_by(lambda: setattr(loader, "batch_size", 1))
 
 
 @pytest.mark.parametrize(
@@ -255,9 +234,6 @@ def test_copies_give_the_same_batches(same, copied):
 
 
 @parity("`DataLoader[Sample]` as a type, and `list`, `enumerate`, `zip` over it")
-def test_loader_is_generic_and_iterable_as_torchs(same):
-    def program(DataLoader):
-        loader = DataLoader(Numbers(), batch_size=LENGTH)
-        return bool(DataLoader.loader_class[int]), list(enumerate(loader)), list(zip(loader, loader, strict=True))
-
-    same(program)
+def test_loader_is_generic_and_iterable_as_torchs(DataLoader):
+    loader = DataLoader(Numbers(), batch_size=LENGTH)
+    return bool(DataLoader.loader_class[int]), list(enumerate(loader)), list(zip(loader, loader, strict=True))

@@ -45,12 +45,9 @@ def test_iterable_dataset(same):
 
 
 @parity("an iterable that never ends")
-def test_infinite_iterable_dataset(same):
-    def program(DataLoader):
-        batches = iter(DataLoader(Endless(), batch_size=3))
-        return [next(batches) for _ in range(20)]
-
-    same(program)
+def test_infinite_iterable_dataset(DataLoader):
+    batches = iter(DataLoader(Endless(), batch_size=3))
+    return [next(batches) for _ in range(20)]
 
 
 class OneShot(data.IterableDataset):
@@ -97,12 +94,9 @@ def test_subset(same):
 
 
 @parity("`random_split`, with torch's parts for the same generator")
-def test_random_split(same):
-    def program(DataLoader):
-        parts = data.random_split(DataLoader.twin(Map()), [0.7, 0.3], torch.Generator().manual_seed(3))
-        return [epochs(DataLoader(part, batch_size=2, shuffle=True), 1) for part in parts]
-
-    same(program)
+def test_random_split(DataLoader):
+    parts = data.random_split(DataLoader.twin(Map()), [0.7, 0.3], torch.Generator().manual_seed(3))
+    return [epochs(DataLoader(part, batch_size=2, shuffle=True), 1) for part in parts]
 
 
 @parity("`ConcatDataset`")
@@ -177,17 +171,14 @@ class Growing(Map):
 
 @pytest.mark.parametrize("options", [{"batch_size": 4, "shuffle": True}, {"batch_size": None}], ids=str)
 @parity("a dataset that grows, and shrinks, between epochs")
-def test_dataset_that_grows(same, options):
-    def program(DataLoader):
-        dataset = Growing()
-        loader = DataLoader(dataset, **options)
-        came = [(len(loader), list(loader))]
-        for by in (6, -10):
-            dataset.grow(by)
-            came.append((len(loader), list(loader)))
-        return came
-
-    same(program)
+def test_dataset_that_grows(DataLoader, options):
+    dataset = Growing()
+    loader = DataLoader(dataset, **options)
+    came = [(len(loader), list(loader))]
+    for by in (6, -10):
+        dataset.grow(by)
+        came.append((len(loader), list(loader)))
+    return came
 
 
 @pytest.mark.parametrize(

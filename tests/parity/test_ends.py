@@ -29,18 +29,15 @@ def dataset(stream):
 
 @KINDS
 @parity("an epoch that was left early does not shorten the next, nor change its order where it is shuffled")
-def test_break_ends_the_epoch_as_in_torch(same, stream):
-    def program(DataLoader):
-        loader = DataLoader(dataset(stream), batch_size=2, shuffle=None if stream else True)
-        came = []
-        for stop in (1, 3, 100):
-            for number, batch in enumerate(loader):
-                came.append(batch)
-                if number == stop:
-                    break
-        return came
-
-    same(program)
+def test_break_ends_the_epoch_as_in_torch(DataLoader, stream):
+    loader = DataLoader(dataset(stream), batch_size=2, shuffle=None if stream else True)
+    came = []
+    for stop in (1, 3, 100):
+        for number, batch in enumerate(loader):
+            came.append(batch)
+            if number == stop:
+                break
+    return came
 
 
 @KINDS
@@ -61,16 +58,13 @@ def test_next_after_the_end_raises_stop_iteration(same, stream):
     ("stream", "order"), [(False, {}), (False, {"shuffle": True}), (True, {})], ids=["map", "map-shuffled", "stream"]
 )
 @parity("a second iterator, begun while the first lives, reads the whole, and so does the first")
-def test_two_iterators_of_one_loader_are_independent(same, stream, order):
-    def program(DataLoader):
-        loader = DataLoader(dataset(stream), batch_size=5, **order)
-        first = iter(loader)
-        begun = [next(first)]
-        second = iter(loader)
-        begun.append(next(second))
-        return begun, list(zip(first, second, strict=True)), list(loader)
-
-    same(program)
+def test_two_iterators_of_one_loader_are_independent(DataLoader, stream, order):
+    loader = DataLoader(dataset(stream), batch_size=5, **order)
+    first = iter(loader)
+    begun = [next(first)]
+    second = iter(loader)
+    begun.append(next(second))
+    return begun, list(zip(first, second, strict=True)), list(loader)
 
 
 @parity("nested loops over one loader")
@@ -100,14 +94,11 @@ def test_second_iterator_with_persistent_workers_resets_the_first(same):
 
 @KINDS
 @parity("two loaders at once, of one dataset")
-def test_two_loaders_run_at_once(same, stream):
-    def program(DataLoader):
-        shared = dataset(stream)
-        first, second = DataLoader(shared, batch_size=5), DataLoader(shared, batch_size=3)
-        pairs = list(zip(first, second, strict=False))
-        return pairs, list(second), list(first)
-
-    same(program)
+def test_two_loaders_run_at_once(DataLoader, stream):
+    shared = dataset(stream)
+    first, second = DataLoader(shared, batch_size=5), DataLoader(shared, batch_size=3)
+    pairs = list(zip(first, second, strict=False))
+    return pairs, list(second), list(first)
 
 
 class Nests(data.Dataset):
@@ -172,14 +163,11 @@ def test_async_dataset_may_iterate_a_loader(same):
 
 @KINDS
 @parity("a loader that was never iterated, or an iterator never asked, ends with its last reference")
-def test_iterator_without_any_next_call_ends_as_in_torch(same, stream):
-    def program(DataLoader):
-        loader = DataLoader(dataset(stream), batch_size=2)
-        iter(loader)
-        del loader
-        return len(list(DataLoader(dataset(stream), batch_size=2)))
-
-    same(program)
+def test_iterator_without_any_next_call_ends_as_in_torch(DataLoader, stream):
+    loader = DataLoader(dataset(stream), batch_size=2)
+    iter(loader)
+    del loader
+    return len(list(DataLoader(dataset(stream), batch_size=2)))
 
 
 PRELUDE = """

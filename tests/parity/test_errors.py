@@ -247,26 +247,20 @@ def test_getitem_error_costs_its_batch(same):
 
 
 @parity("an error without batches, in the last batch of all, and anew in every epoch, also of `persistent_workers`")
-def test_error_costs_its_sample_in_every_epoch(same):
-    def program(DataLoader):
-        loader = DataLoader(Map(bad), batch_size=4, persistent_workers=bool(DataLoader.options["num_workers"]))
-        return [
-            drained(iter(DataLoader(Map(bad), batch_size=None))),
-            drained(iter(DataLoader(Map(bad), sampler=[1, 2, BAD], batch_size=2))),
-            *(drained(iter(loader)) for _ in range(2)),
-        ]
-
-    same(program)
+def test_error_costs_its_sample_in_every_epoch(DataLoader):
+    loader = DataLoader(Map(bad), batch_size=4, persistent_workers=bool(DataLoader.options["num_workers"]))
+    return [
+        drained(iter(DataLoader(Map(bad), batch_size=None))),
+        drained(iter(DataLoader(Map(bad), sampler=[1, 2, BAD], batch_size=2))),
+        *(drained(iter(loader)) for _ in range(2)),
+    ]
 
 
 @parity("with `in_order=False` an error costs its batch and no other")
-def test_error_with_in_order_false_costs_its_batch(same):
-    def program(DataLoader):
-        came = drained(iter(DataLoader(Map(bad), batch_size=2, in_order=False)))
-        errors = [one for one in came if isinstance(one, Raised)]
-        return errors, sorted(batch.tolist() for batch in came if not isinstance(batch, Raised))
-
-    same(program)
+def test_error_with_in_order_false_costs_its_batch(DataLoader):
+    came = drained(iter(DataLoader(Map(bad), batch_size=2, in_order=False)))
+    errors = [one for one in came if isinstance(one, Raised)]
+    return errors, sorted(batch.tolist() for batch in came if not isinstance(batch, Raised))
 
 
 class Many(Map):

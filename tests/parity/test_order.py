@@ -34,25 +34,19 @@ def test_seeded_shuffle_gives_torchs_order(same):
 
 
 @parity("`generator`: torch's order for the same seed; it and the global one are left as torch leaves them")
-def test_loaders_generator_gives_torchs_order(same):
-    def program(DataLoader):
-        generator = torch.Generator().manual_seed(3)
-        loader = DataLoader(Numbers(), shuffle=True, generator=generator, batch_size=4)
-        came = [list(loader), torch.rand(1), list(loader)]
-        return came, generator.get_state()
-
-    same(program)
+def test_loaders_generator_gives_torchs_order(DataLoader):
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(Numbers(), shuffle=True, generator=generator, batch_size=4)
+    came = [list(loader), torch.rand(1), list(loader)]
+    return came, generator.get_state()
 
 
 @parity("a `generator` of the sampler's own, beside the loader's")
-def test_samplers_generator_gives_torchs_order(same):
-    def program(DataLoader):
-        generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
-        sampler = data.RandomSampler(range(LENGTH), generator=generators[0])
-        loader = DataLoader(Numbers(), sampler=sampler, generator=generators[1], batch_size=4)
-        return epochs(loader), [generator.get_state() for generator in generators]
-
-    same(program)
+def test_samplers_generator_gives_torchs_order(DataLoader):
+    generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+    sampler = data.RandomSampler(range(LENGTH), generator=generators[0])
+    loader = DataLoader(Numbers(), sampler=sampler, generator=generators[1], batch_size=4)
+    return epochs(loader), [generator.get_state() for generator in generators]
 
 
 class Eager(data.Sampler):

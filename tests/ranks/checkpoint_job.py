@@ -14,18 +14,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import headrace as hr
+from tests.datasets import Numbers
 
 LENGTH = 103
 BATCHES = 4  # given out before the first save; two more before the second
 NONE_OR_NESTED = {"none": None, "nested": {"list": [1, {"two": 2.5}], "tensor": torch.arange(3)}}
-
-
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return LENGTH
-
-    async def aget(self, index):
-        return index
 
 
 class Unsplit(hr.AsyncIterableDataset):
@@ -77,12 +70,12 @@ def lines():
 
 
 LOADERS = {
-    "ElasticSampler": lambda: hr.DataLoader(Numbers(), 3, sampler=hr.ElasticSampler(LENGTH, seed=1)),
-    "shuffled by seed": lambda: hr.DataLoader(Numbers(), 3, shuffle=True, seed=0),
-    "sequential": lambda: hr.DataLoader(Numbers(), 3),
-    "sampler with a state": lambda: hr.DataLoader(Numbers(), 3, sampler=Stateful()),
+    "ElasticSampler": lambda: hr.DataLoader(Numbers(LENGTH), 3, sampler=hr.ElasticSampler(LENGTH, seed=1)),
+    "shuffled by seed": lambda: hr.DataLoader(Numbers(LENGTH), 3, shuffle=True, seed=0),
+    "sequential": lambda: hr.DataLoader(Numbers(LENGTH), 3),
+    "sampler with a state": lambda: hr.DataLoader(Numbers(LENGTH), 3, sampler=Stateful()),
     "DistributedSampler": lambda: hr.DataLoader(
-        Numbers(), 3, sampler=torch.utils.data.DistributedSampler(Numbers(), seed=2)
+        Numbers(LENGTH), 3, sampler=torch.utils.data.DistributedSampler(Numbers(LENGTH), seed=2)
     ),
     "lines by samples": lambda: hr.DataLoader(lines().split(remainder="keep").map(int), 3),
     "lines by shards": lambda: hr.DataLoader(lines().map(int), 3),

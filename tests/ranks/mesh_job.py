@@ -14,15 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import headrace as hr
+from tests import datasets
 
 LENGTH = 24
 mesh = None
 
 
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return LENGTH
-
+class Numbers(datasets.Numbers):
     async def aget(self, index):
         return [index, *said()]
 
@@ -93,9 +91,9 @@ def lines():
 BLOCKS = {"block_size": 3, "blocks_at_once": 2, "seed": 1}
 PLACES = {"thread": {"placement": "thread"}, "process": {"placement": "process", "num_workers": 1}}
 ASYNC = {
-    "ElasticSampler": (Numbers(), {"sampler": hr.ElasticSampler(LENGTH)}),
-    "BlockShuffleSampler": (Numbers(), {"sampler": hr.BlockShuffleSampler(LENGTH, **BLOCKS)}),
-    "sampler that asks at each index": (Numbers(), {"sampler": Lazy()}),
+    "ElasticSampler": (Numbers(LENGTH), {"sampler": hr.ElasticSampler(LENGTH)}),
+    "BlockShuffleSampler": (Numbers(LENGTH), {"sampler": hr.BlockShuffleSampler(LENGTH, **BLOCKS)}),
+    "sampler that asks at each index": (Numbers(LENGTH), {"sampler": Lazy()}),
     "stream that asks": (AsksItself(), {}),
     "shards": (lines(), {}),
     "split": (Whole().split(), {}),
@@ -173,10 +171,7 @@ class AsksTorch(torch.utils.data.Dataset):
         return [dist.is_initialized(), said_by_torch(), *said(), int(os.environ["RANK"])]
 
 
-class AsksTorchAsync(hr.AsyncDataset):
-    def __len__(self):
-        return 1
-
+class AsksTorchAsync(datasets.Numbers):
     async def aget(self, index):
         return AsksTorch()[index]
 
@@ -186,8 +181,8 @@ def seen_by_datasets():
     options = {"collate_fn": list, "seed": 5, "data_parallel": mesh["dp"]}
     both = {**options, "transform": lambda sample: [sample, AsksTorch()[0]]}
     return {
-        "thread": list(hr.DataLoader(AsksTorchAsync(), **both)),
-        "process": list(hr.DataLoader(AsksTorchAsync(), num_workers=1, **both)),
+        "thread": list(hr.DataLoader(AsksTorchAsync(1), **both)),
+        "process": list(hr.DataLoader(AsksTorchAsync(1), num_workers=1, **both)),
         "torch, inline": list(hr.DataLoader(AsksTorch(), **options)),
         "torch, fork": list(hr.DataLoader(AsksTorch(), num_workers=1, multiprocessing_context="fork", **options)),
     }

@@ -13,19 +13,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 import headrace as hr
+from tests.datasets import Numbers
 
 EPOCHS = 2
 PLACES = list(itertools.product(("thread", "process"), (0, 2)))
-
-
-class Numbers(hr.AsyncDataset):
-    """64 numbers, which two ranks share evenly in blocks of four."""
-
-    def __len__(self):
-        return 64
-
-    async def aget(self, index):
-        return index
 
 
 class Unsplit(hr.AsyncIterableDataset):
@@ -47,11 +38,8 @@ class AsksItself(hr.AsyncIterableDataset):
             yield number
 
 
-class Infos(hr.AsyncDataset):
+class Infos(Numbers):
     """The result of `get_rank_info` in `aget`."""
-
-    def __len__(self):
-        return 1
 
     async def aget(self, index):
         return said()
@@ -93,9 +81,10 @@ def scenarios(folder):
     for (name, dataset), (placement, workers) in itertools.product(datasets(folder).items(), PLACES):
         yield f"{name}, {placement}, {workers} workers", dataset, {"placement": placement, "num_workers": workers}
     for placement, workers in PLACES:
-        sampler = hr.BlockShuffleSampler(Numbers(), block_size=4, blocks_at_once=4, seed=5)
+        numbers = Numbers(64)  # which two ranks share evenly in blocks of four
+        sampler = hr.BlockShuffleSampler(numbers, block_size=4, blocks_at_once=4, seed=5)
         options = {"sampler": sampler, "placement": placement, "num_workers": workers}
-        yield f"blocks, {placement}, {workers} workers", Numbers(), options
+        yield f"blocks, {placement}, {workers} workers", numbers, options
 
 
 def epochs_of(loader):
@@ -119,7 +108,7 @@ def main():
         place = {"placement": placement, "num_workers": workers}
         in_worker_init.clear()
         options = {"transform": said_in_transform, "collate_fn": said_in_collate, "worker_init_fn": init_worker}
-        with hr.DataLoader(Infos(), 1, **options, **place) as loader:
+        with hr.DataLoader(Infos(1), 1, **options, **place) as loader:
             read[f"infos, {placement}, {workers} workers"] = list(loader)
     print(json.dumps(read))
     sys.stdout.flush()

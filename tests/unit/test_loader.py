@@ -281,7 +281,7 @@ def test_garbage_collector_of_a_worker_ignores_objects_from_before_its_start():
             assert collects.item()
 
 
-class WhereAndWhen(hr.AsyncDataset):
+class WhereAndWhen(Numbers):
     """Returns the process that fetches, and the epoch it was given."""
 
     epoch = None
@@ -289,15 +289,12 @@ class WhereAndWhen(hr.AsyncDataset):
     def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __len__(self):
-        return 2
-
     async def aget(self, index):
         return os.getpid(), self.epoch
 
 
 def test_set_epoch_on_a_dataset_starts_no_other_process():
-    with hr.DataLoader(WhereAndWhen(), placement="process", collate_fn=tuple) as loader:
+    with hr.DataLoader(WhereAndWhen(2), placement="process", collate_fn=tuple) as loader:
         fetched = []
         for epoch in (0, 5, 6):
             loader.set_epoch(epoch)

@@ -1,6 +1,5 @@
 """Randomized functions: the numbers of a sample follow from its position alone, wherever however it is read."""
 
-import asyncio
 import functools
 import pickle
 
@@ -12,9 +11,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 import headrace as hr
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
+from tests.datasets import SlowDataset
 from tests.unit.streams.reading import Count
 
 LENGTH = 24
+Map = functools.partial(SlowDataset, LENGTH, 0)
 stream = functools.partial(Count, LENGTH)
 PLACES = [
     {},
@@ -51,15 +52,6 @@ class Compose:
         for function in self.functions:
             sample = function(sample)
         return sample
-
-
-class Map(hr.AsyncDataset):
-    def __len__(self):
-        return LENGTH
-
-    async def aget(self, index):
-        await asyncio.sleep(0)
-        return index
 
 
 class TorchMap(Dataset):
@@ -120,12 +112,12 @@ def test_draws_from_torchs_generator_without_a_loader():
 
 
 def test_a_call_while_samples_are_fetched_is_an_error_that_says_where_to_put_it():
-    class Fetching(Map):
+    class Fetching(SlowDataset):
         async def aget(self, index):
             return noisy(index)
 
     with pytest.raises(RuntimeError, match=r"transform=, or to \.map\(\)"):
-        drawn(Fetching(), transform=None)
+        drawn(Fetching(LENGTH, 0), transform=None)
 
 
 def test_a_lambda_and_a_local_function_reach_workers():

@@ -8,6 +8,7 @@ import torch.distributed
 
 import headrace as hr
 from headrace._core.ranks import rankinfo
+from tests.datasets import Numbers
 
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK",
@@ -93,13 +94,10 @@ def test_process_group_comes_before_environment(monkeypatch):
         torch.distributed.destroy_process_group()
 
 
-class Said(hr.AsyncDataset):
+class Said(Numbers):
     """What `get_rank_info` answers in `aget`."""
 
     splits_by_rank = True
-
-    def __len__(self):
-        return 1
 
     async def aget(self, index):
         info = hr.get_rank_info()
@@ -108,7 +106,7 @@ class Said(hr.AsyncDataset):
 
 @pytest.mark.parametrize(("placement", "num_workers"), [("thread", 0), ("process", 1)])
 def test_rank_that_changes_between_epochs_reaches_the_engine(monkeypatch, placement, num_workers):
-    with hr.DataLoader(Said(), placement=placement, num_workers=num_workers, collate_fn=_first) as loader:
+    with hr.DataLoader(Said(1), placement=placement, num_workers=num_workers, collate_fn=_first) as loader:
         assert next(iter(loader))[:2] == (0, 1)
         set_all(monkeypatch, "RANK=1 WORLD_SIZE=2")
         rank, world_size, in_environment, pid = next(iter(loader))

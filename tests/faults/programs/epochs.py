@@ -7,11 +7,9 @@ back, as in a trainer.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
-import tarfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ import torch
 
 import headrace as hr
 from tests.datasets import Numbers, TorchStream
+from tests.unit.shards.tars import members
 
 SHARDS = (9, 1, 14, 5, 0, 11, 7, 13)  # samples of each
 N = sum(SHARDS)
@@ -36,11 +35,8 @@ def write_shards(folder: Path) -> None:
         values = range(first, first + count)
         first += count
         (folder / f"{number}.txt").write_text("".join(f"{value}\n" for value in values))
-        with tarfile.open(folder / f"{number}.tar", "w") as tar:
-            for value in values:
-                info = tarfile.TarInfo(f"{value:04}.txt")
-                info.size = 700
-                tar.addfile(info, io.BytesIO(f"{value:<700}".encode()))
+        tar = members(*((f"{value:04}.txt", f"{value:<700}".encode()) for value in values))
+        (folder / f"{number}.tar").write_bytes(tar)
     pyarrow.parquet.write_table(pyarrow.table({"x": range(N)}), folder / "rows.parquet", row_group_size=7)
 
 

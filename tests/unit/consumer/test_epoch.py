@@ -453,17 +453,16 @@ def test_memory_of_taken_batches_is_used_again_in_an_epoch_shorter_than_the_look
     assert list(tmp_path.iterdir()), "one fetch at a time, since no plan shows that batches were taken"
 
 
-class ManyNumbers(hr.AsyncDataset):
-    def __len__(self):
-        return 1_000_000
-
+class ManyNumbers(Numbers):
     async def agets(self, indices):
         return indices
 
 
 def test_plans_larger_than_the_buffer_of_a_socket_arrive_from_any_loop(consumer_loop):
+    dataset = ManyNumbers(10**6)
+
     async def sizes():
-        async with hr.DataLoader(ManyNumbers(), 50_000, shuffle=True, collate_fn=len, placement="process") as loader:
+        async with hr.DataLoader(dataset, 50_000, shuffle=True, collate_fn=len, placement="process") as loader:
             return [size async for size in loader]
 
     assert consumer_loop(sizes) == [50_000] * 20

@@ -7,21 +7,19 @@ import anyio
 import pytest
 
 import headrace as hr
+from tests.datasets import Numbers
 
 CONCURRENCY = 8
 BATCH = 4
 
 
-class SlowFirst(hr.AsyncDataset):
+class SlowFirst(Numbers):
     """The first sample of each batch arrives when it is released, the others at once."""
 
     def __init__(self, length):
         self.length = length
         self.changed = threading.Condition()
         self.pending = {}
-
-    def __len__(self):
-        return self.length
 
     async def aget(self, index):
         if index % BATCH == 0:

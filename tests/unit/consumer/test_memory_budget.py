@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import headrace as hr
+from tests.datasets import SlowDataset
 
 LENGTH, SIZE = 60, 1 << 18
 PLACES = [
@@ -20,15 +21,11 @@ PLACES = [
 ]
 
 
-class Small(hr.AsyncDataset):
-    """Small samples; they become large by a transform."""
+class Small(SlowDataset):
+    """Samples whose fetch suspends once; they become large by a transform."""
 
-    def __len__(self):
-        return LENGTH
-
-    async def aget(self, index):
-        await asyncio.sleep(0)  # suspends once, as a fetch does
-        return index
+    def __init__(self):
+        super().__init__(LENGTH, latency=0)
 
 
 class Large(Small):

@@ -10,6 +10,7 @@ import torch
 
 import headrace as hr
 from headrace._core.eventloop.waiting import wait_readable
+from tests.datasets import Numbers
 
 LENGTH, BATCH, CONCURRENCY = 64, 4, 8
 asked, in_flight, changed = [], [], threading.Condition()  # indices, and numbers of fetches at once
@@ -21,11 +22,8 @@ def none_asked():
     in_flight[:] = [0]
 
 
-class OfTheUser(hr.AsyncDataset):
+class OfTheUser(Numbers):
     scale = 1
-
-    def __len__(self):
-        return LENGTH
 
     async def aget(self, index):
         with changed:
@@ -105,7 +103,7 @@ def test_batches_and_states_are_the_same_as_without_it(files, options):
 
 
 def test_a_loader_that_is_iterated_once_fetches_one_epoch(files):
-    with loader_of(Counted()) as loader:
+    with loader_of(Counted(LENGTH)) as loader:
         list(loader)
         assert not expects_next(loader)
         assert sorted(asked) == list(range(LENGTH))
@@ -115,7 +113,7 @@ def test_a_loader_that_is_iterated_once_fetches_one_epoch(files):
 
 
 def test_both_epochs_together_keep_to_look_ahead_and_concurrency_and_errors_are_of_their_epoch():
-    with loader_of(Counted()) as loader:
+    with loader_of(Counted(LENGTH)) as loader:
         for _ in range(2):
             list(loader)
         assert expects_next(loader)
@@ -129,7 +127,7 @@ def test_both_epochs_together_keep_to_look_ahead_and_concurrency_and_errors_are_
 
 
 def test_datasets_of_the_user_are_not_read_ahead():
-    with loader_of(OfTheUser()) as loader:
+    with loader_of(OfTheUser(LENGTH)) as loader:
         list(loader), list(loader)
         assert len(asked) == 2 * LENGTH
 
@@ -158,7 +156,7 @@ def test_it_is_dropped_where_the_next_epoch_is_another_one(change):
     batches = []
     for reads_next in True, False:
         asked.clear()
-        with loader_of(Counted(), on_error="skip") as loader:
+        with loader_of(Counted(LENGTH), on_error="skip") as loader:
             loader._control._next.reads = reads_next
             states = [loader.state_dict() for _ in loader]
             list(loader)
@@ -179,7 +177,7 @@ def test_an_engine_that_ends_between_epochs_is_started_again(files):
 
 
 def test_dropping_the_loader_ends_it():
-    loader = loader_of(Counted())
+    loader = loader_of(Counted(LENGTH))
     list(loader), list(loader)
     session = loader._control._next.epoch.session
     del loader

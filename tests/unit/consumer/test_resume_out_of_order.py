@@ -9,18 +9,17 @@ import pytest
 from torch.utils.data import BatchSampler, Sampler
 
 import headrace as hr
+from tests.datasets import Numbers
 
 N = 24
 
 
-class Held(hr.AsyncDataset):
+class Held(Numbers):
     """Numbers, of which those in `held` never arrive."""
 
     def __init__(self, held):
+        super().__init__(N)
         self.held = held
-
-    def __len__(self):
-        return N
 
     async def aget(self, index):
         if index in self.held:

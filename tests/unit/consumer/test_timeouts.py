@@ -7,17 +7,15 @@ import pytest
 import torch
 
 import headrace as hr
+from tests.datasets import Numbers
 
 
-class Held(hr.AsyncDataset):
+class Held(Numbers):
     """Some samples come only when the test allows it."""
 
     def __init__(self, *held, length=12):
+        super().__init__(length)
         self.held = held
-        self.length = length
-
-    def __len__(self):
-        return self.length
 
     async def aget(self, index):
         if index in self.held:

@@ -9,7 +9,6 @@ import fractions
 import gzip
 import io
 import json
-import tarfile
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ import zarr
 import headrace as hr
 from tests.fixtures.litdata import make as litdata
 from tests.fixtures.mds import make as mds
+from tests.unit.shards import tars
 from tests.unit.shards.resuming import in_memory
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -95,16 +95,12 @@ def _documents(*shards: str) -> Format:
 def _tar() -> Format:
     files, samples = {}, []
     for number, count in enumerate((7, 1, 9)):
-        stream = io.BytesIO()
-        with tarfile.open(fileobj=stream, mode="w") as archive:
-            for sample in range(count):
-                fields = {"txt": b"%d" % (sample * 7919), "bin": bytes(range(sample, sample + 9 * number))}
-                for field, data in fields.items():
-                    info = tarfile.TarInfo(f"{number}-{sample}.{field}")
-                    info.size = len(data)
-                    archive.addfile(info, io.BytesIO(data))
-                samples.append({"__key__": f"{number}-{sample}", **fields})
-        files[f"{number}.tar"] = stream.getvalue()
+        members: list[tuple[str, bytes]] = []
+        for sample in range(count):
+            fields = {"txt": b"%d" % (sample * 7919), "bin": bytes(range(sample, sample + 9 * number))}
+            members += [(f"{number}-{sample}.{field}", data) for field, data in fields.items()]
+            samples.append({"__key__": f"{number}-{sample}", **fields})
+        files[f"{number}.tar"] = tars.members(*members)
     return Format(files, hr.TarDataset.index, samples)
 
 

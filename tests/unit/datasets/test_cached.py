@@ -1,8 +1,6 @@
 """`dataset.cache(folder)`: the same samples as without it, fetched once."""
 
-import io
 import pickle
-import tarfile
 
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ from obstore.store import MemoryStore, from_url
 
 import headrace as hr
 from object_server import ObjectServer
+from tests.unit.shards import tars
 
 COUNT = 10
 
@@ -18,15 +17,9 @@ COUNT = 10
 @pytest.fixture
 def server():
     tokens = np.arange(100, dtype=np.uint16).tobytes()
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for number in range(COUNT):
-            for field in "ab":
-                info = tarfile.TarInfo(f"{number}.{field}")
-                info.size = 100 * number
-                archive.addfile(info, io.BytesIO(field.encode() * 100 * number))
+    tar = tars.shard(range(COUNT), a=lambda number: b"a" * 100 * number, b=lambda number: b"b" * 100 * number)
     objects = {f"train/{number}": bytes([number]) * number for number in range(COUNT)}
-    with ObjectServer({**objects, "tokens/0.bin": tokens, "tars/0.tar": stream.getvalue()}) as server:
+    with ObjectServer({**objects, "tokens/0.bin": tokens, "tars/0.tar": tar}) as server:
         yield server
 
 

@@ -148,29 +148,26 @@ def test_compressed_chunks_are_those_that_are_not():
     assert torch.equal(torch.stack([*dataset]), torch.stack([*hr.LitDataset(in_memory(raw), seq_len=20)]))
 
 
-def test_unpacked_shard_is_loaded_once_for_all_that_wait_and_kept_while_it_is_in_use():
-    async def run():
-        cache, loads, go = UnpackedShards(150), [], asyncio.Event()
+async def test_unpacked_shard_is_loaded_once_for_all_that_wait_and_kept_while_it_is_in_use():
+    cache, loads, go = UnpackedShards(150), [], asyncio.Event()
 
-        async def load(key):
-            loads.append(key)
-            await go.wait()
-            return np.full(100, key, np.uint8)
+    async def load(key):
+        loads.append(key)
+        await go.wait()
+        return np.full(100, key, np.uint8)
 
-        waiting = [asyncio.create_task(cache.get(key, lambda key=key: load(key))) for key in (1, 1, 2, 1)]
-        await asyncio.sleep(0)
-        waiting[0].cancel()
-        waiting[2].cancel()  # the only one that waits for 2
-        go.set()
-        first, cancelled, other, third = await asyncio.gather(*waiting, return_exceptions=True)
-        assert isinstance(first, asyncio.CancelledError), isinstance(other, asyncio.CancelledError)
-        assert bytes(cancelled) == bytes(third) == b"\1" * 100
-        await cache.get(3, lambda: load(3))
-        await cache.get(1, lambda: load(1))  # over the limit, but in use
-        assert loads == [1, 2, 3]
-        del first, cancelled, other, third, waiting
-        await cache.get(3, lambda: load(3))
-        await cache.get(1, lambda: load(1))
-        assert loads == [1, 2, 3, 3, 1]
-
-    asyncio.run(run())
+    waiting = [asyncio.create_task(cache.get(key, lambda key=key: load(key))) for key in (1, 1, 2, 1)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    waiting[2].cancel()  # the only one that waits for 2
+    go.set()
+    first, cancelled, other, third = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(first, asyncio.CancelledError), isinstance(other, asyncio.CancelledError)
+    assert bytes(cancelled) == bytes(third) == b"\1" * 100
+    await cache.get(3, lambda: load(3))
+    await cache.get(1, lambda: load(1))  # over the limit, but in use
+    assert loads == [1, 2, 3]
+    del first, cancelled, other, third, waiting
+    await cache.get(3, lambda: load(3))
+    await cache.get(1, lambda: load(1))
+    assert loads == [1, 2, 3, 3, 1]

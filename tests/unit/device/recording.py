@@ -10,23 +10,17 @@ from contextlib import contextmanager
 
 import torch
 
-import headrace as hr
 from headrace import loader as loading
 from headrace._core.consumer import control
 from headrace._core.device import copy
 from headrace._core.device.pinning import Registry
 from headrace.errors import CudaGraphError
+from tests.datasets import Numbers
 
 ELEMENTS = 20_000  # 160 KB a sample: batches go in slabs
 
 
-class Rows(hr.AsyncDataset):
-    def __init__(self, length=24):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
+class Rows(Numbers):
     async def aget(self, index):
         return torch.full((ELEMENTS,), index)
 

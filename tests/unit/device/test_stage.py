@@ -43,7 +43,7 @@ def channels_last(rows):
 
 def test_batches_in_slabs_are_copied_in_place_with_their_layout_until_the_slabs_are_unmapped(streams):
     registered = set()
-    loader = hr.DataLoader(Rows(), batch_size=2, num_workers=1, collate_fn=channels_last, device="there")
+    loader = hr.DataLoader(Rows(24), batch_size=2, num_workers=1, collate_fn=channels_last, device="there")
     for number, batch in enumerate(loader):
         registered |= streams.registered.keys()
         assert values(streams, batch) == [2 * number, 2 * number + 1]
@@ -60,7 +60,7 @@ def test_unregistered_slabs_are_staged_after_one_warning(monkeypatch):
     streams.register = lambda address, size: streams.pinned(streams.locked + 1)
     use(monkeypatch, streams)
     with (
-        hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader,
+        hr.DataLoader(Rows(24), batch_size=2, num_workers=1, device="there") as loader,
         pytest.warns(UserWarning, match="copied once more") as caught,
     ):
         got = [values(streams, batch) for batch in loader]
@@ -71,7 +71,7 @@ def test_unregistered_slabs_are_staged_after_one_warning(monkeypatch):
 
 def test_async_loops_get_the_same_batches(streams, consumer_loop):
     async def train():
-        async with hr.DataLoader(Rows(), batch_size=2, num_workers=1, device="there") as loader:
+        async with hr.DataLoader(Rows(24), batch_size=2, num_workers=1, device="there") as loader:
             return [values(streams, batch) async for batch in loader]
 
     assert consumer_loop(train) == [[number, number + 1] for number in range(0, 24, 2)]
@@ -111,7 +111,7 @@ def test_no_batch_is_taken_or_lost_during_graph_capture(streams):
 
 
 def test_failed_device_is_an_error_with_the_batchs_number_and_the_loader_closes(streams):
-    with hr.DataLoader(Rows(), batch_size=2, device="there", num_workers=1, device_prefetch=0) as loader:
+    with hr.DataLoader(Rows(24), batch_size=2, device="there", num_workers=1, device_prefetch=0) as loader:
         batches = iter(loader)
         next(batches)
         streams.sides[-1].dead = True
@@ -149,7 +149,7 @@ def test_another_thread_may_close_the_loader_while_a_copy_starts(streams):
 
 def test_error_of_a_copy_is_raised_at_its_batchs_turn_with_its_number(streams):
     streams.broken_at = 3
-    with hr.DataLoader(Rows(), batch_size=2, device="there") as loader:
+    with hr.DataLoader(Rows(24), batch_size=2, device="there") as loader:
         batches = iter(loader)
         assert [values(streams, next(batches)) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
         with pytest.raises(RuntimeError, match="out of memory") as caught:
@@ -164,13 +164,13 @@ class RowStream(hr.AsyncIterableDataset):
             yield torch.full((ELEMENTS,), index)
 
 
-@pytest.mark.parametrize(("make", "options"), [(Rows, WAYS[0]), (RowStream, WAYS[2])], ids=str)
-def test_state_is_that_of_the_batch_returned_and_not_of_those_copied_ahead(streams, make, options):
+@pytest.mark.parametrize(("data", "options"), [(Rows(24), WAYS[0]), (RowStream(), WAYS[2])], ids=["map", "stream"])
+def test_state_is_that_of_the_batch_returned_and_not_of_those_copied_ahead(streams, data, options):
     """It is the state of a loader without a device, also after a copy that failed."""
     streams.broken_at = 3
     with (
-        hr.DataLoader(make(), batch_size=2, seed=0, device="there", **options) as loader,
-        hr.DataLoader(make(), batch_size=2, seed=0) as reference,
+        hr.DataLoader(data, batch_size=2, seed=0, device="there", **options) as loader,
+        hr.DataLoader(data, batch_size=2, seed=0) as reference,
     ):
         batches = iter(loader)
         for number, _ in enumerate(reference):

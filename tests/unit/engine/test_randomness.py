@@ -8,15 +8,13 @@ import pytest
 import torch
 
 import headrace as hr
+from tests.datasets import Numbers
 
 # Where the transform runs: in two workers of the sidecar, or of this process.
 WORKERS = [{"num_workers": 2}, {"num_workers": 2, "placement": "thread"}]
 
 
-class Images(hr.AsyncDataset):
-    def __len__(self):
-        return 24
-
+class Images(Numbers):
     async def aget(self, index):
         await asyncio.sleep(0.001 * (index % 5))  # latency: fetches finish out of order
         return np.full((8, 8, 3), index, dtype=np.uint8)
@@ -30,7 +28,7 @@ def draw_from_the_process(image):
 
 def batches(dataset=None, **options):
     options = {"batch_size": 4, "shuffle": dataset is None, "transform": draw_from_the_process, **options}
-    with hr.DataLoader(Images() if dataset is None else dataset, **options) as loader:
+    with hr.DataLoader(Images(24) if dataset is None else dataset, **options) as loader:
         return [batch.tolist() for _ in range(2) for batch in loader]
 
 
@@ -49,7 +47,7 @@ def test_training_draws_the_same_numbers_whether_a_loader_transforms_or_not(opti
         return [(random.random(), np.random.random(), torch.rand(()).item()) for _ in loader]
 
     alone = training(range(6))
-    with hr.DataLoader(Images(), batch_size=4, seed=5, transform=draw_from_the_process, **options) as loader:
+    with hr.DataLoader(Images(24), batch_size=4, seed=5, transform=draw_from_the_process, **options) as loader:
         assert training(loader) == alone
 
 
@@ -76,7 +74,7 @@ def test_an_interrupted_transform_is_run_again_for_the_same_batch():
             raise KeyboardInterrupt
         return drawn
 
-    with hr.DataLoader(Images(), batch_size=4, seed=5, transform=transform) as loader:
+    with hr.DataLoader(Images(24), batch_size=4, seed=5, transform=transform) as loader:
         running, drawn = iter(loader), []
         drawn.append(next(running).tolist())
         with pytest.raises(KeyboardInterrupt):

@@ -12,6 +12,7 @@ import requests
 import headrace as hr
 from headrace._core.eventloop import watchdog
 from headrace._core.eventloop.loop_thread import EVENT_LOOP_VARIABLE
+from tests.datasets import Numbers
 
 BLOCK = 0.3  # seconds: the blocking under test
 KINDS = ("sleep", "request", "compute")
@@ -156,17 +157,14 @@ def test_blocking_calls_are_reported_with_place_and_remedy(
 def test_a_place_is_reported_once_and_its_seconds_are_counted(records):
     ended = threading.Event()
 
-    class Sleeping(hr.AsyncDataset):
-        def __len__(self):
-            return 300
-
+    class Sleeping(Numbers):
         async def aget(self, index):
             if not ended.is_set():
                 sleep_in_the_loop()
             return index
 
     counted = None
-    with hr.DataLoader(Sleeping(), batch_size=1, concurrency=1) as loader:
+    with hr.DataLoader(Sleeping(300), batch_size=1, concurrency=1) as loader:
         for _ in loader:
             watch = watch_of(loader)
             if records.messages and counted is None:
@@ -180,10 +178,7 @@ def test_a_place_is_reported_once_and_its_seconds_are_counted(records):
 def test_a_call_that_does_not_end_is_reported_while_it_blocks(records):
     released = threading.Event()
 
-    class Waiting(hr.AsyncDataset):
-        def __len__(self):
-            return 1
-
+    class Waiting(Numbers):
         async def aget(self, index):
             released.wait()
             return index
@@ -193,7 +188,7 @@ def test_a_call_that_does_not_end_is_reported_while_it_blocks(records):
         return True
 
     records.addFilter(release)
-    with hr.DataLoader(Waiting(), batch_size=1) as loader:
+    with hr.DataLoader(Waiting(1), batch_size=1) as loader:
         assert len(list(loader)) == 1
     (message,) = records.messages
     assert " so far, " in message
@@ -201,26 +196,20 @@ def test_a_call_that_does_not_end_is_reported_while_it_blocks(records):
 
 
 def test_short_calls_that_block_together_are_reported(records):
-    class Reading(hr.AsyncDataset):
-        def __len__(self):
-            return 1000
-
+    class Reading(Numbers):
         async def aget(self, index):
             if not records.messages:
                 time.sleep(0.02)  # noqa: ASYNC251  # the blocking under test
             return index
 
-    with hr.DataLoader(Reading(), batch_size=50, concurrency=50) as loader:
+    with hr.DataLoader(Reading(1000), batch_size=50, concurrency=50) as loader:
         for _ in loader:
             if records.messages:
                 break
     assert ".aget blocked" in records.messages[0]
 
 
-class Healthy(hr.AsyncDataset):
-    def __len__(self):
-        return 600
-
+class Healthy(Numbers):
     async def aget(self, index):
         return sum(number * number for number in range(200))
 
@@ -232,7 +221,7 @@ def test_consumer_that_holds_the_gil_is_no_cause_of_a_warning(records, engine_lo
             number * number
 
     holders = [threading.Thread(target=hold) for _ in range(3)]
-    with hr.DataLoader(Healthy(), batch_size=100, concurrency=64, placement="thread") as loader:
+    with hr.DataLoader(Healthy(600), batch_size=100, concurrency=64, placement="thread") as loader:
         for thread in holders:
             thread.start()
         for _ in loader:

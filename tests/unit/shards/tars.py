@@ -8,25 +8,19 @@ import tarfile
 def shard(samples, **fields):
     """The bytes of a tar with these keys; each field is a function of the key, and by default there is one."""
     fields = fields or {"txt": lambda key: f"text of {key}".encode()}
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as tar:
-        for key in samples:
-            for field, make in fields.items():
-                data = make(key)
-                info = tarfile.TarInfo(f"{key}.{field}")
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-    return stream.getvalue()
+    return members(*((f"{key}.{field}", make(key)) for key in samples for field, make in fields.items()))
 
 
-def members(*files):
-    """The bytes of a tar with these ``(name, content)``."""
+def members(*files, format=tarfile.DEFAULT_FORMAT, **extra):
+    """The bytes of a tar with these ``(name, content)``; bytes are those of a file, a `TarInfo` is put in as it is."""
     stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as tar:
-        for name, data in files:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
+    with tarfile.open(fileobj=stream, mode="w", format=format, **extra) as tar:
+        for name, content in files:
+            info = tarfile.TarInfo() if isinstance(content, bytes) else content
+            info.name = name
+            if info is not content:
+                info.size = len(content)
+            tar.addfile(info, None if info is content else io.BytesIO(content))
     return stream.getvalue()
 
 

@@ -43,33 +43,26 @@ def test_stream_continues_at_every_position(make, options, prefetch):
     resumes_at_every_position(lambda: hr.ParquetDataset(list(objects), store=store, shuffle=True, **ahead, **options))
 
 
-def test_blocks_of_rows_are_left_out_whole():
+async def test_blocks_of_rows_are_left_out_whole():
     store = in_memory({"0.parquet": written(0, 5000, 5000)})
-
-    async def run():
-        dataset = hr.ParquetDataset(["0.parquet"], columns=["id"], store=store)
-        for position in (1, 1023, 1024, 1025, 3000, 4999, 5000):
-            state = await state_after(dataset, position)
-            rows = await outcomes(await restored(dataset, json.dumps(state)))
-            assert [row["id"] for row in rows] == list(range(position, 5000))
-
-    asyncio.run(run())
+    dataset = hr.ParquetDataset(["0.parquet"], columns=["id"], store=store)
+    for position in (1, 1023, 1024, 1025, 3000, 4999, 5000):
+        state = await state_after(dataset, position)
+        rows = await outcomes(await restored(dataset, json.dumps(state)))
+        assert [row["id"] for row in rows] == list(range(position, 5000))
 
 
-def test_restore_reads_the_current_row_group_again_and_those_ahead_of_it():
+async def test_restore_reads_the_current_row_group_again_and_those_ahead_of_it():
     with ObjectServer(OBJECTS) as server:
         store = hr.Store(server.url, options=server.store_options)
         dataset = hr.ParquetDataset(list(OBJECTS), store=store, prefetch_row_groups=1)
 
-        async def run():
-            found, dumps = await states(dataset)
-            before = server.requests()["GET"]
-            iterator = await restored(dataset, dumps[12])
-            assert await outcomes(iterator, 2) == found[12:14]
-            await asyncio.to_thread(wait_until, lambda: server.requests()["GET"] - before >= 2)
-            return before
-
-        before = asyncio.run(run())
+        found, dumps = await states(dataset)
+        before = server.requests()["GET"]
+        iterator = await restored(dataset, dumps[12])
+        assert await outcomes(iterator, 2) == found[12:14]
+        await asyncio.to_thread(wait_until, lambda: server.requests()["GET"] - before >= 2)
+        await iterator.aclose()
         assert server.requests()["GET"] - before == 2
 
 

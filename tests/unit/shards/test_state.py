@@ -2,7 +2,6 @@
 
 import asyncio
 import gzip
-import io
 import json
 import random
 import tarfile
@@ -21,16 +20,9 @@ CHUNK = 700  # bytes; members straddle chunks
 
 def tar_bytes(number, samples, *, size=150, format=tarfile.USTAR_FORMAT, name="{number}/{sample:03}"):
     """A tar with two fields in each sample, of lengths that differ."""
-    stream, draw = io.BytesIO(), random.Random(number)
-    with tarfile.open(fileobj=stream, mode="w", format=format) as tar:
-        for sample in range(samples):
-            key = name.format(number=number, sample=sample)
-            for field in ("txt", "cls"):
-                data = draw.randbytes(draw.randrange(size))
-                info = tarfile.TarInfo(f"{key}.{field}")
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-    return stream.getvalue()
+    draw, keys = random.Random(number), [name.format(number=number, sample=sample) for sample in range(samples)]
+    names = [f"{key}.{field}" for key in keys for field in ("txt", "cls")]
+    return tars.members(*((name, draw.randbytes(draw.randrange(size))) for name in names), format=format)
 
 
 def many_gzip_streams(data):
@@ -155,7 +147,7 @@ def test_fields_of_the_first_sample_are_required_after_a_restore():
 # Requests
 
 
-def test_restore_reads_at_most_a_chunk_again():
+async def test_restore_reads_at_most_a_chunk_again():
     objects = {f"{n}.tar": tar_bytes(n, 40) for n in range(4)}
     with ObjectServer(objects) as server:
         options = {"store": hr.Store(server.url, options=server.store_options), "chunk_bytes": 4096}
@@ -163,30 +155,23 @@ def test_restore_reads_at_most_a_chunk_again():
         def make():
             return hr.TarDataset(list(objects), shards_in_parallel=2, requests_per_shard=1, **options)
 
-        async def run():
-            found, dumps = await states(make())
-            whole = sum(map(len, objects.values())) // 4096
-            before = server.requests()["GET"]
-            await outcomes(await restored(make(), dumps[len(found) * 9 // 10]))
-            assert server.requests()["GET"] - before < whole // 5
-
-        asyncio.run(run())
+        found, dumps = await states(make())
+        whole = sum(map(len, objects.values())) // 4096
+        before = server.requests()["GET"]
+        await outcomes(await restored(make(), dumps[len(found) * 9 // 10]))
+        assert server.requests()["GET"] - before < whole // 5
 
 
-def test_closing_a_stream_leaves_no_request_and_keeps_its_state():
+async def test_closing_a_stream_leaves_no_request_and_keeps_its_state():
     objects = {f"{number}.tar": tar_bytes(number, 40) for number in range(6)}
-
-    async def run():
-        iterator = aiter(hr.TarDataset("*.tar", store=in_memory(objects), chunk_bytes=CHUNK, shards_in_parallel=2))
-        await outcomes(iterator, 70)  # near the end of the first two: the next ones are opened ahead
-        state = iterator.state_dict()
-        assert len(asyncio.all_tasks()) > 1
-        await iterator.aclose()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert iterator.state_dict() == state
-        assert await outcomes(iterator) == []
-
-    asyncio.run(run())
+    iterator = aiter(hr.TarDataset("*.tar", store=in_memory(objects), chunk_bytes=CHUNK, shards_in_parallel=2))
+    await outcomes(iterator, 70)  # near the end of the first two: the next ones are opened ahead
+    state = iterator.state_dict()
+    assert len(asyncio.all_tasks()) > 1
+    await iterator.aclose()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert iterator.state_dict() == state
+    assert await outcomes(iterator) == []
 
 
 # States that do not fit
@@ -201,17 +186,13 @@ def objects():
     return {f"{n}.tar": tar_bytes(n, 5) for n in range(3)}
 
 
-def test_shard_that_has_changed_is_an_error_that_names_it(objects):
-    state = asyncio.run(state_after(small(in_memory(objects)), 3))
+async def test_shard_that_has_changed_is_an_error_that_names_it(objects):
+    state = await state_after(small(in_memory(objects)), 3)
     changed = in_memory(dict(reversed(objects.items())))  # other versions, of all but the middle one
-
-    async def first_of_named():
-        iterator = aiter(small(changed))
-        iterator.load_state_dict(state)
-        return [await anext(iterator) for _ in range(9)]
-
+    iterator = aiter(small(changed))
+    iterator.load_state_dict(state)
     with pytest.raises(ObjectChangedError, match=r"0\.tar"):
-        asyncio.run(first_of_named())
+        [await anext(iterator) for _ in range(9)]
 
 
 def test_listed_shard_that_has_changed_is_an_error_before_anything_is_read(objects, tmp_path):
@@ -227,20 +208,16 @@ def test_listed_shard_that_has_changed_is_an_error_before_anything_is_read(objec
         aiter(make()).load_state_dict(state)
 
 
-def test_shard_that_has_become_shorter_without_a_version_is_an_error(objects):
+async def test_shard_that_has_become_shorter_without_a_version_is_an_error(objects):
     store = in_memory(objects, if_match=False)
-    state = asyncio.run(state_after(small(store), 9))
+    state = await state_after(small(store), 9)
     for one in state["stream"]["open"]:
         one["given"] += 20
         one["drop"] += 20
-
-    async def run():
-        iterator = aiter(small(store))
-        iterator.load_state_dict(state)
-        return await anext(iterator)
-
+    iterator = aiter(small(store))
+    iterator.load_state_dict(state)
     with pytest.raises(StateError, match=r"\.tar has changed since the state was saved: it ends after \d+ samples"):
-        asyncio.run(run())
+        await anext(iterator)
 
 
 def test_each_different_option_is_named_with_old_and_new(objects):
@@ -257,16 +234,12 @@ def test_each_different_option_is_named_with_old_and_new(objects):
 # Epochs
 
 
-def test_state_continues_in_the_order_of_its_epoch(objects):
+async def test_state_continues_in_the_order_of_its_epoch(objects):
     store = in_memory(objects)
-
-    async def run():
-        dataset = small(store, shuffle=True, shards_in_parallel=1)
-        dataset.set_epoch(3)
-        found, dumps = await states(dataset)
-        first, _ = await states(small(store, shuffle=True, shards_in_parallel=1))
-        assert first != found
-        again = await restored(small(store, shuffle=True, shards_in_parallel=1), dumps[4])
-        assert await outcomes(again) == found[4:]
-
-    asyncio.run(run())
+    dataset = small(store, shuffle=True, shards_in_parallel=1)
+    dataset.set_epoch(3)
+    found, dumps = await states(dataset)
+    first, _ = await states(small(store, shuffle=True, shards_in_parallel=1))
+    assert first != found
+    again = await restored(small(store, shuffle=True, shards_in_parallel=1), dumps[4])
+    assert await outcomes(again) == found[4:]

@@ -11,23 +11,13 @@ from hypothesis import strategies as st
 
 from headrace._core.shards.tar import TAR_BLOCK, TarParser
 from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
+from tests.unit.shards import tars
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
 
 def archive(members, format=tarfile.USTAR_FORMAT, **extra):
-    """The bytes of a tar with these members; a value of bytes is a file, else a `TarInfo` to be put in."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=format, **extra) as tar:
-        for name, content in members:
-            if isinstance(content, bytes):
-                info = tarfile.TarInfo(name)
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-            else:
-                content.name = name
-                tar.addfile(content)
-    return stream.getvalue()
+    return tars.members(*members, format=format, **extra)
 
 
 def parse(data, pieces=None, **options):

@@ -7,18 +7,16 @@ from torch.utils import data
 
 import headrace as hr
 from headrace._core.streams.torch_views import unwrap
+from tests.datasets import Numbers
 
 
-class Together(hr.AsyncDataset):
+class Together(Numbers):
     """Samples that arrive only when all of them are being fetched."""
 
     def __init__(self, length):
         self.length = length
         self.waiting = 0
         self.all_there = asyncio.Event()
-
-    def __len__(self):
-        return self.length
 
     async def aget(self, index):
         self.waiting += 1
@@ -28,14 +26,11 @@ class Together(hr.AsyncDataset):
         return index
 
 
-class Named(hr.AsyncDataset):
+class Named(Numbers):
     def __init__(self, name, length=4):
         self.name = name
         self.length = length
         self.epoch = None
-
-    def __len__(self):
-        return self.length
 
     async def aget(self, index):
         if index >= self.length:

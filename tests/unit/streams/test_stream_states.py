@@ -255,31 +255,28 @@ async def test_stream_is_restored_again_and_again():
 
 
 @pytest.mark.parametrize("name", [name for name in COMPOSITIONS if not re.search("without state|pipe|inside", name)])
-def test_cancelled_wait_keeps_the_position(name):  # of others, a cancelled generator has ended
-    async def run():
-        make = COMPOSITIONS[name]
-        expected = await outcomes(start_stream(make()))
-        for position in range(0, len(expected), 2):
+async def test_cancelled_wait_keeps_the_position(name):  # of others, a cancelled generator has ended
+    make = COMPOSITIONS[name]
+    expected = await outcomes(start_stream(make()))
+    for position in range(0, len(expected), 2):
+        iterator = start_stream(make())
+        before = await outcomes(iterator, position)
+        for turns in range(4):  # first while it reads on, then while a restored one reads again
+            task = asyncio.ensure_future(anext(iterator))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if task.done():
+                with contextlib.suppress(ValueError, StopAsyncIteration):
+                    task.result()
+                break
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            state = saved(iterator)
             iterator = start_stream(make())
-            before = await outcomes(iterator, position)
-            for turns in range(4):  # first while it reads on, then while a restored one reads again
-                task = asyncio.ensure_future(anext(iterator))
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                if task.done():
-                    with contextlib.suppress(ValueError, StopAsyncIteration):
-                        task.result()
-                    break
-                task.cancel()
-                await asyncio.wait([task])
-                assert task.cancelled()
-                state = saved(iterator)
-                iterator = start_stream(make())
-                iterator.load_state_dict(state)
-            else:
-                assert before + await outcomes(iterator) == expected
-
-    asyncio.run(run())
+            iterator.load_state_dict(state)
+        else:
+            assert before + await outcomes(iterator) == expected
 
 
 STEPS = {
@@ -297,11 +294,10 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_functions_in_workers_draw_the_same_random_numbers_after_a_restore(name):
+async def test_functions_in_workers_draw_the_same_random_numbers_after_a_restore(name):
     """Answers come at other times then, so the samples travel in other groups."""
     make = STEPS[name]
-
-    async def run():
+    with isolated_generators():
         with loader(delays=0):
             expected = await outcomes(in_a_loader(make()))
         for position in (*range(0, len(expected), max(1, len(expected) // 5)), len(expected)):
@@ -316,15 +312,12 @@ def test_functions_in_workers_draw_the_same_random_numbers_after_a_restore(name)
                 assert before + await outcomes(restored) == expected, position
                 await restored.aclose()
 
-    with isolated_generators():
-        asyncio.run(run())
 
-
-def test_streams_with_the_same_functions_draw_different_random_numbers():
+async def test_streams_with_the_same_functions_draw_different_random_numbers():
     def mix(streams):
         return hr.mix(streams, [1, 1], stop="all")
 
-    async def run():
+    with loader(), isolated_generators():
         for combine in (hr.concat, mix, lambda streams: Inside(*streams)):
             iterator = in_a_loader(combine([Count(20).map(jittered).filter(bool) for _ in range(2)]))
             drawn = [number for _, number in await outcomes(iterator)]
@@ -332,35 +325,29 @@ def test_streams_with_the_same_functions_draw_different_random_numbers():
         drawn = [number for _, number in await outcomes(in_a_loader(Count(10).map(jittered).filter(bool).repeat(3)))]
         assert len(set(drawn)) == 30
 
-    with loader(), isolated_generators():
-        asyncio.run(run())
-
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (1, 4), (4, 2)])
-def test_split_continues_with_another_number_of_ranks(before, after):
+async def test_split_continues_with_another_number_of_ranks(before, after):
     """Between groups the state is the same on all ranks."""
 
     def ranks(count):
         return [start_stream(rank_of(Count(48, bad=[6]).shuffle(5), rank, count)) for rank in range(count)]
 
-    async def run():
-        (whole,) = ranks(1)
-        expected = [sample for sample in await outcomes(whole) if isinstance(sample, int)]
-        for position in range(6):
-            first, second = ranks(before), ranks(after)
-            given = [await outcomes(iterator, position) for iterator in first]
-            if any(isinstance(sample, str) for sample in given[0]):
-                continue
-            states = [{**saved(iterator)} for iterator in first]
-            assert all(state == states[0] for state in states)
-            for iterator in second:
-                iterator.load_state_dict(states[0])
-            given += [await outcomes(iterator) for iterator in second]
-            samples = [sample for part in given for sample in part if isinstance(sample, int)]
-            assert len(set(samples)) == len(samples) > len(expected) - after
-            assert set(samples) <= set(expected)
-
-    asyncio.run(run())
+    (whole,) = ranks(1)
+    expected = [sample for sample in await outcomes(whole) if isinstance(sample, int)]
+    for position in range(6):
+        first, second = ranks(before), ranks(after)
+        given = [await outcomes(iterator, position) for iterator in first]
+        if any(isinstance(sample, str) for sample in given[0]):
+            continue
+        states = [{**saved(iterator)} for iterator in first]
+        assert all(state == states[0] for state in states)
+        for iterator in second:
+            iterator.load_state_dict(states[0])
+        given += [await outcomes(iterator) for iterator in second]
+        samples = [sample for part in given for sample in part if isinstance(sample, int)]
+        assert len(set(samples)) == len(samples) > len(expected) - after
+        assert set(samples) <= set(expected)
 
 
 def test_operations_read_again_only_what_they_held():
@@ -397,10 +384,9 @@ HOLDING = pytest.mark.parametrize(
 
 
 @HOLDING
-def test_samples_that_cannot_be_read_again_are_an_error(operation):
+async def test_samples_that_cannot_be_read_again_are_an_error(operation):
     """Without them, other samples would be given twice or never."""
-
-    async def run():
+    with loader():
         iterator = in_a_loader(operation(Count(20, 1)))
         await outcomes(iterator, 5)  # in the midst of what is held, or of a request
         state = saved(iterator)
@@ -416,9 +402,6 @@ def test_samples_that_cannot_be_read_again_are_an_error(operation):
                     await anext(restored)
             assert saved(restored) == state
             await restored.aclose()
-
-    with loader():
-        asyncio.run(run())
 
 
 WRONG = {
@@ -576,29 +559,23 @@ def test_state_dict_with_arguments_is_no_state():
         assert [batch.tolist() for batch in restored] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-def test_state_at_the_start_needs_no_warning(recwarn):
-    async def run():
-        second = start_stream(Plain(2))
-        state = start_stream(Plain(2)).state_dict()
-        second.load_state_dict(state)
-        warn_of_rereading(state)
-        assert await outcomes(second) == [0, 1]
-
-    asyncio.run(run())
+async def test_state_at_the_start_needs_no_warning(recwarn):
+    second = start_stream(Plain(2))
+    state = start_stream(Plain(2)).state_dict()
+    second.load_state_dict(state)
+    warn_of_rereading(state)
+    assert await outcomes(second) == [0, 1]
     assert not recwarn.list
 
 
-def test_state_is_a_copy():
-    async def run():
-        dataset = OwnState(5)
-        dataset.state_dict = lambda: dataset.__dict__
-        iterator = start_stream(dataset)
-        await anext(iterator)
-        state = iterator.state_dict()
-        await anext(iterator)
-        assert state["dataset"]["start"] == 1
-
-    asyncio.run(run())
+async def test_state_is_a_copy():
+    dataset = OwnState(5)
+    dataset.state_dict = lambda: dataset.__dict__
+    iterator = start_stream(dataset)
+    await anext(iterator)
+    state = iterator.state_dict()
+    await anext(iterator)
+    assert state["dataset"]["start"] == 1
 
 
 async def test_state_of_a_dataset_that_has_none_now_is_refused():

@@ -19,12 +19,10 @@ import headrace as hr
 from headrace._core.batches import RequestCounts, StageTimes
 from headrace.telemetry.counters import BatchRecord, Counters, LoaderStats
 from headrace.telemetry.exporters import METRICS, Export
+from tests import datasets
 
 
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return 64
-
+class Numbers(datasets.Numbers):
     async def aget(self, index):
         if not index:
             hr.report_throttled()
@@ -90,7 +88,7 @@ def test_numbers_are_those_of_the_stats_with_dead_workers_whose_batch_another_ma
             os.kill(os.getpid(), signal.SIGKILL)
         return sample
 
-    with hr.DataLoader(Numbers(), 4, transform=die_once, num_workers=1) as loader:
+    with hr.DataLoader(Numbers(64), 4, transform=die_once, num_workers=1) as loader:
         hr.telemetry.prometheus(loader, registry=registry)
         assert sum(len(batch) for batch in loader) == 64
         stats = loader.stats()
@@ -106,7 +104,7 @@ def test_numbers_are_those_of_the_stats_with_dead_workers_whose_batch_another_ma
 
 
 def test_counters_continue_over_iterations_and_gauges_are_zero_between_them(registry):
-    with hr.DataLoader(Numbers(), 4, concurrency=7) as loader:
+    with hr.DataLoader(Numbers(64), 4, concurrency=7) as loader:
         hr.telemetry.prometheus(loader, registry=registry)
         batches = iter(loader)
         next(batches)
@@ -121,7 +119,7 @@ def test_counters_continue_over_iterations_and_gauges_are_zero_between_them(regi
 
 
 def test_both_parsers_accept_two_loaders_in_one_registry_and_the_names_follow_the_conventions(registry):
-    with hr.DataLoader(Numbers(), 4) as train, hr.DataLoader(Numbers(), 8) as test:
+    with hr.DataLoader(Numbers(64), 4) as train, hr.DataLoader(Numbers(64), 8) as test:
         hr.telemetry.prometheus(train, name="train", registry=registry)
         hr.telemetry.prometheus(test, name='a "test"\\\n', registry=registry)
         batches = iter(train)
@@ -143,7 +141,7 @@ def test_both_parsers_accept_two_loaders_in_one_registry_and_the_names_follow_th
 
 
 def test_sdk_and_prometheus_see_the_same_numbers(reader, provider, registry):
-    with hr.DataLoader(Numbers(), 4) as loader:
+    with hr.DataLoader(Numbers(64), 4) as loader:
         hr.telemetry.prometheus(loader, name="train", registry=registry)
         hr.telemetry.opentelemetry(loader, name="train", meter_provider=provider)
         batches = iter(loader)
@@ -165,9 +163,9 @@ def test_sdk_and_prometheus_see_the_same_numbers(reader, provider, registry):
 
 
 def test_closed_and_dropped_loaders_leave_and_their_names_are_free(reader, provider, registry):
-    loader = hr.DataLoader(Numbers(), 4)
+    loader = hr.DataLoader(Numbers(64), 4)
     hr.telemetry.prometheus(loader, registry=registry)
-    with hr.DataLoader(Numbers(), 8) as other:
+    with hr.DataLoader(Numbers(64), 8) as other:
         hr.telemetry.opentelemetry(loader, name="train", meter_provider=provider)
         export = hr.telemetry.opentelemetry(other, name="test", meter_provider=provider)
         points = metrics_of(reader)["headrace.batches"].data.data_points
@@ -184,7 +182,7 @@ def test_closed_and_dropped_loaders_leave_and_their_names_are_free(reader, provi
 
 
 def test_loader_or_name_twice_and_names_of_the_users_are_errors(registry):
-    with hr.DataLoader(Numbers(), 4) as loader, hr.DataLoader(Numbers(), 4) as other:
+    with hr.DataLoader(Numbers(64), 4) as loader, hr.DataLoader(Numbers(64), 4) as other:
         with hr.telemetry.prometheus(loader, name="train", registry=registry):
             for each, name in ((loader, "again"), (other, "train")):
                 with pytest.raises(ValueError, match="exported already, as 'train'"):

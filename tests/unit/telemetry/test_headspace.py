@@ -4,17 +4,12 @@ import pytest
 import torch
 
 import headrace as hr
+from tests import datasets
 from tests.datasets import SlowDataset
 from tests.unit.streams.reading import Count
 
 
-class Numbers(hr.AsyncDataset):
-    def __init__(self, length=64):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
+class Numbers(datasets.Numbers):
     async def aget(self, index):
         return {"number": index, "image": torch.zeros(3)}
 
@@ -25,7 +20,7 @@ def test_same_number_of_steps_is_made_on_both_kinds_of_batches():
     def step(batch):  # takes its batch apart
         steps.append(batch.pop("number").tolist())
 
-    found = hr.headspace(hr.DataLoader(Numbers(), 4), step, 6)
+    found = hr.headspace(hr.DataLoader(Numbers(64), 4), step, 6)
     assert found.batches == 6
     assert steps[:10] == [list(range(4 * number, 4 * number + 4)) for number in range(10)]
     assert steps[10:] == [steps[number % 4] for number in (*range(4), *range(6))]
@@ -34,7 +29,7 @@ def test_same_number_of_steps_is_made_on_both_kinds_of_batches():
 
 
 def test_loader_is_left_as_it_was():
-    with hr.DataLoader(Numbers(), 4, shuffle=True) as loader:
+    with hr.DataLoader(Numbers(64), 4, shuffle=True) as loader:
         torch.manual_seed(1)
         first = [batch["number"].tolist() for batch in loader]
         torch.manual_seed(1)
@@ -66,7 +61,7 @@ def test_errors_end_the_measurement_and_the_engine():
     def step(batch):
         raise KeyError("label")
 
-    loader = hr.DataLoader(Numbers(), 4)
+    loader = hr.DataLoader(Numbers(64), 4)
     with pytest.raises(KeyError, match="label"):
         hr.headspace(loader, step)
     for wrong, batches in ((loader, 0), ([], 5)):

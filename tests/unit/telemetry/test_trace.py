@@ -11,15 +11,13 @@ import pytest
 import torch
 
 import headrace as hr
+from tests.datasets import Numbers
 from tests.trace_processor import TraceProcessor, missing
 
 LENGTH, BATCH = 64, 8
 
 
-class Photos(hr.AsyncDataset):
-    def __len__(self):
-        return LENGTH
-
+class Photos(Numbers):
     async def aget(self, index):
         await asyncio.sleep(0.002)  # the latency
         return torch.full((100,), index)
@@ -64,11 +62,11 @@ def all_loaders():
     """One of each kind, by its name in the trace."""
     options = {"batch_size": BATCH, "collate_fn": torch.utils.data.default_collate}
     return {
-        "Photos": hr.DataLoader(Photos(), transform=double, num_workers=2, concurrency=16, **options),
-        "Photos 2": hr.DataLoader(Photos(), transform=double, concurrency=16, **options),
-        "Photos 3": hr.DataLoader(Photos(), placement="process", hedge="auto", memory_budget=1 << 20, **options),
+        "Photos": hr.DataLoader(Photos(LENGTH), transform=double, num_workers=2, concurrency=16, **options),
+        "Photos 2": hr.DataLoader(Photos(LENGTH), transform=double, concurrency=16, **options),
+        "Photos 3": hr.DataLoader(Photos(LENGTH), placement="process", hedge="auto", memory_budget=1 << 20, **options),
         "Joined": hr.DataLoader(
-            Joined(), executor="thread", placement="thread", num_workers=2, transform=double, **options
+            Joined(LENGTH), executor="thread", placement="thread", num_workers=2, transform=double, **options
         ),
         "Numbers": hr.DataLoader(Numbers(), in_order=False, **options),
         "Squares": hr.DataLoader(Squares(), **options),
@@ -172,7 +170,7 @@ def test_batch_is_followed_over_all_processes_by_sql(processor):
 
 
 def test_loader_that_runs_is_traced_from_its_next_batch_until_the_end_of_the_block(tmp_path):
-    with hr.DataLoader(Photos(), BATCH, concurrency=4) as loader:
+    with hr.DataLoader(Photos(LENGTH), BATCH, concurrency=4) as loader:
         epoch = iter(loader)
         values = [next(epoch)]
         with hr.trace(tmp_path / "t.json") as path:

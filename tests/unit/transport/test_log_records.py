@@ -7,14 +7,12 @@ import threading
 import pytest
 
 import headrace as hr
+from tests import datasets
 
 log = logging.getLogger("tests.worker")
 
 
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return 4
-
+class Numbers(datasets.Numbers):
     async def aget(self, index):
         logging.getLogger("tests.loader").info("fetched %d", index)
         return index
@@ -26,7 +24,7 @@ def _levels(caplog):
 
 
 def run(transform, **options):
-    with hr.DataLoader(Numbers(), batch_size=2, num_workers=2, transform=transform, **options) as loader:
+    with hr.DataLoader(Numbers(4), batch_size=2, num_workers=2, transform=transform, **options) as loader:
         return [batch.tolist() for batch in loader]
 
 
@@ -137,8 +135,8 @@ def test_explicit_fork_context_forks_workers_of_async_datasets_from_this_process
             return os.getppid() if inherited["here"] else 0
 
     options = {"batch_size": 2, "num_workers": 2, "transform": parent, "multiprocessing_context": "fork"}
-    with hr.DataLoader(Numbers(), **options) as loader:
+    with hr.DataLoader(Numbers(4), **options) as loader:
         assert [batch.tolist() for batch in loader] == [[os.getpid()] * 2] * 2
         assert loader.stats().placement.startswith("thread: forks of this process")
     with pytest.raises(ValueError, match="placement='process' and multiprocessing_context='fork'"):
-        iter(hr.DataLoader(Numbers(), placement="process", **options))
+        iter(hr.DataLoader(Numbers(4), placement="process", **options))

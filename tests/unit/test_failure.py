@@ -9,6 +9,7 @@ import headrace as hr
 from headrace._core.failure import Failure
 from headrace._core.transport.pickling import format_error
 from headrace.errors import RemoteError
+from tests.unit.streams.reading import stream
 
 
 class NotesAreText(Exception):
@@ -104,12 +105,6 @@ def test_location_of_a_failure_is_printed_with_an_error_of_any_class(cls, as_tor
     assert printed(error) == text, "the location was added twice"
 
 
-class Numbers(hr.AsyncIterableDataset):
-    async def __aiter__(self):
-        for number in range(3):
-            yield number
-
-
 def refuse(number):
     raise DropsNotes(number)
 
@@ -117,7 +112,7 @@ def refuse(number):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_name_of_a_predicate_is_printed_with_an_error_of_any_class(num_workers):
     with (
-        hr.DataLoader(Numbers().filter(refuse), num_workers=num_workers) as loader,
+        hr.DataLoader(stream(0, 1, 2).filter(refuse), num_workers=num_workers) as loader,
         pytest.raises(DropsNotes) as caught_error,
     ):
         next(iter(loader))

@@ -9,6 +9,7 @@ import torch.distributed
 import headrace as hr
 from headrace._core.ranks import rankinfo
 from tests.datasets import Numbers
+from tests.unit.streams.reading import stream
 
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK",
@@ -74,14 +75,9 @@ def test_unknown_rank_is_an_error_that_says_what_to_set(monkeypatch, variables, 
 
 def test_loader_of_unknown_rank_raises_at_iter_and_not_before(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    loader = hr.DataLoader(hr.from_async_iterable(_numbers).split())
+    loader = hr.DataLoader(stream(*range(8)).split())
     with pytest.raises(hr.errors.UnknownRankError):
         iter(loader)
-
-
-async def _numbers():
-    for number in range(8):
-        yield number
 
 
 def test_process_group_comes_before_environment(monkeypatch):

@@ -6,9 +6,10 @@ import json
 import pytest
 
 import headrace as hr
-from headrace import DataLoader, StateError, from_async_iterable, get_rank_info, merge_states
+from headrace import DataLoader, StateError, get_rank_info, merge_states
 from tests.unit.shards.resuming import in_memory
 from tests.unit.shards.test_state import tar_bytes
+from tests.unit.streams.reading import stream
 
 N = 48
 
@@ -47,11 +48,6 @@ class Uncopyable(Remembering):
         raise TypeError("it holds a connection")
 
 
-async def in_turn():
-    for number in range(N):
-        yield number
-
-
 TARS = {f"{shard}.tar": tar_bytes(shard, N // 6) for shard in range(6)}
 STORE = in_memory(TARS)
 
@@ -72,7 +68,7 @@ STREAMS = {
     "own, with a state, mapped": lambda: Remembering().map(lambda n: n),
     "mapped and filtered": lambda: Own().map(lambda n: n + 1).filter(lambda n: n > 0).map(lambda n: n - 1),
     "shuffled": lambda: Own().shuffle(5, seed=1),
-    "split in the middle": lambda: from_async_iterable(in_turn).split(remainder="keep").shuffle(4),
+    "split in the middle": lambda: stream(*range(N)).split(remainder="keep").shuffle(4),
     "shards": lambda: tars(),
     "shuffled shards": lambda: tars(shuffle=True, buffer_size=3, seed=1),
     "shards, split by samples": lambda: tars().split(remainder="keep"),
@@ -177,7 +173,7 @@ def test_samples_keep_their_order_and_positions(run):
 def test_streams_split_by_samples_need_no_merging(run):
     numbers, state = [], None
     for world_size, batches in ((3, 2), (2, 2), (4, None)):
-        given, states = run(lambda: from_async_iterable(in_turn).split(), world_size, batches, state=state)
+        given, states = run(lambda: stream(*range(N)).split(), world_size, batches, state=state)
         numbers += itertools.chain(*given)
         state = states[-1]
     assert sorted(numbers) == list(range(N))
@@ -186,7 +182,7 @@ def test_streams_split_by_samples_need_no_merging(run):
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")
 def test_samples_that_cannot_be_divided_equally_are_dropped_as_by_the_stream(run):
     def make():
-        return from_async_iterable(in_turn).split(remainder="drop").shuffle(4)
+        return stream(*range(N)).split(remainder="drop").shuffle(4)
 
     _, states = run(make, 2, 1, batch_size=4)
     rest, _ = run(make, 3, batch_size=4, state=merge_states(states))
@@ -213,7 +209,7 @@ def test_states_of_ranks_without_a_batch_since_a_restore(run, make):
 
 # Streams that were given the rank and the number of ranks, in a process that is rank 0 of 1.
 GIVEN = {
-    "split, filtered": lambda **of: from_async_iterable(in_turn).split(**of, remainder="keep").filter(lambda n: n >= 0),
+    "split, filtered": lambda **of: stream(*range(N)).split(**of, remainder="keep").filter(lambda n: n >= 0),
     "shards": lambda **of: tars(**of),
 }
 

@@ -15,6 +15,7 @@ import headrace as hr
 from headrace._core.consumer import control
 from headrace.options import Automatic
 from tests.datasets import Numbers
+from tests.unit.streams import reading
 
 
 class Search:
@@ -59,12 +60,6 @@ def worker(sample):
     return int(os.environ.get("WORKER", "-1"))
 
 
-class Stream(hr.AsyncIterableDataset):
-    async def __aiter__(self):
-        for number in range(400):
-            yield number
-
-
 def loader(dataset=None, **arguments):
     arguments = {"num_workers": "auto", "transform": noisy, "seed": 3, **arguments}
     return hr.DataLoader(Numbers(400) if dataset is None else dataset, 4, **arguments)
@@ -87,7 +82,8 @@ def test_batches_are_those_of_a_fixed_number(numbers, script, placement):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_samples_of_a_stream_are_those_of_a_fixed_number(numbers, script):
     def stream():
-        return Stream().filter(lambda number: number % 3).map(lambda number: (number, int(torch.randint(9, ()))))
+        kept = reading.stream(*range(400)).filter(lambda number: number % 3)
+        return kept.map(lambda number: (number, int(torch.randint(9, ()))))
 
     def stepped():
         return stream().shuffle(10, seed=1).map(lambda sample: sample[0]).filter(bool)

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, Sampler
 
 import headrace as hr
 from tests.datasets import Numbers
+from tests.unit.streams.reading import stream
 
 N = 24
 
@@ -97,12 +98,8 @@ def all_but(held):
 
 
 def of_a_stream(held, batch_size, in_order):
-    async def numbers():
-        for number in range(N):
-            yield number
-
     options = {"transform": all_but(held), "num_workers": 3, "prefetch_factor": 2, "in_order": in_order}
-    return hr.DataLoader(hr.from_async_iterable(numbers), batch_size, **options)
+    return hr.DataLoader(stream(*range(N)), batch_size, **options)
 
 
 KINDS = [in_sequence, by_permutation, by_elastic_sampler, by_sampler, by_batch_sampler]

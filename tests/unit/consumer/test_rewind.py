@@ -12,6 +12,7 @@ from torch.utils.data import DistributedSampler, RandomSampler
 
 import headrace as hr
 from tests.datasets import Numbers
+from tests.unit.streams import reading
 
 
 def noisy(sample):
@@ -110,11 +111,7 @@ def test_torchs_distributed_sampler():
 
 
 def test_stream_is_read_from_its_beginning():
-    async def numbers():
-        for number in range(100):
-            yield number
-
-    stream = hr.from_async_iterable(numbers).shuffle(20)
+    stream = reading.stream(*range(100)).shuffle(20)
     with hr.DataLoader(stream, batch_size=4, seed=1, transform=noisy) as loader:
         epochs = [list(loader), list(loader)]
         assert torch.equal(loader.batch_at(1, 9), epochs[1][9])
@@ -270,8 +267,5 @@ def test_steps_of_single_samples_and_of_another_batch_size_are_left_out():
 
 
 def test_streams_are_filtered():
-    async def numbers():
-        yield 1
-
     with pytest.raises(ValueError, match="filter"):
-        hr.DataLoader(hr.from_async_iterable(numbers), batch_size=1).exclude(steps={0: [0]})
+        hr.DataLoader(reading.stream(1), batch_size=1).exclude(steps={0: [0]})

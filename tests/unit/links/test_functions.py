@@ -14,6 +14,7 @@ import torch
 
 import headrace as hr
 from tests.datasets import Numbers
+from tests.unit.streams.reading import stream
 
 PLACEMENTS = [
     {"num_workers": 2, "placement": "process"},
@@ -70,17 +71,11 @@ def two_epochs(loader, change):
 AS_IT_WAS, CHANGED = [10, 11, 12, 13], [20, 21, 22, 23]
 
 
-class Stream(hr.AsyncIterableDataset):
-    async def __aiter__(self):
-        for index in range(4):
-            yield index
-
-
 # Where a function may be: the arguments of the loader.
 PLACES = {
     "transform": lambda add: {"dataset": Numbers(4), "transform": add},
     "map within a concatenation": lambda add: {"dataset": hr.concat([Numbers(4).map(add)])},
-    "before batching": lambda add: {"dataset": Stream().map(add).filter(bool)},
+    "before batching": lambda add: {"dataset": stream(*range(4)).map(add).filter(bool)},
     "closure of collate_fn": lambda add: {
         "dataset": Numbers(4),
         "collate_fn": lambda all: torch.tensor([*map(add, all)]),

@@ -6,15 +6,11 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 import headrace as hr
 from headrace._core.streams.kinds import propagate_epoch
-
-
-async def numbers():
-    for number in range(40):
-        yield number
+from tests.unit.streams import reading
 
 
 def shuffled():
-    return hr.from_async_iterable(numbers).shuffle(20, seed=3)
+    return reading.stream(*range(40)).shuffle(20, seed=3)
 
 
 class Packed(hr.AsyncIterableDataset):
@@ -211,7 +207,7 @@ def short(count):
 
 
 def mixed(part):
-    long = hr.from_async_iterable(numbers).map(lambda number: 1000 + number)
+    long = reading.stream(*range(40)).map(lambda number: 1000 + number)
     return hr.mix([part, long], [1, 1], stop="all")
 
 

@@ -4,19 +4,15 @@ import pytest
 
 import headrace as hr
 from headrace.errors import StateError
-
-
-async def numbers():
-    for number in range(60):
-        yield number
+from tests.unit.streams import reading
 
 
 def buffer(folder, **seed):
-    return hr.from_async_iterable(numbers).shuffle(20, **seed)
+    return reading.stream(*range(60)).shuffle(20, **seed)
 
 
 def mixed(folder, **seed):
-    return hr.mix([hr.from_async_iterable(numbers), hr.from_async_iterable(numbers)], [1, 2], **seed)
+    return hr.mix([reading.stream(*range(60)), reading.stream(*range(60))], [1, 2], **seed)
 
 
 def joined(folder, **seed):

@@ -224,8 +224,8 @@ def test_plain_stream_in_several_workers_is_said_to_be_repeated():
     with hr.DataLoader(_Plain(), batch_size=2, num_workers=2) as loader:
         with pytest.warns(UserWarning, match="each of 2 workers reads all of _Plain, .* use num_workers=0") as caught:
             assert [batch.tolist() for batch in loader] == [[0, 1], [0, 1]]
-        # From Python 3.12 on, a DeprecationWarning of forking is beside it.
-        assert [each.filename for each in caught if each.category is UserWarning] == [__file__]
+        # Of forking, Python 3.12 and libraries that were imported warn too.
+        assert [each.filename for each in caught if "reads all of" in str(each.message)] == [__file__]
         assert len(list(loader)) == 2, "the second epoch does not repeat the warning"
     with hr.DataLoader(_Plain(), batch_size=2, num_workers=1) as loader:
         assert len(list(loader)) == 1

@@ -98,6 +98,7 @@ async def _open(shard: Shard) -> _ArrowFile:
             at += body
             if schema is None:
                 schema, message = pyarrow.ipc.read_schema(pyarrow.BufferReader(header)), header
+                any(schema.names)  # decodes them
             elif kind not in (_DICTIONARY, _BATCH) or count < 0 or body < 0 or at > size:
                 raise ValueError("no record batch, or outside the file")
             elif kind == _DICTIONARY:

@@ -62,7 +62,8 @@ class Footer(TableFile):
             self.metadata = pyarrow.parquet.read_metadata(pyarrow.BufferReader(_MAGIC + self._data))
             self.schema = self.metadata.schema.to_arrow_schema()
             self.rows = tuple(self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups))
-        except (pyarrow.ArrowException, OSError) as error:
+            any(self.schema.names)  # decodes them
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
             offset = self.size - len(self._data)
             raise ShardError(f"corrupt footer: {one_line(error)}", shard=self.shard.name, offset=offset) from None
         if sum(self.rows) != self.metadata.num_rows or min(self.rows, default=0) < 0:

@@ -3,7 +3,6 @@
 import array
 import colorsys
 import dataclasses
-import hashlib
 import math
 import os
 import pickle
@@ -24,6 +23,7 @@ from headrace.options import Unset
 from tests.datasets import Numbers
 
 MAIN = os.getpid()
+NAN = math.nan
 
 
 class Search(control.WorkerSearch):
@@ -45,74 +45,26 @@ def loader(dataset=None, **arguments):
     return hr.DataLoader(Numbers(10**6) if dataset is None else dataset, 4, seed=3, **arguments)
 
 
-def until_decided(batches, loader, most=10**5):
-    """The batches until workers make them, or the search has ended."""
-    taken = []
-    search = loader._control.search
-    while not search.moves and (search.next_look != math.inf) and len(taken) < most:
-        taken.append(next(batches))
-    return taken
-
-
-def noisy(sample):
-    return sample + torch.randint(1000, ()), random_name(sample)
-
-
-def random_name(sample):
-    return f"{sample}:{int(np.random.randint(100))}"
-
-
-def scaled(sample):
-    return sample * getattr(colorsys, "factor", 1)  # of a module that workers import
-
-
-def test_equal_functions_move_and_batches_stay_the_same():
-    digests, used = [], []
-    for make in (loader, lambda **arguments: hr.DataLoader(Numbers(10**6), 4, seed=3, num_workers=0, **arguments)):
-        with make(transform=noisy, shuffle=True) as made:
-            batches, digest = iter(made), hashlib.sha256()
-            first = until_decided(batches, made) if make is loader else [next(batches) for _ in range(used[0])]
-            used.append(len(first))
-            for batch in [*first, *(next(batches) for _ in range(200))]:
-                digest.update(pickle.dumps((batch[0].tolist(), batch[1])))
-            digests.append(digest.hexdigest())
-            if make is loader:
-                assert made.num_workers == 2
-                assert type(made.num_workers) is Unset
-                assert made._control.search.moves
-    assert digests[0] == digests[1]
-
-
-def batches_of(made, batches, more=20):
-    """All until the decision, and some more, as text."""
-    return [str(batch) for batch in [*until_decided(batches, made), *(next(batches) for _ in range(more))]]
+def until_decided(made, batches=None, more=0):
+    """The batches, as text, until workers make them or the search has ended, and some more."""
+    taken, search, batches = [], made._control.search, batches or iter(made)
+    while not search.moves and search.next_look != math.inf:
+        taken.append(str(next(batches)))
+    return taken + [str(next(batches)) for _ in range(more)]
 
 
 def expected_of(count, **arguments):
-    with hr.DataLoader(Numbers(10**6), 4, seed=3, num_workers=0, **arguments) as fixed:
+    with loader(num_workers=0, **arguments) as fixed:
         batches = iter(fixed)
         return [str(next(batches)) for _ in range(count)]
 
 
-def stays(made, batches, text):
-    """The functions stay in this process, with its batches; the search has ended with this sentence."""
-    got = batches_of(made, batches)
-    assert made.num_workers == 0
-    assert [said for said in made._control.search.chosen if text in said] == made._control.search.chosen[-1:]
-    assert made.report().chosen[-1].endswith('num_workers="auto", or a number, moves them to workers all the same')
-    return got
+def noisy(sample):
+    return sample + torch.randint(1000, ()), f"{sample}:{int(np.random.randint(100))}"
 
 
-def test_function_that_reads_a_variable_of_a_module_stays(monkeypatch, caplog):
-    monkeypatch.setattr(colorsys, "factor", 7, raising=False)
-    with loader(transform=scaled) as made, caplog.at_level("INFO", "headrace"):
-        got = stays(made, iter(made), "differs in a worker: int64 [4]")
-        assert made._control.search.chosen == [message for message in caplog.messages if "num_workers" in message]
-        assert not [record for record in caplog.records if record.levelname != "INFO"]
-        assert got == expected_of(len(got), transform=scaled)
-        rest = iter(made)
-        assert [str(next(rest)) for _ in range(20)] == expected_of(20, transform=scaled)
-        assert made.num_workers == 0
+def scaled(sample):
+    return sample * getattr(colorsys, "factor", 1)  # of a module that workers import
 
 
 def counted(sample):
@@ -120,97 +72,109 @@ def counted(sample):
     return colorsys.calls
 
 
-def test_function_that_counts_in_a_module_stays(monkeypatch):
-    monkeypatch.setattr(colorsys, "calls", 0, raising=False)
-    with loader(transform=counted) as made:
-        got = stays(made, iter(made), "differs in a worker: int64 [4]")
-    colorsys.calls = 0
-    assert got == expected_of(len(got), transform=counted)
-
-
-def test_function_that_counts_without_a_trace_in_its_batches_stays():
-    seen = []
-
-    def note(sample):
-        seen.append(sample)
-        return sample
-
-    with loader(transform=note) as made:
-        got = stays(made, iter(made), "the functions change when they are called")
-        assert len(seen) == 4 * len(got)
-
-
-def test_random_generators_among_functions_are_no_change():
-    generators = np.random.default_rng(0), torch.Generator()
-
-    def draw(sample):
-        return sample + int(generators[0].integers(100)) + int(torch.randint(100, (), generator=generators[1]))
-
-    with loader(transform=draw) as made:
-        got = batches_of(made, iter(made))
-        assert made.num_workers == 2
-        assert got == expected_of(len(got), transform=draw)
-
-
 def fails_elsewhere(sample):
-    if os.getpid() != MAIN:
-        raise ValueError(f"sample {sample}")
+    assert os.getpid() == MAIN, f"sample {sample}"
     return sample
 
 
 def dies_elsewhere(sample):
-    if os.getpid() != MAIN:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return sample
+    return sample if os.getpid() == MAIN else os.kill(os.getpid(), signal.SIGKILL)
 
 
 def cannot_be_sent(sample):
-    return threading.Lock() if os.getpid() != MAIN else sample
+    return sample if os.getpid() == MAIN else threading.Lock()
+
+
+def fails_at_start(worker):
+    raise ValueError("not here")
+
+
+GENERATORS = np.random.default_rng(0), torch.Generator()
+
+
+def draws(sample):
+    return sample + int(GENERATORS[0].integers(100)) + int(torch.randint(100, (), generator=GENERATORS[1]))
+
+
+def skips_odd(sample):
+    if sample % 2:
+        raise ValueError(sample)
+    return sample
 
 
 @pytest.mark.parametrize(
-    ("transform", "text"),
+    "arguments",
+    [{"transform": noisy, "shuffle": True}, {"transform": draws}, {"transform": skips_odd, "on_error": "skip"}],
+    ids=["seeded", "generators of their own", "samples lost in both"],
+)
+def test_equal_functions_move_and_batches_stay_the_same(arguments):
+    arguments = pickle.loads(pickle.dumps(arguments))
+    with loader(**arguments) as made:
+        got = until_decided(made, more=200)
+        assert made.num_workers == 2
+        assert type(made.num_workers) is Unset
+        assert made._control.search.moves
+    assert got == expected_of(len(got), **arguments)
+
+
+def stays(made, text):
+    """The batches, where functions stay in this process; the search has ended with this sentence."""
+    got = until_decided(made, more=20)
+    assert made.num_workers == 0
+    assert [said for said in made._control.search.chosen if text in said] == made._control.search.chosen[-1:]
+    assert made.report().chosen[-1].endswith('num_workers="auto", or a number, moves them to workers all the same')
+    return got
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
     [
-        (fails_elsewhere, "ValueError: sample"),
-        (dies_elsewhere, "WorkerDiedError"),
-        (cannot_be_sent, "Error"),
+        ({"transform": scaled}, "differs in a worker: int64 [4]"),
+        ({"transform": counted}, "differs in a worker: int64 [4]"),
+        ({"transform": fails_elsewhere}, "AssertionError: sample"),
+        ({"transform": dies_elsewhere}, "WorkerDiedError"),
+        ({"transform": cannot_be_sent, "collate_fn": list}, "Error"),
+        ({"transform": scaled, "worker_init_fn": fails_at_start}, "not here"),
     ],
 )
-def test_function_that_fails_in_a_worker_only_stays(transform, text):
-    with loader(transform=transform, collate_fn=list) as made:
-        got = stays(made, iter(made), text)
-        assert got == [str(list(range(at, at + 4))) for at in range(0, 4 * len(got), 4)]
+def test_functions_that_differ_or_fail_in_a_worker_stay(monkeypatch, caplog, arguments, text):
+    monkeypatch.setattr(colorsys, "factor", 7, raising=False)
+    monkeypatch.setattr(colorsys, "calls", 0, raising=False)
+    with loader(**arguments) as made, caplog.at_level("INFO", "headrace"):
+        got = stays(made, text)
+        logged = [record for record in caplog.records if record.module == "worker_search"]
+        assert made._control.search.chosen == [record.getMessage() for record in logged]
+        assert {record.levelname for record in logged} == {"INFO"}
+        colorsys.calls = 0
+        assert got == expected_of(len(got), **arguments)
+        colorsys.calls = 0
+        assert until_decided(made, more=20) == got[:20]
+        assert made.num_workers == 0
 
 
-def test_start_of_a_worker_that_fails_is_a_difference():
-    def init(worker):
-        raise ValueError("not here")
-
-    with loader(transform=noisy, worker_init_fn=init) as made:
-        stays(made, iter(made), "not here")
-
-
-def test_functions_that_cannot_be_pickled_stay():
-    lock = threading.Lock()
+def test_functions_with_a_state_or_that_cannot_be_pickled_stay():
+    seen, lock = [], threading.Lock()
 
     def locked(sample):
         with lock:
             return sample
 
+    with loader(transform=lambda sample: seen.append(sample) or sample) as made:
+        got = stays(made, "the functions change when they are called")
+        assert len(seen) == 4 * len(got)
     with loader(transform=locked) as made:
-        batches_of(made, iter(made))
+        until_decided(made, more=20)
         assert made.num_workers == 0
         assert "transform" in made._control.search.chosen[0]
 
 
-def odd_fails(sample):
-    if sample >= 4 * 6 and sample < 4 * 200:
-        raise ValueError(f"sample {sample}")
-    return sample
-
-
 def test_batch_that_fails_in_both_is_raised_and_the_next_one_is_compared():
-    with loader(transform=odd_fails) as made:
+    def fails(sample):
+        if 4 * 6 <= sample < 4 * 200:
+            raise ValueError(f"sample {sample}")
+        return sample
+
+    with loader(transform=fails) as made:
         batches, errors = iter(made), 0
         while not made._control.search.moves:
             try:
@@ -218,17 +182,6 @@ def test_batch_that_fails_in_both_is_raised_and_the_next_one_is_compared():
             except ValueError:
                 errors += 1
         assert errors >= 194
-        assert made.num_workers == 2
-
-
-def test_batches_that_lost_samples_in_both_are_the_same():
-    def half(sample):
-        if sample % 2:
-            raise ValueError(sample)
-        return sample
-
-    with loader(transform=half, on_error="skip") as made:
-        until_decided(iter(made), made)
         assert made.num_workers == 2
 
 
@@ -242,8 +195,9 @@ def test_samples_are_those_of_the_consumer_where_its_functions_change_them():
         return sample
 
     with loader(Arrays(10**6), transform=add) as made:
-        for batch in until_decided(iter(made), made):
-            batch[:] = -1
+        batches = iter(made)
+        while not made._control.search.moves and made._control.search.next_look != math.inf:
+            next(batches)[:] = -1
         assert made.num_workers == 2
 
 
@@ -272,34 +226,28 @@ def test_functions_before_batching_stay():
                 yield number
 
     with loader(Stream().map(scaled).filter(bool), transform=noisy) as made:
-        until_decided(iter(made), made)
+        until_decided(made)
         assert made.num_workers == 0
         assert "before batching" in made._control.search.chosen[0]
     with loader(Stream(), transform=noisy) as made, loader(Stream(), transform=noisy, num_workers=0) as fixed:
-        assert [str(batch) for batch in list(made) + list(made)] == [str(batch) for batch in list(fixed) + list(fixed)]
+        assert str(list(made) + list(made)) == str(list(fixed) + list(fixed))
 
 
 def test_numbers_of_other_loaders_are_compared_first():
-    def where(sample):
-        return int(os.getpid() == MAIN)
-
     with loader(transform=noisy) as found:
         batches = iter(found)
-        until_decided(batches, found)
+        until_decided(found, batches)
         state = found.state_dict()
-    with loader(transform=where) as restored:
+    with loader(transform=lambda sample: int(os.getpid() == MAIN)) as restored:
         restored.load_state_dict(state)
-        batches = iter(restored)
-        assert all(batch.all() for batch in until_decided(batches, restored))
+        assert set(until_decided(restored, more=20)) == {str(torch.ones(4, dtype=torch.int64))}
         assert restored.num_workers == 0
-        assert all(next(batches).all() for _ in range(20))
-    copy = pickle.loads(pickle.dumps(found))
-    batches = iter(copy)
-    assert copy.num_workers == 0
-    assert copy._control.states(copy, 0)[0].found["num_workers"] == 2
-    until_decided(batches, copy)
-    assert copy.num_workers == 2
-    copy.close()
+    with pickle.loads(pickle.dumps(found)) as copy:
+        batches = iter(copy)
+        assert copy.num_workers == 0
+        assert copy._control.states(copy, 0)[0].found["num_workers"] == 2
+        until_decided(copy, batches)
+        assert copy.num_workers == 2
 
 
 def test_dataset_stays_where_the_program_has_not_asked_for_workers():
@@ -307,106 +255,78 @@ def test_dataset_stays_where_the_program_has_not_asked_for_workers():
         async def aget(self, index):
             return os.getpid()
 
-    with loader(Here(400), transform=noisy_name) as made:
+    with loader(Here(400), transform=scaled) as made:
         while not made._control.search.moves:
             list(made)
-        last = list(made)
+        assert {pid for batch in made for pid in batch.tolist()} == {MAIN}
         assert made.num_workers == 2
         assert made.stats().placement.startswith("thread: functions moved to workers")
-        assert {pid for batch in last for pid in batch[0].tolist()} == {MAIN}
-        assert MAIN not in {pid for batch in last for pid in batch[1].tolist()}
 
 
-def noisy_name(sample):
-    return sample, 0
-
-
-@dataclasses.dataclass
-class Point:
-    x: float
-    values: object = None
-
-
-NAN = math.nan
+Point = dataclasses.make_dataclass("Point", ["x", "values"])
 
 
 @pytest.mark.parametrize(
     ("one", "other", "part"),
     [
-        (torch.tensor([NAN, 1.0]), torch.tensor([NAN, 1.0]), None),
+        (torch.tensor([NAN]), torch.tensor([NAN]), None), (torch.zeros(4, 4)[:, ::2], torch.zeros(4, 2), None),
+        (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16), None),
+        (np.array([NAN, 1]), np.array([NAN, 1]), None), (np.array(["a", None]), np.array(["a", None]), None),
+        ({"a": [1, (2, "x")]}, {"a": [1, (2, "x")]}, None), ({"x": {"a", "b", "c"}}, {"x": {"c", "b", "a"}}, None),
+        ([1, NAN, None, b"x"], [1, float("nan"), None, b"x"], None),
+        (Point(NAN, torch.ones(2)), Point(float("nan"), torch.ones(2)), None),
         (torch.tensor([0.0]), torch.tensor([-0.0]), "float32 [1]"),
         (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), "float32 [1]"),
         (torch.zeros(2, 3), torch.zeros(3, 2), "float32 [2, 3]"),
-        (torch.zeros(4, 4)[:, ::2], torch.zeros(4, 2), None),
-        (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16), None),
         (torch.zeros(2), torch.zeros(2, requires_grad=True), "float32 [2]"),
-        (np.array([NAN, 1]), np.array([NAN, 1]), None),
         (np.array([1, 2]), np.array([1, 3]), "int64 [2]"),
-        (np.array(["a", None]), np.array(["a", None]), None),
         ([np.zeros(3, np.uint8)], [np.ones(3, np.uint8)], "[0], uint8 [3]"),
-        ({"a": [1, (2, "x")]}, {"a": [1, (2, "x")]}, None),
-        ({"a": [1, (2, "x")]}, {"a": [1, (2, "y")]}, "['a'][1][1], str"),
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "dict"),
-        ([1, 2], [1], "list"),
-        ((1,), [1], "tuple"),
-        ([1], [True], "[0], int"),
-        ([1, NAN, None, b"x"], [1, float("nan"), None, b"x"], None),
-        ({"x": {"a", "b", "c"}}, {"x": {"c", "b", "a"}}, None),
-        (Point(NAN, torch.ones(2)), Point(float("nan"), torch.ones(2)), None),
+        ({"a": [1, (2, "x")]}, {"a": [1, (2, "y")]}, "['a'][1][1], str"), ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "dict"),
+        ([1, 2], [1], "list"), ((1,), [1], "tuple"), ([1], [True], "[0], int"),
         (Point(1.0, torch.ones(2)), Point(1.0, torch.zeros(2)), "Point"),
         (array.array("i", [1]), array.array("i", [2]), "array"),
     ],
-)
+)  # fmt: skip
 def test_parts_that_differ(one, other, part):
     assert difference(one, other) == part
 
 
 class Lossy:
-    def __init__(self):
-        self.note = "here"
-
     def __reduce__(self):
         return dict, ()
+
+
+HOST = HostBatch(BatchPlan(7, (), 0), [1], 1)
 
 
 @pytest.mark.parametrize(
     ("data", "text"), [(threading.Lock(), "cannot pickle"), (Lossy(), "Lossy"), ([Lossy()], "[0], Lossy")]
 )
 def test_what_cannot_be_sent_as_it_is_counts_as_different(data, text):
-    host = HostBatch(BatchPlan(7, (), 0), data, 1)
     comparison = Comparison(None)
     comparison.on_twin(Twin(7))
-    comparison.on_batch(host)
-    comparison.on_twin(Twin(7, host._replace(data=PickledPayload.dumps(1))))
+    comparison.on_batch(HOST._replace(data=data))
+    comparison.on_twin(Twin(7, HOST._replace(data=PickledPayload.dumps(1))))
     assert text in comparison.difference
 
 
-def test_either_version_may_be_there_first():
-    host = HostBatch(BatchPlan(7, (), 0), [1], 1)
-    twin = Twin(7, host._replace(data=PickledPayload.dumps([1])))
-    for steps in ([twin, host], [host, twin]):
-        comparison = Comparison(None)
-        comparison.on_twin(Twin(7))
-        comparison.on_batch(host._replace(plan=BatchPlan(6, (), 0), data=[2]))
-        for step in steps:
-            assert comparison.difference is None
-            (comparison.on_batch if step is host else comparison.on_twin)(step)
-        assert comparison.difference == ""
+@pytest.mark.parametrize("here_first", [True, False])
+def test_either_version_may_be_there_first(here_first):
+    comparison = Comparison(None)
+    comparison.on_twin(Twin(7))
+    comparison.on_batch(HOST._replace(plan=BatchPlan(6, (), 0), data=[2]))
+    twin = Twin(7, HOST._replace(data=PickledPayload.dumps([1])))
+    for here in (here_first, not here_first):
+        assert comparison.difference is None
+        comparison.on_batch(HOST) if here else comparison.on_twin(twin)
+    assert comparison.difference == ""
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"num_workers": 0},
-        {"executor": "thread"},
-        {"placement": "thread"},
-        {"placement": "process"},
-        {"engines": 2},
-        {"engines": "auto"},
-        {"dataset": np.arange(8)},
-    ],
-    ids=str,
-)
+WITHOUT = [{"num_workers": 0}, {"executor": "thread"}, {"engines": 2}, {"engines": "auto"}, {"dataset": np.arange(8)}]
+WITHOUT += [{"placement": "thread"}, {"placement": "process"}]
+
+
+@pytest.mark.parametrize("arguments", WITHOUT, ids=str)
 def test_arguments_without_a_search_by_default(arguments):
     made = hr.DataLoader(**{"dataset": Numbers(8)} | arguments)
     assert made._control.search is None

@@ -4,11 +4,15 @@ Transforms sleep, so that workers on this machine stand for those of a larger on
 Each case is read in turn with each number of the sweep, and by "auto" for a minute, whose last ten seconds count.
 The SHA-256 of the first batches has to be the same. The last four cases read objects of 4 KB from a local server that
 responds after 0, 20 and 100 ms, and from one of 20 ms that responds 503 above 2,000 requests/s.
+"auto" begins without workers, and once more with the worst number of the sweep, as after a state that has it.
+
+With `--pipelines` the cases are those of pipelines.py, without their concurrency and prefetch_factor.
 
 With `--engines`, on a machine of at least 4 cores, the same for the number of engines, of fetches that compute.
 With `--ranks 2` as many ranks read at the same time, with transforms that compute on the cores that there are. ::
 
-    python benchmarks/auto_workers.py [--rounds 5] [--seconds 60] [--only "100 ms"] [--ranks 2] [--engines]
+    python benchmarks/auto_workers.py [--rounds 5] [--seconds 60] [--only "100 ms"] [--ranks 2]
+    python benchmarks/auto_workers.py [--engines] [--pipelines --sweep 0 1 2 4 8]
 """
 
 from __future__ import annotations
@@ -22,12 +26,14 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import numpy as np
 from contents import contents
 from harness import Figure, claim, describe_machine, parse_arguments
+from pipelines import pipelines, sleeping
 from servers import Fault, ObjectServer
 
 import headrace as hr
@@ -83,16 +89,6 @@ class Stream(hr.AsyncIterableDataset):
             yield np.full(16, index % 251, np.uint8)
 
 
-def sleeping(seconds: float) -> Callable[[Any], Any]:
-    """A transform that takes so long, and no core."""
-
-    def transform(sample: Any) -> Any:
-        time.sleep(seconds)
-        return sample
-
-    return transform
-
-
 def computing(sample: Any) -> Any:
     """A transform of some 3 ms of one core."""
     for _ in range(100_000):
@@ -135,21 +131,42 @@ CASES: dict[str, tuple[Make, float]] = {
 }
 
 
-def rates(loader: hr.DataLoader[Any], step: float, seconds: float, last: float) -> tuple[float, str]:
-    """Batches a second in the `last` of some seconds, and the SHA-256 of the first batches."""
-    digest, times = hashlib.sha256(), []
-    batches: Iterator[Any] = itertools.chain.from_iterable(itertools.repeat(loader))  # one epoch after another
+def of_pipelines(stack: ExitStack) -> dict[str, tuple[Make, float]]:
+    """The pipelines of pipelines.py as cases."""
+    made = {name: make() for name, make in pipelines(stack).items()}
+    return {
+        name: (functools.partial(pipeline.make, concurrency="auto", prefetch_factor=None), pipeline.step)
+        for name, pipeline in made.items()
+    }
+
+
+class Reading(NamedTuple):
+    """What was measured of a loader."""
+
+    rate: float  # batches a second
+    digest: str  # the SHA-256 of the first batches
+    numbers: list[int]  # of workers, in their order
+
+
+def read(loader: hr.DataLoader[Any], step: float, seconds: float, last: float) -> Reading:
+    """Read epochs for some seconds, of which the `last` count for the rate: the whole epochs in them, if there are."""
+    digest, times, numbers, starts = hashlib.sha256(), [], [], []
     began = time.perf_counter()
-    for number, batch in enumerate(batches):
-        if number < COMPARED:
-            digest.update(repr(batch).encode())
-        time.sleep(step)
-        times.append(time.perf_counter() - began)
-        if times[-1] > seconds and number >= COMPARED:
-            break
-    del batches
-    counted = [at for at in times if at > times[-1] - last]
-    return (len(counted) - 1) / (counted[-1] - counted[0]), digest.hexdigest()
+    while not times or times[-1] < seconds or len(times) < COMPARED:
+        starts.append(len(times))
+        for batch in loader:
+            if len(times) < COMPARED:
+                digest.update(repr(batch).encode())
+            time.sleep(step)
+            times.append(time.perf_counter() - began)
+            numbers.append(int(loader.num_workers))
+            if times[-1] > seconds and len(times) >= COMPARED:
+                break
+    counted = [number for number, at in enumerate(times) if at > times[-1] - last]
+    epochs = [number for number in starts[1:] if number > counted[0]]
+    first, *_, end = [each - 1 for each in epochs] if len(epochs) > 1 else counted
+    changes = [number for number, _ in itertools.groupby(numbers)]
+    return Reading((end - first) / (times[end] - times[first]), digest.hexdigest(), changes)
 
 
 def of_rank(rank: int, ranks: int, workers: int | str, seconds: float, begin: Any, results: Any) -> None:
@@ -158,7 +175,7 @@ def of_rank(rank: int, ranks: int, workers: int | str, seconds: float, begin: An
     with hr.DataLoader(Numbers(), 8, transform=computing, shuffle=True, seed=0, num_workers=workers) as loader:
         next(iter(loader))  # the process is ready
         begin.wait()
-        rate, _ = rates(loader, 0.0, seconds, seconds / 2)
+        rate = read(loader, 0.0, seconds, seconds / 2).rate
         results.put((rate, loader.report().chosen))
 
 
@@ -197,8 +214,9 @@ def compare_engines(arguments: argparse.Namespace) -> None:
         for engines in (1, 2, 4, 8, "auto"):
             seconds = arguments.seconds if engines == "auto" else arguments.fixed_seconds
             with hr.DataLoader(Computed(), 8, shuffle=True, seed=0, engines=engines) as loader:
-                found[engines], digest = rates(loader, 0.0, seconds, min(5.0, seconds / 2))
-                digests.add(digest)
+                reading = read(loader, 0.0, seconds, min(5.0, seconds / 2))
+                found[engines] = reading.rate
+                digests.add(reading.digest)
                 print(*loader.report().chosen, sep="\n")
         assert len(digests) == 1, "batches differ"
         print(", ".join(f"{engines}: {rate:.1f}" for engines, rate in found.items()), "batches/s", flush=True)
@@ -214,6 +232,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--engines", action="store_true")
+    parser.add_argument("--pipelines", action="store_true")
+    parser.add_argument("--sweep", type=int, nargs="+", default=SWEEP)
     arguments = parse_arguments(parser, rounds=1, seconds=8.0, fixed_seconds=3.0, only="transform")
     print(describe_machine())
     if arguments.engines:
@@ -224,26 +244,37 @@ def main() -> None:
         return
     control.usable_cores = lambda: CORES  # type: ignore[attr-defined]
     os.environ.pop("LOCAL_WORLD_SIZE", None)
-    cases = {case: made for case, made in CASES.items() if arguments.only in case}
-    shares: dict[str, list[float]] = {case: [] for case in cases}
+    with ExitStack() as stack:
+        cases = of_pipelines(stack) if arguments.pipelines else CASES
+        compare(cases, arguments)
+
+
+def compare(cases: dict[str, tuple[Make, float]], arguments: argparse.Namespace) -> None:
+    """The rates of "auto" and of each number of a sweep, in turn."""
+    names = arguments.only.split(",")
+    chosen = [case for case in cases if (case in names if arguments.pipelines else arguments.only in case)]
+    shares: dict[str, list[float]] = {}
     for round_number in range(arguments.rounds):
-        for case, (make, step) in cases.items():
-            found: dict[Any, float] = {}
-            digests = set()
-            for workers in (*SWEEP, "auto"):
-                fixed = workers != "auto"
-                seconds = arguments.fixed_seconds if fixed else arguments.seconds
+        for case in chosen or cases:
+            make, step = cases[case]
+            found: dict[Any, Reading] = {}
+            for workers in arguments.sweep:
                 with make(num_workers=workers) as loader:
-                    found[workers], digest = rates(loader, step, seconds, min(10.0, seconds / 2))
-                    digests.add(digest)
-                    chosen = int(loader.num_workers)
-                    if not fixed:
-                        print(*loader.report().chosen, sep="\n")
-            assert len(digests) == 1, f"{case}: batches differ"
-            best = max(SWEEP, key=found.__getitem__)
-            shares[case].append(found["auto"] / found[best])
-            row = ", ".join(f"{workers}: {rate:.1f}" for workers, rate in found.items())
-            print(f"round {round_number + 1}, {case}: {row} batches/s; chosen {chosen}, best {best}", flush=True)
+                    found[workers] = read(loader, step, arguments.fixed_seconds, arguments.fixed_seconds / 2)
+            by_rate = sorted(found, key=lambda workers: found[workers].rate)
+            best = by_rate[-1]
+            row = ", ".join(f"{workers}: {reading.rate:.1f}" for workers, reading in found.items())
+            print(f"round {round_number + 1}, {case}: {row} batches/s", flush=True)
+            for start in sorted({0, by_rate[0]}):
+                with make(num_workers="auto") as loader:
+                    if start:  # as by a state in which it was found
+                        loader.num_workers = type(loader.num_workers)(start)
+                    reading = read(loader, step, arguments.seconds, arguments.seconds / 2)
+                    print(*(f"  {sentence}" for sentence in loader.report().chosen), sep="\n")
+                assert {reading.digest} == {each.digest for each in found.values()}, f"{case}: batches differ"
+                share = reading.rate / found[best].rate
+                shares.setdefault(f"{case}, from {start}", []).append(share)
+                print(f"  from {start}: {share:.2f} of the best, {best}; {reading.numbers}", flush=True)
     claim(
         'num_workers="auto" after a minute, of the best of a sweep',
         *(Figure(f"of the best, {case}", values, at_least=0.9) for case, values in shares.items()),

@@ -181,6 +181,9 @@ class Unpickled:
     def __reduce__(self) -> tuple[Any, ...]:
         return time.sleep, (0.02,)
 
+    def __repr__(self) -> str:
+        return "None"  # as the result of unpickling
+
 
 def as_objects(batch: Sequence[Any]) -> Unpickled:
     """A batch that stands for one of many small objects."""
@@ -342,10 +345,9 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
 
         def shards(**change: Any) -> hr.DataLoader[Any]:
             names = [f"{server.url}/train/{number:02}.txt" for number in range(16)]
-            dataset = hr.LinesDataset(
-                names, store=store_of(server), format="bytes", **{"shards_in_parallel": 2, **change}
-            )
-            return hr.DataLoader(dataset, 16, collate_fn=len)
+            parallel = change.pop("shards_in_parallel", 2)
+            dataset = hr.LinesDataset(names, store=store_of(server), format="bytes", shards_in_parallel=parallel)
+            return hr.DataLoader(dataset, 16, collate_fn=len, **change)
 
         def more(report: hr.types.Report) -> hr.DataLoader[Any]:
             assert report.factor is not None
@@ -385,10 +387,11 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
         slow = SlowSampler(60, 8, 0.02)
         quick = SlowSampler(60, 8, 0.0)
 
-        def loader(sampler: SlowSampler) -> hr.DataLoader[Any]:
-            return hr.DataLoader(Numbers(480, lambda index: 0.005), batch_sampler=sampler, concurrency=16)
+        def loader(sampler: SlowSampler, **change: Any) -> hr.DataLoader[Any]:
+            arguments = {"concurrency": 16, **change}
+            return hr.DataLoader(Numbers(480, lambda index: 0.005), batch_sampler=sampler, **arguments)
 
-        return Pipeline("look-ahead", lambda: loader(slow), 0.02, by_hand=lambda report: loader(quick))
+        return Pipeline("look-ahead", functools.partial(loader, slow), 0.02, by_hand=lambda report: loader(quick))
 
     def consumer() -> Pipeline:
         return Pipeline("consumer", make(lambda: Numbers(960, lambda index: 0.02)), 0.02)

@@ -65,6 +65,7 @@ class Setup(NamedTuple):
     most_concurrency: int  # fetches that the descriptors allow
     fixed_look_ahead: bool = False  # whether `prefetch_factor` was given, so that it does not follow `concurrency`
     engines: int = 1
+    least_workers: int = 0  # that `placement` and `engines` need
     by_engines: bool = True  # whether several engines can divide the dataset
     executor: str = "process"
     chosen: tuple[str, ...] = ()  # see `Report.chosen`

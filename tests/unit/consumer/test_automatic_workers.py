@@ -79,6 +79,17 @@ def test_batches_are_those_of_a_fixed_number(numbers, script, placement):
         assert automatic.num_workers == list(numbers.values())[-1]
 
 
+def test_engine_that_was_made_for_workers_has_them_until_the_next_epoch(numbers):
+    with loader(num_workers=0) as fixed:
+        expected = [str(list(fixed)) for _ in range(2)]
+    numbers.update({5: 0})
+    with loader() as automatic:
+        automatic.num_workers = Automatic(3)
+        for batches, place in zip(expected, ["process", "thread"], strict=True):
+            assert str(list(automatic)) == batches
+            assert automatic.stats().placement.startswith(place)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_samples_of_a_stream_are_those_of_a_fixed_number(numbers, script):
     def stream():

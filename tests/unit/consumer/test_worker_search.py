@@ -72,6 +72,15 @@ def test_no_worker_is_started_for_work_of_microseconds():
     assert Machine(work=9e-5).run(60) == []
 
 
+@pytest.mark.parametrize("least", [0, 1])
+def test_workers_that_were_found_end_where_there_is_no_work_for_them(least):
+    machine = Machine(workers=8, work=9e-5)
+    machine.setup = machine.setup._replace(least_workers=least)
+    assert machine.run(60) == [least]
+    assert machine.search.chosen == [f"num_workers={least}: transforms and collation take 90 µs for a batch"]
+    assert Machine(workers=8).run(60) == []
+
+
 @pytest.mark.parametrize(("cores", "most"), [(1, 1), (3, 3), (4, 4)])
 def test_workers_are_at_most_as_many_as_cores(cores, most):
     machine = Machine(cores=cores)

@@ -646,6 +646,7 @@ class LoaderControl:
             cores=self._cores(),
             most_concurrency=self.spec.engines * most_concurrency(),
             engines=self.spec.engines,
+            least_workers=self.spec.engines if self.spec.placement == "process" or self.spec.engines > 1 else 0,
             by_engines=not self.spec.kind.is_iterable or self._lanes.possible,
             executor=options["executor"],
             fixed_look_ahead=not isinstance(loader.prefetch_factor, Unset | None),

@@ -5,7 +5,8 @@ Workers are added and ended within an epoch, engines between two, since a sessio
 A search begins without workers, or one engine, or with what an earlier run found, and follows the diagnosis of the
 last batches: where that says that transforms and collation, or the event loop, are the limit, and so many make the loop
 faster by a predicted factor, they are tried. They stay if at least half of the predicted gain is measured; otherwise
-half as many more are tried. The searches are pure: records have the time.
+half as many more are tried. Workers that an earlier run found end where what they do takes less time than sending a
+batch to them. The searches are pure: records have the time.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from headrace.errors import NotPicklableError
 from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import BATCHES_AT_LEAST, Diagnosis, Setup, diagnose
 from headrace.telemetry.figures import Figures, figures_of
+from headrace.telemetry.formatting import seconds
 
 _log = logging.getLogger("headrace")
 
@@ -149,6 +151,9 @@ class WorkerSearch(Search):
         found: Diagnosis = diagnose(figures, setup._replace(cores=most))
         wanted: int = min(most, found.change.get("num_workers", 0))
         work = figures.work_seconds + figures.steps_busy * figures.period
+        if work < NEGLIGIBLE and setup.num_workers > setup.least_workers:
+            self._say(f"{self.option}={setup.least_workers}: transforms and collation take {seconds(work)} for a batch")
+            return setup.least_workers
         if wanted <= setup.num_workers or found.predicted is None or work < NEGLIGIBLE:
             if self._failed is not None:  # what is between was tried
                 self._failed, self.next_look = None, now + self._hold
@@ -205,7 +210,8 @@ class WorkerChanges:
                 search.proposed = number
                 if not self._may_move(session, records[-1]):
                     return None
-            session.send(self._placements.workers_request(number))
+            if number or not self._placements.needs_workers:  # otherwise the next epoch is without
+                session.send(self._placements.workers_request(number))
         except (NotPicklableError, OSError) as error:
             search.end(str(error))
             return None

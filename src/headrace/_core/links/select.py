@@ -139,6 +139,11 @@ class PlacementSelector:
             return False
         return self._seen is None or self._seen == snapshot(config.dataset)
 
+    @property
+    def needs_workers(self) -> bool:
+        """Whether the current engine has been made for workers, one at least."""
+        return self._config is not None and self._config.has_processes
+
     def workers_request(self, number: int, *, compares: bool = False) -> WorkersRequest:
         """The request to the current engine to have so many workers; raises `NotPicklableError`."""
         assert self._config is not None

@@ -90,6 +90,35 @@ def test_batch_whose_worker_dies_is_retried_once_and_then_reported(case: Any, pl
     assert not re.search(r"indices .*, attempt 2\..* has taken its place", stderr)
 
 
+class ReadBy(torch.utils.data.Dataset[Any]):
+    """Each index, with the worker that has read it; one that dies at the first reading of `killed`."""
+
+    def __init__(self, folder: str, killed: int) -> None:
+        self.folder, self.killed = folder, killed
+
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if index == self.killed and first_call(f"{self.folder}/{index}"):
+            DEATHS["SIGKILL"]()
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        return index, info.id
+
+
+def test_batches_sent_to_a_worker_that_dies_go_to_its_replacement(case: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+
+    def program() -> None:
+        with hr.DataLoader(ReadBy(folder, 201), num_workers=2, prefetch_factor=16, persistent_workers=True) as loader:
+            read = [(int(index), int(worker)) for index, worker in loader]
+            assert [index for index, _ in read] == list(range(300))
+            assert [(index, worker) for index, worker in read if worker != index % 2 and index != 201] == []
+
+    assert "on batch 201, indices [201], attempt 1. " in case(program)
+
+
 @PLACEMENTS
 def test_idle_workers_are_replaced_after_sigkill(case: Any, placement: str) -> None:
     def program() -> None:

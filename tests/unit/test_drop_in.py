@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -94,6 +95,13 @@ def test_function_registered_for_tensors_takes_precedence(num_workers, monkeypat
     for make in (TorchDataLoader, hr.DataLoader):
         batches = list(make(TensorDataset(torch.arange(4)), 2, num_workers=num_workers))
         assert [batch[0].tolist() for batch in batches] == [[0, -1], [-2, -3]]
+
+
+@pytest.mark.parametrize("kind", [tuple, Sequence, (list, tuple)])
+def test_function_registered_for_tuples_takes_precedence(kind, monkeypatch):
+    monkeypatch.setitem(default_collate_fn_map, kind, lambda batch, *, collate_fn_map=None: len(batch))
+    for make in (TorchDataLoader, hr.DataLoader):
+        assert list(make([(1, 2)] * 4, 2, num_workers=1)) == [2, 2]
 
 
 def test_attributes_of_a_subclass_with_the_names_of_options_are_its_own():

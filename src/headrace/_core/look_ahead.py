@@ -19,7 +19,9 @@ LEAST_AHEAD = 6
 # How many times the concurrent fetches the look-ahead may grow to hold. With latencies of a log-normal distribution of
 # spread 0.8 that keeps 0.8 to 1.0 of the fetches in flight, and 4 times 0.5 to 0.9 (benchmarks/simulation.py).
 MOST_COVERED = 8
-MOST_SMALL = 64  # batches to which the look-ahead of a stream of small ones may grow
+MOST_SMALL = 64  # batches to which the look-ahead of small ones may grow
+QUICK = 0.001  # seconds of work on a batch, below which waking processes for it is most of its cost
+MOST_OF_A_WORKER = 16  # of those, for each worker that reads a torch dataset: half of the slabs that it may have
 
 
 def most_fetches(options: LoaderOptions) -> int:
@@ -80,6 +82,10 @@ class LookAheadSize:
     def raise_to(self, least: int, most: int) -> None:
         self._least, self._most = least, most
         self.batches = max(self.batches, least)
+
+    @property
+    def extended(self) -> bool:
+        return self.batches > self._least
 
     def extend(self, batches: int) -> None:
         self.batches = min(self._most, self.batches + batches)

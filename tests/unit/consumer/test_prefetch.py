@@ -38,7 +38,7 @@ class Engine:
 
     def take(self, times=NO_TIMES):
         number, self.taken = self.taken, self.taken + 1
-        if self.ahead.on_batch(number, False, times, self.ready()):
+        if self.ahead.on_batch(number, False, times, self.ready(), times.nbytes):
             self.ahead.fill()
 
     def run_without_waiting(self, batches):
@@ -121,3 +121,24 @@ def test_look_ahead_of_a_stream_grows_while_its_batches_are_small():
     assert max(sizes(8 << 10, CALM)) == 64
     assert [*sizes(1 << 20, 6)][-1] == 6
     assert max(sizes(0, CALM)) == 6  # of unknown size
+
+
+def test_look_ahead_of_workers_grows_while_their_batches_are_small_and_quick():
+    engine = Engine(plans(), 4, most=32, in_workers=True)
+    engine.ahead.fill()
+
+    def sizes(nbytes, seconds, batches):
+        for _ in range(batches):
+            engine.stall()
+            engine.arrive()
+            engine.take(StageTimes(fetched=0.5, work_began=2.0, work_ended=2.0 + seconds, nbytes=nbytes))
+            yield engine.look_ahead.batches
+
+    assert set(sizes(1 << 18, 0.0005, CALM - 8)) == {4}  # an epoch may be short
+    assert set(sizes(1 << 18, 0.002, CALM)) == {4}  # slow
+    assert set(sizes(1 << 23, 0.0005, CALM)) == {4}  # large
+    before = len(engine.sent)
+    assert [*sizes(1 << 18, 0.0005, CALM)][-1] == 32
+    assert {len(group) for group in engine.sent[before + 4 :]} == {16}
+    assert numbers(engine.sent) == list(range(engine.ahead.planned))
+    assert [*sizes(1 << 23, 0.0005, 8)][-1] == 4

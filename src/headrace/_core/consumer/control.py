@@ -36,7 +36,15 @@ from headrace._core.links.inline import InlineLink
 from headrace._core.links.placement import snapshot
 from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import Session
-from headrace._core.look_ahead import MOST_SMALL, LookAheadSize, look_ahead, most_ahead, most_concurrency, most_fetches
+from headrace._core.look_ahead import (
+    MOST_OF_A_WORKER,
+    MOST_SMALL,
+    LookAheadSize,
+    look_ahead,
+    most_ahead,
+    most_concurrency,
+    most_fetches,
+)
 from headrace._core.messages import Begin, TraceRequest
 from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.order import EpochOrder
@@ -600,6 +608,8 @@ class LoaderControl:
             least += options["device_prefetch"]
         if given is None and spec.kind is DatasetKind.ASYNC_ITERABLE:
             return least, max(least, MOST_SMALL)
+        if given is None and spec.kind is DatasetKind.MAP and loader.in_order:
+            return least, max(least, min(MOST_SMALL, MOST_OF_A_WORKER * loader.num_workers))
         if given is not None or spec.kind is not DatasetKind.ASYNC_MAP or samples:
             return least, least
         return least, most_ahead(least, concurrency=fetches, batch_size=batch_size)

@@ -79,11 +79,13 @@ class Epoch:
         self._num_workers, self._base_seed = loader.num_workers, spec.begun.base_seed
         self._session = session
         self._failures = FailureHandler(arguments, spec, progress.repeat, counters)
+        self._in_workers = arguments.kind is DatasetKind.MAP
         self._ahead = Prefetcher(
             progress,
             session.send,
             look_ahead,
             together=arguments.kind.is_iterable or capabilities(arguments.source).ranges,
+            in_workers=self._in_workers,
             more=self._failures.replacement,
         )
         self._timeout = loader.timeout or None  # seconds to wait for a batch
@@ -263,7 +265,8 @@ class Epoch:
                 progress.on_batch(host, failures.counts, given=False)
             progress.taken += 1
             end = host.end if progress.turns is None else progress.turns.on_batch(host)
-            fill, read_next = ahead.on_batch(host.plan.number, end, times, ready), self.read_next
+            nbytes = host.data.nbytes if self._in_workers and type(host.data) is PickledPayload else times.nbytes
+            fill, read_next = ahead.on_batch(host.plan.number, end, times, ready, nbytes), self.read_next
             if fill or (read_next is not None and ahead.exhausted):
                 if delivers:  # Ctrl-C while plans are drawn and sent must not lose the batch
                     self._next = step

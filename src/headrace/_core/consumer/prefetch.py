@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 
 from headrace._core.batches import BatchPlan, StageTimes
 from headrace._core.failure import Failure, Stage
-from headrace._core.look_ahead import LookAheadSize
+from headrace._core.look_ahead import QUICK, LookAheadSize
 
 # Batches for which plans are sent one by one after a wait: first, and at most. Waking the engine costs 8 µs where it is
 # a thread and 20 to 90 µs where it is a process (benchmarks/next_latency.py), and only pays if it idles.
 PROMPT, MOST_PROMPT = 8, 1 << 10
 CALM = 64  # batches without a stall, at least, after which the look-ahead is reduced
 SMALL = 1 << 20  # bytes of the batches of a stream, up to which a stall doubles the look-ahead: each costs two wake-ups
+SMALL_IN_WORKERS = 1 << 24  # the same where workers read a torch dataset, each batch in less than `QUICK`
 
 
 class Prefetcher:
@@ -23,8 +24,8 @@ class Prefetcher:
     After a stall of the consumer each plan is sent at once for a while: twice as long at each stall.
 
     The look-ahead is extended whenever the consumer waited for samples to be fetched, and fetches had nothing to begin:
-    by the batches that they could begin; that of a stream of small batches is doubled. It is reduced after twice as
-    many batches as it has, and `CALM` at least, without a wait.
+    by the batches that they could begin; that of small batches, of a stream or of quick workers, is doubled. It is
+    reduced after twice as many batches as it has, and `CALM` at least, without a wait.
 
     Attributes:
         planned: plans drawn so far.
@@ -41,6 +42,7 @@ class Prefetcher:
         *,
         # Whether plans always go in groups of half the look-ahead, also after a stall: their requests are joined.
         together: bool = False,
+        in_workers: bool = False,  # whether workers read a torch dataset: where it is extended, plans go in groups too
         more: Callable[[], BatchPlan | None] = lambda: None,  # a plan after the sampler's last
     ) -> None:
         self._plans = plans
@@ -48,6 +50,7 @@ class Prefetcher:
         self._admit = admit
         self._ahead = ahead
         self._together = together
+        self._in_workers, self._small = in_workers, SMALL_IN_WORKERS if in_workers else SMALL
         self._prompt = self._prompt_again = PROMPT
         self._stalled: float | None = None  # when the consumer began to wait for the next batch
         self._unstalled = 0  # batches since the last stall, or since the look-ahead was last reduced
@@ -85,8 +88,8 @@ class Prefetcher:
         """The oldest plan under way."""
         return next(iter(self.under_way.values()))
 
-    def on_batch(self, number: int, end: bool, times: StageTimes, ready: int) -> bool:
-        """Count a batch that arrived; whether the look-ahead is to be filled now, by `fill`, or later.
+    def on_batch(self, number: int, end: bool, times: StageTimes, ready: int, nbytes: int) -> bool:
+        """Count a batch of `nbytes` that arrived; whether the look-ahead is to be filled now, by `fill`, or later.
 
         After the `end` of a stream nothing more is planned. `ready` other batches have arrived.
         """
@@ -96,13 +99,15 @@ class Prefetcher:
         ahead = self._ahead
         if ahead is None:
             return False
-        nbytes = 0 if times.load.limit else ahead.batches * times.nbytes  # of a stream; 0 if unknown
-        if nbytes > SMALL:
+        nbytes = 0 if times.load.limit else ahead.batches * nbytes  # of a stream, or of workers; 0 if unknown
+        if nbytes > self._small:
             ahead.reduce()
         if self._stalled is not None:
-            if times.fetched > self._stalled and not self.exhausted:
+            quick = self._in_workers and times.work_ended - times.work_began < QUICK
+            arrived = times.work_ended if quick else times.fetched
+            if arrived > self._stalled and not self.exhausted:
                 ahead.extend(math.ceil(times.load.unused / max(1, len(plan.indices))))
-                if self.planned > CALM and 0 < 2 * nbytes <= SMALL:
+                if self.planned > CALM and 0 < 2 * nbytes <= self._small:
                     ahead.extend(ahead.batches)
             self._stalled, self._unstalled = None, 0
         else:
@@ -110,7 +115,7 @@ class Prefetcher:
             if self._unstalled >= CALM and self._unstalled >= 2 * ahead.batches:
                 self._unstalled = 0
                 ahead.reduce()
-        if self._together:
+        if self._together or (self._in_workers and ahead.extended):
             return ahead.batches - len(self.under_way) >= max(1, ahead.batches // 2)
         if self._prompt:
             self._prompt -= 1

@@ -19,7 +19,8 @@ from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.engine.stepping import Chunk, Outcomes, StepsTask, settle
 from headrace._core.engine.worker_tasks import not_picklable
 from headrace._core.failure import Failure, Stage, as_exception
-from headrace._core.pool.supervisor import Job, Pool
+from headrace._core.look_ahead import QUICK
+from headrace._core.pool.supervisor import PINNED_AHEAD, PINNED_QUICK, Job, Pool
 from headrace._core.ranks.rankinfo import RankInfo, provide_rank
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -160,6 +161,8 @@ class ProcessExecutor(Pool):
             return HostBatch.failed(plan, _unpicklable_sample(caught), stage=Stage.ASSEMBLE)
         if answer.error is None:
             host = HostBatch.from_flat(answer.value, plan)
+            quick = host.times.work_ended - host.times.work_began < QUICK
+            self.pinned_ahead = PINNED_QUICK if quick else PINNED_AHEAD
         else:
             unread = answer.step == "receive"
             error = _unpicklable_sample(answer.error) if unread else answer.error

@@ -33,6 +33,7 @@ ATTEMPTS = 2  # a request whose worker died is tried once more: another process 
 # Pinned requests are sent while the worker is still busy with the one before, so that it need not wait for the next.
 # Other requests go to a free worker, so that none waits for a slow one.
 PINNED_AHEAD = 2
+PINNED_QUICK = 16  # the same, while batches are quick: those of an epoch that is left are answered in vain
 WORK_DEADLINE = 5.0  # seconds in which workers finish their current request when the pool is closed, as torch's have
 STARTS_WITHOUT_ANSWER = 3  # deaths before the first answer after which a worker is given up
 _log = logging.getLogger("headrace")
@@ -148,6 +149,7 @@ class Pool:
         self._stateful = stateful
         self._workers: dict[int, NumberedWorker] = {}
         self._leaving: set[NumberedWorker] = set()  # they end when they are idle
+        self.pinned_ahead = PINNED_AHEAD
         self.started = asyncio.Event()  # whether a worker has begun to read jobs
         self._waiting: deque[Job] = deque()
         self.broken: WorkerDiedError | None = None  # why it runs nothing any more
@@ -222,6 +224,8 @@ class Pool:
             if worker.process.ended():
                 asyncio.get_running_loop().remove_reader(worker.process.sentinel)
                 worker.exited.set()
+                if worker.channel is not None:  # so that it is known which job it has ended in
+                    worker.channel.receive_rest()
                 if not self._closing:
                     self._on_exit(worker)
 
@@ -310,7 +314,7 @@ class Pool:
         self._end_if_idle(worker)
         while worker.channel is not None and (worker not in self._leaving or not self._workers):
             # Those that wait are first: for pinned requests, they are those of a dead worker.
-            queue, most = (self._waiting, 1) if self._waiting else (worker.pinned, PINNED_AHEAD)
+            queue, most = (self._waiting, 1) if self._waiting else (worker.pinned, self.pinned_ahead)
             if not queue or len(worker.jobs) >= most:
                 return
             job = queue.popleft()
@@ -370,7 +374,7 @@ class Pool:
         died = worker.death(suspect)
         worker.close_channel()
         again = worker.pinned if self._stateful else self._waiting
-        again.extendleft(reversed(worker.jobs))  # it had not started these
+        worker.pinned.extendleft(reversed(worker.jobs))  # it had not started these, which are all pinned
         worker.jobs.clear()
         if suspect is not None and suspect.attempt >= self._attempts:
             suspect.fail(died)

@@ -342,15 +342,23 @@ class EngineChannel(_Channel):
         if self._sent_all():
             self._loop.remove_writer(self._socket)
 
-    def _on_readable(self) -> None:
+    def receive_rest(self) -> None:
+        """Receive what the other end has sent, which has ended."""
+        while not self._closed and self._on_readable():
+            pass
+
+    def _on_readable(self) -> bool:
+        """Read once; returns whether there may be more."""
+        more = False
         try:
-            self._read()
+            more = self._read()
         except BlockingIOError:
-            return
+            return False
         except Disconnected:
             self.close()
         while self._arrived:
             self._on_object(self._arrived.popleft())
+        return more
 
     def close(self) -> None:
         """Close the connection: a waiting worker sees the end, and exits. Idempotent."""

@@ -476,6 +476,10 @@ class PickledPayload:
             buffers = [memoryview(bytearray(buffer)) if buffer.nbytes else buffer for buffer in buffers]
         return cls(pickled, *buffers)
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.pickled) + sum(buffer.nbytes for buffer in self.buffers)
+
     def loads(self) -> object:
         return pickle.loads(self.pickled, buffers=self.buffers)  # any objects, to pickle
 

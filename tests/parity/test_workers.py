@@ -200,12 +200,18 @@ class Counted:
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch_factor": 1}, {"prefetch_factor": 4}], ids=str)
-@parity("`prefetch_factor` batches for each worker are planned ahead", not_for=NO_WORKERS | {WORKERS: ""})
+@parity(
+    "`prefetch_factor` batches for each worker are planned ahead; without it 2, and more in a quick loop",
+    not_for=NO_WORKERS | {WORKERS: ""},
+)
 def test_prefetch_factor_bounds_planned_batches_as_in_torch(same, options):
     draws_of(same, options)
 
 
-@parity("`prefetch_factor` batches for each worker are planned ahead", not_for=NO_WORKERS | {READING: ""})
+@parity(
+    "`prefetch_factor` batches for each worker are planned ahead; without it 2, and more in a quick loop",
+    not_for=NO_WORKERS | {READING: ""},
+)
 def test_given_prefetch_factor_bounds_planned_batches(same):
     draws_of(same, {"prefetch_factor": 4})
 

@@ -222,7 +222,7 @@ class _Packing:
 
     def _tar_index(self, path: Path, key: str) -> bytes:
         shard = Shard(self._store, key, background_loop().run(self._store.head(key)))
-        decoder = IndexDecoder(shard.name, uniform=False)
+        decoder = IndexDecoder(shard.name, fields=None, uniform=False)
         rows = [row for piece in _pieces(path) for row in decoder.feed(piece)]
         return TarIndex.of(shard, [*rows, *decoder.finish()]).dump()
 

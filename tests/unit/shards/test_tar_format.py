@@ -4,12 +4,13 @@ import contextlib
 import io
 import subprocess
 import tarfile
+from collections import deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace._core.shards.tar import TAR_BLOCK, TarParser
+from headrace._core.shards.tar import TAR_BLOCK, TarParser, TarSamples
 from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
 from tests.unit.shards import tars
 
@@ -24,8 +25,8 @@ def parse(data, pieces=None, **options):
     """All members, the archive fed in pieces of `pieces` bytes."""
     parser = TarParser("x.tar", **options)
     step = pieces or len(data) or 1
-    members = [member for at in range(0, len(data), step) for member in parser.feed(data[at : at + step])]
-    parser.finish()
+    members = [member for at in range(0, len(data), step) for member in parser.members(data[at : at + step])]
+    parser.check_end()
     return members
 
 
@@ -140,7 +141,7 @@ def test_single_zero_block_does_not_end_an_archive_and_nothing_follows_its_end()
     with pytest.raises(ShardError, match="after the end"):
         parse(data + data)
     with pytest.raises(ShardError, match="600 bytes is more than member_limit=500"):
-        list(TarParser("x.tar", member_limit=500).feed(data[: 3 * TAR_BLOCK]))
+        list(TarParser("x.tar", member_limit=500).members(data[: 3 * TAR_BLOCK]))
     with pytest.raises(TruncatedShardError):
         parse(data[: 5 * TAR_BLOCK + TAR_BLOCK])
     with pytest.raises(ShardError, match="single zero block"):
@@ -173,36 +174,39 @@ def test_noise_raises_only_shard_errors(noise, at):
         parse(data[:at] + noise + data[at + len(noise) :], 512)
 
 
-def outcome(data, pieces):
-    """The members of an archive, and the error after them."""
-    parser = TarParser("x.tar")
-    members = []
+def outcome(data, pieces, **options):
+    """The samples of an archive, and the position at its end, or the error after them."""
+    decoder = TarSamples("x.tar", **{"fields": None, "uniform": False, **options})
+    samples = deque()
     try:
         for at in range(0, len(data), pieces):
-            members.extend(parser.feed(data[at : at + pieces]))
-        parser.finish()
+            samples.extend(decoder.feed(data[at : at + pieces]))
+        position = decoder.position()
+        samples.extend(decoder.finish())
     except ShardError as error:
-        return members, type(error), str(error)
-    return members, None, None
+        return list(map(str, samples)), type(error), str(error)
+    return list(map(str, samples)), position, None
 
 
+@example(field=(0, 100), noise=b".hidden.txt\0", at=0, right=True, header=0, options={})
 @given(
     field=st.sampled_from([(0, 100), (124, 12), (148, 8), (156, 1), (257, 8), (345, 155)]),
     noise=st.one_of(st.binary(min_size=1, max_size=12), st.text("01279 /\\:.\0é-_x", min_size=1).map(str.encode)),
     at=st.integers(0, 99),
     right=st.booleans(),
+    header=st.sampled_from([0, 2 * TAR_BLOCK]),
+    options=st.sampled_from([{}, {"uniform": True}, {"fields": ["txt"]}]),
 )
-@settings(deadline=None, max_examples=200)
-def test_fast_path_equals_general_path(field, noise, at, right):
-    data = bytearray(archive([*SMALL, ("three.txt", b"3" * 90)]))
-    second = 2 * TAR_BLOCK
+@settings(deadline=None, max_examples=300)
+def test_fast_path_equals_general_path(field, noise, at, right, header, options):
+    data = bytearray(archive([*SMALL, ("two.cls", b"2"), ("d.e/three.Txt", b"3" * 90), ("d.e/four.txt", b"4")]))
     begin, length = field
     at %= length
     noise = noise[: length - at]
-    data[second + begin + at : second + begin + at + len(noise)] = noise
+    data[header + begin + at : header + begin + at + len(noise)] = noise
     if right:
-        data[second : second + TAR_BLOCK] = rechecked(data[second : second + TAR_BLOCK])
-    assert outcome(bytes(data), len(data)) == outcome(bytes(data), 100)
+        data[header : header + TAR_BLOCK] = rechecked(data[header : header + TAR_BLOCK])
+    assert outcome(bytes(data), len(data), **options) == outcome(bytes(data), 100, **options)
 
 
 # What no training data has
@@ -213,8 +217,10 @@ def test_fast_path_equals_general_path(field, noise, at, right):
 )
 @pytest.mark.parametrize("format", FORMATS)
 def test_names_that_lead_outside_are_refused(name, format):
+    data = archive([("good.txt", b""), (name, b"x")], FORMATS[format])
     with pytest.raises(UnsafeMemberError, match="leads outside") as caught:
-        parse(archive([("good.txt", b""), (name, b"x")], FORMATS[format]))
+        parse(data)
+    assert outcome(data, len(data))[1:] == (UnsafeMemberError, str(caught.value))
     assert caught.value.member is not None
     assert caught.value.member.endswith(name.removeprefix("./"))
 

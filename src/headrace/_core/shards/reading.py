@@ -409,9 +409,8 @@ class ShardReader(BlockReader):
                 if piece is None:
                     end = True
                     self._codec.finish()
-                # One by one, to keep those before an error.
-                for sample in self._decoder.finish() if piece is None else self._decoder.feed(piece):
-                    samples.append(sample)
+                # Those before an error are kept.
+                samples.extend(self._decoder.finish() if piece is None else self._decoder.feed(piece))
             except Exception as caught:
                 error, end = as_exception(caught), True
             while self._drop and samples:

@@ -13,7 +13,7 @@ import functools
 import re
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from headrace._core.shards.reading import BadRecord, Decoder
@@ -30,7 +30,6 @@ EXTENSION_LIMIT = 1 << 20  # bytes of a long name or of pax records; paths end a
 _HEADER = struct.Struct("100s 24x 12s 12x 8s c 100x 6s 82x 155s 12x")  # name, size, checksum, type, magic, prefix
 _PLAIN = struct.Struct("100s 24x 11s c 12x 8s c 188x c")  # name, size, its end, checksum, type, the prefix's first byte
 _SIZE_ENDS = (b"\0", b" ")
-_NOT_FIRST = ("", "/", ".")
 _ZEROS = bytes(TAR_BLOCK)
 _BLANKS = 8 * ord(" ")  # of the checksum field, which counts as blanks in the sum
 _FILE = frozenset((b"0", b"\0", b"7"))
@@ -41,6 +40,10 @@ _PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=]+)=")
 
 # WebDataset's rule: the key is the path up to the first dot of the file name, the field is the rest after the dot.
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
+# Of names that lead to no other place, without "..": what the fast path takes. A field ends before the header's zeros.
+_PLAIN_KEY = re.compile(rb"(?!.*\.\.)[^./\\:\0\n][^\\:\0\n]*(?<!/)")
+_PLAIN_FIELD = re.compile(rb"(?![^\0]*\.\.)([^./\\:\0][^/\\:\0]*)(?:\0|\Z)")
+_MOST_NAMES = 1024
 
 
 class Member(NamedTuple):
@@ -84,7 +87,7 @@ class TarParser:
         self._parts: list[memoryview | bytes] = []
         self._padding = 0
         self._zero_blocks = 0
-        self._last: str | None = None  # name of the last complete member
+        self._last: str | bytes | None = None  # name of the last complete member; bytes with the header's zeros
         self._long_name: bytes | None = None
         self._pax: dict[bytes, bytes] = {}
 
@@ -92,8 +95,8 @@ class TarParser:
         """Parse from the end of a member on, at `offset` in the archive; called before the first `feed`."""
         self._offset = offset
 
-    def feed(self, data: Buffer) -> Iterator[Member]:
-        """Parse the next bytes and yield the files completed by them. The iterator must be exhausted."""
+    def members(self, data: Buffer) -> Iterator[Any]:
+        """Parse the next bytes and yield the files completed by them, and what `_plain` yields; to be exhausted."""
         view = memoryview(data).cast("B")
         begin, end = self._offset, len(view)
         while (position := self._offset - begin) < end:
@@ -109,16 +112,16 @@ class TarParser:
                 return
             if self._pending is None:
                 if not (self._header or self._zero_blocks or self._long_name is not None or self._pax):
-                    yield from self._plain_members(view, begin)
+                    yield from self._plain(view, begin)
                     if (position := self._offset - begin) >= end:
                         return
                 self._take_header(view, position)
             if self._pending is not None and (member := self._take_content(view, self._offset - begin)) is not None:
                 yield member
 
-    def finish(self) -> None:
-        """Signal the end of the input; raises `TruncatedShardError` if the archive is incomplete."""
-        member = self._last
+    def check_end(self) -> None:
+        """Raise `TruncatedShardError` if the archive is incomplete."""
+        member = _text(self._last)
         if self._pending is not None:
             member = self._pending.name or member
             what = f"it ends {self._pending.size - self._missing} bytes into a content of {self._pending.size}"
@@ -130,37 +133,9 @@ class TarParser:
             return
         raise TruncatedShardError(f"truncated tar: {what}", shard=self._shard, member=member, offset=self._offset)
 
-    def _plain_members(self, view: memoryview, begin: int) -> Iterator[Member]:
-        """Fast path: yield files without extended headers that lie within `view`, up to the first other member.
-
-        Nearly all members are such; this takes half the time of the general path, which judges all others.
-        `begin` is the position of `view` in the archive.
-        """
-        wanted, limit = self._wanted, self._member_limit
-        offset, end = self._offset, begin + len(view)
-        while (data_offset := offset + TAR_BLOCK) <= end:
-            position = offset - begin
-            raw_name, raw_size, size_end, raw_checksum, kind, prefix = _PLAIN.unpack_from(view, position)
-            if kind != b"0" or prefix != b"\0" or not raw_size.isdigit() or size_end not in _SIZE_ENDS:
-                return
-            if zlib.adler32(view[position : position + TAR_BLOCK], 0) & 0xFFFF != sum_with_checksum_field(raw_checksum):
-                return
-            name = raw_name.partition(b"\0")[0].decode("utf-8", "surrogateescape")
-            if name[:1] in _NOT_FIRST or ".." in name or ":" in name or "\\" in name or name[-1] == "/":
-                return
-            try:
-                size = int(raw_size, 8)
-            except ValueError:
-                return
-            following = data_offset + size + -size % TAR_BLOCK
-            if following > end or size > limit:
-                return
-            data = None
-            if wanted is None or wanted(name):
-                data = bytes(view[position + TAR_BLOCK : position + TAR_BLOCK + size])
-            self._offset, self._last = following, name
-            yield Member(name, data, offset, data_offset, size)
-            offset = following
+    def _plain(self, view: memoryview, begin: int) -> Iterator[Any]:
+        """Take whole plain members from the next byte on; `begin` is the position of `view` in the archive."""
+        return iter(())
 
     def _take_header(self, view: memoryview, position: int) -> None:
         part = bytes(view[position : position + TAR_BLOCK - len(self._header)])
@@ -265,7 +240,7 @@ class TarParser:
 
     def _fail(self, what: str, offset: int | None = None, member: str | None = None) -> NoReturn:
         where = self._offset if offset is None else offset
-        raise ShardError(f"corrupt tar: {what}", shard=self._shard, member=member or self._last, offset=where)
+        raise ShardError(f"corrupt tar: {what}", shard=self._shard, member=member or _text(self._last), offset=where)
 
 
 def safe_name(name: str, shard: str, offset: int | None = None) -> str:
@@ -328,146 +303,167 @@ def split_name(name: str) -> tuple[str, str] | None:
     return (match[1], match[2].lower()) if match else None
 
 
-class SampleMembers(NamedTuple):
-    """The members of one sample, by field, in the order of the archive."""
+class TarSamples(TarParser, Decoder):
+    """Decoder of one archive: yields its samples as dicts; consecutive members with the same key are one.
 
-    key: str
-    members: dict[str, Member]
-    error: ShardError | None = None  # of a sample that lacks a field, or has one too many
-
-
-class SampleGrouper:
-    """Groups consecutive members with the same key; refuses missing and repeated fields and repeated keys.
-
-    Every sample must have `fields`, and may have others; without them, unless `uniform` is False, exactly the fields of
-    the archive's first.
-    """
-
-    def __init__(self, shard: str, *, fields: Collection[str] | None, uniform: bool) -> None:
-        self._shard = shard
-        self._required = None if fields is None else frozenset(fields)
-        self._exact = fields is None and uniform
-        self._key = ""
-        self._prefix = "/"  # of names with the current key; no name starts with a slash
-        self._members: dict[str, Member] = {}
-        self._seen: set[str] = set()
-        self._others = 0  # members that belong to no sample
-
-    @property
-    def learned(self) -> list[str] | None:
-        """The fields of the first sample, which all others must have; None if they are given or may differ."""
-        return sorted(self._required) if self._exact and self._required is not None else None
-
-    def restore(self, learned: Sequence[object] | None, offset: int) -> None:
-        """Group the members of an archive from the end of a sample on; repeated keys are found from there on."""
-        if self._exact and learned is not None:
-            self._required = frozenset(map(str, learned))
-        if offset:
-            self._seen.add("")  # the archive has samples
-
-    def add(self, member: Member) -> SampleMembers | None:
-        """Add the next member; returns the sample before it, if `member` starts a new one."""
-        name = member.name
-        if name.startswith(self._prefix) and "/" not in (rest := name[len(self._prefix) :]) and rest:
-            key, field = self._key, rest.lower()  # the result of `split_name`, in a third of its time
-        elif (split := split_name(name)) is not None:
-            key, field = split
-        else:
-            self._others += 1
-            return None
-        complete = None
-        if key != self._key:
-            complete = self._take()
-            if key in self._seen:
-                raise self._error(f"sample {key!r} appears again; members of one sample must be consecutive", member)
-            self._seen.add(key)
-            self._key, self._prefix = key, f"{key}."
-        elif field in self._members:
-            raise self._error(f"sample {key!r} has field {field!r} twice", member)
-        self._members[field] = member
-        return complete
-
-    def finish(self) -> SampleMembers | None:
-        """Return the last sample; None if there is none."""
-        if self._others and not self._seen:
-            what = f"none of its {self._others} files has a name with an extension, so it has no samples"
-            raise ShardError(what, shard=self._shard)
-        return self._take()
-
-    def _take(self) -> SampleMembers | None:
-        """The current sample as complete, with its error if a field is missing; None if there is none."""
-        if not self._members:
-            return None
-        sample = SampleMembers(self._key, self._members)
-        self._key, self._prefix, self._members = "", "/", {}
-        if self._required is None and self._exact:
-            self._required = frozenset(sample.members)
-        if self._required is not None and self._required != sample.members.keys():
-            missing = self._required - sample.members.keys()
-            extra = sample.members.keys() - self._required if self._exact else frozenset[str]()
-            if missing or extra:
-                return sample._replace(error=self._refusal(sample, missing, extra))
-        return sample
-
-    def _refusal(self, sample: SampleMembers, missing: Collection[str], extra: Collection[str]) -> ShardError:
-        listed = ", ".join(sorted(map(repr, missing or extra)))
-        what = f"lacks {listed}" if missing else f"has {listed}, which earlier samples lack"
-        remedy = "; if that is intended, give fields=[...] or uniform=False" if self._exact else ""
-        return self._error(f"sample {sample.key!r} {what}{remedy}", next(reversed(sample.members.values())))
-
-    def _error(self, what: str, member: Member) -> ShardError:
-        return ShardError(what, shard=self._shard, member=member.name, offset=member.offset)
-
-
-class TarSamples(Decoder):
-    """Decoder of one archive: yields its samples as dicts.
-
-    A position is after the last complete sample, with the fields that all samples must have.
+    Every sample must have `fields`, and may have others, which are not read; without them, unless `uniform` is False,
+    exactly the fields of the archive's first. A position is after the last complete sample, with the fields that all
+    samples must have.
     """
 
     def __init__(
         self, shard: str, *, fields: Collection[str] | None, uniform: bool, member_limit: int = MEMBER_LIMIT
     ) -> None:
-        self._shard = shard
-        self._fields = None if fields is None else frozenset(fields)
-        self._parser = TarParser(shard, wanted=self._wanted if fields is not None else None, member_limit=member_limit)
-        self._grouper = SampleGrouper(shard, fields=fields, uniform=uniform)
-        self._offset = 0  # after the last complete sample
+        self._required = None if fields is None else frozenset(fields)
+        self._selected = self._required
+        super().__init__(shard, wanted=self._is_wanted, member_limit=member_limit)
+        self._exact = fields is None and uniform
+        self._key: bytes | None = None  # of the current sample, as in the archive; None before the first
+        self._contents: dict[str, Any] = {}  # of its members, by field; None of those that are not wanted
+        self._names: dict[bytes, str] = {}  # fields by what comes after the key in headers, with the zeros
+        self._latest: tuple[bytes, int] = b"", 0  # name and offset of its latest member
+        self._end = 0  # of that member
+        self._complete = 0  # the end of the last complete sample
+        self._seen: set[bytes] = set()
+        self._others = 0  # members that belong to no sample
 
-    def feed(self, data: Buffer) -> Iterator[dict[str, Any] | BadRecord]:
-        last = None
-        for member in self._parser.feed(data):
-            sample = self._grouper.add(member)
-            if sample is not None:
-                last = sample
-                yield self._sample(sample)
-        if last is not None:
-            self._offset = next(reversed(last.members.values())).end
+    def feed(self, data: Buffer) -> Iterator[Any]:
+        for found in self.members(data):
+            if type(found) is not Member:
+                yield found
+            elif (split := split_name(found.name)) is None:
+                self._others += 1
+            else:
+                name, key = (text.encode("utf-8", "surrogateescape") for text in (found.name, split[0]))
+                if key != self._key and (sample := self._begin(key, name, found.offset)) is not None:
+                    yield sample
+                content = None if found.data is None else self._content(memoryview(found.data), found.data_offset)
+                self._add(split[1], content, name, found.offset)
+                self._end = found.end
 
     def position(self) -> State:
-        return {"offset": self._offset, "fields": self._grouper.learned}
+        learned = sorted(self._required) if self._exact and self._required is not None else None
+        return {"offset": self._complete, "fields": learned}
 
     def restore(self, position: State) -> None:
-        self._offset = expect(position, "offset", int)
-        self._parser.start_at(self._offset)
-        fields = None if position.get("fields") is None else expect(position, "fields", list)
-        self._grouper.restore(fields, self._offset)
+        self._complete = self._end = offset = expect(position, "offset", int)
+        self.start_at(offset)
+        learned = None if position.get("fields") is None else expect(position, "fields", list)
+        if self._exact and learned is not None:
+            self._required = frozenset(map(str, learned))
+        if offset:
+            self._seen.add(b"")  # the archive has samples; repeated keys are found from here on
 
-    def finish(self) -> Iterator[dict[str, Any] | BadRecord]:
-        self._parser.finish()
-        sample = self._grouper.finish()
-        if sample is not None:
-            yield self._sample(sample)
+    def finish(self) -> Iterator[Any]:
+        self.check_end()
+        if self._others and not self._seen:
+            what = f"none of its {self._others} files has a name with an extension, so it has no samples"
+            raise ShardError(what, shard=self._shard)
+        if self._contents:
+            yield self._take()
 
-    def _wanted(self, name: str) -> bool:
+    def _plain(self, view: memoryview, begin: int) -> Iterator[Any]:
+        """Fast path: the samples of files without extended headers within `view`, up to the first other member.
+
+        Nearly all members are such; this takes a third of the time of the general path, which judges all others.
+        """
+        limit, names, key, content_of = self._member_limit, self._names, self._key, self._content
+        selected, contents, offset, end = self._selected, self._contents, self._offset, begin + len(view)
+        while (data_offset := offset + TAR_BLOCK) <= end:
+            position, start = offset - begin, data_offset - begin
+            name, digits, size_end, checksum, kind, prefix = _PLAIN.unpack_from(view, position)
+            if kind != b"0" or prefix != b"\0" or not digits.isdigit() or size_end not in _SIZE_ENDS:
+                return
+            if zlib.adler32(view[position:start], 0) & 0xFFFF != sum_with_checksum_field(checksum):
+                return
+            folder, slash, file = name.rpartition(b"/")
+            first, _, rest = file.partition(b".")
+            field = names.get(rest) or self._plain_field(rest)
+            if field is None:
+                return
+            try:
+                size = int(digits, 8)
+            except ValueError:
+                return
+            following = data_offset + size + -size % TAR_BLOCK
+            if following > end or size > limit:
+                return
+            if slash:
+                first = folder + slash + first
+            if first != key:
+                if _PLAIN_KEY.fullmatch(first) is None:
+                    return
+                if (sample := self._begin(first, name, offset)) is not None:
+                    yield sample
+                key, contents = first, self._contents
+            elif field in contents:
+                return
+            content = None
+            if selected is None or field in selected:
+                content = content_of(view[start : start + size], data_offset)
+            contents[field] = content
+            self._last, self._latest, self._offset, self._end = name, (name, offset), following, following
+            offset = following
+
+    def _plain_field(self, rest: bytes) -> str | None:
+        """The field by what a header has after the key and a dot; None if the general path is to judge it."""
+        if (match := _PLAIN_FIELD.match(rest)) is None:
+            return None
+        field = match[1].decode("utf-8", "surrogateescape").lower()
+        if len(self._names) < _MOST_NAMES:
+            self._names[rest] = field
+        return field
+
+    def _is_wanted(self, name: str) -> bool:
         split = split_name(name)
-        return split is not None and (self._fields is None or split[1] in self._fields)
+        return split is not None and (self._selected is None or split[1] in self._selected)
 
-    def _sample(self, sample: SampleMembers) -> dict[str, Any] | BadRecord:
-        if sample.error is not None:
-            return BadRecord(sample.error)
-        fields: dict[str, Any] = {"__key__": sample.key, "__url__": self._shard}
-        for field, member in sample.members.items():
-            if member.data is not None:
-                fields[field] = member.data
-        return fields
+    def _content(self, data: memoryview, offset: int) -> Any:
+        """What a sample has of a member, from its bytes and their position in the archive."""
+        return bytes(data)
+
+    def _begin(self, key: bytes, name: bytes, offset: int) -> Any:
+        """Begin a sample with a member; the sample before it, if there is one."""
+        complete = self._take() if self._contents else None
+        if key in self._seen:
+            what = f"sample {_text(key)!r} appears again; members of one sample must be consecutive"
+            raise self._error(what, name, offset)
+        self._seen.add(key)
+        self._key, self._contents = key, {}
+        return complete
+
+    def _add(self, field: str, content: Any, name: bytes, offset: int) -> None:
+        if field in self._contents:
+            raise self._error(f"sample {_text(self._key)!r} has field {field!r} twice", name, offset)
+        self._contents[field] = content
+        self._latest = name, offset
+
+    def _take(self) -> Any:
+        """The current sample as complete, or its error if it lacks a field, or has one too many."""
+        key, contents, required = _text(self._key), self._contents, self._required
+        self._complete, self._key, self._contents = self._end, None, {}
+        if required is None and self._exact:
+            required = self._required = frozenset(contents)
+        if required is not None and required != contents.keys():
+            missing = required - contents.keys()
+            extra = contents.keys() - required if self._exact else frozenset[str]()
+            if missing or extra:
+                return BadRecord(self._refusal(key, missing, extra))
+            contents = {field: content for field, content in contents.items() if content is not None}
+        return self._sample(key, contents)
+
+    def _sample(self, key: str, contents: dict[str, Any]) -> Any:
+        return {"__key__": key, "__url__": self._shard, **contents}
+
+    def _refusal(self, key: str, missing: Collection[str], extra: Collection[str]) -> ShardError:
+        listed = ", ".join(sorted(map(repr, missing or extra)))
+        what = f"lacks {listed}" if missing else f"has {listed}, which earlier samples lack"
+        remedy = "; if that is intended, give fields=[...] or uniform=False" if self._exact else ""
+        return self._error(f"sample {key!r} {what}{remedy}", *self._latest)
+
+    def _error(self, what: str, name: bytes, offset: int) -> ShardError:
+        return ShardError(what, shard=self._shard, member=_text(name), offset=offset)
+
+
+def _text(name: str | bytes | None) -> Any:
+    return name.partition(b"\0")[0].decode("utf-8", "surrogateescape") if isinstance(name, bytes) else name

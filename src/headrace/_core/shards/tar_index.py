@@ -8,7 +8,7 @@ import io
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ import numpy as np
 
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.reading import Decoder, PartReader, ReadAhead, ShardReader
-from headrace._core.shards.tar import SampleGrouper, SampleMembers, TarParser
+from headrace._core.shards.reading import PartReader, ReadAhead, ShardReader
+from headrace._core.shards.tar import TarSamples
 from headrace._core.store.ranges import map_all
 from headrace.errors import ObjectNotFoundError, StoreError
 
@@ -169,7 +169,7 @@ async def _load(shard: Shard) -> TarIndex | None:
 
 
 async def _build(shard: Shard, uniform: bool) -> TarIndex:
-    decoder = IndexDecoder(shard.name, uniform=uniform)
+    decoder = IndexDecoder(shard.name, fields=None, uniform=uniform)
     reader = PartReader([0], [shard], lambda position, shard, _: ShardReader(shard, decoder, AHEAD, position))
     try:
         return TarIndex.of(shard, [row async for row in reader])
@@ -177,31 +177,11 @@ async def _build(shard: Shard, uniform: bool) -> TarIndex:
         await reader.aclose()
 
 
-class IndexDecoder(Decoder):
-    """Decoder that yields a row of the index for each sample."""
+class IndexDecoder(TarSamples):
+    """Decoder that yields a row of the index for each sample; without contents: shards may be larger than memory."""
 
-    def __init__(self, shard: str, *, uniform: bool) -> None:
-        self._parser = TarParser(shard)
-        self._grouper = SampleGrouper(shard, fields=None, uniform=uniform)
-        self._checksums: dict[str, int] = {}
+    def _content(self, data: memoryview, offset: int) -> tuple[int, int, int]:
+        return offset, len(data), zlib.crc32(data)
 
-    def feed(self, data: Any) -> Iterator[IndexRow]:
-        for member in self._parser.feed(data):
-            assert member.data is not None
-            self._checksums[member.name] = zlib.crc32(member.data)
-            # Without its content: shards may be larger than memory.
-            yield from self._row(self._grouper.add(member._replace(data=None)))
-
-    def finish(self) -> Iterator[IndexRow]:
-        self._parser.finish()
-        yield from self._row(self._grouper.finish())
-
-    def _row(self, sample: SampleMembers | None) -> Iterator[IndexRow]:
-        if sample is not None:
-            if sample.error is not None:
-                raise sample.error
-            places = {
-                field: (member.data_offset, member.size, self._checksums.pop(member.name))
-                for field, member in sample.members.items()
-            }
-            yield sample.key, places
+    def _sample(self, key: str, contents: dict[str, Any]) -> IndexRow:
+        return key, contents

@@ -365,7 +365,7 @@ class TarSamples(TarParser, Decoder):
     def _plain(self, view: memoryview, begin: int) -> Iterator[Any]:
         """Fast path: the samples of files without extended headers within `view`, up to the first other member.
 
-        Nearly all members are such; this takes a third of the time of the general path, which judges all others.
+        Nearly all members are such; the general path, which is slower, judges all others.
         """
         limit, names, key, content_of = self._member_limit, self._names, self._key, self._content
         selected, contents, offset, end = self._selected, self._contents, self._offset, begin + len(view)

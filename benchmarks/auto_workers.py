@@ -38,7 +38,7 @@ from servers import Fault, ObjectServer
 
 import headrace as hr
 from headrace._core.cgroup import usable_cores
-from headrace._core.consumer import control
+from headrace._core.consumer import sessions
 
 CORES = 16.0
 SWEEP = (0, 1, 2, 4, 8, 16)
@@ -242,7 +242,7 @@ def main() -> None:
     if arguments.ranks > 1:
         compare_ranks(arguments)
         return
-    control.usable_cores = lambda: CORES  # type: ignore[attr-defined]
+    sessions.usable_cores = lambda: CORES  # type: ignore[attr-defined]
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     with ExitStack() as stack:
         cases = of_pipelines(stack) if arguments.pipelines else CASES

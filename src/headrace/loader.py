@@ -208,7 +208,7 @@ class DataLoader(TorchDataLoader[T_co]):
                 self.__dict__[name] = value
         if self.prefetch_factor is not None and prefetch_factor is None:
             self.prefetch_factor = Unset(self.prefetch_factor)
-        self._control.start_early(self)
+        self._control.sessions.start_early(self)
 
     @property
     def _iterator(self) -> Any:
@@ -256,7 +256,7 @@ class DataLoader(TorchDataLoader[T_co]):
         shown = [dataset_repr(self.dataset), f"batch_size={self.batch_size}"]
         if self.batch_size is None and self.batch_sampler is not None:
             shown[1] = f"batch_sampler={dataset_repr(self.batch_sampler)}"
-        search = self._control.search
+        search = self._control.sessions.search
         torchs = {
             "num_workers": 0 if search is None else None if search.asked else self.num_workers,
             "drop_last": False,
@@ -413,7 +413,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
         progress = self._control.progress
         mixed = {} if progress is None else drawn_of_mixes(progress.streams)
-        return make_report(self._control.counters.records(), self._control.setup(self), mixed)
+        return make_report(self._control.counters.records(), self._control.sessions.setup(self), mixed)
 
     def close(self) -> None:
         """End every iteration, the workers and the engine; blocks until they have ended.

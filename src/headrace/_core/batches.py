@@ -124,6 +124,7 @@ class StageTimes(NamedTuple):
 
 
 NO_TIMES = StageTimes()
+GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")  # sums since the engine's start
 _LOAD, _LOADS = StageTimes._fields.index("load"), len(FetchLoad._fields)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.consumer import control
+from headrace._core.consumer import sessions
 from headrace.options import Automatic
 from tests.datasets import Numbers
 from tests.unit.streams import reading
@@ -28,7 +28,9 @@ class Search:
         self.proposed = 0
         self.chosen, self.next_look, self.looks, self.ended = [], 0.0, 0, []
 
-    def look(self, records, setup):
+    tries = False
+
+    def look(self, records, setup, most):
         self.looks += 1
         return self.numbers.get(self.looks)
 
@@ -41,9 +43,9 @@ def numbers(monkeypatch):
     """The numbers of workers to set, by the number of batches."""
     numbers: typing.ClassVar[dict] = {}
     monkeypatch.setattr("headrace.loader.WorkerSearch", type("Scripted", (Search,), {"numbers": numbers}))
-    monkeypatch.setattr(control, "WorkerSearch", Search)
-    monkeypatch.setattr(control, "RECORDS", 1)
-    monkeypatch.setattr(control, "usable_cores", lambda: 8.0)
+    monkeypatch.setattr(sessions, "WorkerSearch", Search)
+    monkeypatch.setattr(sessions, "RECORDS", 1)
+    monkeypatch.setattr(sessions, "usable_cores", lambda: 8.0)
     return numbers
 
 
@@ -112,7 +114,7 @@ def test_samples_of_a_stream_are_those_of_a_fixed_number(numbers, script):
 def test_batches_are_made_by_the_workers_there_are(numbers, placement):
     with loader(Numbers(10**8), transform=worker, worker_init_fn=remember, placement=placement) as automatic:
         batches = iter(automatic)
-        search = automatic._control.search
+        search = automatic._control.sessions.search
 
         def workers_seen(expected, set_to=None):
             """Read until these have made batches, and none but these the last 100."""
@@ -158,7 +160,7 @@ def test_state_of_a_larger_machine_is_cut_to_the_cores(numbers, monkeypatch):
         for _ in range(4):
             next(batches)
         state = automatic.state_dict()
-    monkeypatch.setattr(control, "usable_cores", lambda: 4.0)
+    monkeypatch.setattr(sessions, "usable_cores", lambda: 4.0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with loader() as restored:
         restored.load_state_dict(state)
@@ -176,7 +178,7 @@ def test_transform_that_cannot_be_pickled_stays_in_the_loop(numbers):
     with loader(transform=locked) as automatic:
         assert len(list(automatic)) == 100
         assert automatic.num_workers == 0
-        assert "transform" in automatic._control.search.ended[0]
+        assert "transform" in automatic._control.sessions.search.ended[0]
 
 
 def test_loop_may_end_at_any_moment_of_a_change(numbers):

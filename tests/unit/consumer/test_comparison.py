@@ -15,7 +15,7 @@ import torch
 
 import headrace as hr
 from headrace._core.batches import BatchPlan, HostBatch
-from headrace._core.consumer import control
+from headrace._core.consumer import sessions
 from headrace._core.links.comparison import Comparison, difference
 from headrace._core.messages import Twin
 from headrace._core.transport.pickling import PickledPayload
@@ -26,19 +26,19 @@ MAIN = os.getpid()
 NAN = math.nan
 
 
-class Search(control.WorkerSearch):
+class Search(sessions.WorkerSearch):
     """Proposes two workers after five batches, once."""
 
-    def look(self, records, setup):
+    def look(self, records, setup, most):
         self.next_look = math.inf if self.moves else 0.0
         return 2 if len(records) >= 5 and not self.moves else None
 
 
 @pytest.fixture(autouse=True)
 def search(monkeypatch):
-    monkeypatch.setattr(control, "WorkerSearch", Search)
+    monkeypatch.setattr(sessions, "WorkerSearch", Search)
     monkeypatch.setattr("headrace.loader.WorkerSearch", Search)
-    monkeypatch.setattr(control, "usable_cores", lambda: 8.0)
+    monkeypatch.setattr(sessions, "usable_cores", lambda: 8.0)
 
 
 def loader(dataset=None, **arguments):
@@ -47,7 +47,7 @@ def loader(dataset=None, **arguments):
 
 def until_decided(made, batches=None, more=0):
     """The batches, as text, until workers make them or the search has ended, and some more."""
-    taken, search, batches = [], made._control.search, batches or iter(made)
+    taken, search, batches = [], made._control.sessions.search, batches or iter(made)
     while not search.moves and search.next_look != math.inf:
         taken.append(str(next(batches)))
     return taken + [str(next(batches)) for _ in range(more)]
@@ -113,7 +113,7 @@ def test_equal_functions_move_and_batches_stay_the_same(arguments):
         got = until_decided(made, more=200)
         assert made.num_workers == 2
         assert type(made.num_workers) is Unset
-        assert made._control.search.moves
+        assert made._control.sessions.search.moves
     assert got == expected_of(len(got), **arguments)
 
 
@@ -121,7 +121,8 @@ def stays(made, text):
     """The batches, where functions stay in this process; the search has ended with this sentence."""
     got = until_decided(made, more=20)
     assert made.num_workers == 0
-    assert [said for said in made._control.search.chosen if text in said] == made._control.search.chosen[-1:]
+    chosen = made._control.sessions.search.chosen
+    assert [said for said in chosen if text in said] == chosen[-1:]
     assert made.report().chosen[-1].endswith('num_workers="auto", or a number, moves them to workers all the same')
     return got
 
@@ -143,7 +144,7 @@ def test_functions_that_differ_or_fail_in_a_worker_stay(monkeypatch, caplog, arg
     with loader(**arguments) as made, caplog.at_level("INFO", "headrace"):
         got = stays(made, text)
         logged = [record for record in caplog.records if record.module == "worker_search"]
-        assert made._control.search.chosen == [record.getMessage() for record in logged]
+        assert made._control.sessions.search.chosen == [record.getMessage() for record in logged]
         assert {record.levelname for record in logged} == {"INFO"}
         colorsys.calls = 0
         assert got == expected_of(len(got), **arguments)
@@ -165,7 +166,7 @@ def test_functions_with_a_state_or_that_cannot_be_pickled_stay():
     with loader(transform=locked) as made:
         until_decided(made, more=20)
         assert made.num_workers == 0
-        assert "transform" in made._control.search.chosen[0]
+        assert "transform" in made._control.sessions.search.chosen[0]
 
 
 def test_batch_that_fails_in_both_is_raised_and_the_next_one_is_compared():
@@ -176,7 +177,7 @@ def test_batch_that_fails_in_both_is_raised_and_the_next_one_is_compared():
 
     with loader(transform=fails) as made:
         batches, errors = iter(made), 0
-        while not made._control.search.moves:
+        while not made._control.sessions.search.moves:
             try:
                 next(batches)
             except ValueError:
@@ -196,7 +197,7 @@ def test_samples_are_those_of_the_consumer_where_its_functions_change_them():
 
     with loader(Arrays(10**6), transform=add) as made:
         batches = iter(made)
-        while not made._control.search.moves and made._control.search.next_look != math.inf:
+        while not made._control.sessions.search.moves and made._control.sessions.search.next_look != math.inf:
             next(batches)[:] = -1
         assert made.num_workers == 2
 
@@ -228,7 +229,7 @@ def test_functions_before_batching_stay():
     with loader(Stream().map(scaled).filter(bool), transform=noisy) as made:
         until_decided(made)
         assert made.num_workers == 0
-        assert "before batching" in made._control.search.chosen[0]
+        assert "before batching" in made._control.sessions.search.chosen[0]
     with loader(Stream(), transform=noisy) as made, loader(Stream(), transform=noisy, num_workers=0) as fixed:
         assert str(list(made) + list(made)) == str(list(fixed) + list(fixed))
 
@@ -256,7 +257,7 @@ def test_dataset_stays_where_the_program_has_not_asked_for_workers():
             return os.getpid()
 
     with loader(Here(400), transform=scaled) as made:
-        while not made._control.search.moves:
+        while not made._control.sessions.search.moves:
             list(made)
         assert {pid for batch in made for pid in batch.tolist()} == {MAIN}
         assert made.num_workers == 2
@@ -329,7 +330,7 @@ WITHOUT += [{"placement": "thread"}, {"placement": "process"}]
 @pytest.mark.parametrize("arguments", WITHOUT, ids=str)
 def test_arguments_without_a_search_by_default(arguments):
     made = hr.DataLoader(**{"dataset": Numbers(8)} | arguments)
-    assert made._control.search is None
+    assert made._control.sessions.search is None
     assert (made.num_workers, made.prefetch_factor) == (0, None)
 
 
@@ -337,6 +338,6 @@ def test_loader_is_shown_and_rebuilt_as_one_without_num_workers():
     made = loader()
     assert "num_workers" not in repr(made)
     assert (made.num_workers, made.prefetch_factor) == (0, None)
-    assert not loader(num_workers=made.num_workers)._control.search.asked
+    assert not loader(num_workers=made.num_workers)._control.sessions.search.asked
     with pytest.raises(ValueError, match="persistent_workers"):
         loader(persistent_workers=True)

@@ -63,14 +63,14 @@ def loader_of(dataset, **options):
 
 
 def expects_next(loader):
-    return loader._control._next.epoch is not None
+    return loader._control.sessions.next.epoch is not None
 
 
 def epochs_of(files, options, *, reads_next, set_epoch=False):
     """For each of four epochs, its batches with the states after them, and the state at its end."""
     found = []
     with loader_of(files, **options) as loader:
-        loader._control._next.reads = reads_next
+        loader._control.sessions.next.reads = reads_next
         torch.manual_seed(1)
         for epoch in range(4):
             if set_epoch:
@@ -119,7 +119,7 @@ def test_both_epochs_together_keep_to_look_ahead_and_concurrency_and_errors_are_
         assert expects_next(loader)
         with changed:
             assert changed.wait_for(lambda: len(asked) > 2 * LENGTH, 20)
-        assert len(asked) - 2 * LENGTH <= BATCH * loader._control.look_ahead(loader)[1]
+        assert len(asked) - 2 * LENGTH <= BATCH * loader._control.sessions.look_ahead(loader)[1]
         with pytest.raises(OSError, match="lost"):
             list(loader)
         assert max(in_flight) <= CONCURRENCY  # the next epoch begins beside the fetches of the one that was given up
@@ -157,7 +157,7 @@ def test_it_is_dropped_where_the_next_epoch_is_another_one(change):
     for reads_next in True, False:
         asked.clear()
         with loader_of(Counted(LENGTH), on_error="skip") as loader:
-            loader._control._next.reads = reads_next
+            loader._control.sessions.next.reads = reads_next
             states = [loader.state_dict() for _ in loader]
             list(loader)
             assert expects_next(loader) == reads_next
@@ -170,7 +170,7 @@ def test_it_is_dropped_where_the_next_epoch_is_another_one(change):
 def test_an_engine_that_ends_between_epochs_is_started_again(files):
     with loader_of(files, placement="process", collate_fn=noisy) as loader:
         expected = [len(list(loader)) for _ in range(2)]
-        process = loader._control._placements._current._engines[0].process
+        process = loader._control.sessions._placements._current._engines[0].process
         process.signal(signal.SIGKILL)
         wait_readable(process.sentinel, timeout=20)
         assert len(list(loader)) == expected[0]
@@ -179,6 +179,6 @@ def test_an_engine_that_ends_between_epochs_is_started_again(files):
 def test_dropping_the_loader_ends_it():
     loader = loader_of(Counted(LENGTH))
     list(loader), list(loader)
-    session = loader._control._next.epoch.session
+    session = loader._control.sessions.next.epoch.session
     del loader
     assert session.ended

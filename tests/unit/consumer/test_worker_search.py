@@ -13,10 +13,12 @@ COMPUTE, WORK = 0.01, 0.04  # seconds of the loop, and of transforms and collati
 class Machine:
     """A loader of which transforms are the limit: its batches, as so many workers on so many cores would make them."""
 
+    search_class, option = WorkerSearch, "num_workers"
+
     def __init__(self, workers=0, cores=8, *, real_cores=8, work=WORK, nbytes=0, memory_budget=None, start=0.5):
         self.workers, self.work, self.real_cores, self.nbytes, self.start = workers, work, real_cores, nbytes, start
         self.setup = Setup("auto", workers, 6, 6, 8, True, memory_budget, "thread", False, True, cores, 1024)
-        self.search = WorkerSearch()
+        self.search = self.search_class()
         self.now, self.started, self.records, self.numbers = 100.0, 0.0, [], []
 
     def run(self, seconds):
@@ -26,11 +28,15 @@ class Machine:
             self.batch()
             if self.now <= self.search.next_look:
                 continue
-            setup = self.setup._replace(num_workers=self.workers)
-            if (number := self.search.look(self.records[-1024:], setup)) is not None:
+            setup = self.setup._replace(**{self.option: self.workers})
+            if (number := self.search.look(self.records[-1024:], setup, self.most)) is not None:
                 self.numbers.append(number)
                 self.workers, self.started = number, self.now + self.start
         return self.numbers
+
+    @property
+    def most(self):
+        return self.setup.cores
 
     def batch(self):
         in_workers = self.workers if self.now >= self.started else 0
@@ -130,54 +136,49 @@ def test_end_of_the_search_has_its_reason():
     assert search.chosen == ["num_workers=0: the transform cannot be pickled"]
 
 
-class BusyLoop:
-    """A loader whose event loop is the limit: epochs of batches that take 40 ms of it, divided among real cores."""
+class BusyLoop(Machine):
+    """A loader whose event loop is the limit: batches that take 40 ms of it, divided among real cores."""
 
-    def __init__(self, cores=8, real_cores=8):
-        self.setup = Setup("auto", 0, 6, 6, 8, True, None, "process", False, True, cores, 1024)
-        self.real_cores, self.search, self.engines = real_cores, EngineSearch(), 1
+    search_class, option = EngineSearch, "engines"
 
-    def run(self, epochs, batches=300):
-        numbers = []
-        for _ in range(epochs):
-            setup = self.setup._replace(engines=self.engines)
-            number = self.search.look(self.epoch(batches), setup, setup.cores // 2)
-            if number is not None:
-                numbers.append(number)
-                self.engines = number
-        return numbers
+    def __init__(self, **arguments):
+        super().__init__(1, **arguments)
+        self.setup = self.setup._replace(num_workers=0, placement="process")
+        self.cpu = 0.0
 
-    def epoch(self, batches):
-        period = max(0.04 / min(self.engines, self.real_cores), 0.01)
-        records = []
-        for number in range(batches):
-            returned = 100.0 + number * period
-            times = StageTimes(
-                admitted=returned - 1,
-                began=returned - 1,
-                fetched=returned - 1,
-                assembled=returned,
-                engine_cpu=returned * 0.04 / period / self.engines,
-            )
-            called = returned - max(0.0, period - 0.01)
-            waited = called, returned, returned, returned
-            records.append(BatchRecord(1, number, 8, called - 2, times, *waited, 2, None, 0.0))
-        return records
+    @property
+    def most(self):
+        return self.setup.cores // 2
+
+    def batch(self):
+        called, number = self.now, len(self.records)
+        period = max(self.work / min(self.workers, self.real_cores), COMPUTE)
+        ready = max(called, self.started) + period - COMPUTE
+        self.now = ready + COMPUTE
+        self.cpu += self.work / self.workers
+        begun = ready - 1
+        times = StageTimes(admitted=begun, began=begun, fetched=begun, assembled=self.now, engine_cpu=self.cpu)
+        planned = called - 0.02
+        self.records.append(BatchRecord(1, number, 8, planned, times, called, ready, ready, ready, 2, None, 0.0))
 
 
 def test_engines_that_the_diagnosis_asks_for_are_tried_and_kept():
     loop = BusyLoop()
-    assert loop.run(10) == [4]
-    assert loop.search.chosen == [
-        "engines=4: the event loop was the limit; 4.00 times the rate with 1, where 4.00 were predicted"
-    ]
+    assert loop.run(20) == [4]
+    assert loop.search.chosen[0].startswith("engines=4: the event loop was the limit; ")
+    assert loop.run(3600) == []
 
 
 def test_engines_without_a_core_of_their_own_are_taken_back_and_half_as_many_tried():
     loop = BusyLoop(real_cores=1)
-    assert loop.run(20) == [4, 1, 2, 1]
+    assert loop.run(HOLD) == [4, 1, 2, 1]
     assert loop.search.chosen[0].startswith("engines=1, not 4: 1.00 times the rate with 1")
+    assert len(loop.run(3600)) <= 24
 
 
-def test_number_of_engines_is_not_judged_by_a_short_epoch():
-    assert BusyLoop().run(10, batches=12) == []
+def test_batches_before_another_change_are_not_counted():
+    loop = BusyLoop()
+    loop.run(1.9)
+    loop.search.measure_anew()
+    assert loop.run(1.5) == []
+    assert loop.run(3) == [4]

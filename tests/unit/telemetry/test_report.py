@@ -222,7 +222,7 @@ def test_remedies_are_those_of_the_dataset(tmp_path):
     }
     for dataset, expected in remedies.items():
         with hr.DataLoader(dataset) as loader:
-            assert loader._control.setup(loader).remedies == expected
+            assert loader._control.sessions.setup(loader).remedies == expected
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "transform": float}])

@@ -1,7 +1,5 @@
 """The searches for the number of workers and of engines, with ``num_workers="auto"`` and ``engines="auto"``.
 
-Workers are added and ended within an epoch, engines between two, since a session has those that it begins with.
-
 A search begins without workers, or one engine, or with what an earlier run found, and follows the diagnosis of the
 last batches: where that says that transforms and collation, or the event loop, are the limit, and so many make the loop
 faster by a predicted factor, they are tried. They stay if at least half of the predicted gain is measured; otherwise
@@ -18,7 +16,7 @@ from typing import NamedTuple
 
 from headrace._core.links.comparison import Comparison
 from headrace._core.links.select import PlacementSelector
-from headrace._core.links.session import Session
+from headrace._core.links.session import ChangingSession, Session
 from headrace._core.messages import WorkersRequest
 from headrace.errors import NotPicklableError
 from headrace.telemetry.counters import BatchRecord
@@ -30,11 +28,10 @@ _log = logging.getLogger("headrace")
 
 LOOK_SECONDS = 0.25  # between two looks, at least: one takes a millisecond or two
 MEASURE_SECONDS = 2.0  # over which a rate is measured, at least
-EPOCH_SECONDS = 0.5  # of an epoch whose rate is compared with that of another, at least
 RECORDS = 1024  # that are looked at, at most
 NEGLIGIBLE = 1e-4  # seconds of transforms and collation for a batch, below which sending it to a worker takes longer
 LEAST_GAIN = 0.5  # of the predicted one
-START_SECONDS = 10.0  # that new workers may take until they have made a batch, and are counted on
+START_SECONDS = 10.0  # that what is new may take until all of it has made a batch, and is counted on
 PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two looks without a change; doubled each time
 HOLD, LONGEST_HOLD = 30.0, 1800.0  # seconds without a trial after one that failed; doubled each time
 
@@ -44,41 +41,102 @@ class _Trial(NamedTuple):
     tried: int
     rate: float  # batches a second before
     predicted: float  # factor of the rate
-    since: float = 0.0
+    since: float
 
 
 class Search:
-    """What is common to the searches.
+    """Proposes numbers of workers, or of engines.
 
     Attributes:
         chosen: a sentence for each number that was kept, or tried in vain.
+        next_look: when `look` has a result again, by the clock of the records.
     """
 
     option = ""  # the argument whose value is searched
     stage = ""  # what the limit was, where a number is kept
+    cores = 1  # of each
 
     def __init__(self) -> None:
         self.chosen: list[str] = []
+        self.next_look = 0.0
         self._trial: _Trial | None = None
+        self._settled = True  # whether all that is tried makes batches
         self._failed: int | None = None  # the fewest that were tried in vain
+        self._since = 0.0  # when the present number was there; later batches count
+        self._pause, self._hold = PAUSE, HOLD
 
     @property
     def tries(self) -> bool:
         """Whether a number is being tried."""
         return self._trial is not None
 
-    def _judge(self, trial: _Trial, figures: Figures) -> bool:
-        """Whether the number that is tried is kept; ends the trial."""
+    def look(self, records: Sequence[BatchRecord], setup: Setup, most: int) -> int | None:
+        """The number to have from now on, `most` at most, after the batches of `records`; None to change nothing."""
+        now = records[-1].returned
+        if now < self.next_look:
+            return None
+        self._since, self.next_look = self._since or now, now + LOOK_SECONDS
+        if self._trial is not None and not self._settled:
+            if not self._has_begun(self._trial, records) and now < self._trial.since + START_SECONDS:
+                return None
+            self._settled, self._since = True, now
+        measured = [record for record in records if record.planned >= self._since]
+        if len(measured) <= BATCHES_AT_LEAST or now - self._since < MEASURE_SECONDS:
+            return None
+        figures = figures_of(measured)
+        if self._trial is not None:
+            return self._end_trial(self._trial, figures, now)
+        return self._propose(figures, setup, most, now)
+
+    def measure_anew(self) -> None:
+        """Count batches from the next look on: something else was changed."""
+        self._since = 0.0
+
+    def end(self, why: str) -> None:
+        """Give up: more of them cannot be started."""
+        self._say(f"{self.option}={self._least if self._trial is None else self._trial.before}: {why}")
+        self._trial, self.next_look = None, math.inf
+
+    _least = 0
+
+    def _has_begun(self, trial: _Trial, records: Sequence[BatchRecord]) -> bool:
+        """Whether all that is tried has made a batch."""
+        raise NotImplementedError
+
+    def _most(self, figures: Figures, setup: Setup, most: int) -> int:
+        """How many there may be."""
+        return most
+
+    def _propose(self, figures: Figures, setup: Setup, most: int, now: float) -> int | None:
+        self.next_look, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        number: int = getattr(setup, self.option)
+        most = self._most(figures, setup, most)
+        if self._failed is not None:
+            most = min(most, (number + self._failed) // 2)
+        found: Diagnosis = diagnose(figures, setup._replace(cores=max(1, most * self.cores)))
+        wanted: int = min(most, found.change.get(self.option, 0))
+        if wanted <= number or found.predicted is None:
+            if self._failed is not None:  # what is between was tried
+                self._failed, self.next_look = None, now + self._hold
+                self._hold = min(2 * self._hold, LONGEST_HOLD)
+            return None
+        predicted = (1 - found.predicted) / max(1e-9, 1 - figures.wait_share)
+        predicted = min(predicted, wanted / number) if number else predicted
+        self._trial = _Trial(number, wanted, figures.batches / figures.seconds, predicted, now)
+        self._settled = False
+        return wanted
+
+    def _end_trial(self, trial: _Trial, figures: Figures, now: float) -> int | None:
+        self._trial, self._pause = None, PAUSE
         gain = figures.batches / figures.seconds / trial.rate
-        self._trial = None
         measured = f"{gain:.2f} times the rate with {trial.before}, where {trial.predicted:.2f} were predicted"
-        kept = gain - 1 >= LEAST_GAIN * (trial.predicted - 1)
-        if kept:
+        if gain - 1 >= LEAST_GAIN * (trial.predicted - 1):
             self._say(f"{self.option}={trial.tried}: {self.stage} the limit; {measured}")
-        else:
-            self._say(f"{self.option}={trial.before}, not {trial.tried}: {measured}")
-            self._failed = trial.tried
-        return kept
+            self._hold = HOLD
+            return None
+        self._say(f"{self.option}={trial.before}, not {trial.tried}: {measured}")
+        self._failed, self._since = trial.tried, now
+        return trial.before
 
     def _say(self, sentence: str) -> None:
         self.chosen.append(sentence)
@@ -101,76 +159,52 @@ class WorkerSearch(Search):
         super().__init__()
         self.asked = self.moves = asked
         self.proposed = 0
-        self.next_look = 0.0  # by the clock of the records
-        self._settled = True  # whether all workers make batches
-        self._since = 0.0  # when the present workers were all there; later batches count
-        self._pause, self._hold = PAUSE, HOLD
 
-    def look(self, records: Sequence[BatchRecord], setup: Setup) -> int | None:
-        """The number of workers to have from now on, after the batches of `records`; None to change nothing."""
-        if self.next_look == math.inf:
-            return None
-        now = records[-1].returned
-        self._since, self.next_look = self._since or now, now + LOOK_SECONDS
-        if not self._settled and not self._settle(records, now):
-            return None
-        measured = [record for record in records if record.planned >= self._since]
-        if len(measured) <= BATCHES_AT_LEAST or now - self._since < MEASURE_SECONDS:
-            return None
-        figures = figures_of(measured)
-        if self._trial is not None:
-            return self._end_trial(self._trial, figures, now)
-        return self._propose(figures, setup, now)
+    @property
+    def tries(self) -> bool:
+        """Whether a number is being tried, or waits for a comparison."""
+        return super().tries or self.proposed > 0
 
     def end(self, why: str) -> None:
-        """Give up: workers cannot be started."""
-        self._say(f"num_workers={0 if self._trial is None else self._trial.before}: {why}")
-        self._trial, self.proposed, self.next_look = None, 0, math.inf
+        super().end(why)
+        self.proposed = 0
 
-    def _settle(self, records: Sequence[BatchRecord], now: float) -> bool:
-        """Whether the workers that were added have all made a batch."""
-        assert self._trial is not None
-        added = set(range(self._trial.before, self._trial.tried))
+    def _has_begun(self, trial: _Trial, records: Sequence[BatchRecord]) -> bool:
         seen = {
             record.times.worked_by[2]
             for record in records
-            if record.times.worked_by is not None and record.times.work_began >= self._trial.since
+            if record.times.worked_by is not None and record.times.work_began >= trial.since
         }
-        if added <= seen or now > self._trial.since + START_SECONDS:
-            self._settled, self._since = True, now
-        return self._settled
+        return set(range(trial.before, trial.tried)) <= seen
 
-    def _propose(self, figures: Figures, setup: Setup, now: float) -> int | None:
-        self.next_look, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
+    def _most(self, figures: Figures, setup: Setup, most: int) -> int:
+        """As many as have a core beside the trainer's, and memory; 0 where work is too little to send it to them."""
+        if figures.work_seconds + figures.steps_busy * figures.period < NEGLIGIBLE:
+            return 0
         trainers = figures.consumer_cpu - figures.workers_cpu * figures.in_call
-        most = max(1, setup.cores - round(trainers))
+        most = max(1, most - round(trainers))
         if figures.nbytes and setup.memory_budget:
             most = max(1, min(most, setup.memory_budget * figures.batches // figures.nbytes))
-        if self._failed is not None:
-            most = min(most, (setup.num_workers + self._failed) // 2)
-        found: Diagnosis = diagnose(figures, setup._replace(cores=most))
-        wanted: int = min(most, found.change.get("num_workers", 0))
+        return most
+
+    def _propose(self, figures: Figures, setup: Setup, most: int, now: float) -> int | None:
         work = figures.work_seconds + figures.steps_busy * figures.period
         if work < NEGLIGIBLE and setup.num_workers > setup.least_workers:
             self._say(f"{self.option}={setup.least_workers}: transforms and collation take {seconds(work)} for a batch")
             return setup.least_workers
-        if wanted <= setup.num_workers or found.predicted is None or work < NEGLIGIBLE:
-            if self._failed is not None:  # what is between was tried
-                self._failed, self.next_look = None, now + self._hold
-                self._hold = min(2 * self._hold, LONGEST_HOLD)
-            return None
-        predicted = (1 - found.predicted) / max(1e-9, 1 - figures.wait_share)
-        self._trial = _Trial(setup.num_workers, wanted, figures.batches / figures.seconds, predicted, now)
-        self._settled = False
-        return wanted
+        return super()._propose(figures, setup, most, now)
 
-    def _end_trial(self, trial: _Trial, figures: Figures, now: float) -> int | None:
-        self._pause = PAUSE
-        if self._judge(trial, figures):
-            self._hold = HOLD
-            return None
-        self._since = now
-        return trial.before
+
+class EngineSearch(Search):
+    """Proposes numbers of engines."""
+
+    option = "engines"
+    stage = "the event loop was"
+    cores = 2  # with what belongs to an engine beside its thread, as in the diagnosis
+    _least = 1
+
+    def _has_begun(self, trial: _Trial, records: Sequence[BatchRecord]) -> bool:
+        return sum(record.planned >= trial.since for record in records) >= 2 * trial.tried
 
 
 class WorkerChanges:
@@ -187,7 +221,7 @@ class WorkerChanges:
     def next_look(self) -> float:
         return 0.0 if self._search.proposed else self._search.next_look
 
-    def begin(self, session: Session) -> None:
+    def begin(self, session: Session | ChangingSession) -> None:
         """Have a worker make the session's next batch too, if a comparison is due."""
         if not self._search.proposed:
             return
@@ -197,12 +231,12 @@ class WorkerChanges:
         except (NotPicklableError, OSError) as error:
             self._search.end(str(error))
         else:
-            session.comparison = Comparison(request.functions)
+            session.compare(Comparison(request.functions))
 
-    def look(self, session: Session, records: Sequence[BatchRecord], setup: Setup) -> int | None:
+    def look(self, session: Session | ChangingSession, records: Sequence[BatchRecord], setup: Setup) -> int | None:
         """The number of workers that the engine has from now on; None if that stays."""
         search = self._search
-        number = search.proposed or search.look(records, setup)
+        number = search.proposed or search.look(records, setup, setup.cores)
         if number is None:
             return None
         try:
@@ -217,7 +251,7 @@ class WorkerChanges:
             return None
         return number
 
-    def _may_move(self, session: Session, last: BatchRecord) -> bool:
+    def _may_move(self, session: Session | ChangingSession, last: BatchRecord) -> bool:
         search, compared = self._search, session.comparison
         if last.times.steps_seconds:
             why: str | None = "functions before batching are not compared"
@@ -234,42 +268,3 @@ class WorkerChanges:
                 session.send(WorkersRequest(0))
             search.end(f'{why}; num_workers="auto", or a number, moves them to workers all the same')
         return search.moves
-
-
-class EngineSearch(Search):
-    """Proposes numbers of engines, for the next epoch."""
-
-    option = "engines"
-    stage = "the event loop was"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._ended = False
-
-    def look(self, records: Sequence[BatchRecord], setup: Setup, most: int) -> int | None:
-        """The number of engines to begin the next epoch with, `most` at most; None to change nothing.
-
-        The `records` are of the last epoch.
-        """
-        if self._ended or len(records) <= BATCHES_AT_LEAST:
-            return None
-        figures = figures_of(records)
-        if figures.seconds < EPOCH_SECONDS:
-            return None
-        if (trial := self._trial) is not None:
-            return None if self._judge(trial, figures) else trial.before
-        found = diagnose(figures, setup)
-        if self._failed is not None:
-            most = min(most, (setup.engines + self._failed) // 2)
-        wanted: int = min(most, found.change.get("engines", 0))
-        if wanted <= setup.engines or found.predicted is None:
-            self._ended = self._failed is not None  # what is between was tried
-            return None
-        predicted = min((1 - found.predicted) / max(1e-9, 1 - figures.wait_share), wanted / setup.engines)
-        self._trial = _Trial(setup.engines, wanted, figures.batches / figures.seconds, predicted)
-        return wanted
-
-    def end(self, why: str) -> None:
-        """Give up: engines cannot be started in processes."""
-        self._trial, self._ended = None, True
-        self._say(f"engines=1: {why}")

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from headrace._core.batches import FetchLoad, HostBatch, StageTimes
+from headrace._core.batches import GROWING, FetchLoad, HostBatch, StageTimes
 from headrace._core.engine.config import EngineConfig
 from headrace._core.links.dealing import Dealer
 from headrace._core.messages import Answer, Consumed, Link, Request, SessionEnd, Started, Status, StatusRequest
@@ -23,7 +23,6 @@ from headrace.errors import EngineDiedError, EngineStartError
 CHECK_EVERY = 5.0  # seconds after which engines elsewhere are looked at, if nothing arrives from them
 DEATHS_ALONE = 3  # of engines that made nothing but one batch, which is then the reason
 DEATHS_WITHOUT_BATCH = 3  # after which an engine is not replaced any more
-_GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")  # of `StageTimes`: sums since an engine's start
 
 
 class EngineGroup(Link):
@@ -177,7 +176,7 @@ class EngineGroup(Link):
         # Those that have made no batch of this session yet count as the others: their sums of earlier ones would come
         # at once later.
         known = min(len(self._times), self._engines)
-        means = {name: sum(getattr(e, name) for e in self._times.values()) / known for name in _GROWING}
+        means = {name: sum(getattr(e, name) for e in self._times.values()) / known for name in GROWING}
         steps = sum(each.steps_seconds for each in self._times.values())
         return times._replace(load=FetchLoad(*map(sum, zip(*loads, strict=True))), steps_seconds=steps, **means)
 

@@ -90,9 +90,7 @@ class PlacementSelector:
             except BaseException:  # Ctrl-C too: nothing owns the placement yet
                 placement.close()
                 raise
-        for retired in [each for each in self._retired if each.idle]:
-            self._retired.remove(retired)
-            retired.close()
+        self.close_idle()
         current = self._current
         if current is not None and not self._serves(current, config, work):
             # An attribute was set since (the dataset, for example). Current iterations continue unchanged.
@@ -106,6 +104,12 @@ class PlacementSelector:
             raise DeadlockError(what="iter() of a loader")
         self._opened = config
         return current.open(config, work, start)
+
+    def close_idle(self) -> None:
+        """End engines that serve no iteration any more."""
+        for retired in [each for each in self._retired if each.idle]:
+            self._retired.remove(retired)
+            retired.close()
 
     def change(self, placement: str | RayPlacement, engines: int) -> None:
         """Let the next session start engines of another place or number."""

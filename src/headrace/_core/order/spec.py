@@ -10,9 +10,10 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from headrace._core.error_policy import ErrorPolicy
+from headrace._core.look_ahead import MOST_OF_A_WORKER, MOST_SMALL, look_ahead, most_ahead, most_fetches
 from headrace._core.ray_placement import RayPlacement
-from headrace._core.streams.kinds import DatasetKind
-from headrace.options import LoaderOptions, number_of_engines
+from headrace._core.streams.kinds import DatasetKind, capabilities
+from headrace.options import LoaderOptions, Unset, number_of_engines
 
 TorchLoader: TypeAlias = TorchDataLoader[object]
 
@@ -37,3 +38,29 @@ class LoaderSpec:
         """The requested place of the engine; several are processes."""
         placement = self.options["placement"]
         return "process" if self.engines > 1 and not isinstance(placement, RayPlacement) else placement
+
+    def look_ahead(self, loader: TorchLoader, lanes: int) -> tuple[int, int]:
+        """How many batches are planned before the one that is delivered: at least, and at most."""
+        options, fetches = self.options, most_fetches(self.options)
+        # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
+        concurrency = 1 if self.kind.is_iterable else fetches * (3 if options["hedge"] else 1)
+        batch_size: int | None = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        given = None if isinstance(loader.prefetch_factor, Unset) else loader.prefetch_factor
+        concurrency = concurrency if self.kind.is_async else 0
+        workers = max(self.engines, loader.num_workers)
+        least = look_ahead(workers, prefetch_factor=given, concurrency=concurrency, batch_size=batch_size)
+        # What a sampler has ahead, so that ranges near each other are read together.
+        samples = getattr(loader.sampler, "samples_ahead", 0) if capabilities(self.source).ranges else 0
+        if given is None:
+            least = max(least, samples // (batch_size or 1))
+        if lanes > 1:  # so that each of them reads while a batch of it is ready
+            least = max(least, 2 * lanes)
+        if self.device is not None:  # what waits there has left the workers nothing to do: it does not count
+            least += options["device_prefetch"]
+        if given is None and self.kind is DatasetKind.ASYNC_ITERABLE:
+            return least, max(least, MOST_SMALL)
+        if given is None and self.kind is DatasetKind.MAP and loader.in_order:
+            return least, max(least, min(MOST_SMALL, MOST_OF_A_WORKER * loader.num_workers))
+        if given is not None or self.kind is not DatasetKind.ASYNC_MAP or samples:
+            return least, least
+        return least, most_ahead(least, concurrency=fetches, batch_size=batch_size)

@@ -67,10 +67,7 @@ class Numbers(hr.AsyncDataset):
 
 
 class Computed(Numbers):
-    """Samples that take a millisecond of the event loop's thread, in epochs that take some seconds."""
-
-    def __len__(self) -> int:
-        return 8_000
+    """Samples that take a millisecond of the event loop's thread."""
 
     async def aget(self, index: int) -> np.ndarray:
         end = time.thread_time() + 0.001
@@ -204,7 +201,7 @@ def compare_ranks(arguments: argparse.Namespace) -> None:
 
 
 def compare_engines(arguments: argparse.Namespace) -> None:
-    """The rates of fixed numbers of engines, and of "auto" after several epochs."""
+    """The rates of fixed numbers of engines, and of "auto" after a minute."""
     if usable_cores() < 4:
         sys.exit("engines of their own cores: this needs 4 cores at least")
     shares: list[float] = []

@@ -1,4 +1,4 @@
-"""Text of errors and warnings: shortened reprs, notes on exceptions of any class, and the line that called headrace."""
+"""Text of errors, warnings and reports: shortened reprs, notes on exceptions, the caller's line, numbers."""
 
 from __future__ import annotations
 
@@ -121,3 +121,24 @@ def check_names(option: str, names: object) -> None:
     """Raise `TypeError` for one string, of which each letter would be taken for a name."""
     if isinstance(names, str):
         raise TypeError(f"{option}= must be several names, not one str")
+
+
+def seconds(value: float) -> str:
+    """Seconds as text, with two digits."""
+    unit, size = ("s", 1.0) if value >= 1 else ("ms", 1e-3) if value >= 1e-3 else ("µs", 1e-6)
+    return f"{digits(value / size)} {unit}"
+
+
+def share(value: float) -> str:
+    """A share as per cent."""
+    return f"{100 * value:.0f} %"
+
+
+def rate(value: float) -> str:
+    """A number for each second, with thousands separated."""
+    return f"{value:,.0f}" if value >= 100 else digits(value)
+
+
+def digits(value: float) -> str:
+    """With two or three digits."""
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}"

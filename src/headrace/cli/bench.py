@@ -23,13 +23,13 @@ from headrace._core.look_ahead import MOST_CONCURRENCY, most_concurrency
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import Store
 from headrace._core.streams.blocking import background_loop
+from headrace._core.text import rate as number
+from headrace._core.text import seconds as duration
+from headrace._core.text import share
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import EmptyListingError, HeadraceError, MissingExtraError
 from headrace.loader import DataLoader
 from headrace.options import MEMORY_BUDGET
-from headrace.telemetry.formatting import rate as number
-from headrace.telemetry.formatting import seconds as duration
-from headrace.telemetry.formatting import share
 
 __all__ = ["Trial", "choose", "run", "sweep"]
 

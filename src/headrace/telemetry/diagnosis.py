@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from headrace._core.text import digits, rate, seconds, share
 from headrace.telemetry.figures import Figures
-from headrace.telemetry.formatting import digits, rate, seconds, share
 
 __all__ = ["Diagnosis", "Setup", "diagnose"]
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from headrace._core.text import digits, rate, seconds
 from headrace._core.torchcompat.private import tree_map
-from headrace.telemetry.formatting import digits, rate, seconds
 from headrace.telemetry.report import Report
 
 __all__ = ["Headspace", "headspace"]

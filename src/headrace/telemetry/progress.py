@@ -12,10 +12,9 @@ from typing import Any, Generic, TextIO, TypeVar
 from tqdm.auto import tqdm
 
 from headrace._core.ranks.rankinfo import own_rank
-from headrace._core.text import printable
+from headrace._core.text import printable, rate, share
 from headrace.errors import UnknownRankError
 from headrace.telemetry.counters import counters_of
-from headrace.telemetry.formatting import rate, share
 from headrace.telemetry.report import make_report
 
 __all__ = ["progress"]

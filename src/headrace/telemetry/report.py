@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace._core.text import rate, seconds, share
 from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import Diagnosis, Setup, diagnose
 from headrace.telemetry.figures import Figures, StageShare, figures_of
-from headrace.telemetry.formatting import rate, seconds, share
 
 __all__ = ["Report", "make_report"]
 

@@ -18,11 +18,11 @@ from headrace._core.links.comparison import Comparison
 from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import ChangingSession, Session
 from headrace._core.messages import WorkersRequest
+from headrace._core.text import seconds
 from headrace.errors import NotPicklableError
 from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import BATCHES_AT_LEAST, Diagnosis, Setup, diagnose
 from headrace.telemetry.figures import Figures, figures_of
-from headrace.telemetry.formatting import seconds
 
 _log = logging.getLogger("headrace")
 
@@ -82,6 +82,9 @@ class Search:
             self._settled, self._since = True, now
         measured = [record for record in records if record.planned >= self._since]
         if len(measured) <= BATCHES_AT_LEAST or now - self._since < MEASURE_SECONDS:
+            return None
+        # Of those planned since a change within the epoch: a long look-ahead comes before them.
+        if len(measured) < len(records) and now - measured[0].returned < MEASURE_SECONDS:
             return None
         figures = figures_of(measured)
         if self._trial is not None:

@@ -15,10 +15,13 @@ class Machine:
 
     search_class, option = WorkerSearch, "num_workers"
 
-    def __init__(self, workers=0, cores=8, *, real_cores=8, work=WORK, nbytes=0, memory_budget=None, start=0.5):
+    def __init__(
+        self, workers=0, cores=8, *, real_cores=8, work=WORK, nbytes=0, memory_budget=None, start=0.5, ahead=0.01
+    ):
         self.workers, self.work, self.real_cores, self.nbytes, self.start = workers, work, real_cores, nbytes, start
         self.setup = Setup("auto", workers, 6, 6, 8, True, memory_budget, "thread", False, True, cores, 1024)
         self.search = self.search_class()
+        self.ahead = ahead  # seconds from a plan to the call that takes its batch
         self.now, self.started, self.records, self.numbers = 100.0, 0.0, [], []
 
     def run(self, seconds):
@@ -59,7 +62,9 @@ class Machine:
         )
         self.now = ready + COMPUTE
         number, cpu = len(self.records), 0.1 * self.now
-        self.records.append(BatchRecord(1, number, 8, called - 0.01, times, called, ready, ready, ready, 2, None, cpu))
+        self.records.append(
+            BatchRecord(1, number, 8, called - self.ahead, times, called, ready, ready, ready, 2, None, cpu)
+        )
 
 
 def test_workers_that_the_diagnosis_asks_for_are_tried_and_kept():
@@ -158,7 +163,7 @@ class BusyLoop(Machine):
         self.cpu += self.work / self.workers
         begun = ready - 1
         times = StageTimes(admitted=begun, began=begun, fetched=begun, assembled=self.now, engine_cpu=self.cpu)
-        planned = called - 0.02
+        planned = called - self.ahead
         self.records.append(BatchRecord(1, number, 8, planned, times, called, ready, ready, ready, 2, None, 0.0))
 
 
@@ -182,3 +187,15 @@ def test_batches_before_another_change_are_not_counted():
     loop.search.measure_anew()
     assert loop.run(1.5) == []
     assert loop.run(3) == [4]
+
+
+@pytest.mark.parametrize(("make", "option"), [(Machine, "workers"), (BusyLoop, "engines")])
+def test_rate_is_measured_over_batches_that_were_planned_since_the_change(make, option):
+    machine = make(ahead=5.0)
+    while not machine.run(0.1):
+        pass
+    machine.run(6.5 if option == "engines" else 2.0)
+    assert machine.search.tries
+    machine.run(2.5 if option == "engines" else 7.0)
+    assert not machine.search.tries
+    assert machine.search.chosen

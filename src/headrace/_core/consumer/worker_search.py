@@ -79,11 +79,11 @@ class Search:
         if self._trial is not None and not self._settled:
             if not self._has_begun(self._trial, records) and now < self._trial.since + START_SECONDS:
                 return None
-            self._settled, self._since = True, now
+            self._settled, self._since = True, records[-1].planned
         measured = [record for record in records if record.planned >= self._since]
         if len(measured) <= BATCHES_AT_LEAST or now - self._since < MEASURE_SECONDS:
             return None
-        # Of those planned since a change within the epoch: a long look-ahead comes before them.
+        # After a change within the epoch the batches that were planned before come first.
         if len(measured) < len(records) and now - measured[0].returned < MEASURE_SECONDS:
             return None
         figures = figures_of(measured)

@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DistributedSampler
@@ -67,9 +67,6 @@ from headrace._core.text import warn_user
 from headrace._core.torchcompat.private import batches_skipped_by_hook
 from headrace.errors import StateError
 from headrace.telemetry.counters import Counters
-
-if TYPE_CHECKING:
-    pass
 
 E = TypeVar("E", bound=Epoch)
 _log = logging.getLogger("headrace")

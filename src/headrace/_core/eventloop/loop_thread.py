@@ -191,7 +191,17 @@ class LoopThread:
             if self._died is not None:
                 for callback in list(self.on_death):
                     callback(self._died)
+            loop.call_soon_threadsafe = _refuse  # type: ignore[method-assign, assignment]
             loop.close()
+
+
+def _refuse(callback: object, *args: object, context: object = None) -> None:
+    """`call_soon_threadsafe` of a loop that has ended; without an error for results of obstore, which nobody awaits.
+
+    One that it is about to hand over may come after the close; it would print a traceback on standard error.
+    """
+    if type(callback).__name__ != "CheckedCompletor":
+        raise RuntimeError("Event loop is closed")
 
 
 def _waiting_in(task: asyncio.Task[object]) -> str:

@@ -196,7 +196,7 @@ class LoopThread:
 
 
 def _refuse(callback: object, *args: object, context: object = None) -> None:
-    """`call_soon_threadsafe` of a loop that has ended; without an error for results of obstore, which nobody awaits.
+    """`call_soon_threadsafe` of a loop that has ended; without an error for results of obstore, which no task awaits.
 
     One that it is about to hand over may come after the close; it would print a traceback on standard error.
     """

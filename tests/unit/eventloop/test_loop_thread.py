@@ -6,8 +6,10 @@ import os
 import signal
 import threading
 
+import obstore
 import pytest
 import uvloop
+from obstore.store import MemoryStore
 
 from headrace._core.eventloop import waiting
 from headrace._core.eventloop.loop_thread import LoopThread, new_event_loop
@@ -129,11 +131,25 @@ def test_signal_handler_that_raises_ends_the_wait_and_cancels_the_coroutine(loop
         signal.signal(signal.SIGUSR1, before)
 
 
+async def callback_of_obstore():
+    """The callback by which obstore hands a result to the loop, from a thread of its own."""
+    loop, callbacks = asyncio.get_running_loop(), []
+    call = loop.call_soon_threadsafe
+
+    def record(callback, *args, **options):
+        callbacks.append(callback)
+        return call(callback, *args, **options)
+
+    loop.call_soon_threadsafe = record
+    with pytest.raises(FileNotFoundError):
+        await obstore.get_async(MemoryStore(), "absent")
+    return callbacks[0]
+
+
 def test_result_of_a_request_after_the_close_is_dropped_and_other_calls_are_refused():
     loop = LoopThread("headrace-test")
     assert loop.close(1.0) is None
-    completor = type("CheckedCompletor", (), {"__call__": lambda *args: None})()  # the callback of obstore's futures
-    assert loop._loop.call_soon_threadsafe(completor, None, context=None) is None
+    assert loop._loop.call_soon_threadsafe(asyncio.run(callback_of_obstore()), None, context=None) is None
     with pytest.raises(EngineDiedError):
         loop.call_soon(print)
     with pytest.raises(EngineDiedError):

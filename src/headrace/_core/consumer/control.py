@@ -24,9 +24,7 @@ from headrace._core.consumer.deliver import Finish, checked_length, opened, shou
 from headrace._core.consumer.epoch import Epoch
 from headrace._core.consumer.next_epoch import NextEpoch
 from headrace._core.consumer.sessions import LoaderSessions
-from headrace._core.consumer.worker_search import (
-    WorkerSearch,
-)
+from headrace._core.consumer.worker_search import WorkerSearch
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import pin
 from headrace._core.device.stage import DeviceStage

@@ -57,6 +57,7 @@ class Search:
     option = ""  # the argument whose value is searched
     stage = ""  # what the limit was, where a number is kept
     cores = 1  # of each
+    least = 0  # without any that was found or asked for
 
     def __init__(self) -> None:
         self.chosen: list[str] = []
@@ -102,14 +103,12 @@ class Search:
 
     def end(self, why: str) -> None:
         """Give up: more of them cannot be started."""
-        self._say(f"{self.option}={self._least if self._trial is None else self._trial.before}: {why}")
+        self._say(f"{self.option}={self.least if self._trial is None else self._trial.before}: {why}")
         self._trial, self.next_look = None, math.inf
-
-    _least = 0
 
     def _has_begun(self, trial: _Trial, records: Sequence[BatchRecord]) -> bool:
         """Whether all that is tried has made a batch."""
-        raise NotImplementedError
+        raise NotImplementedError  # each search has its own
 
     def _most(self, figures: Figures, setup: Setup, most: int) -> int:
         """How many there may be."""
@@ -189,7 +188,7 @@ class WorkerSearch(Search):
 
     def _most(self, figures: Figures, setup: Setup, most: int) -> int:
         """As many as have a core beside the trainer's, and memory; 0 where work is too little to send it to them."""
-        if figures.work_seconds + figures.steps_busy * figures.period < NEGLIGIBLE:
+        if _work(figures) < NEGLIGIBLE:
             return 0
         trainers = figures.consumer_cpu - figures.workers_cpu * figures.in_call
         most = max(1, most - round(trainers))
@@ -198,11 +197,16 @@ class WorkerSearch(Search):
         return most
 
     def _propose(self, figures: Figures, setup: Setup, most: int, now: float) -> int | None:
-        work = figures.work_seconds + figures.steps_busy * figures.period
+        work = _work(figures)
         if work < NEGLIGIBLE and setup.num_workers > setup.least_workers:
             self._say(f"{self.option}={setup.least_workers}: transforms and collation take {seconds(work)} for a batch")
             return setup.least_workers
         return super()._propose(figures, setup, most, now)
+
+
+def _work(figures: Figures) -> float:
+    """Seconds of transforms, collation, and functions before batching, for a batch."""
+    return figures.work_seconds + figures.steps_busy * figures.period
 
 
 class EngineSearch(Search):
@@ -211,7 +215,7 @@ class EngineSearch(Search):
     option = "engines"
     stage = "the event loop was"
     cores = 2  # with what belongs to an engine beside its thread, as in the diagnosis
-    _least = 1
+    least = 1
 
     def _has_begun(self, trial: _Trial, records: Sequence[BatchRecord]) -> bool:
         return sum(record.planned >= trial.since for record in records) >= 2 * trial.tried

@@ -6,7 +6,8 @@ The SHA-256 of the first batches has to be the same. The last four cases read ob
 responds after 0, 20 and 100 ms, and from one of 20 ms that responds 503 above 2,000 requests/s.
 "auto" begins without workers, and once more with the worst number of the sweep, as after a state that has it.
 
-With `--pipelines` the cases are those of pipelines.py, without their concurrency and prefetch_factor.
+With `--pipelines` the cases are those of pipelines.py, without their concurrency and prefetch_factor. With `--default`
+no `num_workers` is given in place of "auto": functions move to workers once a batch that one has made was the same.
 
 With `--engines`, on a machine of at least 4 cores, the same for the number of engines, of fetches that compute.
 With `--ranks 2` as many ranks read at the same time, with transforms that compute on the cores that there are. ::
@@ -230,6 +231,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--engines", action="store_true")
     parser.add_argument("--pipelines", action="store_true")
+    parser.add_argument("--default", action="store_true")
     parser.add_argument("--sweep", type=int, nargs="+", default=SWEEP)
     arguments = parse_arguments(parser, rounds=1, seconds=8.0, fixed_seconds=3.0, only="transform")
     print(describe_machine())
@@ -263,7 +265,7 @@ def compare(cases: dict[str, tuple[Make, float]], arguments: argparse.Namespace)
             row = ", ".join(f"{workers}: {reading.rate:.1f}" for workers, reading in found.items())
             print(f"round {round_number + 1}, {case}: {row} batches/s", flush=True)
             for start in sorted({0, by_rate[0]}):
-                with make(num_workers="auto") as loader:
+                with make(**{} if arguments.default else {"num_workers": "auto"}) as loader:
                     if start:  # as by a state in which it was found
                         loader.num_workers = type(loader.num_workers)(start)
                     reading = read(loader, step, arguments.seconds, arguments.seconds / 2)
@@ -273,7 +275,7 @@ def compare(cases: dict[str, tuple[Make, float]], arguments: argparse.Namespace)
                 shares.setdefault(f"{case}, from {start}", []).append(share)
                 print(f"  from {start}: {share:.2f} of the best, {best}; {reading.numbers}", flush=True)
     claim(
-        'num_workers="auto" after a minute, of the best of a sweep',
+        f"num_workers {'by default' if arguments.default else '= auto'} after a minute, of the best of a sweep",
         *(Figure(f"of the best, {case}", values, at_least=0.9) for case, values in shares.items()),
     )
 

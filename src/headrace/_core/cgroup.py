@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class CgroupLimits:
+class CgroupLimits(NamedTuple):
     """The tightest limits of a process's control group, version 2, and of its parents; infinite where there is none."""
 
     cores: float = math.inf  # CPU seconds a second
@@ -29,7 +28,7 @@ class CgroupLimits:
             memory = _numbers(each / "memory.max")
             memory_left = memory[0] - _numbers(each / "memory.current", 0.0)[0]
             found = cores[0] / cores[-1] if len(cores) > 1 else math.inf, memory[0], memory_left
-            limits = cls(*map(min, astuple(limits), found))
+            limits = cls(*map(min, limits, found))
         return limits
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.eventloop.waiting import Readable
@@ -18,34 +17,29 @@ from headrace.errors import ForkedError
 # To an engine; besides these, lists of plans.
 
 
-@dataclass(frozen=True, slots=True)
-class Consumed:
+class Consumed(NamedTuple):
     """All batches up to this number have been taken, where no plan shows it."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class StatusRequest:
+class StatusRequest(NamedTuple):
     """The request for the progress of a batch, which a `Status` answers."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
+class TraceRequest(NamedTuple):
     """The request to measure single fetches from now on, or no longer."""
 
     on: bool
 
 
-@dataclass(frozen=True, slots=True)
 class Begin:
     """The epoch of a session that was opened before it begins: from now on its batches are assembled."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersRequest:
+class WorkersRequest(NamedTuple):
     """The request for so many worker processes, of all engines together."""
 
     number: int
@@ -58,35 +52,30 @@ Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest | WorkersReq
 # From an engine; besides these, batches.
 
 
-@dataclass(frozen=True, slots=True)
 class Started:
     """One of several engines has begun its session."""
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+class Status(NamedTuple):
     """The progress of a batch, in words."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A function that the engine needs called on the consumer's thread, when that waits for a batch."""
 
     function: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class SessionEnd:
+class SessionEnd(NamedTuple):
     """The last message, with the error that ended the session, if any."""
 
     error: BaseException | None
     death: str | None = None  # how the engine was lost, so that another can make its batches; None if by user code
 
 
-@dataclass(frozen=True, slots=True)
-class Twin:
+class Twin(NamedTuple):
     """A batch that a worker makes too, to be compared with the consumer's; sent ahead of that without `host`."""
 
     number: int

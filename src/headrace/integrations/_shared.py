@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,7 +35,7 @@ def copied(loader: DataLoader[Any], device: torch.device | None) -> DataLoader[A
     if spec.options["device"] is None and target is not None:
         made.__dict__.setdefault("device", device)  # a subclass may have an attribute of this name
         options = cast(LoaderOptions, {**spec.options, "device": device})
-        made._control = made._control.with_spec(dataclasses.replace(spec, options=options, device=target))
+        made._control = made._control.with_spec(spec._replace(options=options, device=target))
     return made
 
 

@@ -13,7 +13,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -352,7 +351,7 @@ class LoaderControl:
         spec = epoch_spec(begun, order, drawn, rank)
         if resumed is None and self.progress is not None:  # what the dataset has already
             kept = begun._replace(streams=self.progress.kept_streams, found=self.progress.found)
-            spec = replace(spec, begun=kept)
+            spec = spec._replace(begun=kept)
         return spec
 
     def open(self, iterator: type[E], loader: TorchLoader, spec: EpochSpec, agreement: StepGroup | None) -> E:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -50,7 +49,7 @@ class NextEpoch(NamedTuple):
         """Whether this is the epoch that begins, and its session runs; otherwise that is closed."""
         self.session.certain()  # receives its end, if the engine has ended
         begun = spec.begun._replace(found=self.spec.begun.found)  # which goes on while the last batches are delivered
-        if not fits or replace(spec, order=self.spec.order, draws=self.spec.draws, begun=begun) != self.spec:
+        if not fits or spec._replace(order=self.spec.order, draws=self.spec.draws, begun=begun) != self.spec:
             self.session.close()
         return not self.session.ended
 

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DistributedSampler
@@ -30,7 +29,7 @@ def batch_at(loader: Any, epoch: int, step: int, rank: int | None, world_size: i
     """The batch of a step; the work of `DataLoader.batch_at`."""
     with _loader_at(loader, epoch, step, rank, world_size) as (clone, spec):
         before = step if spec.order.is_stream else 0  # a stream is read from its start
-        spec = replace(spec, draws=itertools.islice(spec.draws, before + 1))
+        spec = spec._replace(draws=itertools.islice(spec.draws, before + 1))
         batches = clone._control.open(BatchIterator, clone, spec, None)
         for batch in itertools.islice(batches, before, None):
             return batch
@@ -177,7 +176,7 @@ def _copy(loader: Any, rank: RankInfo) -> Any:
     if spec.kind is DatasetKind.ASYNC_MAP:  # of which a batch is the same wherever it is read
         options.update(placement="thread", engines=1)
         clone.__dict__["num_workers"] = 0 if loader.worker_init_fn is None else min(1, loader.num_workers)
-    clone._control = clone._control.with_spec(replace(spec, options=options))
+    clone._control = clone._control.with_spec(spec._replace(options=options))
     for part in (clone.sampler, clone.batch_sampler):
         if isinstance(part, RankSampler):
             part._ranks = RankChoice(rank.rank, rank.world_size)

@@ -7,7 +7,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headrace._core.cgroup import usable_cores
@@ -38,6 +37,7 @@ from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import capabilities, walk_datasets
 from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
+from headrace.collate import destined
 from headrace.errors import NotPicklableError
 from headrace.options import Automatic, Unset, engine_options
 from headrace.telemetry.counters import Counters
@@ -199,7 +199,7 @@ class LoaderSessions:
         options = self.spec.options
         transforms = self.spec.maps if options["transform"] is None else (*self.spec.maps, options["transform"])
         collate_fn = loader.collate_fn.collate if isinstance(loader.collate_fn, PortableCollate) else loader.collate_fn
-        assembler = Assembler(transforms, collate_fn, loader._auto_collation, self.spec.policy.tolerance)
+        assembler = Assembler(transforms, destined(collate_fn), loader._auto_collation, self.spec.policy.tolerance)
         if options["seed"] is not None and not self.spec.kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
             base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
@@ -260,7 +260,7 @@ class LoaderSessions:
     def _set_engines(self, loader: TorchLoader, number: int) -> None:
         if number == self.spec.engines:
             return
-        self.spec = replace(self.spec, options={**self.spec.options, "engines": Automatic(number)})
+        self.spec = self.spec._replace(options={**self.spec.options, "engines": Automatic(number)})
         if self.search is not None and loader.num_workers:  # which the engines divide
             loader.num_workers = type(loader.num_workers)(max(number, loader.num_workers))
         self.next.drop()
@@ -277,7 +277,7 @@ class LoaderSessions:
         )
         try:
             with provided_rank(spec.rank):
-                later = self._open(loader, replace(spec, session=start), epoch_set=False, resumed=False)
+                later = self._open(loader, spec._replace(session=start), epoch_set=False, resumed=False)
         except Exception as error:  # a trial is not worth the epoch, which goes on with those that it has
             assert self._engine_search is not None
             self._engine_search.end(str(error))

@@ -163,7 +163,7 @@ class ProcessLink(Link):
             return
         try:
             for obj in self._channel.receive_ready():
-                if isinstance(obj, tuple):
+                if type(obj) is tuple:
                     self.messages.append(HostBatch.from_flat(obj, self._plans.pop(obj[0])))
                     continue
                 if isinstance(obj, BaseException):  # of unpickling: no batch may take the place of the missing one

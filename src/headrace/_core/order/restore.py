@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
@@ -26,8 +25,7 @@ from headrace._core.torchcompat.datapipes import PipeSeeds, seed_pipe
 from headrace.errors import StateError
 
 
-@dataclass(frozen=True, slots=True)
-class EpochSpec:
+class EpochSpec(NamedTuple):
     """An epoch that begins on this rank, anew or from a resume point: for its plans, its session and its progress."""
 
     begun: LoaderState  # at its beginning: of the whole epoch, or the one restored

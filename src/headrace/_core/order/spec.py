@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -18,8 +17,7 @@ from headrace.options import LoaderOptions, Unset, number_of_engines
 TorchLoader: TypeAlias = TorchDataLoader[object]
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderSpec:
+class LoaderSpec(NamedTuple):
     """A loader's dataset and headrace's own options. Torch's arguments are read from the loader at each epoch."""
 
     source: Any  # the dataset that is fetched from

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace.collate import default_collate
+from headrace.collate import HUGE, default_collate
 
 
 def test_undecoded_memory_stays_a_list_and_missing_labels_none():
@@ -48,3 +48,42 @@ def test_numbers_are_collated_as_by_torch(samples):
         return batch.dtype, batch.tolist()
 
     assert outcome(hr.DataLoader) == outcome(torch.utils.data.DataLoader)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sample, index: sample,
+        lambda sample, index: sample.bfloat16(),
+        lambda sample, index: sample.to(memory_format=torch.channels_last),
+        lambda sample, index: sample.transpose(1, 3),
+        lambda sample, index: sample.transpose(1, 3) if index % 2 else sample.transpose(1, 3).contiguous(),
+        lambda sample, index: sample.requires_grad_(),
+    ],
+    ids=["as it is", "bfloat16", "channels last", "transposed", "transposed in part", "with gradient"],
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_large_batches_are_laid_out_as_by_torch(change, num_workers):
+    samples = [change(torch.rand(2, 4, 128, 256), index) for index in range(8)]
+    assert sum(sample.nbytes for sample in samples) >= HUGE
+
+    def outcome(loader):
+        try:
+            batch = next(iter(loader(samples, 8, num_workers=num_workers)))
+        except RuntimeError as error:
+            return type(error)
+        return batch.tolist(), batch.dtype, batch.stride(), batch.requires_grad
+
+    assert outcome(hr.DataLoader) == outcome(torch.utils.data.DataLoader)
+
+
+@pytest.mark.parametrize("rows", [torch.rand(16, 1024, 512), torch.rand(16, 1024, 512).transpose(1, 2)])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_large_rows_of_a_tensor_dataset_are_those_of_torch(rows, num_workers):
+    dataset = torch.utils.data.TensorDataset(rows, torch.arange(16))
+    (ours, numbers), (theirs, same) = (
+        next(iter(loader(dataset, 8, sampler=range(15, -1, -1), num_workers=num_workers)))
+        for loader in (hr.DataLoader, torch.utils.data.DataLoader)
+    )
+    assert torch.equal(ours, theirs)
+    assert numbers.tolist() == same.tolist()

@@ -16,7 +16,7 @@ from headrace._core.failure import Failure, Stage, describe_samples, key_in
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.seeding import TransformGenerators
 from headrace._core.torchcompat.portable_collate import collating
-from headrace.collate import collated, default_convert, destined, draws_nothing, is_default, note_culprit
+from headrace.collate import collated, default_convert, draws_nothing, is_default, note_culprit
 
 # The exceptions caught from user code on the consumer's thread. KeyboardInterrupt and SystemExit may come from a signal
 # handler there: Ctrl-C, or a SIGTERM that ends the job.
@@ -100,7 +100,7 @@ class Assembler:
         if self.transforms or raw.whole or not samples:
             return None
         if self.batched:
-            if type(samples) is Rows and destined(self.collate) is not self.collate:  # a default collate
+            if type(samples) is Rows and is_default(self.collate):
                 return HostBatch(raw.plan, samples.tensor, len(samples), end=raw.end)
             if self.collate not in (list, tuple) or any(isinstance(sample, Failure) for sample in samples):
                 return None

@@ -12,7 +12,7 @@ from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import DatasetKind
 from headrace._core.transport.shared_pickle import why_not_picklable
-from headrace.collate import destined
+from headrace.collate import is_default
 from headrace.errors import NotPicklableError
 from headrace.options import LoaderOptions
 
@@ -69,11 +69,11 @@ class EngineConfig(NamedTuple):
 
     def worker_task(self) -> AssembleTask:
         """The CPU work of a batch in a worker process; a torch dataset is read there too."""
-        assembler = replace(self.assembler, collate=destined(self.assembler.collate))
-        parts: dict[str, Any] = {"assembler": assembler, "rank": self.rank, "worker_init_fn": self.worker_init_fn}
+        parts: dict[str, Any] = {"rank": self.rank, "worker_init_fn": self.worker_init_fn}
         if self.kind.is_async:
-            return AssembleTask(**parts)
+            return AssembleTask(assembler=self.assembler, **parts)
         return ReadTask(
+            assembler=self.assembler,
             **parts,
             seeds=self.options["seed"] is not None,
             dataset=self.dataset,
@@ -97,8 +97,7 @@ class EngineConfig(NamedTuple):
         if self.has_processes:
             return task
         # A thread does not wait until a batch is sent, and seeds only if it is alone.
-        default = task.assembler.collate is not self.assembler.collate
-        return replace(task, copies=not default, seeds=len(self.workers) <= 1)
+        return replace(task, copies=not is_default(self.assembler.collate), seeds=len(self.workers) <= 1)
 
     def without_functions(self) -> EngineConfig:
         return self._replace(assembler=replace(self.assembler, transforms=(), collate=list), worker_init_fn=None)

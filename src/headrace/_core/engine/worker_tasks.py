@@ -35,7 +35,7 @@ from headrace._core.streams.resumable import (
 from headrace._core.torchcompat.datapipes import divide_pipe, seed_pipe
 from headrace._core.torchcompat.private import become_worker, numpy_seed
 from headrace._core.transport.pickling import PickledPayload, format_error, picklable_error
-from headrace.collate import is_default, stacks_tensors
+from headrace.collate import is_default, output, stacks_tensors
 from headrace.errors import NotPicklableError
 
 Gather = Callable[[Sequence[Any]], list[torch.Tensor]]
@@ -196,7 +196,10 @@ def tensor_fast_path(dataset: Any) -> Gather | None:
         index = torch.frombuffer(array("q", indices), dtype=torch.int64)
         if bool((index < 0).any()):
             index = torch.where(index < 0, index + length, index)
-        return [tensor.index_select(0, index) for tensor in tensors]
+        return [
+            torch.index_select(tensor, 0, index, out=output(tensor[0], len(index), contiguous=tensor.is_contiguous()))
+            for tensor in tensors
+        ]
 
     return gather
 

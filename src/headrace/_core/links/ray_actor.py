@@ -22,7 +22,7 @@ from headrace._core.links.process import ProcessLink, ProcessPlacement
 from headrace._core.links.sidecar import dump_batch, portable_error
 from headrace._core.messages import SessionEnd, Status, StatusRequest
 from headrace._core.pool.settings import Settings
-from headrace._core.transport.pickling import Message, dump_message, load_message
+from headrace._core.transport.pickling import Message, copy_of, dump_message, load_message
 from headrace._core.transport.shared_pickle import SharedPickle
 
 IN_BAND = 64 * 1024  # bytes of buffers up to which an object is one byte string; below 100 KB it comes with Ray's reply
@@ -46,7 +46,7 @@ def unpack(packed: Packed) -> Any:
     this side; the store's object can be released behind it.
     """
     pickled, found = pickle.loads(packed) if isinstance(packed, bytes) else packed
-    return load_message(pickled, [memoryview(bytearray(buffer)) for buffer in found])
+    return load_message(pickled, [copy_of(buffer) for buffer in found])
 
 
 def unpack_views(packed: Packed) -> Any:

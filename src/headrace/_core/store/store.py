@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
+import numpy as np
 import obstore
 from obstore import get_range_async
 from obstore.store import LocalStore
@@ -433,7 +434,7 @@ class Store:
         if first is None and unknown and not self.traits.commit:  # what all parts must share is asked for
             found = await self.head(key, index=index)
             size, etag, modified = size or found.size, etag or found.etag, modified or found.modified
-        view = memoryview(bytearray(stop - start))
+        view = np.empty(stop - start, np.uint8).data  # in huge pages: a fifth of the time of a `bytearray`
         done = len(first or b"")
         view[:done] = first or b""
         offsets = iter(range(start + done, stop, PART))

@@ -174,7 +174,9 @@ def output(row: torch.Tensor, rows: int, *, contiguous: bool) -> torch.Tensor | 
     size, shape = rows * row.nbytes, (rows, *row.shape)
     memory = None if _destination is None else _destination.empty(size)
     if memory is None and size >= HUGE and (contiguous or _destination is not None):
-        memory = np.empty(size, np.uint8).data
+        room = np.empty(size + 64, np.uint8)
+        start = -room.ctypes.data % 64  # as torch's memory, at a cache line
+        memory = room[start : start + size].data
     if memory is not None:
         return tensor_of(memory, row.dtype, shape)
     return None if _destination is None else row.new_empty(shape)

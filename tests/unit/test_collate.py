@@ -72,7 +72,7 @@ def test_large_batches_are_laid_out_as_by_torch(change, num_workers):
             batch = next(iter(loader(samples, 8, num_workers=num_workers)))
         except RuntimeError as error:
             return type(error)
-        return batch.tolist(), batch.dtype, batch.stride(), batch.requires_grad
+        return batch.tolist(), batch.dtype, batch.stride(), batch.requires_grad, batch.data_ptr() % 64
 
     assert outcome(hr.DataLoader) == outcome(torch.utils.data.DataLoader)
 

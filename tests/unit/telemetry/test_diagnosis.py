@@ -122,6 +122,14 @@ def test_limit_is_the_step_that_the_loop_waits_for(limit, steps):
     assert (found.advice or "not the limit") in str(found)
 
 
+def test_next_epoch_is_predicted_without_the_connections_that_the_first_fetch_opened():
+    first, *later = records(fetch=0.001, fetch_seconds=0.001)
+    opening = first.times._replace(admitted=first.times.admitted - 20.1, began=first.times.began - 20.0)
+    found = make_report([first._replace(called=first.called - 20.0, times=opening), *later], SETUP)
+    assert found.limit == "start-up"
+    assert found.predicted < 0.2
+
+
 @pytest.mark.parametrize(
     ("most", "cpu", "advice", "predicted"),
     [

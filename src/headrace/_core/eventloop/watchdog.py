@@ -21,7 +21,6 @@ import math
 import os
 import queue
 import sys
-import sysconfig
 import threading
 import time
 import types
@@ -44,7 +43,7 @@ WARNING = (
 )
 
 _HEADRACE = os.path.join(str(Path(__file__).parents[2]), "")
-_STANDARD_LIBRARY = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
+_STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")  # `sysconfig` takes 1.6 ms to import
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LOOPS = (f"{os.sep}anyio{os.sep}", f"{os.sep}uvloop{os.sep}")
 _log = logging.getLogger("headrace")
@@ -238,7 +237,7 @@ def find_user_code(top: types.FrameType) -> Spot | None:
         elif any(part in file for part in _INSTALLED):
             if not any(part in file for part in _LOOPS):
                 installed = [frame]
-        elif not file.startswith(("<frozen ", *_STANDARD_LIBRARY)):
+        elif not file.startswith(("<frozen ", _STANDARD_LIBRARY)):
             user.append(frame)
         frame = frame.f_back
     if frame is None or not (user or installed):  # no loop of ours is below it

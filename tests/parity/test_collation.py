@@ -63,6 +63,24 @@ def test_tensors_with_gradients_collate_as_in_torch(same):
     same(lambda DataLoader: epochs(DataLoader(dataset, batch_size=2), 1), fails=fails)
 
 
+@parity("torch: without workers a batch can be resized in place; here none can if it is of numbers or large")
+def test_batches_cannot_be_resized_in_place(same):
+    dataset = Made(lambda i: (i, torch.zeros(1 << 20)))
+
+    def program(DataLoader):
+        resized = []
+        for batch in next(iter(DataLoader(dataset, batch_size=2))):
+            try:
+                batch.resize_(2 * batch.numel())
+            except RuntimeError as error:
+                resized.append(str(error))
+        return resized
+
+    refused = ["Trying to resize storage that is not resizable"] * 2
+    assert same.torchs(program).result == (refused if "2 workers" in same.setting.name else [])
+    assert same.ours(program).result == refused
+
+
 @parity("NumPy arrays and numbers")
 def test_arrays_become_tensors(same):
     kinds = [np.uint8, np.int16, np.int64, np.bool_, np.float16, np.float32, np.float64, np.complex64]

@@ -152,8 +152,10 @@ def tensor_of(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.
 
 def _stack(batch: Sequence[torch.Tensor], *, collate_fn_map: _FunctionsByType | None = None) -> torch.Tensor:
     first = batch[0]
-    if _is_plain(first) and set(map(type, batch)) == {torch.Tensor}:
-        size = len(batch) * first.nbytes
+    plain = _is_plain(first)
+    size = len(batch) * first.nbytes if plain else 0
+    # Small batches of the loader's process are torch's.
+    if plain and (_destination is not None or size >= HUGE) and set(map(type, batch)) == {torch.Tensor}:
         uniform = size > 0 and set(map(_DTYPE, batch)) == {first.dtype}
         try:
             if not uniform:
@@ -171,15 +173,15 @@ def output(row: torch.Tensor, rows: int, *, contiguous: bool) -> torch.Tensor | 
 
     In a worker it is contiguous, as in torch's workers; else only where torch's would be: where they are `contiguous`.
     """
-    size, shape = rows * row.nbytes, (rows, *row.shape)
+    size = rows * row.nbytes
     memory = None if _destination is None else _destination.empty(size)
     if memory is None and size >= HUGE and (contiguous or _destination is not None):
         room = np.empty(size + 64, np.uint8)
         start = -room.ctypes.data % 64  # as torch's memory, at a cache line
         memory = room[start : start + size].data
     if memory is not None:
-        return tensor_of(memory, row.dtype, shape)
-    return None if _destination is None else row.new_empty(shape)
+        return tensor_of(memory, row.dtype, (rows, *row.shape))
+    return None if _destination is None else row.new_empty((rows, *row.shape))
 
 
 HUGE = 1 << 22  # bytes from which NumPy asks the kernel for huge pages: stacking 38 MB takes half the time
@@ -218,15 +220,17 @@ def _stack_fields(batch: Sequence[Any], *, collate_fn_map: _FunctionsByType) -> 
 
 
 def _collate_as_torch_into_destination(batch: object) -> object:
-    return collate(batch, collate_fn_map=_stacking(default_collate_fn_map))
+    return collate(batch, collate_fn_map=_stacking(tuple(default_collate_fn_map.items())))
 
 
 def _collate_into_destination(batch: object) -> object:
-    return collate(batch, collate_fn_map=_stacking({**default_collate_fn_map, **_OURS}))
+    return collate(batch, collate_fn_map=_stacking((*default_collate_fn_map.items(), *_OURS.items())))
 
 
-def _stacking(functions: _FunctionsByType) -> _FunctionsByType:
+@functools.lru_cache(maxsize=4)
+def _stacking(items: tuple[tuple[Any, Callable[..., Any]], ...]) -> _FunctionsByType:
     """Torch's functions, with ours in place of those that stack; types that the user has registered stay."""
+    functions: _FunctionsByType = dict(items)
     arrays, ints = (np.ndarray, collate_numpy_array_fn, _stack_arrays), (int, collate_int_fn, _stack_ints)
     ours = (torch.Tensor, collate_tensor_fn, _stack), arrays, ints
     fields: _FunctionsByType = {} if isinstance((), tuple(functions)) else {tuple: _stack_fields}

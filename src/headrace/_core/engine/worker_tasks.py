@@ -187,7 +187,8 @@ def tensor_fast_path(dataset: Any) -> Gather | None:
         return lambda indices: inner([positions[index] for index in indices])
     if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
         return None
-    tensors, length = dataset.tensors, len(dataset)
+    length = len(dataset)
+    rows = [(tensor, tensor[0], tensor.is_contiguous()) for tensor in dataset.tensors] if length else []
 
     def gather(indices: Sequence[Any]) -> list[torch.Tensor]:
         if not {int, np.int64}.issuperset(map(type, indices)):
@@ -197,8 +198,8 @@ def tensor_fast_path(dataset: Any) -> Gather | None:
         if bool((index < 0).any()):
             index = torch.where(index < 0, index + length, index)
         return [
-            torch.index_select(tensor, 0, index, out=output(tensor[0], len(index), contiguous=tensor.is_contiguous()))
-            for tensor in tensors
+            torch.index_select(tensor, 0, index, out=output(row, len(index), contiguous=contiguous))
+            for tensor, row, contiguous in rows
         ]
 
     return gather

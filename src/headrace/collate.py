@@ -202,11 +202,11 @@ def _is_plain(tensor: object) -> bool:
 def _stack_arrays(batch: Sequence[_Array], *, collate_fn_map: _FunctionsByType | None = None) -> torch.Tensor:
     if np_str_obj_array_pattern.search(batch[0].dtype.str) is not None:
         collate_numpy_array_fn(batch, collate_fn_map=collate_fn_map)  # raises torch's error
-    return _stack([torch.as_tensor(array) for array in batch])
+    return collate([torch.as_tensor(array) for array in batch], collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
 
 def _stack_ints(batch: Sequence[int], *, collate_fn_map: _FunctionsByType | None = None) -> torch.Tensor:
-    if set(map(type, batch)) == {int}:
+    if set(map(type, batch)) == {int} and torch.get_default_device().type == "cpu":
         with contextlib.suppress(OverflowError):  # torch's error is raised below
             return torch.frombuffer(array("q", batch), dtype=torch.int64)  # a fifth of the time of `torch.tensor`
     return collate_int_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
@@ -220,17 +220,28 @@ def _stack_fields(batch: Sequence[Any], *, collate_fn_map: _FunctionsByType) -> 
 
 
 def _collate_as_torch_into_destination(batch: object) -> object:
-    return collate(batch, collate_fn_map=_stacking(tuple(default_collate_fn_map.items())))
+    return collate(batch, collate_fn_map=_stacking(default_collate_fn_map))
 
 
 def _collate_into_destination(batch: object) -> object:
-    return collate(batch, collate_fn_map=_stacking((*default_collate_fn_map.items(), *_OURS.items())))
+    return collate(batch, collate_fn_map=_stacking({**default_collate_fn_map, **_OURS}))
 
 
-@functools.lru_cache(maxsize=4)
-def _stacking(items: tuple[tuple[Any, Callable[..., Any]], ...]) -> _FunctionsByType:
+_made: dict[tuple[object, ...], tuple[_FunctionsByType, _FunctionsByType]] = {}  # the last, with their originals
+
+
+def _stacking(functions: _FunctionsByType) -> _FunctionsByType:
     """Torch's functions, with ours in place of those that stack; types that the user has registered stay."""
-    functions: _FunctionsByType = dict(items)
+    key = *functions, *map(id, functions.values())  # the functions may be unhashable, or equal and not the same
+    made = _made.get(key)
+    if made is None:
+        if len(_made) > 3:
+            _made.clear()
+        made = _made[key] = _replaced(functions), dict(functions)
+    return made[0]
+
+
+def _replaced(functions: _FunctionsByType) -> _FunctionsByType:
     arrays, ints = (np.ndarray, collate_numpy_array_fn, _stack_arrays), (int, collate_int_fn, _stack_ints)
     ours = (torch.Tensor, collate_tensor_fn, _stack), arrays, ints
     fields: _FunctionsByType = {} if isinstance((), tuple(functions)) else {tuple: _stack_fields}

@@ -6,8 +6,9 @@ import os
 import pickle
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, SequentialSampler, TensorDataset, dataloader, default_collate
@@ -59,6 +60,16 @@ class Box:
     value: int
 
 
+@dataclass
+class Boxes:
+    """A collate function without a hash, equal to any other of its class."""
+
+    factor: int = field(compare=False)
+
+    def __call__(self, batch, *, collate_fn_map=None):
+        return torch.tensor([self.factor * box.value for box in batch])
+
+
 def values(loader):
     return [batch.tolist() for batch in loader]
 
@@ -77,13 +88,12 @@ def test_strides_of_batches_are_those_of_torchs_workers():
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_type_registered_with_torchs_collate_after_the_import(num_workers, monkeypatch):
-    def collate_boxes(batch, *, collate_fn_map=None):
-        return torch.tensor([box.value for box in batch])
-
-    monkeypatch.setitem(default_collate_fn_map, Box, collate_boxes)
-    for make in (TorchDataLoader, hr.DataLoader):
-        assert values(make(list(map(Box, range(4))), 2, num_workers=num_workers)) == [[0, 1], [2, 3]]
-    assert hr.default_collate([Box(1), Box(2)]).tolist() == [1, 2]
+    for factor in (1, 2):
+        monkeypatch.setitem(default_collate_fn_map, Box, Boxes(factor))
+        for make in (TorchDataLoader, hr.DataLoader):
+            batches = values(make(list(map(Box, range(4))), 2, num_workers=num_workers))
+            assert batches == [[0, factor], [2 * factor, 3 * factor]]
+        assert hr.default_collate([Box(1), Box(2)]).tolist() == [factor, 2 * factor]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -93,8 +103,23 @@ def test_function_registered_for_tensors_takes_precedence(num_workers, monkeypat
 
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, collate_tensors)
     for make in (TorchDataLoader, hr.DataLoader):
-        batches = list(make(TensorDataset(torch.arange(4)), 2, num_workers=num_workers))
-        assert [batch[0].tolist() for batch in batches] == [[0, -1], [-2, -3]]
+        for dataset in (TensorDataset(torch.arange(4)), [(np.array(i),) for i in range(4)]):
+            batches = list(make(dataset, 2, num_workers=num_workers))
+            assert [batch[0].tolist() for batch in batches] == [[0, -1], [-2, -3]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_rows_of_an_empty_tensor_dataset_are_out_of_range(num_workers):
+    for make in (TorchDataLoader, hr.DataLoader):
+        with pytest.raises(IndexError):
+            list(make(TensorDataset(torch.zeros(0, 3)), 2, num_workers=num_workers, sampler=[0, 1]))
+
+
+def test_numbers_become_tensors_of_the_default_device():
+    for make in (TorchDataLoader, hr.DataLoader):
+        batches = iter(make([(i, float(i)) for i in range(4)], 2))
+        with torch.device("meta"):
+            assert {field.device.type for field in next(batches)} == {"meta"}
 
 
 @pytest.mark.parametrize("kind", [tuple, Sequence, (list, tuple)])

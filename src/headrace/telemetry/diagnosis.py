@@ -137,14 +137,13 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
     if waiting > LONG_START * total and _blocked_seconds(figures) > BLOCKED_WAITING * waiting:
         return _blocked_loop(figures, model)
     if figures.start_up > max(figures.waited, LONG_START * total) and figures.wait_share < LONG_START:
-        again = min((figures.first_fetch, *figures.fetch_seconds[:1]))  # clients that it has opened stay
         return Diagnosis(
             "start-up",
             f"the first batch took {seconds(figures.start_up)} of {seconds(total)}, {seconds(figures.first_fetch)} of "
             f"it after the start of fetching; later ones {seconds(wait)} in next()",
             "keep the loader for several epochs (its engine and workers stay), or call iter() before the model is "
             "built",
-            (figures.waited + again) / (figures.seconds + again),
+            (figures.waited + figures.first_again) / (figures.seconds + figures.first_again),
         )
     if _holds_the_lock(figures, setup) and (found := _busy_loop(figures, setup, model)) is not None:
         return found

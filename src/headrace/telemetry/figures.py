@@ -130,6 +130,7 @@ class Figures:
     start_up: float
     start_blocked: float = 0.0  # seconds of them for which user code blocked the event loop
     first_fetch: float = 0.0  # seconds of them after the first fetch had begun, or the first batch had been read
+    first_again: float = 0.0  # as many in a later epoch, for which the clients are open that the first fetch opened
     batches: int = 0
     samples: int = 0
     seconds: float = 0.0
@@ -228,6 +229,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         in_call_seconds=(delivering + worked * in_call) / len(rest),
         batch_seconds=sum(_length((record.planned, record.times.assembled)) for record in rest) / len(rest),
         compute=max(0.0, seconds - waited) / len(rest),
+        first_again=first_fetch - max(0.0, first.times.fetch_seconds - _percentile(timed, 0.5)),
         fetch_seconds=_percentiles(timed),
         first_fetch_seconds=_percentile(timed[:PAIRS], 0.05),
         quick_fetch_seconds=_percentile(timed, 0.2),

@@ -185,10 +185,10 @@ def tensor_fast_path(dataset: Any) -> Gather | None:
         if inner is None:
             return None
         return lambda indices: inner([positions[index] for index in indices])
-    if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
+    if type(dataset) is not TensorDataset or not len(dataset) or not all(map(_is_plain, dataset.tensors)):
         return None
     length = len(dataset)
-    rows = [(tensor, tensor[0], tensor.is_contiguous()) for tensor in dataset.tensors] if length else []
+    rows = [(tensor, tensor[0], tensor.is_contiguous()) for tensor in dataset.tensors]
 
     def gather(indices: Sequence[Any]) -> list[torch.Tensor]:
         if not {int, np.int64}.issuperset(map(type, indices)):

@@ -236,6 +236,9 @@ class Refused(Exception):
     def __str__(self):
         return f"{self.status} of {self.request.url}"
 
+    def __repr__(self):
+        return f"{type(self).__name__}({self.request.url}, {self.status})"
+
 
 class Forgets(Exception):
     """Has a pickle of its own, without what its text is made of."""
@@ -272,4 +275,5 @@ def test_error_keeps_the_text_that_it_composed_of_what_cannot_be_sent(error, tex
     for each in (came, again, pickle.loads(pickle.dumps(again)), copy.copy(again)):
         assert isinstance(each, kind)
         assert (type(each).__qualname__, str(each)) == (kind.__qualname__, text)
+        assert repr(each) == f"{kind.__name__}({text!r})"
     assert getattr(again, "status", 403) == 403

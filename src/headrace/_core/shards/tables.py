@@ -117,15 +117,17 @@ def select_columns(
                 what = f"{file.shard.name} has several columns called {twice[0]!r}, of which a dict could have one"
                 raise ValueError(f"{what}; use format='arrow', or leave it out of columns=")
             first = given if first is None else first
+            same_names = {*given.names} == {*first.names}
             try:
-                if {*given.names} != {*first.names}:
+                if not same_names:
                     raise ValueError("names differ")
                 # Rows are Python objects, the same ones of string and large_string.
                 unified = None if as_rows else given if unified is None else _unify(unified, given)
             except (ValueError, TypeError, LookupError) as error:
                 listed, expected = (", ".join(f"{f.name} {f.type}" for f in each) for each in (given, first))
                 what = f"columns {listed}, but {expected} in {files[0].shard.name}: {' '.join(str(error).split())}"
-                remedy = "give columns= that all files have, of types that can be one, or read rows (format='rows')"
+                of_types = ", of types that can be one, or read rows (format='rows')" if same_names else ""
+                remedy = f"give columns= that all files have{of_types}"
                 raise ShardError(f"{what}; {remedy}", shard=file.shard.name) from None
         selection, given = made[there]
         found.append((replace(selection, added={name: added[name] for name in selection.added}), given))

@@ -55,7 +55,11 @@ def _with_text_of_its_own(cls: Any) -> Any:
         return _restore, (cls, error.args, error.args, vars(error), _slots(error), None)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**names, "__str__": lambda error: vars(error)[_TEXT], "__reduce__": reduce})
+    shown = {
+        "__str__": lambda error: vars(error)[_TEXT],
+        "__repr__": lambda error: f"{cls.__name__}({vars(error)[_TEXT]!r})",
+    }
+    return type(cls.__name__, (cls,), {**names, **shown, "__reduce__": reduce})
 
 
 def _reduced_by_a_builtin(cls: type[BaseException]) -> bool:

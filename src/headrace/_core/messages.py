@@ -39,6 +39,10 @@ class Begin:
     """The epoch of a session that was opened before it begins: from now on its batches are assembled."""
 
 
+class TwinRequest:
+    """The request to have a worker make a `Twin`: the consumer has made its own version."""
+
+
 class WorkersRequest(NamedTuple):
     """The request for so many worker processes, of all engines together."""
 
@@ -47,7 +51,7 @@ class WorkersRequest(NamedTuple):
     compares: bool = False  # whether they only make one batch for now, as a `Twin` of the consumer's
 
 
-Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest | WorkersRequest | Begin
+Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest | WorkersRequest | Begin | TwinRequest
 
 # From an engine; besides these, batches.
 

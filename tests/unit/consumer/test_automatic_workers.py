@@ -134,6 +134,24 @@ def test_batches_are_made_by_the_workers_there_are(numbers, placement):
         assert automatic.stats().worker_deaths == 0
 
 
+def test_iterators_of_one_loader_go_on_where_another_has_taken_the_workers_back(numbers):
+    with loader(Numbers(10**6), transform=worker, worker_init_fn=remember) as made:
+        one, other = iter(made), iter(made)
+        search = made._control.sessions.search
+        next(other)  # a search looks after batches of the iterator that was begun last
+        numbers[search.looks + 1] = 2
+        while -1 in next(one):
+            pass
+        next(other)
+        numbers[search.looks + 1] = 0
+        next(other)
+        assert made.num_workers == 0
+        for batches in (one, other):
+            for _ in range(300):  # more than were planned
+                batch = next(batches)
+            assert set(batch.tolist()) == {-1}
+
+
 def test_state_begins_with_the_workers_found(numbers):
     numbers.update({2: 3})
     with loader() as automatic:

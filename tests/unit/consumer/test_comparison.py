@@ -1,8 +1,10 @@
 """Workers that the program has not asked for get its functions once a batch made there was the same."""
 
 import array
+import asyncio
 import colorsys
 import dataclasses
+import itertools
 import math
 import os
 import pickle
@@ -264,7 +266,83 @@ def test_dataset_stays_where_the_program_has_not_asked_for_workers():
         assert made.stats().placement.startswith("thread: functions moved to workers")
 
 
+def moved(made):
+    """The batches of an epoch, as text, once functions have moved."""
+    while not made._control.sessions.search.moves:
+        got = [*map(str, made)]
+        assert made._control.sessions.search.next_look != math.inf or made.num_workers == 2
+    return got
+
+
+def test_later_epochs_have_the_same_engine_and_its_workers():
+    loops = set()
+
+    class Connected(Numbers):
+        async def aget(self, index):
+            loops.add(asyncio.get_running_loop())
+            return index
+
+    with loader(Connected(2000), transform=noisy) as made:
+        moved(made)
+        for _ in range(2):
+            list(made)
+            assert made._control.sessions.counters.records()[-1].times.worked_by[0] != MAIN
+        assert made.num_workers == 2
+        assert len(loops) == 1
+        assert made.stats().placement.startswith("thread: functions moved to workers")
+
+
+def test_functions_that_cannot_be_pickled_any_more_stay_from_the_next_epoch_on():
+    class Transform:
+        def __call__(self, sample):
+            return sample
+
+    transform = Transform()
+    with loader(Numbers(2000), transform=transform) as made:
+        expected = moved(made)
+        transform.lock = threading.Lock()
+        assert [*map(str, made)] == expected
+        assert made.num_workers == 0
+        assert "cannot be pickled" in made.report().chosen[-1]
+
+
+def test_functions_that_were_put_in_their_place_are_compared_too():
+    counts = itertools.count()
+    with loader(Numbers(2000), transform=noisy) as made:
+        moved(made)
+        made.collate_fn = lambda samples: next(counts)
+        assert [*made] == [*range(500)]
+        assert made.num_workers == 0
+
+
+def test_worker_makes_its_version_after_the_consumer(tmp_path):
+    class Files(Numbers):
+        async def aget(self, index):
+            (path := tmp_path / str(index)).write_text(str(index))
+            return path
+
+    def read(path):
+        text = path.read_text()
+        path.unlink()
+        return int(text)
+
+    with loader(Files(2000), transform=read) as made:
+        stays(made, "FileNotFoundError")
+
+
+def test_objects_of_a_class_of_a_script_are_no_change_of_the_functions():
+    @dataclasses.dataclass
+    class Sample:
+        number: int
+
+    with loader(transform=lambda sample: Sample(sample), collate_fn=list) as made:
+        until_decided(made)
+        assert made.num_workers == 2
+
+
 Point = dataclasses.make_dataclass("Point", ["x", "values"])
+SENTINEL, NAMED = object(), torch.zeros(2)
+NAMED.path = "a.jpg"
 
 
 @pytest.mark.parametrize(
@@ -286,6 +364,7 @@ Point = dataclasses.make_dataclass("Point", ["x", "values"])
         ([1, 2], [1], "list"), ((1,), [1], "tuple"), ([1], [True], "[0], int"),
         (Point(1.0, torch.ones(2)), Point(1.0, torch.zeros(2)), "Point"),
         (array.array("i", [1]), array.array("i", [2]), "array"),
+        (SENTINEL, SENTINEL, None), (object(), object(), "object"), (NAMED, torch.zeros(2), "float32 [2]"),
     ],
 )  # fmt: skip
 def test_parts_that_differ(one, other, part):
@@ -304,22 +383,20 @@ HOST = HostBatch(BatchPlan(7, (), 0), [1], 1)
     ("data", "text"), [(threading.Lock(), "cannot pickle"), (Lossy(), "Lossy"), ([Lossy()], "[0], Lossy")]
 )
 def test_what_cannot_be_sent_as_it_is_counts_as_different(data, text):
-    comparison = Comparison(None)
+    comparison = Comparison(lambda: True)
     comparison.on_twin(Twin(7))
     comparison.on_batch(HOST._replace(data=data))
     comparison.on_twin(Twin(7, HOST._replace(data=PickledPayload.dumps(1))))
     assert text in comparison.difference
 
 
-@pytest.mark.parametrize("here_first", [True, False])
-def test_either_version_may_be_there_first(here_first):
-    comparison = Comparison(None)
+def test_batch_is_compared_once_both_versions_are_there():
+    comparison = Comparison(lambda: True)
     comparison.on_twin(Twin(7))
-    comparison.on_batch(HOST._replace(plan=BatchPlan(6, (), 0), data=[2]))
-    twin = Twin(7, HOST._replace(data=PickledPayload.dumps([1])))
-    for here in (here_first, not here_first):
-        assert comparison.difference is None
-        comparison.on_batch(HOST) if here else comparison.on_twin(twin)
+    assert not comparison.on_batch(HOST._replace(plan=BatchPlan(6, (), 0), data=[2]))
+    assert comparison.on_batch(HOST)
+    assert comparison.difference is None
+    comparison.on_twin(Twin(7, HOST._replace(data=PickledPayload.dumps([1]))))
     assert comparison.difference == ""
 
 

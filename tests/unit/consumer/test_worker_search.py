@@ -42,7 +42,7 @@ class Machine:
         return self.setup.cores
 
     def batch(self):
-        in_workers = self.workers if self.now >= self.started else 0
+        in_workers = self.workers if self.now - self.ahead >= self.started else 0
         called = self.now
         if in_workers:
             ready = called + max(0.0, self.work / min(in_workers, self.real_cores) - COMPUTE)
@@ -133,6 +133,12 @@ def test_changes_in_vain_become_rare():
 def test_workers_that_do_not_start_are_given_up():
     machine = Machine(start=1e9)
     assert machine.run(START_SECONDS + 20)[:2] == [5, 0]
+
+
+def test_workers_are_not_judged_by_batches_that_were_planned_before_them():
+    machine = Machine(ahead=START_SECONDS + 5)
+    assert machine.run(60)[0] == 5
+    assert machine.search.chosen[0].startswith("num_workers=5: ")
 
 
 def test_end_of_the_search_has_its_reason():

@@ -66,8 +66,9 @@ class LoaderSessions:
         self._lanes = lanes
         self._engine_search = EngineSearch() if isinstance(spec.options["engines"], Automatic) else None
         self.ahead: LookAheadSize | None = None
-        here = search is not None and not search.asked
-        self._placements = PlacementSelector("here" if here else spec.placement, spec.engines)
+        self._here = search is not None and not search.asked  # the engine stays, and has workers by requests
+        self._compared: tuple[Callable[[Any], Any], ...] = ()  # the functions that may move to them
+        self._placements = PlacementSelector(spec.placement, spec.engines)
         self.next = NextEpochReader(self._placements)
         self._changes = None if search is None else WorkerChanges(search, self._placements)
         # At exit, the placements' own hook closes everything, in order.
@@ -100,16 +101,20 @@ class LoaderSessions:
 
         `epoch_set` says whether the epoch's number was set since the last one.
         """
-        search = self.search
-        if search is not None and not search.moves and loader.num_workers:  # which another loader has found
-            search.proposed, loader.num_workers = int(loader.num_workers), Unset(0)
+        search, functions = self.search, self._functions(loader)
+        if search is not None and not search.asked:
+            if self._compared and [*map(id, functions)] != [*map(id, self._compared)]:
+                search.moves = False
+            self._compared = functions
+            if not search.moves and loader.num_workers:  # which another loader has found, or for other functions
+                search.proposed, loader.num_workers = int(loader.num_workers), Unset(0)
         session = self._open(loader, spec, epoch_set=epoch_set, resumed=resumed)
         return session if self._engine_search is None else ChangingSession(session)
 
     def open_next(self, loader: TorchLoader, spec: EpochSpec, seen: list[object]) -> Session | None:
         """Open the session of the epoch that is expected next, if the dataset is as it was `seen`."""
         start = spec.session._replace(set_epoch=True, early=True)
-        session = self._placements.open_next(seen, start, loader.num_workers)
+        session = self._placements.open_next(seen, start, 0 if self._here else loader.num_workers)
         if session is not None:
             session.send(TraceRequest(self.counters.traced))
         return session
@@ -197,9 +202,9 @@ class LoaderSessions:
         self._placements.set_epoch(self.spec.source, start.epoch, only_wanted=only_wanted)
         start = start._replace(set_epoch=set_epoch)
         options = self.spec.options
-        transforms = self.spec.maps if options["transform"] is None else (*self.spec.maps, options["transform"])
-        collate_fn = loader.collate_fn.collate if isinstance(loader.collate_fn, PortableCollate) else loader.collate_fn
-        assembler = Assembler(transforms, destined(collate_fn), loader._auto_collation, self.spec.policy.tolerance)
+        *transforms, collate_fn = self._functions(loader)
+        tolerance = self.spec.policy.tolerance
+        assembler = Assembler(tuple(transforms), destined(collate_fn), loader._auto_collation, tolerance)
         if options["seed"] is not None and not self.spec.kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
             base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
@@ -207,7 +212,7 @@ class LoaderSessions:
             dataset=self.spec.source,
             kind=self.spec.kind,
             assembler=assembler,
-            num_workers=loader.num_workers,
+            num_workers=0 if self._here else loader.num_workers,
             options=engine_options(options),
             deferred=self._defers(loader, assembler),
             look_ahead=self.look_ahead(loader)[0],
@@ -226,8 +231,7 @@ class LoaderSessions:
             link = InlineLink(config, start)
             return Session(link, inline_state=link.state_dict)
         if (expected := self.next.take(spec, config, resumed=resumed)) is not None:
-            if self._changes is not None:
-                self._changes.begin(expected)
+            self._give_workers(loader, expected)
             expected.send(Begin())
             return expected
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
@@ -243,13 +247,32 @@ class LoaderSessions:
                 config = config._replace(deferred=self._defers(loader, assembler))
                 session = self._placements.open(config, start, persistent=persistent)
         self.counters.placement = self._placements.where + self._lanes.describe()
-        if self._changes is not None:
-            self._changes.begin(session)
+        self._give_workers(loader, session)
         return session
+
+    def _functions(self, loader: TorchLoader) -> tuple[Callable[[Any], Any], ...]:
+        """The transforms and the collate function."""
+        transform, collate_fn = self.spec.options["transform"], loader.collate_fn
+        collate_fn = collate_fn.collate if isinstance(collate_fn, PortableCollate) else collate_fn
+        return *self.spec.maps, *(() if transform is None else (transform,)), collate_fn
+
+    def _give_workers(self, loader: TorchLoader, session: Session) -> None:
+        """Have the engine's workers make the session's batches, or one to be compared, if it has any by a search."""
+        if self._changes is None:
+            return
+        self._changes.begin(session)
+        if not (self._here and loader.num_workers):
+            return
+        if self._changes.keep(session, loader.num_workers):
+            self.counters.placement = (
+                "thread: functions moved to workers, and the dataset stays" + self._lanes.describe()
+            )
+        else:
+            loader.num_workers = Unset(0)
 
     def _defers(self, loader: TorchLoader, assembler: Assembler) -> bool:
         """Whether batches are made in the consumer's thread."""
-        in_thread = self.spec.placement in ("auto", "thread") and not loader.num_workers
+        in_thread = self.spec.placement in ("auto", "thread") and (self._here or not loader.num_workers)
         return in_thread and assembler.runs_user_code
 
     def _most_engines(self, loader: TorchLoader) -> int:

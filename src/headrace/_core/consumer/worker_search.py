@@ -9,10 +9,11 @@ batch to them. The searches are pure: records have the time.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace._core.links.comparison import Comparison
 from headrace._core.links.select import PlacementSelector
@@ -83,7 +84,9 @@ class Search:
             return None
         self._since, self.next_look = self._since or now, now + LOOK_SECONDS
         if self._trial is not None and not self._settled:
-            if not self._has_begun(self._trial, records) and now < self._trial.since + START_SECONDS:
+            # What was fetched before is still made without them, however long that takes.
+            early = records[-1].planned < self._trial.since or now < self._trial.since + START_SECONDS
+            if early and not self._has_begun(self._trial, records):
                 return None
             self._settled, self._since = True, records[-1].planned
         measured = [record for record in records if record.planned >= self._since]
@@ -96,6 +99,10 @@ class Search:
         if self._trial is not None:
             return self._end_trial(self._trial, figures, now)
         return self._propose(figures, setup, most, now)
+
+    def begin_trial(self, now: float) -> None:
+        """What is tried begins now, and not when it was proposed."""
+        self._trial = None if self._trial is None else self._trial._replace(since=now)
 
     def measure_anew(self) -> None:
         """Count batches from the next look on: something else was changed."""
@@ -245,7 +252,22 @@ class WorkerChanges:
         except (NotPicklableError, OSError) as error:
             self._search.end(str(error))
         else:
-            session.compare(Comparison(request.functions))
+            session.compare(Comparison(functools.partial(self._unchanged, request.functions)))
+
+    def _unchanged(self, functions: Any) -> bool:
+        try:
+            return self._placements.workers_request(self._search.proposed).functions is functions
+        except (NotPicklableError, OSError):
+            return False
+
+    def keep(self, session: Session | ChangingSession, number: int) -> bool:
+        """Have workers in an epoch that begins; False, and the end of the search, if they cannot have the functions."""
+        try:
+            session.send(self._placements.workers_request(number))
+        except (NotPicklableError, OSError) as error:
+            self._search.end(str(error))
+            return False
+        return True
 
     def look(self, session: Session | ChangingSession, records: Sequence[BatchRecord], setup: Setup) -> int | None:
         """The number of workers that the engine has from now on; None if that stays."""
@@ -258,6 +280,7 @@ class WorkerChanges:
                 search.proposed = number
                 if not self._may_move(session, records[-1]):
                     return None
+                search.begin_trial(records[-1].returned)
             if number or not self._placements.needs_workers:  # otherwise the next epoch is without
                 session.send(self._placements.workers_request(number))
         except (NotPicklableError, OSError) as error:
@@ -274,8 +297,6 @@ class WorkerChanges:
             return False
         elif (why := compared.difference) is None:
             return False
-        elif not why and self._placements.workers_request(search.proposed).functions is not compared.functions:
-            why = "the functions change when they are called, and would change in workers"
         search.moves, search.proposed = not why, 0
         if why:
             if compared is not None:

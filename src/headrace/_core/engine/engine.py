@@ -36,6 +36,7 @@ from headrace._core.messages import (
     StatusRequest,
     TraceRequest,
     Twin,
+    TwinRequest,
     WorkersRequest,
 )
 from headrace._core.randomized import CurrentSample, current_sample
@@ -93,6 +94,11 @@ class Engine:
         if self.config.kind.is_async:  # otherwise no user code runs on the loop
             self.watch.begin()
         task.add_done_callback(lambda _: self._forget(session))
+
+    def leave_pool(self, pool: ProcessExecutor) -> None:
+        """Have all sessions make their next batches without a pool, which has no workers any more."""
+        for session in self._running:
+            session.leave_pool(pool)
 
     def _forget(self, session: Session) -> None:
         del self._running[session]
@@ -220,6 +226,8 @@ class Session:
         self._pool = engine.executor if isinstance(engine.executor, ProcessExecutor) else None
         self._pools_work: Work = work
         self._compares = False  # whether the pool makes the next batch too
+        self._make_twin: Callable[[], Coroutine[Any, Any, None]] | None = None  # once the consumer has made its own
+        self._moves = False  # whether the pool makes the batches, once a worker has started
         common_seed = batch_seed(config.options["seed"] or 0, start.epoch, 0)
         self._compute = session_compute(self._assembly.apply, self._assembly.parallel, seed, common_seed)
         self._send = send
@@ -259,6 +267,8 @@ class Session:
             self._context.recorder = FetchRecorder() if message.on else None
         elif isinstance(message, WorkersRequest):
             self._resize(message)
+        elif isinstance(message, TwinRequest) and self._make_twin is not None:
+            self._spawn(self._make_twin)
         elif isinstance(message, Begin):
             early, self._early = self._early or (), None
             for raw, fetched in early:
@@ -269,22 +279,30 @@ class Session:
         """Whether a `WorkersRequest` can be answered."""
         return self._pool is not None
 
-    def add_pool(self, make: Callable[[], ProcessExecutor], work: SharedPickle) -> None:
+    def add_pool(self, make: Callable[[], ProcessExecutor]) -> None:
         """Give the session a pool, for requests of workers: that of an earlier session, or a new one; any thread."""
         pool = next((pool for pool in self._engine.added if pool.broken is None), None)
         if pool is None:
             self._engine.added.append(pool := make())
-        self._pool, self._pools_work = pool, work
+        self._pool = pool
 
     def _resize(self, request: WorkersRequest) -> None:
         assert self._pool is not None
         self._pool.resize(request.number)
         if self._pool is self._engine.executor:
             return
+        if not request.number:
+            self._engine.leave_pool(self._pool)
+        self._pools_work = request.functions
         self._assembly.use(*self._without_pool)  # until a worker has started
         self._compares = request.compares
-        if request.number and not request.compares:
+        self._moves = request.number > 0 and not request.compares
+        if self._moves and self._stage is not None:  # otherwise once the session runs
             self._spawn(functools.partial(self._use, self._pool))
+
+    def leave_pool(self, pool: ProcessExecutor) -> None:
+        if self._assembly.executor is pool:
+            self._assembly.use(*self._without_pool)
 
     async def _use(self, pool: ProcessExecutor) -> None:
         await pool.started.wait()
@@ -351,6 +369,8 @@ class Session:
             compute.set(self._compute)  # in this context, which fetchers copy
             current_sample.set(CurrentSample(0))  # of an unknown position, since fetches overlap
             self._stage = stage = self._engine.make_stage(self._context, self.start)
+            if self._moves and self._pool is not None:
+                self._spawn(functools.partial(self._use, self._pool))
             while True:
                 self._changed.clear()
                 while self._plans:
@@ -411,7 +431,7 @@ class Session:
             host = await pool.assemble(kept, self._pools_work)
             self._send(Twin(kept.plan.number, host.with_lost(kept, lost)))
 
-        self._spawn(make)
+        self._make_twin = make  # not at once: a function may delete a file that it has read
 
     def _put(self, raw: RawBatch, host: HostBatch, fetched: float, load: FetchLoad) -> None:
         """Hand over a batch, with its times, and those that waited for it."""

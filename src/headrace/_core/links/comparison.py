@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from headrace._core.batches import HostBatch
 from headrace._core.messages import Twin
 from headrace._core.text import shorten
 from headrace._core.transport.pickling import PickledPayload
-from headrace._core.transport.shared_pickle import SharedPickle
 
 
 class Comparison:
@@ -23,8 +23,8 @@ class Comparison:
         difference: what differs, in words, "" for nothing; None while that is unknown.
     """
 
-    def __init__(self, functions: SharedPickle) -> None:
-        self.functions = functions  # those of the workers
+    def __init__(self, unchanged: Callable[[], bool]) -> None:
+        self._unchanged = unchanged  # whether the functions are still those that workers have
         self.again = False
         self.difference: str | None = None
         self._twin = Twin(-1)
@@ -34,14 +34,19 @@ class Comparison:
         self._twin = twin
         self._compare()
 
-    def on_batch(self, host: HostBatch) -> None:
-        if host.plan.number == self._twin.number and self.difference is None:
-            try:
-                self._host = host._replace(data=PickledPayload.dumps(host.data, copied=True).loads())
-                self._differs(difference(host.data, self._host.data))
-            except Exception as error:  # user code: a class in the batch
-                self._differs(repr(error))
-            self._compare()
+    def on_batch(self, host: HostBatch) -> bool:
+        """Take the consumer's version; returns whether a worker is to make another."""
+        if host.plan.number != self._twin.number or self.difference is not None:
+            return False
+        if not self._unchanged():  # before the copy is made, which defines classes of a script again
+            self.difference = "the functions change when they are called, and would change in workers"
+            return False
+        try:
+            self._host = host._replace(data=PickledPayload.dumps(host.data, copied=True).loads())
+            self._differs(difference(host.data, self._host.data))
+        except Exception as error:  # user code: a class in the batch
+            self._differs(repr(error))
+        return self.difference is None
 
     def _compare(self) -> None:
         here, there = self._host, self._twin.host
@@ -89,8 +94,15 @@ def _bytes(part: Any) -> object:
     """All that is to be equal in a tensor, an array or any other object, so that NaN equals NaN."""
     if type(part) is torch.Tensor and part.layout is torch.strided:
         flat = part.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
-        return part.dtype, part.shape, part.requires_grad, flat.view(torch.uint8).numpy().tobytes()
+        return part.dtype, part.shape, part.requires_grad, flat.view(torch.uint8).numpy().tobytes(), _pickle(vars(part))
     if type(part) is np.ndarray and not part.dtype.hasobject:
         return part.dtype, part.shape, part.tobytes()
+    kind: Any = type(part)
+    if kind.__eq__ is object.__eq__ and not isinstance(part, type | types.FunctionType):
+        return id(part)  # a program can only compare it by its identity, and may keep it and change it
+    return _pickle(part)
+
+
+def _pickle(part: object) -> object:
     payload = PickledPayload.dumps(part)
     return payload.pickled, *map(bytes, payload.buffers)

@@ -69,6 +69,7 @@ class PlacementSelector:
         self._seen: list[object] | None = None  # the snapshot of the dataset that it has a copy of
         self._retired: list[Placement] = []
         self._work: SharedPickle | None = None  # the functions of the last session
+        self._pickled: SharedPickle | None = None  # those that were pickled last
         self._opened: EngineConfig | None = None  # that of the last session in `_current`
         self.where = "not started"  # the engine's placement and its reason, for `stats()`
 
@@ -102,7 +103,7 @@ class PlacementSelector:
             self._seen = snapshot(config.dataset) if current.has_copy else None
         if current.is_current:  # in aget: its session would start another, recursively
             raise DeadlockError(what="iter() of a loader")
-        self._opened = config
+        self._opened, self._work = config, work
         return current.open(config, work, start)
 
     def close_idle(self) -> None:
@@ -151,13 +152,14 @@ class PlacementSelector:
     def workers_request(self, number: int, *, compares: bool = False) -> WorkersRequest:
         """The request to the current engine to have so many workers; raises `NotPicklableError`."""
         assert self._config is not None
-        changed = self._config._replace(num_workers=number)
-        if not self._config.has_processes:  # the next epoch has an engine that is made for workers
-            with isolated_generators():  # so that generators among the functions are as before
-                changed.assembler.generators().seed(0)
-                return WorkersRequest(number, self._functions(changed), compares)
-        self._config = changed
-        return WorkersRequest(number)
+        assert self._opened is not None
+        if self._config.has_processes:
+            self._config = self._config._replace(num_workers=number)
+            return WorkersRequest(number)
+        changed = self._opened._replace(num_workers=number)
+        with isolated_generators():  # so that generators among the functions are as before
+            changed.assembler.generators().seed(0)
+            return WorkersRequest(number, self._functions(changed), compares)
 
     def set_epoch(self, dataset: object, epoch: int, *, only_wanted: bool) -> None:
         """Call a dataset's `set_epoch` in this process; a copy in another gets the epoch with its next session."""
@@ -184,7 +186,7 @@ class PlacementSelector:
     def close(self) -> None:
         """End all engines; the next session starts a new one."""
         engines = [*self._retired, *([self._current] if self._current is not None else [])]
-        self._current, self._seen, self._work, self._retired = None, None, None, []
+        self._current, self._seen, self._work, self._pickled, self._retired = None, None, None, None, []
         for engine in engines:
             engine.close()
 
@@ -204,10 +206,10 @@ class PlacementSelector:
                 )
         elif config.kind.is_async and (config.has_processes or wants_process):
             try:
-                self._work = SharedPickle.dumps(config.work(), self._work)
+                self._pickled = SharedPickle.dumps(config.work(), self._pickled)
             except Exception as error:
                 name_unpicklable(config, error)
-            return self._work
+            return self._pickled
         return None
 
     def _place(self, config: EngineConfig, work: SharedPickle | None) -> Placement:
@@ -223,8 +225,6 @@ class PlacementSelector:
             why = "forks of this process" if config.has_processes else "num_workers=0"
         elif self._placement == "thread":
             why = "placement='thread'"
-        elif self._placement == "here":  # where the program has not asked for workers, the dataset stays too
-            why = "functions moved to workers, and the dataset stays"
         else:
             from headrace._core.links.process import ProcessPlacement
 

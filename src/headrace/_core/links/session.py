@@ -13,7 +13,17 @@ from headrace._core.batches import GROWING, NO_TIMES, BatchPlan, HostBatch
 from headrace._core.eventloop.waiting import CloseGuard, Readable
 from headrace._core.links.comparison import Comparison
 from headrace._core.links.inline import WorkOnConsumersThread
-from headrace._core.messages import Call, Link, Request, SessionEnd, Status, TraceRequest, Twin, check_not_forked
+from headrace._core.messages import (
+    Call,
+    Link,
+    Request,
+    SessionEnd,
+    Status,
+    TraceRequest,
+    Twin,
+    TwinRequest,
+    check_not_forked,
+)
 from headrace._core.streams.resumable import State
 from headrace.errors import LoaderClosedError
 
@@ -79,8 +89,8 @@ class Session:
             if self._work is None and self.comparison is None:
                 return self._ready.popleft()
             host = self._ready[0] if self._work is None else self._work.finish(self._ready[0])
-            if self.comparison is not None:
-                self.comparison.on_batch(host)
+            if self.comparison is not None and self.comparison.on_batch(host):
+                self.send(TwinRequest())
         except IndexError:
             return None
         with contextlib.suppress(IndexError):

@@ -167,7 +167,7 @@ class ThreadLink(Mailbox):
         if isinstance(message, WorkersRequest) and not self.session.has_pool:
             # Made here, since workers get the settings of the consumer's thread.
             config = self._config._replace(num_workers=0)
-            self.session.add_pool(functools.partial(ProcessExecutor, config, message.functions), message.functions)
+            self.session.add_pool(functools.partial(ProcessExecutor, config, message.functions))
             start_early()
         with contextlib.suppress(EngineDiedError):  # whose message has the reason
             self._loop.call_soon(self.session.handle, message)

@@ -262,6 +262,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if isinstance(obj, type) and not issubclass(obj, enum.Enum):  # what cloudpickle leaves out
                 slots = {"__slots__": slots} if (slots := vars(obj).get("__slots__")) else {}
                 arguments[3].update(slots, __qualname__=obj.__qualname__)
+                state[0].pop("__slotnames__", None)  # which pickling an object of the class adds
             module = sys.modules.get(obj.__module__) if obj.__module__ in _sent else None
             if self.defines and getattr(module, obj.__qualname__, None) is obj:
                 return make, arguments, (complete, state), None, None, _define

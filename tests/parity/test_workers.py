@@ -201,7 +201,8 @@ class Counted:
 
 @pytest.mark.parametrize("options", [{}, {"prefetch_factor": 1}, {"prefetch_factor": 4}], ids=str)
 @parity(
-    "`prefetch_factor` batches for each worker are planned ahead; without it 2, and more in a quick loop",
+    "`prefetch_factor` batches for each worker are planned ahead; without it 2, and more in a quick loop if the "
+    "sampler is torch's",
     not_for=NO_WORKERS | {WORKERS: ""},
 )
 def test_prefetch_factor_bounds_planned_batches_as_in_torch(same, options):
@@ -209,7 +210,8 @@ def test_prefetch_factor_bounds_planned_batches_as_in_torch(same, options):
 
 
 @parity(
-    "`prefetch_factor` batches for each worker are planned ahead; without it 2, and more in a quick loop",
+    "`prefetch_factor` batches for each worker are planned ahead; without it 2, and more in a quick loop if the "
+    "sampler is torch's",
     not_for=NO_WORKERS | {READING: ""},
 )
 def test_given_prefetch_factor_bounds_planned_batches(same):

@@ -3,7 +3,9 @@
 import itertools
 
 import pytest
+import torch
 
+import headrace as hr
 from headrace._core.batches import NO_TIMES, BatchPlan, FetchLoad, StageTimes
 from headrace._core.consumer.prefetch import CALM, PROMPT, Prefetcher
 from headrace._core.look_ahead import LookAheadSize
@@ -121,6 +123,24 @@ def test_look_ahead_of_a_stream_grows_while_its_batches_are_small():
     assert max(sizes(8 << 10, CALM)) == 64
     assert [*sizes(1 << 20, 6)][-1] == 6
     assert max(sizes(0, CALM)) == 6  # of unknown size
+
+
+class Own(torch.utils.data.SequentialSampler):
+    """May draw random numbers that the training loop draws too."""
+
+
+@pytest.mark.parametrize(
+    ("sampler", "most"),
+    [
+        ({"shuffle": True}, 32),
+        ({"sampler": Own(range(8))}, 4),
+        ({"batch_sampler": torch.utils.data.BatchSampler(Own(range(8)), 2, False)}, 4),
+    ],
+    ids=["torchs", "own", "own in batches"],
+)
+def test_samplers_of_the_user_are_drawn_no_further_ahead_than_by_torch(sampler, most):
+    loader = hr.DataLoader(range(8), num_workers=2, **sampler)
+    assert loader._control.sessions.look_ahead(loader) == (4, most)
 
 
 def test_look_ahead_of_workers_grows_while_their_batches_are_small_and_quick():

@@ -5,7 +5,10 @@ import copy
 import gc
 import itertools
 import json
+import os
 import pickle
+import random
+import signal
 import weakref
 
 import numpy as np
@@ -151,6 +154,65 @@ def test_workers_and_batch_size_may_be_others(dataset, num_workers):
     restored = make(5, 2 - num_workers)
     restored.load_state_dict(state)
     assert flat(epochs(restored, 1)[0]) == order[6:]
+
+
+class Draws(torch.utils.data.Dataset):
+    """Random numbers; the process that draws those of sample 3 dies if a file is not there yet."""
+
+    def __init__(self, dies_once=None):
+        self.dies_once = dies_once
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if index == 3 and self.dies_once is not None and not self.dies_once.exists():
+            self.dies_once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.rand(()).item(), np.random.random(), random.random()
+
+
+def drawn_by(count, state=None, **options):
+    """Numbers of some of the epochs' batches, of a loader of its own, and its state then."""
+    with DataLoader(Draws(), None, num_workers=1, collate_fn=list, **options) as loader:
+        if state is not None:
+            loader.load_state_dict(state)
+        epochs = itertools.chain.from_iterable(iter(lambda: iter(loader), None))
+        numbers = [number for batch in itertools.islice(epochs, count) for number in batch]
+        return numbers, loader.state_dict()
+
+
+@pytest.mark.parametrize("count", [2, 6, 8])
+@pytest.mark.parametrize("persistent", [[True] * 3, [True, False, False], [False] * 3], ids=str)
+def test_workers_of_a_torch_dataset_do_not_draw_again_what_was_drawn_before_the_state(count, persistent):
+    seen, state = [], None
+    for persists in persistent:
+        numbers, state = drawn_by(count, state, persistent_workers=persists)
+        seen += numbers
+    assert len(set(seen)) == len(seen) == 3 * 3 * count
+
+
+def test_replaced_worker_of_a_torch_dataset_does_not_draw_again_what_the_other_drew(tmp_path):
+    with DataLoader(Draws(tmp_path / "died"), None, num_workers=1, collate_fn=list) as loader:
+        numbers = [number for batch in loader for number in batch]
+    assert len(set(numbers)) == len(numbers) == 3 * 6
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_later_epochs_with_a_generator_and_workers_are_restored(persistent):
+    def make():
+        generator = torch.Generator().manual_seed(1)
+        return DataLoader(range(9), 2, shuffle=True, generator=generator, num_workers=1, persistent_workers=persistent)
+
+    with make() as loader:
+        list(loader)
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        expected = [[batch.tolist() for batch in each] for each in (batches, loader)]
+    with make() as restored:
+        restored.load_state_dict(state)
+        assert [[batch.tolist() for batch in restored] for _ in range(2)] == expected
 
 
 def test_set_epoch_has_no_effect_while_a_restored_epoch_is_pending():

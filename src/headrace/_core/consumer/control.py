@@ -44,7 +44,7 @@ from headrace._core.order.restore import (
     epoch_spec,
     of_rank,
 )
-from headrace._core.order.spec import LoaderSpec, TorchLoader
+from headrace._core.order.spec import LoaderSpec, TorchLoader, is_of_libraries
 from headrace._core.order.state import Fingerprint, LoaderState, Past, Run, encoded
 from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
@@ -335,12 +335,12 @@ class LoaderControl:
             check_fit(resumed, self._fingerprint(loader, order))
         order.leave_out(self.past.excluded)
         continued = order.resumed
+        kept_seed = self._seeds.kept  # before the epoch draws one
         drawn = self._seeds.draw(loader, epoch, order, resumed)
         base_seed = drawn[1] if seed is None else None
         if continued is None:
-            begun = self._fresh(
-                loader, order, epoch, base_seed=base_seed, pipe_seed=drawn[2], sampler=order.sampler_at_start
-            )
+            seeds = {"base_seed": base_seed, "kept_seed": kept_seed, "pipe_seed": drawn[2]}
+            begun = self._fresh(loader, order, epoch, **seeds, sampler=order.sampler_at_start)
             if resumed is not None:
                 begun = begun._replace(streams=resumed.streams, found=resumed.found)
         else:
@@ -412,7 +412,7 @@ class LoaderControl:
         if self.spec.kind is not DatasetKind.ASYNC_MAP or not order.is_by_arithmetic:
             return False
         parts = (order.sampler, *walk_datasets(self.spec.source))
-        return all(type(part).__module__.startswith(("headrace.", "torch.utils.")) for part in parts)
+        return all(map(is_of_libraries, parts))
 
     def _read_next(
         self, loader: TorchLoader, spec: EpochSpec, late_epoch: bool, seen: list[object], *load: Any

@@ -34,6 +34,7 @@ from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.pool.launch import start_early
 from headrace._core.ranks.rankinfo import provided_rank, ranks_on_host
 from headrace._core.ray_placement import RayPlacement
+from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import capabilities, walk_datasets
 from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
@@ -208,6 +209,9 @@ class LoaderSessions:
         if options["seed"] is not None and not self.spec.kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
             base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
+        elif not self.spec.kind.is_async and resumed and (start.batch or (loader.persistent_workers and start.epoch)):
+            # Workers that begin anew must not draw again what those before them drew.
+            base_seed = batch_seed(base_seed, start.epoch, start.batch) >> 1
         config = EngineConfig(
             dataset=self.spec.source,
             kind=self.spec.kind,

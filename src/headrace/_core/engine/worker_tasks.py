@@ -19,7 +19,7 @@ from headrace._core.engine.streams import Progress, StreamBatch, without_state
 from headrace._core.failure import Failure, Stage
 from headrace._core.pool.worker import Plain
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
-from headrace._core.seeding import TransformGenerators
+from headrace._core.seeding import TransformGenerators, batch_seed
 from headrace._core.streams.epochs import session_epoch
 from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.streams.resumable import (
@@ -98,9 +98,7 @@ class ReadTask(AssembleTask):
         """Set the rank, seed as torch does, set `get_worker_info()`, and call `worker_init_fn`."""
         self._worker = worker
         seed = self.base_seed + worker
-        random.seed(seed)
-        torch.manual_seed(seed)
-        np.random.seed(numpy_seed(self.base_seed, worker))
+        self._seed(self.base_seed)
         become_worker(worker, workers, seed=seed, dataset=self.dataset)
         divide_pipe(self.dataset, self.rank, worker=worker, workers=workers)
         super().start(worker, workers)
@@ -118,8 +116,14 @@ class ReadTask(AssembleTask):
         epoch = plan.epoch
         if epoch not in self._readers:  # the worker was replaced in mid-epoch
             self._readers[epoch] = self._reader(epoch, None, set_epoch=False)
+            self._seed(batch_seed(self.base_seed, epoch, plan.number) >> 1)  # not what its predecessor drew
         session_epoch.set(epoch)
         return _flat(self._readers[epoch](plan), plan)
+
+    def _seed(self, base_seed: int) -> None:
+        random.seed(base_seed + self._worker)
+        torch.manual_seed(base_seed + self._worker)
+        np.random.seed(numpy_seed(base_seed, self._worker))
 
     def _reader(self, epoch: int, state: PickledPayload | None, *, set_epoch: bool) -> Callable[[BatchPlan], HostBatch]:
         session_epoch.set(epoch)

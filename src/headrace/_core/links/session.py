@@ -55,9 +55,13 @@ class Session:
         self._status: str | None = None
         self._guard = CloseGuard(lambda: None, link.close)
 
+    def _check_process(self) -> None:
+        if self._link.source is not None:  # otherwise it uses nothing of another thread or process
+            check_not_forked(self._pid)
+
     @property
     def is_current(self) -> bool:
-        check_not_forked(self._pid)
+        self._check_process()
         return self._is_current()
 
     def compare(self, comparison: Comparison) -> None:
@@ -65,7 +69,7 @@ class Session:
         self.comparison = comparison
 
     def send(self, message: Request) -> None:
-        check_not_forked(self._pid)
+        self._check_process()
         if self.ended:
             return
         if self.sent_before and isinstance(message, list):

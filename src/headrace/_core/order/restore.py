@@ -164,7 +164,7 @@ class EpochSeeds:
     def _draw(
         self, loader: TorchLoader, epoch: int, order: EpochOrder, resumed: LoaderState | None
     ) -> tuple[Iterator[Any], int]:
-        if resumed is not None and resumed.kept_seed is not None:
+        if resumed is not None and resumed.kept_seed is not None and loader.persistent_workers:
             self.kept = resumed.kept_seed
         if resumed is None or order.resumed is None:
             self.next = self.next if resumed is None else resumed.base_seed
@@ -177,8 +177,9 @@ class EpochSeeds:
             return draws, base_seed
         order.restore_generator(resumed)
         saved = resumed.base_seed
-        # With a generator of the user's it is drawn anyway, so that later epochs draw what they would have drawn.
-        drawn = self._base_seed(loader) if saved is None or loader.generator is not None else 0
+        # With a generator of the user's it is drawn as then, so that later epochs draw what they would have drawn.
+        again = loader.generator is not None and resumed.kept_seed is None
+        drawn = self._base_seed(loader) if saved is None or again else 0
         draws = order.draws()
         if saved is None:
             return draws, drawn

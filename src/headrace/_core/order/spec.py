@@ -17,6 +17,11 @@ from headrace.options import LoaderOptions, Unset, number_of_engines
 TorchLoader: TypeAlias = TorchDataLoader[object]
 
 
+def is_of_libraries(part: object) -> bool:
+    """Whether a dataset or a sampler has a class of torch's or of headrace's, and none of the user's."""
+    return type(part).__module__.startswith(("headrace.", "torch.utils."))
+
+
 class LoaderSpec(NamedTuple):
     """A loader's dataset and headrace's own options. Torch's arguments are read from the loader at each epoch."""
 
@@ -57,7 +62,9 @@ class LoaderSpec(NamedTuple):
             least += options["device_prefetch"]
         if given is None and self.kind is DatasetKind.ASYNC_ITERABLE:
             return least, max(least, MOST_SMALL)
-        if given is None and self.kind is DatasetKind.MAP and loader.in_order:
+        # A sampler of the user's is drawn as far ahead as by torch: it may draw random numbers that others draw too.
+        drawn = loader._index_sampler, getattr(loader._index_sampler, "sampler", None) or loader._index_sampler
+        if given is None and self.kind is DatasetKind.MAP and loader.in_order and all(map(is_of_libraries, drawn)):
             return least, max(least, min(MOST_SMALL, MOST_OF_A_WORKER * loader.num_workers))
         if given is not None or self.kind is not DatasetKind.ASYNC_MAP or samples:
             return least, least

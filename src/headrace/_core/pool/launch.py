@@ -100,19 +100,25 @@ def launch_worker(
 
 class _ContextProcess(WorkerProcess):
     def __init__(self, process: BaseProcess) -> None:
-        super().__init__(process.sentinel, process.pid)
+        self._descriptor: int | None = None
+        with contextlib.suppress(AttributeError, OSError):  # macOS; it has ended, and was reaped by the program
+            self._descriptor = os.pidfd_open(process.pid or 0)
+        # The pipe of `multiprocessing` is also held open by forks of the worker.
+        super().__init__(process.sentinel if self._descriptor is None else self._descriptor, process.pid)
         self._process = process
 
     def ended(self) -> bool:
-        if self.exit_code is None:
-            self.exit_code = self._process.exitcode
-        # Without SIGCHLD the kernel keeps no exit code: the end of the process is seen by its pipe alone.
-        unknown = self.exit_code is None and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
-        return bool(connection.wait([self.sentinel], 0)) if unknown else self.exit_code is not None
+        if self.exit_code is None and connection.wait([self.sentinel], 0):
+            self.exit_code = self._process.exitcode  # None if the program, or the kernel for it, has reaped the process
+            return True
+        return self.exit_code is not None
 
     def release(self) -> None:
         if not self.ended():
             self._process.join(1.0)  # s; it has just been killed
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self.sentinel, self._descriptor = self._process.sentinel, None
         with contextlib.suppress(ValueError):  # still running: multiprocessing's own exit hook will join it
             self._process.close()
 

@@ -215,6 +215,36 @@ def test_later_epochs_with_a_generator_and_workers_are_restored(persistent):
         assert [[batch.tolist() for batch in restored] for _ in range(2)] == expected
 
 
+def test_dataset_in_workers_has_its_state_after_an_epoch_without_batches():
+    class Counts(torch.utils.data.Dataset):
+        count = 0
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            self.count += 1
+            return self.count
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    def make():
+        return DataLoader(Counts(), None, num_workers=1, persistent_workers=True)
+
+    with make() as loader:
+        for _ in loader:
+            state = loader.state_dict()
+        assert list(loader) == [5, 6, 7, 8]
+    with make() as restored:
+        restored.load_state_dict(state)
+        assert list(restored) == []
+        assert list(restored) == [5, 6, 7, 8]
+
+
 def test_set_epoch_has_no_effect_while_a_restored_epoch_is_pending():
     make = CASES["shuffled by seed"]
     whole = epochs(make(), 4)

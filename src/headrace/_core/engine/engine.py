@@ -341,13 +341,14 @@ class Session:
 
     async def run(self, prepare: Callable[[], Any]) -> None:
         """Await `prepare`, then run until `cancel`. However it ends, a `SessionEnd` is sent."""
-        self._task = asyncio.current_task()
         session_stats.set(self._requests)  # in this task's context, which its fetchers copy
         self._requests.bodies = BodyReader()
         error: BaseException | None = None
         try:
-            if not self._context.stopping:
+            if not self._context.stopping or self.start.streams:  # which workers that persist keep for the next epoch
                 await prepare()
+            if not self._context.stopping:
+                self._task = asyncio.current_task()
                 await self._run_stages()
         except BaseException as caught:  # a bug of ours, or the loop is closing: the consumer must not hang
             error = None if self._context.stopping else caught

@@ -63,7 +63,7 @@ class LoaderSpec(NamedTuple):
         if given is None and self.kind is DatasetKind.ASYNC_ITERABLE:
             return least, max(least, MOST_SMALL)
         # A sampler of the user's is drawn as far ahead as by torch: it may draw random numbers that others draw too.
-        drawn = loader._index_sampler, getattr(loader._index_sampler, "sampler", None) or loader._index_sampler
+        drawn = loader._index_sampler, getattr(loader._index_sampler, "sampler", loader._index_sampler)
         if given is None and self.kind is DatasetKind.MAP and loader.in_order and all(map(is_of_libraries, drawn)):
             return least, max(least, min(MOST_SMALL, MOST_OF_A_WORKER * loader.num_workers))
         if given is not None or self.kind is not DatasetKind.ASYNC_MAP or samples:

@@ -74,11 +74,11 @@ class DataLoader(TorchDataLoader[T_co]):
         concurrency: samples being fetched at once, across batches; ``"auto"`` finds what the source serves best.
         memory_budget: bytes that may be fetched, or being fetched, and not yet taken; None for no bound.
         retry: how datasets of headrace try failed requests again: a `RetryPolicy`, or the most attempts.
-        hedge: ``"auto"``: fetches that hold up the next batch are begun a second time; at most 5 % more.
+        hedge: ``"auto"``: fetches that hold up the next two batches are begun again; at most 5 % more.
     Placement:
         placement: where fetching runs: ``"thread"``, ``"process"``, ``"auto"``, or a `RayPlacement`.
         engines: number of processes that fetch, for more objects/s than one interpreter serves; ``"auto"``, of an
-            async map-style dataset, finds it from epoch to epoch.
+            async map-style dataset, finds it while the loader runs.
         executor: kind of the workers of an async dataset: ``"process"`` or ``"thread"``.
     Results:
         transform: CPU work for each sample, done in the workers.

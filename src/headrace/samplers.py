@@ -93,7 +93,7 @@ class BlockShuffleSampler(RankSampler):
     ) -> None:
         if block_size < 1 or blocks_at_once < 1:
             raise ValueError(f"block_size={block_size} and blocks_at_once={blocks_at_once} must be at least 1")
-        super().__init__(dataset, True, seed, rank, world_size, drop_last=True)
+        super().__init__(dataset, seed=seed, rank=rank, world_size=world_size, drop_last=True)
         self.block_size = block_size
         self.blocks_at_once = blocks_at_once
         self._warned = False

@@ -175,6 +175,8 @@ def test_wrong_arguments_are_errors():
     for options in ({"seed": -1}, {"rank": 1}, {"rank": 2, "world_size": 2}):
         with pytest.raises(ValueError, match=r"must be between|give both|out of range"):
             hr.ElasticSampler(10, **options)
+    with pytest.raises(TypeError, match="positional"):  # torch's are the number of ranks and the rank
+        hr.ElasticSampler(10, 2, 1)
 
 
 def test_samplers_can_be_copied():

@@ -75,7 +75,9 @@ class BatchwiseSampler(ElasticSampler):
         even_batches: bool = True,
     ) -> None:
         order = computed_order(sampler, seed)
-        super().__init__(len(sampler), *(order or (True, seed)), rank.rank, rank.world_size, drop_last)
+        shuffle, seed = order or (True, seed)
+        ranks = {"rank": rank.rank, "world_size": rank.world_size}
+        super().__init__(len(sampler), shuffle=shuffle, seed=seed, drop_last=drop_last, **ranks)
         self.batch_size = batch_size
         self.even_batches = even_batches
         self._drawn = sampler if order is None else None

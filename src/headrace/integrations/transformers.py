@@ -114,7 +114,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             rebalances = isinstance(sampler, getattr(trainer_pt_utils, "BatchRebalanceSampler", ()))
             computed = computed_order(sampler) if is_training else None
             if computed is not None and len(sampler) == len(dataset):
-                sampler = ElasticSampler(dataset, computed[0], seed, rank, ranks, drop_last)
+                of_ranks = {"rank": rank, "world_size": ranks, "drop_last": drop_last}
+                sampler = ElasticSampler(dataset, shuffle=computed[0], seed=seed, **of_ranks)
             order = {"batch_sampler": sampler} if rebalances else {**order, "sampler": sampler}
         loader: DataLoader[Any] = DataLoader(
             dataset,

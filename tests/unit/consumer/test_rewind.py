@@ -236,6 +236,13 @@ def test_unknown_steps_and_keys_are_refused(arguments, error, problem):
     assert len(loader) == 600
 
 
+def test_steps_of_batches_out_of_order_cannot_be_left_out():
+    loader = hr.DataLoader(Numbers(10), 2, seed=0, in_order=False)
+    with pytest.raises(ValueError, match="in_order=False"):
+        loader.exclude(steps={0: [1]})
+    loader.exclude(keys=[1])
+
+
 def test_orders_that_are_drawn_cannot_leave_samples_out():
     with pytest.raises(ValueError, match="use shuffle=True with seed="):
         hr.DataLoader(Numbers(10), 2).exclude(keys=[1])

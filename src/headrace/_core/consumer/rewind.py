@@ -60,6 +60,8 @@ def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]
     order, states = control.order(loader), control.states(loader, 0)
     if order.is_stream:
         raise ValueError("samples are left out of a stream by its .filter(function)")
+    if steps:
+        _check_in_order(loader)
     (state, *others), sampler = states, copy.copy(order.computed)
     if sampler is None or others or state.delivered:
         why = "batches were given out of order" if sampler is not None else f"{order.sampler_name} is drawn"
@@ -142,13 +144,17 @@ def _loader_at(
         yield clone, clone._control.next_spec(clone, reader, late_epoch=False)
 
 
+def _check_in_order(loader: Any) -> None:
+    if not loader.in_order:
+        raise ValueError("with in_order=False the number of a step does not say which batch it was")
+
+
 def _check_computable(loader: Any, order: EpochOrder, epoch: int) -> None:
     """Raise `ValueError` where the order or the randomness of a step does not follow from the seed."""
     control: LoaderControl = loader._control
     if control.spec.options["seed"] is None:
         raise ValueError("a batch can be computed again only if all its randomness has a seed: give the loader seed=")
-    if not loader.in_order:
-        raise ValueError("with in_order=False the number of a step does not say which batch it was")
+    _check_in_order(loader)
     if order.is_drawn_anew:
         name = order.sampler_name
         raise ValueError(f"the order of {name} does not follow from the seed: use shuffle=True or an ElasticSampler")

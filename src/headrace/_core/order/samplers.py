@@ -119,6 +119,7 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
     def __init__(
         self,
         dataset: Sized | int,
+        *,
         shuffle: bool = True,
         seed: int = 0,
         rank: int | None = None,
@@ -196,8 +197,9 @@ class SeededRankSampler(RankSampler):
     """The order of a loader with a seed, dealt to the ranks: in place of a trainer's `DistributedSampler`."""
 
     def __init__(self, replaced: DistributedSampler[Any], *, seed: int) -> None:
-        arguments = replaced.shuffle, seed, replaced.rank, replaced.num_replicas, replaced.drop_last
-        super().__init__(replaced.dataset, *arguments)  # type: ignore[arg-type]
+        ranks = {"rank": replaced.rank, "world_size": replaced.num_replicas}
+        options = {"shuffle": replaced.shuffle, "drop_last": replaced.drop_last}
+        super().__init__(replaced.dataset, seed=seed, **options, **ranks)  # type: ignore[arg-type]
 
     def on_one_rank(self) -> SeededRandomSampler | SequentialSampler:
         """The sampler with the same order on a single rank."""

@@ -237,7 +237,7 @@ def test_unknown_steps_and_keys_are_refused(arguments, error, problem):
 
 
 def test_steps_of_batches_out_of_order_cannot_be_left_out():
-    loader = hr.DataLoader(Numbers(10), 2, seed=0, in_order=False)
+    loader = hr.DataLoader(Numbers(10), 2, shuffle=True, seed=0, in_order=False)
     with pytest.raises(ValueError, match="in_order=False"):
         loader.exclude(steps={0: [1]})
     loader.exclude(keys=[1])

@@ -1,6 +1,7 @@
 """A loader continues after the last delivered batch: every batch of a short epoch, and the next epochs."""
 
 import asyncio
+import contextlib
 import copy
 import gc
 import itertools
@@ -9,6 +10,7 @@ import os
 import pickle
 import random
 import signal
+import threading
 import weakref
 
 import numpy as np
@@ -335,6 +337,29 @@ def test_state_of_earlier_batches_is_known_to_a_caller_that_reads_ahead():
         iterator.state_dict(5)
     assert list(iterator)
     assert loader.state_dict(lag=2) == states[-1]
+
+
+@pytest.mark.parametrize("method", ["aget", "agets"])
+def test_loader_that_is_dropped_after_an_error_of_a_fetch_is_freed(method):
+    class Fails(Numbers):
+        pass
+
+    async def fail(self, index):
+        raise ValueError(index)
+
+    setattr(Fails, method, fail)
+
+    freed = threading.Event()
+
+    def use():
+        loader = DataLoader(Fails(8), 2)
+        weakref.finalize(loader, freed.set)
+        with contextlib.suppress(ValueError):
+            next(iter(loader))
+
+    use()
+    while not freed.is_set():  # the engine's thread may still be at the error
+        gc.collect()
 
 
 def test_loader_with_a_state_is_freed_without_the_garbage_collector():

@@ -210,7 +210,11 @@ class FetcherPool(FetchStage):
                         target.began, target.fetch_seconds = began, clock() - began
                     if context.recorder is not None:
                         context.recorder.add(target.plan.number, slot, began)
-                if target is not None and on_result(target, slot, result):
+                completes = target is not None and on_result(target, slot, result)
+                target = argument = result = (
+                    None  # in a wait it holds no sample, and no error with the program's frames
+                )
+                if completes:
                     await asyncio.sleep(0)  # the batch gets its turn, also if no fetch ever waits
                 if self._surplus:
                     self._surplus = self._busy > self._size

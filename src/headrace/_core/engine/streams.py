@@ -242,6 +242,7 @@ class LaneReader:
                 state = None if stream is None else stream.state_dict
                 raw = batch.raw(state, drop_last=self._stage.drop_last)
                 self._stage.context.deliver(raw._replace(origin=partial(_origin, stream, self._first)))
+                del batch, raw  # which a wait for the next plan would hold
                 if self.progress.ended:
                     await self._close()
         finally:

@@ -1,7 +1,7 @@
 """Memory in flight is bounded before a size is known."""
 
 from headrace._core.batches import BatchPlan, FetchLoad, RawBatch
-from headrace._core.engine.memory import MemoryBudget, SampleSizes
+from headrace._core.engine.memory import MemoryBudget, SampleSizes, size_of_a_sample
 
 SIZE = 1000
 PLANS = [BatchPlan(number, (2 * number, 2 * number + 1), 0) for number in range(100)]
@@ -23,3 +23,12 @@ def test_before_a_batch_is_assembled_no_more_is_fetched_than_at_once():
     assert budget.load(FetchLoad(), 1).held_plans == 0, "it does not wait for memory"
     budget.on_assembled()
     assert admitted(budget, PLANS[33:]) == 67
+
+
+def test_sizes_that_repeat_by_powers_of_two_are_measured_evenly():
+    sizes = SampleSizes()
+    for number in range(160):
+        sizes.on_fetched(RawBatch(PLANS[0], [bytes(10 if number % 8 == 7 else SIZE)] * 2))
+    assert sizes.fetched > SIZE / 2
+    mean = size_of_a_sample([bytes(10 if slot % 8 == 0 else SIZE) for slot in range(64)])
+    assert mean > SIZE / 2

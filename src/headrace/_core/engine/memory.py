@@ -13,7 +13,7 @@ from headrace._core.failure import Failure
 # A budget of 1 GiB begins with 1,024 samples, a budget of 8 MiB with 8.
 FIRST_GUESS = 1 << 20
 MEASURED_SAMPLES = 8  # of a batch; their mean stands for all
-MEASURED_BATCHES = 8  # the first so many batches are measured, and then one in so many, or in
+MEASURED_BATCHES = 7  # the first so many are measured, and then one in so many (odd: sizes may repeat), or in
 MEASURED_RARELY = 64  # where only reports need it: pyarrow gives Python's lock away, and may wait long for it
 MEASURED_ITEMS = 16  # of a list or mapping; a list of a million numbers must not block the loop
 WEIGHT = 0.25  # of a batch in the running mean, which follows a change of sizes within a few measured ones
@@ -111,7 +111,7 @@ def size_of_a_sample(samples: Sequence[Any]) -> float | None:
     good = [sample for sample in samples if not isinstance(sample, Failure)]
     if not good:
         return None
-    measured = good[:: -(-len(good) // MEASURED_SAMPLES)]
+    measured = good[:: -(-len(good) // MEASURED_SAMPLES) | 1]
     return sum(map(bytes_in, measured)) / len(measured)
 
 

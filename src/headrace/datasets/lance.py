@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -97,8 +98,13 @@ class LanceDataset(AsyncDataset[Any]):
         rows = positions(indices, len(self)).tolist()
         if (limiter := _limiter.get(None)) is None:
             _limiter.set(limiter := anyio.CapacityLimiter(_THREADS))
-        options: dict[str, Any] = {"limiter": limiter, "abandon_on_cancel": True}
+        take = anyio.to_thread.run_sync(self._dataset.take, rows, self._columns, limiter=limiter)
+        taking = asyncio.ensure_future(take)
         try:
-            return await anyio.to_thread.run_sync(self._dataset.take, rows, self._columns, **options)
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            # A thread that is in lance while the interpreter exits would abort the process.
+            await asyncio.gather(taking, return_exceptions=True)
+            raise
         except OSError as error:
             raise StoreError(f"cannot read {self!r}, rows {short_repr(rows)}: {error}") from None

@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+import threading
 
 import lance
 import pyarrow as pa
@@ -81,3 +82,21 @@ def test_what_is_not_there_is_an_error(path):
     for place, options in ((path / "no", {}), (path, {"version": 7})):
         with pytest.raises(StoreError, match=f"cannot open Lance dataset {place}"):
             hr.LanceDataset(place, **options)
+
+
+def test_loader_that_ends_waits_for_takes(path, monkeypatch):
+    begun, ended, answered = [], [], threading.Event()
+    take = lance.LanceDataset.take
+
+    def slow(dataset, rows, columns):
+        begun.append(rows)
+        if rows[0]:  # not of the first batch
+            answered.wait()
+        ended.append(rows)
+        return take(dataset, rows, columns)
+
+    monkeypatch.setattr(lance.LanceDataset, "take", slow)
+    with hr.DataLoader(hr.LanceDataset(path), batch_size=2) as loader:
+        next(iter(loader))
+        threading.Timer(0.5, answered.set).start()  # the latency of the other requests
+    assert len(begun) == len(ended) > 1

@@ -226,7 +226,7 @@ class Session:
         self._pool = engine.executor if isinstance(engine.executor, ProcessExecutor) else None
         self._pools_work: Work = work
         self._compares = False  # whether the pool makes the next batch too
-        self._make_twin: Callable[[], Coroutine[Any, Any, None]] | None = None  # once the consumer has made its own
+        self._twin: tuple[ProcessExecutor, RawBatch, tuple[Failure, ...]] | None = None  # see `_begin_twin`
         self._moves = False  # whether the pool makes the batches, once a worker has started
         common_seed = batch_seed(config.options["seed"] or 0, start.epoch, 0)
         self._compute = session_compute(self._assembly.apply, self._assembly.parallel, seed, common_seed)
@@ -267,8 +267,9 @@ class Session:
             self._context.recorder = FetchRecorder() if message.on else None
         elif isinstance(message, WorkersRequest):
             self._resize(message)
-        elif isinstance(message, TwinRequest) and self._make_twin is not None:
-            self._spawn(self._make_twin)
+        elif isinstance(message, TwinRequest) and self._twin is not None:
+            twin, self._twin = self._twin, None
+            self._spawn(functools.partial(self._make_twin, *twin))
         elif isinstance(message, Begin):
             early, self._early = self._early or (), None
             for raw, fetched in early:
@@ -423,16 +424,16 @@ class Session:
         self._put(raw, host, fetched, load)
 
     def _begin_twin(self, pool: ProcessExecutor, kept: RawBatch, lost: tuple[Failure, ...]) -> None:
+        """Announce a batch that a worker makes too, once the consumer has made its own: that may delete a file."""
         self._send(Twin(kept.plan.number))
         with contextlib.suppress(Exception):  # of unpicklable samples; raised again when they are sent
             # Not those that the consumer's functions may change meanwhile.
             kept = kept._replace(samples=PickledPayload.dumps(kept.samples, copied=True).loads())
+        self._twin = pool, kept, lost
 
-        async def make() -> None:
-            host = await pool.assemble(kept, self._pools_work)
-            self._send(Twin(kept.plan.number, host.with_lost(kept, lost)))
-
-        self._make_twin = make  # not at once: a function may delete a file that it has read
+    async def _make_twin(self, pool: ProcessExecutor, kept: RawBatch, lost: tuple[Failure, ...]) -> None:
+        host = await pool.assemble(kept, self._pools_work)
+        self._send(Twin(kept.plan.number, host.with_lost(kept, lost)))
 
     def _put(self, raw: RawBatch, host: HostBatch, fetched: float, load: FetchLoad) -> None:
         """Hand over a batch, with its times, and those that waited for it."""

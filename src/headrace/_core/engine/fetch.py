@@ -211,9 +211,8 @@ class FetcherPool(FetchStage):
                     if context.recorder is not None:
                         context.recorder.add(target.plan.number, slot, began)
                 completes = target is not None and on_result(target, slot, result)
-                target = argument = result = (
-                    None  # in a wait it holds no sample, and no error with the program's frames
-                )
+                # In a wait it holds no sample, and no error with the program's frames.
+                target = argument = result = None
                 if completes:
                     await asyncio.sleep(0)  # the batch gets its turn, also if no fetch ever waits
                 if self._surplus:

@@ -35,10 +35,6 @@ class TraceRequest(NamedTuple):
     on: bool
 
 
-class Begin:
-    """The epoch of a session that was opened before it begins: from now on its batches are assembled."""
-
-
 class TwinRequest:
     """The request to have a worker make a `Twin`: the consumer has made its own version."""
 
@@ -51,7 +47,7 @@ class WorkersRequest(NamedTuple):
     compares: bool = False  # whether they only make one batch for now, as a `Twin` of the consumer's
 
 
-Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest | WorkersRequest | Begin | TwinRequest
+Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest | WorkersRequest | TwinRequest
 
 # From an engine; besides these, batches.
 

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
-from headrace._core.batches import FetchLoad
 from headrace._core.consumer.agreement import StepGroup
 from headrace._core.consumer.deliver import FailureHandler, Finish, opened
 from headrace._core.consumer.prefetch import Prefetcher
@@ -54,10 +53,6 @@ CPU_READING = 0.005
 
 class Epoch:
     """One epoch as its consumer sees it: the sampler on one side, the session's batches on the other."""
-
-    # Has the next epoch's first batches fetched: called at each batch after the last plan, with the numbers of batches
-    # under way and of those that are ready, and the load. None where that is not wanted.
-    read_next: Callable[[int, int, FetchLoad], None] | None = None
 
     def __init__(
         self,
@@ -269,14 +264,10 @@ class Epoch:
             progress.taken += 1
             end = host.end if progress.turns is None else progress.turns.on_batch(host)
             nbytes = host.data.nbytes if self._in_workers and type(host.data) is PickledPayload else times.nbytes
-            fill, read_next = ahead.on_batch(host.plan.number, end, times, ready, nbytes), self.read_next
-            if fill or (read_next is not None and ahead.exhausted):
+            if ahead.on_batch(host.plan.number, end, times, ready, nbytes):
                 if delivers:  # Ctrl-C while plans are drawn and sent must not lose the batch
                     self._next = step
                 self._fill()  # before the consumer computes, so that fetching goes on meanwhile
-                if read_next is not None and ahead.exhausted and not times.load.held_plans:
-                    with provided_rank(self._rank):
-                        read_next(len(ahead.under_way), ready, times.load)
                 step = host, error, called, taken, time.perf_counter(), ready
             if times.load.held_plans:
                 self._report_consumed()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace._core.cgroup import usable_cores
-from headrace._core.consumer.next_epoch import NextEpochReader
 from headrace._core.consumer.worker_search import (
     LOOK_SECONDS,
     RECORDS,
@@ -26,7 +25,7 @@ from headrace._core.links.inline import InlineLink
 from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import ChangingSession, Session
 from headrace._core.look_ahead import LookAheadSize, most_concurrency
-from headrace._core.messages import Begin, TraceRequest
+from headrace._core.messages import TraceRequest
 from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import EpochSpec
@@ -56,7 +55,6 @@ class LoaderSessions:
         spec: the loader's dataset and options; with ``engines="auto"`` it has the present number.
         counters: the loader's counts.
         search: of the number of workers; None where that is given.
-        next: the reader of the first batches of the next epoch.
         ahead: the look-ahead of the epoch begun last; None before the first.
     """
 
@@ -70,7 +68,6 @@ class LoaderSessions:
         self._here = search is not None and not search.asked  # the engine stays, and has workers by requests
         self._compared: tuple[Callable[[Any], Any], ...] = ()  # the functions that may move to them
         self._placements = PlacementSelector(spec.placement, spec.engines)
-        self.next = NextEpochReader(self._placements)
         self._changes = None if search is None else WorkerChanges(search, self._placements)
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self._placements.drop).atexit = False
@@ -111,14 +108,6 @@ class LoaderSessions:
                 search.proposed, loader.num_workers = int(loader.num_workers), Unset(0)
         session = self._open(loader, spec, epoch_set=epoch_set, resumed=resumed)
         return session if self._engine_search is None else ChangingSession(session)
-
-    def open_next(self, loader: TorchLoader, spec: EpochSpec, seen: list[object]) -> Session | None:
-        """Open the session of the epoch that is expected next, if the dataset is as it was `seen`."""
-        start = spec.session._replace(set_epoch=True, early=True)
-        session = self._placements.open_next(seen, start, 0 if self._here else loader.num_workers)
-        if session is not None:
-            session.send(TraceRequest(self.counters.traced))
-        return session
 
     def set_epoch(self, epoch: int) -> None:
         """Call the dataset's `set_epoch`."""
@@ -234,10 +223,6 @@ class LoaderSessions:
             divide_pipe(self.spec.source, rank)
             link = InlineLink(config, start)
             return Session(link, inline_state=link.state_dict)
-        if (expected := self.next.take(spec, config, resumed=resumed)) is not None:
-            self._give_workers(loader, expected)
-            expected.send(Begin())
-            return expected
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = loader.persistent_workers
         with explained("start the loader"):
@@ -290,7 +275,6 @@ class LoaderSessions:
         self.spec = self.spec._replace(options={**self.spec.options, "engines": Automatic(number)})
         if self.search is not None and loader.num_workers:  # which the engines divide
             loader.num_workers = type(loader.num_workers)(max(number, loader.num_workers))
-        self.next.drop()
         self._placements.change(self.spec.placement, number)
 
     def _change_engines(
@@ -328,7 +312,6 @@ class LoaderSessions:
         if workers is not None and changes is not None and not (engines is not None and engines.tries):
             if (number := changes.look(session, records, setup)) is not None:
                 loader.num_workers = type(loader.num_workers)(number)
-                self.next.drop()  # its engine, or its pool, may be another one
                 self._changed(loader, engines)
             looks.append(changes.next_look)
         if isinstance(session, ChangingSession) and engines is not None and not (workers is not None and workers.tries):

@@ -28,7 +28,6 @@ from headrace._core.failure import Failure, describe_samples
 from headrace._core.look_ahead import AUTO_CONCURRENCY, LEAST_AHEAD, most_concurrency
 from headrace._core.messages import (
     Answer,
-    Begin,
     Consumed,
     Request,
     SessionEnd,
@@ -244,7 +243,6 @@ class Session:
         self._plans: deque[BatchPlan] = deque()  # ascending, that wait for memory
         self._outstanding: dict[int, tuple[BatchPlan, float]] = {}  # received and not delivered, and when
         self._assembling: dict[int, RawBatch] = {}
-        self._early: list[tuple[RawBatch, float]] | None = [] if start.early else None  # fetched before the epoch
         self._changed = asyncio.Event()  # there are plans, or memory for them
         self._stage: FetchStage | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -270,10 +268,6 @@ class Session:
         elif isinstance(message, TwinRequest) and self._twin is not None:
             twin, self._twin = self._twin, None
             self._spawn(functools.partial(self._make_twin, *twin))
-        elif isinstance(message, Begin):
-            early, self._early = self._early or (), None
-            for raw, fetched in early:
-                self._assemble_soon(raw, fetched)
 
     @property
     def has_pool(self) -> bool:
@@ -386,11 +380,8 @@ class Session:
         if not self._context.stopping:  # user code may outlast that, and the task group is closed
             self._tasks.create_task(work())
 
-    def _assemble_soon(self, raw: RawBatch, fetched: float = 0.0) -> None:
-        fetched = fetched or time.perf_counter()
-        if self._early is not None:  # the user's functions must not run before the epoch
-            self._early.append((raw, fetched))
-            return
+    def _assemble_soon(self, raw: RawBatch) -> None:
+        fetched = time.perf_counter()
         if self._context.stopping:
             return
         assert self._stage is not None

@@ -68,7 +68,6 @@ class PlacementSelector:
         self._made_with: SharedPickle | None = None  # the functions it was made with
         self._seen: list[object] | None = None  # the snapshot of the dataset that it has a copy of
         self._retired: list[Placement] = []
-        self._work: SharedPickle | None = None  # the functions of the last session
         self._pickled: SharedPickle | None = None  # those that were pickled last
         self._opened: EngineConfig | None = None  # that of the last session in `_current`
         self.where = "not started"  # the engine's placement and its reason, for `stats()`
@@ -103,7 +102,7 @@ class PlacementSelector:
             self._seen = snapshot(config.dataset) if current.has_copy else None
         if current.is_current:  # in aget: its session would start another, recursively
             raise DeadlockError(what="iter() of a loader")
-        self._opened, self._work = config, work
+        self._opened = config
         return current.open(config, work, start)
 
     def close_idle(self) -> None:
@@ -118,23 +117,6 @@ class PlacementSelector:
         if self._current is not None:
             self._retired.append(self._current)
             self._current = None
-
-    def open_next(self, seen: list[object], start: SessionStart, num_workers: int) -> Session | None:
-        """Start the session of the epoch after the last one; None if the workers or the dataset changed since."""
-        config, current = self._opened, self._current
-        if config is None or current is None or not current.alive or config.num_workers != num_workers:
-            return None
-        if seen != snapshot(config.dataset):
-            return None
-        return current.open(config, self._work, start)
-
-    def fits_next(self, config: EngineConfig, seen: list[object]) -> bool:
-        """Whether `open_next` has opened what `open` would open now."""
-        last, work, current = self._opened, self._work, self._current
-        if last is None or current is None or self._functions(config) is not work:
-            return False
-        same = config.assembler == last.assembler and seen == snapshot(config.dataset)
-        return same and self._serves(current, config, work)
 
     def _serves(self, current: Placement, config: EngineConfig, work: SharedPickle | None) -> bool:
         """Whether the engines are alive, of this process, and do what `config` asks for, of the current dataset."""
@@ -186,7 +168,7 @@ class PlacementSelector:
     def close(self) -> None:
         """End all engines; the next session starts a new one."""
         engines = [*self._retired, *([self._current] if self._current is not None else [])]
-        self._current, self._seen, self._work, self._pickled, self._retired = None, None, None, None, []
+        self._current, self._seen, self._pickled, self._retired = None, None, None, []
         for engine in engines:
             engine.close()
 

@@ -41,7 +41,6 @@ class Session:
         inline_state: Callable[[], State | None] | None = None,  # of a dataset that is read when a batch is taken
     ) -> None:
         self.inline_state = inline_state
-        self.sent_before: dict[int, BatchPlan] = {}  # plans, by their numbers, that `send` leaves out
         self.ended = False
         self.error: BaseException | None = None
         self.comparison: Comparison | None = None  # of a batch that a worker makes too
@@ -72,8 +71,6 @@ class Session:
         self._check_process()
         if self.ended:
             return
-        if self.sent_before and isinstance(message, list):
-            message = [plan for plan in message if not plan.same_as(self.sent_before.pop(plan.number, None))]
         if not self._link.guarded:  # which costs a microsecond, as much as the rest
             self._link.send(message)
             return

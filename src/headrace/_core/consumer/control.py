@@ -22,12 +22,11 @@ from headrace._core.consumer.agreement import StepGroup, begin_agreement, close_
 from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
 from headrace._core.consumer.sessions import LoaderSessions
-from headrace._core.consumer.worker_search import WorkerSearch
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import pin
 from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
-from headrace._core.links.session import ChangingSession, Session
+from headrace._core.links.session import Session
 from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
@@ -89,9 +88,9 @@ class LoaderControl:
         progress: of the epoch begun last; None before the first.
     """
 
-    def __init__(self, spec: LoaderSpec, search: WorkerSearch | None = None) -> None:
+    def __init__(self, spec: LoaderSpec) -> None:
         self._lanes = LaneChoice(spec)
-        self.sessions = LoaderSessions(spec, Counters(type(spec.source).__qualname__), self._lanes, search)
+        self.sessions = LoaderSessions(spec, Counters(type(spec.source).__qualname__), self._lanes)
         self.resumed: tuple[LoaderState, ...] = ()
         self.progress: EpochProgress | None = None
         self._next_epoch = 0
@@ -359,7 +358,7 @@ class LoaderControl:
             before_first=session.inline_state,
             searches=kind is DatasetKind.ASYNC_MAP and self.spec.options["concurrency"] == "auto",
         )
-        delivers: Session | ChangingSession | DeviceStage = session
+        delivers: Session | DeviceStage = session
         finalize: Finish | None
         if self.spec.device is None:
             finalize = pin if should_pin(loader.pin_memory, loader.pin_memory_device) else None
@@ -384,7 +383,7 @@ class LoaderControl:
             progress=progress,
             state=functools.partial(self._state_of, progress, loader),
             agreement=agreement,
-            tune=self.sessions.tuner(loader, spec, session, progress),
+            tune=self.sessions.tuner(loader, session),
         )
         self._open_epochs[epoch] = spec.begun.epoch
         return epoch

@@ -19,7 +19,7 @@ from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.device.stage import DeviceStage
 from headrace._core.eventloop.waiting import Readable, wait_readable
 from headrace._core.failure import Stage
-from headrace._core.links.session import ChangingSession, Session
+from headrace._core.links.session import Session
 from headrace._core.look_ahead import LookAheadSize
 from headrace._core.messages import Consumed, StatusRequest, TraceRequest, check_not_forked
 from headrace._core.order.progress import EpochProgress
@@ -40,7 +40,6 @@ from headrace.errors import (
     LoaderTimeoutError,
     LostBatchError,
 )
-from headrace.options import Automatic
 from headrace.telemetry.counters import Counters
 
 T_co = TypeVar("T_co", covariant=True)
@@ -59,7 +58,7 @@ class Epoch:
         loader: TorchLoader,  # kept alive as long as the iterator: dropping a loader ends its engine
         arguments: LoaderSpec,
         spec: EpochSpec,
-        session: Session | ChangingSession | DeviceStage,  # where its plans go; owned from here on
+        session: Session | DeviceStage,  # where its plans go; owned from here on
         *,
         look_ahead: LookAheadSize | None,  # None to plan one batch at a time, in the caller's thread
         finish: Finish | None,
@@ -67,7 +66,7 @@ class Epoch:
         progress: EpochProgress,
         state: Callable[[int], LoaderState],  # after the last call of `next()`, or so many calls before
         agreement: StepGroup | None,  # of the ranks, on the number of steps; None if each ends its epoch by itself
-        # Changes the number of workers or engines between two batches; returns when to be called again.
+        # Changes the number of workers between two batches; returns when to be called again.
         tune: Callable[[], float] | None,
     ) -> None:
         self._loader = loader
@@ -93,8 +92,7 @@ class Epoch:
         self._rank = spec.rank  # the result of `get_rank_info` in user code that is called here
         # How many engines divide the plans, and may let some wait for memory; 0 if none does that.
         bounded = arguments.kind is DatasetKind.ASYNC_MAP and arguments.options["memory_budget"] is not None
-        engines = arguments.options["engines"]
-        self._bounded_engines = max(arguments.engines, 1 + isinstance(engines, Automatic)) if bounded else 0
+        self._bounded_engines = arguments.engines if bounded else 0
         self._agreement = agreement
         self._agreed_epoch = 0 if agreement is None else agreement.epoch
         self._next: Any = None  # the next step, as of `_take_next`, which the ranks have not agreed on
@@ -384,9 +382,7 @@ class Epoch:
         )
 
 
-def _end_iteration(
-    session: Session | ChangingSession | DeviceStage, open_iterations: set[object], iteration: object
-) -> None:
+def _end_iteration(session: Session | DeviceStage, open_iterations: set[object], iteration: object) -> None:
     open_iterations.discard(iteration)
     session.close()
 

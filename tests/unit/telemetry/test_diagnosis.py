@@ -272,7 +272,7 @@ def test_stream_whose_samples_come_in_groups_has_no_slow_shard():
 
 @pytest.mark.parametrize(
     ("placement", "searched"),
-    [("thread", ', or num_workers="auto", which finds the number'), ("inline", ""), ("ray", "")],
+    [("process", ', or num_workers="auto", which finds the number'), ("inline", ""), ("ray", "")],
 )
 def test_work_inside_next_asks_for_workers(placement, searched):
     at_end = []

@@ -148,10 +148,9 @@ def test_next_epoch_begins_with_the_look_ahead_that_this_one_found():
     ahead = LookAheadSize(6, 20)
     for _ in range(5):
         ahead.extend(1)
-    assert ahead.resized(6, 20).batches == 11
-    assert ahead.resized(8, 20).batches == 13
-    assert ahead.resized(4, 7).batches == 7
-    assert ahead.resized(4, 4).batches == 4
+    for least, most, batches in [(6, 20, 11), (8, 20, 13), (4, 7, 7), (4, 4, 4)]:
+        ahead.resize(least, most)
+        assert ahead.batches == batches
 
 
 @pytest.mark.parametrize(("descriptors", "most"), [(600, 300), (4000, MOST_CONCURRENCY)])

@@ -117,7 +117,7 @@ class LoaderControl:
     def with_spec(self, spec: LoaderSpec) -> LoaderControl:
         """A copy with another `spec` of the same dataset."""
         clone = copy.copy(self)
-        clone.sessions = LoaderSessions(spec, clone.counters, clone._lanes, clone.sessions.search)
+        clone.sessions = LoaderSessions(spec, clone.counters, clone._lanes, clone.sessions.search.number)
         return clone
 
     @property
@@ -371,7 +371,7 @@ class LoaderControl:
             copies = loader.num_workers > 0 and not self.spec.kind.is_async
             finalize = checked_length(finalize, without_adapter(loader.dataset), copies=copies)
         self.resumed, self._next_epoch, self.progress = (), spec.begun.epoch + 1, progress
-        size = self.sessions.begin_ahead(loader)
+        size = self.sessions.size_ahead(loader)
         epoch = iterator(
             loader,
             self.spec,
@@ -383,7 +383,7 @@ class LoaderControl:
             progress=progress,
             state=functools.partial(self._state_of, progress, loader),
             agreement=agreement,
-            tune=self.sessions.tuner(loader, session),
+            tune=functools.partial(self.sessions.tune, loader, session),
         )
         self._open_epochs[epoch] = spec.begun.epoch
         return epoch

@@ -5,7 +5,6 @@ Everything runs on the consumer's thread. `for` and `async for` differ only in h
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -66,8 +65,8 @@ class Epoch:
         progress: EpochProgress,
         state: Callable[[int], LoaderState],  # after the last call of `next()`, or so many calls before
         agreement: StepGroup | None,  # of the ranks, on the number of steps; None if each ends its epoch by itself
-        # Changes the number of workers between two batches; returns when to be called again.
-        tune: Callable[[], float] | None,
+        # May change the number of workers between two batches; returns when to be called again.
+        tune: Callable[[], float],
     ) -> None:
         self._loader = loader
         # As in torch's iterators, for libraries that read them; with `seed=` no seed is drawn.
@@ -100,7 +99,7 @@ class Epoch:
         self._iteration = counters.epochs
         self._skipped = counters.skipped_samples  # at the batch before
         self._tune = tune
-        self._tune_at = math.inf if tune is None else 0.0  # by `time.perf_counter`
+        self._tune_at = 0.0  # by `time.perf_counter`
         self._called = 0.0  # when the running call of next() began to wait for a batch; 0.0 once it was taken
         self._cpu = self._cpu_read = 0.0  # the thread's CPU seconds, and when they were read
         self._over = False
@@ -140,7 +139,7 @@ class Epoch:
             self._called = time.perf_counter()
         if self.closed:
             raise StopIteration if self._over else LoaderClosedError
-        if self._called > self._tune_at and self._tune is not None:  # before a batch is taken, which Ctrl-C would lose
+        if self._called > self._tune_at:  # before a batch is taken, which Ctrl-C would lose
             self._tune_at = self._tune()
         agreement = self._agreement
         if agreement is not None and not self._agree(agreement):

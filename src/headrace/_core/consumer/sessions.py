@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
+import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace._core.cgroup import usable_cores
@@ -43,24 +43,20 @@ class LoaderSessions:
         spec: the loader's dataset and options.
         counters: the loader's counts.
         search: of the number of workers, with ``num_workers="auto"``.
-        ahead: the look-ahead of the epoch begun last; None before the first.
     """
 
-    def __init__(
-        self, spec: LoaderSpec, counters: Counters, lanes: LaneChoice, search: WorkerSearch | None = None
-    ) -> None:
+    def __init__(self, spec: LoaderSpec, counters: Counters, lanes: LaneChoice, workers: int = 0) -> None:
         self.spec = spec
         self.counters = counters
-        least = spec.engines  # which divide the workers
-        self.search = WorkerSearch(least, least if search is None else max(least, search.number))
+        self.search = WorkerSearch(spec.engines, max(spec.engines, workers))  # engines divide the workers
         self._lanes = lanes
-        self.ahead: LookAheadSize | None = None
+        self._ahead = LookAheadSize(0, 0)  # before the first epoch
         self._placements = PlacementSelector(spec.placement, spec.engines)
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self._placements.drop).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LoaderSessions, (self.spec, copy.copy(self.counters), self._lanes, self.search)
+        return LoaderSessions, (self.spec, copy.copy(self.counters), self._lanes, self.search.number)
 
     def begin_with(self, loader: TorchLoader, found: Mapping[str, int]) -> None:
         """Begin with the number of workers that an earlier run has found, as far as there are cores for them."""
@@ -75,15 +71,10 @@ class LoaderSessions:
         """Call the dataset's `set_epoch`."""
         self._placements.set_epoch(self.spec.source, epoch, only_wanted=False)
 
-    def begin_ahead(self, loader: TorchLoader) -> LookAheadSize:
-        """The look-ahead of the epoch that begins: what one epoch has found is where the next one begins."""
-        limits = self.look_ahead(loader)
-        self.ahead = LookAheadSize(*limits) if self.ahead is None else self.ahead.resized(*limits)
-        return self.ahead
-
-    def tuner(self, loader: TorchLoader, session: Session) -> Callable[[], float] | None:
-        """The function that may change the number of workers between two batches; None if the number is given."""
-        return functools.partial(self._tune, loader, session) if is_automatic(loader) else None
+    def size_ahead(self, loader: TorchLoader) -> LookAheadSize:
+        """The look-ahead, with the limits of now: what one epoch has found is where the next one begins."""
+        self._ahead.resize(*self.look_ahead(loader))
+        return self._ahead
 
     def close(self) -> None:
         """End the engines and their workers; blocks until they have ended."""
@@ -152,9 +143,14 @@ class LoaderSessions:
         self._placements.set_epoch(self.spec.source, start.epoch, only_wanted=only_wanted)
         start = start._replace(set_epoch=set_epoch)
         options, automatic = self.spec.options, is_automatic(loader)
-        *transforms, collate_fn = self._functions(loader)
+        transforms, collate_fn = self.spec.maps, loader.collate_fn
+        if options["transform"] is not None:
+            transforms = (*transforms, options["transform"])
+        if isinstance(collate_fn, PortableCollate):
+            collate_fn = collate_fn.collate
         tolerance = self.spec.policy.tolerance
-        assembler = Assembler(tuple(transforms), destined(collate_fn), loader._auto_collation, tolerance)
+        assembler = Assembler(transforms, destined(collate_fn), loader._auto_collation, tolerance)
+        in_thread = self.spec.placement in ("auto", "thread") and not loader.num_workers
         if options["seed"] is not None and not self.spec.kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
             base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
@@ -167,7 +163,7 @@ class LoaderSessions:
             assembler=assembler,
             num_workers=self.search.least if automatic else loader.num_workers,
             options=engine_options(options),
-            deferred=self._defers(loader, assembler),
+            deferred=in_thread and assembler.runs_user_code,
             look_ahead=self.look_ahead(loader)[0],
             drop_last=loader.drop_last,
             in_order=loader.in_order,
@@ -191,24 +187,14 @@ class LoaderSessions:
             session.send(WorkersRequest(self.search.number))
         return session
 
-    def _functions(self, loader: TorchLoader) -> tuple[Callable[[Any], Any], ...]:
-        """The transforms and the collate function."""
-        transform, collate_fn = self.spec.options["transform"], loader.collate_fn
-        collate_fn = collate_fn.collate if isinstance(collate_fn, PortableCollate) else collate_fn
-        return *self.spec.maps, *(() if transform is None else (transform,)), collate_fn
-
-    def _defers(self, loader: TorchLoader, assembler: Assembler) -> bool:
-        """Whether batches are made in the consumer's thread."""
-        in_thread = self.spec.placement in ("auto", "thread") and not loader.num_workers
-        return in_thread and assembler.runs_user_code
-
-    def _tune(self, loader: TorchLoader, session: Session) -> float:
+    def tune(self, loader: TorchLoader, session: Session) -> float:
         """Change the number of workers, if the last batches say so; returns when to look again."""
+        if not is_automatic(loader):
+            return math.inf
         records = self.counters.records(RECORDS)
-        if not records or records[-1].iteration != self.counters.epochs:
-            return 0.0  # until there is a batch of this epoch
+        if not records:
+            return 0.0
         if self.search.look(records, self.setup(loader)):
             session.send(WorkersRequest(self.search.number))
-            if self.ahead is not None:
-                self.ahead.raise_to(*self.look_ahead(loader))
+            self.size_ahead(loader)
         return self.search.next_look

@@ -72,10 +72,9 @@ class WorkerSearch:
                 self._since = records[-1].planned
             return False
         measured = [record for record in records if record.planned >= self._since]
-        if len(measured) <= BATCHES_AT_LEAST or now - self._since < MEASURE_SECONDS:
-            return False
         # After a change within the epoch the batches that were planned before come first.
-        if len(measured) < len(records) and now - measured[0].returned < MEASURE_SECONDS:
+        since = self._since if len(measured) in (0, len(records)) else measured[0].returned
+        if len(measured) <= BATCHES_AT_LEAST or now - since < MEASURE_SECONDS:
             return False
         figures = figures_of(measured)
         if self._trial is not None:
@@ -104,7 +103,10 @@ class WorkerSearch:
             self._change(number - 1)
             self._say(f"num_workers={number - 1}: {busy:.1f} of {number} workers were busy")
             return True
-        if number >= self._most(figures, setup):
+        most = setup.cores - round(figures.consumer_cpu)  # each has a core beside the trainer's, and memory
+        if figures.nbytes and setup.memory_budget:
+            most = min(most, setup.memory_budget * figures.batches // figures.nbytes)
+        if number >= most:
             return False
         found = diagnose(figures, setup._replace(cores=number + 1))
         if found.change.get("num_workers") != number + 1 or found.predicted is None:
@@ -113,13 +115,6 @@ class WorkerSearch:
         self._trial = _Trial(figures.batches / figures.seconds, predicted, now)
         self._change(number + 1)
         return True
-
-    def _most(self, figures: Figures, setup: Setup) -> int:
-        """The number of workers that have a core beside the trainer's, and memory."""
-        most = max(1, setup.cores - round(figures.consumer_cpu))
-        if figures.nbytes and setup.memory_budget:
-            most = max(1, min(most, setup.memory_budget * figures.batches // figures.nbytes))
-        return most
 
     def _end_trial(self, trial: _Trial, figures: Figures, now: float) -> bool:
         self._trial, number = None, self.number

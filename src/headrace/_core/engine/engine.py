@@ -121,14 +121,6 @@ class Engine:
             self._opening.exception()  # the sessions that needed the executor have raised it
         await self.executor.close(deadline)
 
-    def kill(self) -> None:
-        """End the workers, when the loop cannot close them; from any thread."""
-        self.executor.kill()
-
-    def release(self) -> None:
-        """Close what is left of the workers, after the loop is closed."""
-        self.executor.release()
-
     def make_stage(self, context: FetchContext, start: SessionStart) -> FetchStage:
         config, dataset, options = self.config, self.config.dataset, self.config.options
         if not config.kind.is_async:

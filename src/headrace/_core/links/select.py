@@ -57,7 +57,7 @@ def check_automatic(kind: DatasetKind, options: LoaderOptions, context: object) 
 class PlacementSelector:
     """The engines of one loader: the current one, and those that still serve iterations begun before a change."""
 
-    def __init__(self, placement: str | RayPlacement, engines: int = 1) -> None:
+    def __init__(self, placement: str | RayPlacement, engines: int) -> None:
         self._placement = placement
         self._asked = engines
         self._current: Placement | None = None

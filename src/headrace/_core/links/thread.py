@@ -89,8 +89,8 @@ class ThreadPlacement(Placement):
         try:
             self._loop = LoopThread("headrace-engine")
         except BaseException:  # no thread could be started, or Ctrl-C: the engine has workers
-            self._engine.kill()
-            self._engine.release()
+            self._engine.executor.kill()
+            self._engine.executor.release()
             raise
         self._ended = False
 
@@ -129,11 +129,11 @@ class ThreadPlacement(Placement):
         with contextlib.suppress(TimeoutError, EngineDiedError):  # processes that have not ended are killed below
             closing = self._loop.start(self._engine.close(CLOSE_DEADLINE))
             closing.result(timeout=5 * CLOSE_DEADLINE + WORK_DEADLINE)
-        self._engine.kill()
+        self._engine.executor.kill()
         left = self._loop.close(CLOSE_DEADLINE)
         self._engine.watch.close()
         if left is None:
-            self._engine.release()
+            self._engine.executor.release()
         else:
             warnings.warn(
                 f"the loader did not end within its deadline: {left}. In aget and __aiter__, let CancelledError pass, "
@@ -144,7 +144,7 @@ class ThreadPlacement(Placement):
 
     async def _end_on_loop(self) -> None:
         await self._engine.close(CLOSE_DEADLINE)
-        self._engine.kill()
+        self._engine.executor.kill()
         self._engine.watch.close()
         self._loop.close(CLOSE_DEADLINE)
 

@@ -193,7 +193,7 @@ class Pool:
         for number in [number for number in self._workers if number not in self._numbers]:
             worker = self._workers.pop(number)
             self._leaving.add(worker)
-            self._end_if_idle(worker)
+            self._next_job(worker)
         try:
             for number in self._numbers:
                 if number not in self._workers:
@@ -203,10 +203,6 @@ class Pool:
                     self._connect(worker)
         except OSError as error:  # the others go on
             _log.warning("%s", error)
-
-    def _end_if_idle(self, worker: NumberedWorker) -> None:
-        if worker in self._leaving and not worker.jobs:
-            worker.close_channel()  # its process ends by itself
 
     def _connect(self, worker: NumberedWorker) -> None:
         on_object, on_lost = functools.partial(self._on_object, worker), functools.partial(self._on_lost, worker)
@@ -312,8 +308,11 @@ class Pool:
         return [*self._workers.values(), *self._leaving]
 
     def _next_job(self, worker: NumberedWorker) -> None:
-        self._end_if_idle(worker)
-        while worker.channel is not None and worker not in self._leaving:
+        if worker in self._leaving:
+            if not worker.jobs:
+                worker.close_channel()  # its process ends by itself
+            return
+        while worker.channel is not None:
             # Those that wait are first: for pinned requests, they are those of a dead worker.
             queue, most = (self._waiting, 1) if self._waiting else (worker.pinned, self.pinned_ahead)
             if not queue or len(worker.jobs) >= most:

@@ -176,14 +176,15 @@ def _decode_video(sample: Any, size: tuple[int, int] | None, count: int | None) 
     import av
 
     with av.open(io.BytesIO(getattr(sample, "data", sample)), "r") as container:
+        if not container.streams.video:
+            raise ValueError(f"no video: its streams are {[stream.type for stream in container.streams]}")
         codec = container.streams.video[0].codec_context
         codec.thread_count = 1  # workers share the cores
         packets = [*container.demux(video=0)]
         shown = [frame for packet in packets for frame in packet.decode()]
         if hasattr(sample, "times"):  # a clip; its decoder may not notice that it begins without a key frame
-            alone: Any = av.CodecContext.create(codec.name, "r")
-            alone.extradata = codec.extradata
-            key = [*alone.decode(av.Packet(bytes(packets[0]))), *alone.decode(None)]
+            codec.flush_buffers()
+            key = [*codec.decode(av.Packet(bytes(packets[0]))), *codec.decode(None)]
             if not key or key[0].pict_type not in (0, 1):  # unknown, intra
                 raise ValueError("a clip without a key frame: a video of periodic intra refresh is decoded whole only")
     expected = len(getattr(sample, "times", shown))

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["audio", "fields", "image", "video"]
 
 _MODES = {"rgb": "RGB", "rgba": "RGBA", "gray": "L"}
+_ORIENTATION = 0x0112  # EXIF's tag; by its values, what turns a picture upright
+_TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE"}
+_TURNS |= {6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
+_POSITIONS = {"boxes", "segmentation", "keypoints"}  # fields of a label
 
 
 def _require(module: str, *, package: str, extra: str) -> None:
@@ -148,17 +152,23 @@ def _decode_fields(sample: Mapping[str, Any], decoders: Mapping[str, Callable[[A
 
 
 def _decode_sample(sample: Any, size: tuple[int, int] | None, mode: str, dtype: torch.dtype) -> Any:
-    pixels = _pixels(getattr(sample, "data", sample), size, mode)
+    pixels = _pixels(getattr(sample, "data", sample), size, mode, _annotated_size(sample))
     tensor = torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
     if dtype != torch.uint8:
         tensor = tensor.to(dtype) / 255
     return _labelled(tensor, sample)
 
 
-def _labelled(tensor: torch.Tensor, sample: Any) -> Any:
+def _annotated_size(sample: Any) -> list[int | None] | None:
+    """Height and width of the image that positions in a label of `CocoDataset` refer to."""
     label = getattr(sample, "label", None)
-    expected = label.get("size", [None]) if isinstance(label, dict) and "boxes" in label else [None]
-    if None not in expected and expected != [*tensor.shape[1:]]:
+    has_positions = isinstance(label, dict) and not _POSITIONS.isdisjoint(label)
+    return label.get("size") if has_positions else None
+
+
+def _labelled(tensor: torch.Tensor, sample: Any) -> Any:
+    label, expected = getattr(sample, "label", None), _annotated_size(sample)
+    if expected and None not in expected and expected != [*tensor.shape[1:]]:
         raise ValueError(
             f"the boxes are for an image of {expected}, not {[*tensor.shape[1:]]}: scale both, after decoding"
         )
@@ -224,17 +234,29 @@ def _decode_audio(sample: Any, rate: int | None, mono: bool) -> Any:
     return _labelled(torch.from_numpy(wave.mean(0, keepdims=True) if mono else np.ascontiguousarray(wave)), sample)
 
 
-def _pixels(data: Any, size: tuple[int, int] | None, mode: str) -> np.ndarray[Any, Any]:
-    """The pixels [H, W] or [H, W, C] of an encoded image, scaled and cropped to a width and a height."""
+def _pixels(
+    data: Any, size: tuple[int, int] | None, mode: str, annotated: list[int | None] | None
+) -> np.ndarray[Any, Any]:
+    """The pixels [H, W] or [H, W, C] of an encoded image, scaled and cropped to a width and a height.
+
+    Positions are those of stored pixels, and the image is not turned, unless `annotated`, the height
+    and width of their image, is the size of the upright image alone.
+    """
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(data)) as picture:
         if picture.mode[0] in "IF":
             raise ValueError(f"an image of mode {picture.mode} has more than 8 bits a channel: decode it with Pillow")
+        turn, stored = None, [picture.height, picture.width]
+        with contextlib.suppress(Exception):  # many kinds, where EXIF is damaged
+            turn = _TURNS.get(picture.getexif().pop(_ORIENTATION, None))  # or Pillow turns TIFF at loading
+        if annotated and not annotated == stored[::-1] != stored:
+            turn = None
         if size is not None:
             # Twice the size leaves pixels for the resampling filter. A square, since EXIF may turn the image.
             picture.draft(mode, (2 * max(size), 2 * max(size)))
-        upright = ImageOps.exif_transpose(_by_simplejpeg(data, picture) or picture).convert(mode)
+        decoded = _by_simplejpeg(data, picture) or picture
+        upright = (decoded.transpose(Image.Transpose[turn]) if turn else decoded).convert(mode)
         return np.array(upright if size is None else ImageOps.fit(upright, size))
 
 
@@ -247,7 +269,5 @@ def _by_simplejpeg(data: Any, picture: Image.Image) -> Image.Image | None:
         import simplejpeg
 
         scale = {"min_height": picture.height, "min_width": picture.width, "min_factor": 1}
-        decoded = PIL.Image.fromarray(simplejpeg.decode_jpeg(data, **scale))
-        decoded.info = picture.info  # with the EXIF tags
-        return decoded
+        return PIL.Image.fromarray(simplejpeg.decode_jpeg(data, **scale))
     return None

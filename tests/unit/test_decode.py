@@ -89,6 +89,13 @@ def test_image_is_turned_upright_by_its_exif_tag(kind):
     assert found[:, 36:].max() < 5
 
 
+@pytest.mark.parametrize("exif", [b"garbage!", b"II*\0"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_damaged_exif_does_not_turn_the_image(kind, exif):
+    data = encoded(noise(64, 32), kind, exif=b"Exif\0\0" + exif)
+    assert hr.decode.image()(data).shape == (3, 32, 64)
+
+
 def test_floating_dtype_has_values_from_0_to_1():
     found = hr.decode.image(dtype=torch.float16)(encoded(Image.new("L", (2, 2), 51), "PNG"))
     assert found.dtype == torch.float16

@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 import sys
 
 import numpy as np
@@ -144,6 +145,18 @@ def test_folder_of_labelled_images_needs_no_code(tmp_path, dataset):
     assert all(torch.equal(image, torch.full((3, 8, 8), 10 * label, dtype=torch.uint8)) for image, label in found)
     unlabelled = dataset(tmp_path, suffix=".png")
     assert hr.decode.image()(unlabelled[0]).shape == (3, 20, 20)
+    some = dataset(tmp_path, suffix=("1.png", "2.png"), labels="folder", classes=("emu", "fox", "dog", "cat"))
+    assert [some[index].label for index in (0, 2, 4)] == [3, 2, 0]
+    assert pickle.loads(pickle.dumps(some, 5)).classes == ("emu", "fox", "dog", "cat")
+    for parts in ([photos, some], [torch.utils.data.Subset(photos, [0]), hr.concat([some])]):
+        with pytest.raises(ValueError, match="same label means different classes"):
+            hr.concat(parts)
+    assert hr.concat([some, some]).map(id)
+    for classes in (["cat", "dog"], ["cat", "dog", "emu", "cat"]):
+        with pytest.raises(ValueError, match="must name each folder once"):
+            dataset(tmp_path, suffix=".png", labels="folder", classes=classes)
+    with pytest.raises(ValueError, match="classes= are the names"):
+        dataset(tmp_path, suffix=".png", classes=["cat"])
     (tmp_path / "lost.png").write_bytes(b"")
     with pytest.raises(ValueError, match=r"in the folder of its class: 'lost\.png' is in none"):
         dataset(tmp_path, suffix=".png", labels="folder")

@@ -46,6 +46,7 @@ class CocoDataset(ObjectDataset):
         annotations: path or URL of the file (read by `store` if it is below its URL), shard of `headrace.hub`, or dict.
 
     Attributes:
+        classes: names of the categories, in the order of their ids.
         category_ids: the file's id of each of `classes`, ascending.
         left_out: numbers of annotations, by the reason why they were left out.
 
@@ -68,7 +69,7 @@ class CocoDataset(ObjectDataset):
                 (shard,) = find_shards(content, suffixes=(".json",), store=self._store if inside else None)
                 name = shard.name
                 content = json.loads(bytes(background_loop().run(shard.store.read_all(shard.key))))
-            self._hold(self._parse(content), None)
+            self._hold(self._parse(content), None, None)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             what = f"no field, or category, {error}" if isinstance(error, KeyError) else str(error)
             raise ShardError(f"not as annotations of COCO: {what}", shard=name) from None
@@ -126,11 +127,6 @@ class CocoDataset(ObjectDataset):
             texts.append(json.dumps(text | {"image_id": image["id"]}, default=_plain))
         self._fields = StringArray(texts)
         return Catalog(StringArray(posixpath.normpath(image["file_name"]) for image in images))
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The names of the categories, in the order of their ids."""
-        return self._classes
 
     def target(self, index: int) -> dict[str, Any]:
         """The label of the sample at `index`, without reading its image."""

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 __all__ = ["audio", "fields", "image", "video"]
 
 _MODES = {"rgb": "RGB", "rgba": "RGBA", "gray": "L"}
-_ORIENTATION = 0x0112  # EXIF's tag; by its values, what turns a picture upright
-_TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE"}
-_TURNS |= {6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
+_TURNS = dict(zip(range(2, 9), (0, 3, 1, 5, 4, 6, 2), strict=True))  # EXIF's orientation to Pillow's `Transpose`
+_MOST_VALUES = 1 << 25  # that are read at once, whatever a header states
+_UNKNOWN = (1 << 63) - 1  # frames, to libsndfile
+_FIRST_PAGE, _LATER_PAGE = re.compile(b"OggS\0\2"), re.compile(rb"OggS\0[\0\1\4\5]")  # of streams in Ogg
+_NEXT_MP3 = re.compile(rb"(?:TAG.{125})?(ID3|\xff[\xe2\xe3\xf2\xf3\xfa\xfb])", re.S)  # behind another
+_SIZES = re.compile(r"^ *(?!RIF|Rif|FORM).*: (\d+) \(should be (\d+)\)", re.M)  # but for those of whole files
 _POSITIONS = {"boxes", "segmentation", "keypoints"}  # fields of a label
 
 
@@ -45,8 +48,8 @@ def image(
 ) -> Callable[[Any], Any]:
     """Make a decoder of images: JPEG, PNG, WebP and all else that Pillow reads.
 
-    Images are turned upright as their EXIF tag says. JPEGs that are much larger than `size` are decoded at a half, a
-    quarter or an eighth. With simplejpeg installed they are decoded in about half the time, to the same pixels.
+    Images are turned upright as their EXIF tag says, unless boxes are for the stored pixels (`CocoDataset`). JPEGs that
+    are much larger than `size` are decoded at a half, a quarter or an eighth. With simplejpeg installed they are decoded in about half the time, to the same pixels.
 
     Args:
         size: height and width, or one number for both. The image is scaled to cover it, and cropped about the middle.
@@ -103,13 +106,15 @@ def video(size: int | tuple[int, int] | None = None, *, frames: int | None = Non
 def audio(sample_rate: int | None = None, *, mono: bool = False) -> Callable[[Any], Any]:
     """Make a decoder of whole audio files, by soundfile: WAV, FLAC, Ogg, MP3 and others.
 
+    MP3 and FLAC that state no length, joined MP3 and chained Ogg are read to their end.
+
     Args:
         sample_rate: what the rate of each file must be, in Hz; nothing is resampled. None for any.
         mono: whether to average the channels.
 
     Returns:
         A function as of `image`, of float32 tensors [channels, samples] from -1 to 1. It raises `ValueError` if a file
-        has another rate, is truncated, or is no audio.
+        has another rate, or streams of several rates, or is truncated, empty or no audio.
 
     Raises:
         MissingExtraError: soundfile is not installed.
@@ -161,7 +166,7 @@ def _decode_sample(sample: Any, size: tuple[int, int] | None, mode: str, dtype: 
 
 def _annotated_size(sample: Any) -> list[int | None] | None:
     """Height and width of the image that positions in a label of `CocoDataset` refer to."""
-    label = getattr(sample, "label", None)
+    label: Any = getattr(sample, "label", None)
     has_positions = isinstance(label, dict) and not _POSITIONS.isdisjoint(label)
     return label.get("size") if has_positions else None
 
@@ -217,21 +222,63 @@ def _upright(frame: Any, size: tuple[int, int] | None) -> np.ndarray[Any, Any]:
 
 
 def _decode_audio(sample: Any, rate: int | None, mono: bool) -> Any:
+    rest, blocks, forms = memoryview(getattr(sample, "data", sample)), list[Any](), set()
+    while rest or not blocks:
+        more, file, end = _read_stream(rest)
+        blocks += more
+        forms.add((file.samplerate, file.channels))
+        rest = rest[end:]
+    if len(forms) > 1:
+        raise ValueError(f"joined streams of several (rates, channels): {forms}")
+    if rate not in (None, file.samplerate):
+        raise ValueError(f"{file.samplerate} Hz, but sample_rate={rate}: resample it")
+    wave = np.concatenate(blocks).T
+    return _labelled(torch.from_numpy(wave.mean(0, keepdims=True) if mono else np.ascontiguousarray(wave)), sample)
+
+
+def _read_stream(data: Any) -> tuple[list[Any], Any, int]:
+    """Blocks [N, channels] of the first stream of joined MP3 or chained Ogg, its file, and where the next stream is."""
+    end, joined = len(data), None
+    if data[:4] == b"OggS" and (body := _LATER_PAGE.search(data)):
+        joined = _FIRST_PAGE.search(data, body.end())
+    blocks, file, log, place = _read_blocks(io.BytesIO(data[: joined.start()] if joined else data))
+    count, stated = sum(map(len, blocks)), file.frames
+    if file.format == "MP3" and (count < stated or _NEXT_MP3.match(data, place)):
+        again, longer, _, later = _read_blocks(_LongerFile(data))
+        if longer.frames > stated:  # an estimate; later, ends behind the header of a frame of another rate
+            blocks, count, place = again, stated, later - 4 if later < end else end
+        joined = _NEXT_MP3.match(data, place)
+    # Where less is there than a header states, libsndfile reads less and says so in its log only.
+    less = any(int(a) > int(b) for a, b in _SIZES.findall(log) if a != "4294967295")
+    less = less or (count < stated and (file.format, stated) != ("FLAC", _UNKNOWN))
+    if not count or less or re.search("end-of-stream|junk after the last page", log, re.I):
+        raise ValueError("truncated, empty, or written without its length (to a pipe)")
+    return blocks, file, joined.start(joined.lastindex or 0) if joined else end
+
+
+def _read_blocks(source: io.BytesIO) -> tuple[list[Any], Any, str, int]:
+    """Read a file, by blocks whose size no header can state."""
     import soundfile
 
     try:
-        with soundfile.SoundFile(io.BytesIO(getattr(sample, "data", sample))) as file:
-            wave, log = file.read(dtype="float32", always_2d=True).T, file.extra_info
-            stated, found = file.frames, file.samplerate
+        with soundfile.SoundFile(source) as file:
+            file.seekable = lambda: False  # or soundfile seeks after each block, which some codecs cannot do
+            size = min(file.frames, _MOST_VALUES // file.channels)
+            read = functools.partial(file.read, size, dtype="float32", always_2d=True)
+            blocks = [read()]
+            while file.frames > size == len(blocks[-1]):
+                blocks.append(read())
+            return blocks, file, file.extra_info, source.tell()
     except soundfile.SoundFileError as error:
         raise ValueError(f"no audio, or damaged: {error}") from None
-    # Where less is there than a header states, libsndfile reads less and says so in its log only.
-    less = any(int(a) > int(b) for a, b in re.findall(r": (\d+) \(should be (\d+)\)", log))
-    if less or "end-of-stream" in log.lower() or wave.shape[1] != stated:
-        raise ValueError("truncated, or written without its length (to a pipe)")
-    if rate not in (None, found):
-        raise ValueError(f"{found} Hz, but sample_rate={rate}: resample it")
-    return _labelled(torch.from_numpy(wave.mean(0, keepdims=True) if mono else np.ascontiguousarray(wave)), sample)
+
+
+class _LongerFile(io.BytesIO):
+    """A file that claims to be long, so that an estimate of its samples by its size is no limit."""
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        is_end = (offset, whence) == (0, io.SEEK_END)
+        return super().seek(1 << 40) if is_end else super().seek(offset, whence)
 
 
 def _pixels(
@@ -249,14 +296,16 @@ def _pixels(
             raise ValueError(f"an image of mode {picture.mode} has more than 8 bits a channel: decode it with Pillow")
         turn, stored = None, [picture.height, picture.width]
         with contextlib.suppress(Exception):  # many kinds, where EXIF is damaged
-            turn = _TURNS.get(picture.getexif().pop(_ORIENTATION, None))  # or Pillow turns TIFF at loading
+            turn = _TURNS.get(picture.getexif().pop(0x0112, 1))  # removed, or Pillow turns TIFF at loading
         if annotated and not annotated == stored[::-1] != stored:
             turn = None
         if size is not None:
             # Twice the size leaves pixels for the resampling filter. A square, since EXIF may turn the image.
             picture.draft(mode, (2 * max(size), 2 * max(size)))
-        decoded = _by_simplejpeg(data, picture) or picture
-        upright = (decoded.transpose(Image.Transpose[turn]) if turn else decoded).convert(mode)
+        upright = _by_simplejpeg(data, picture) or picture
+        if turn is not None:
+            upright = upright.transpose(Image.Transpose(turn))
+        upright = upright.convert(mode)
         return np.array(upright if size is None else ImageOps.fit(upright, size))
 
 

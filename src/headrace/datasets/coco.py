@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import numbers
 import posixpath
 from collections import Counter
 from collections.abc import Mapping
@@ -22,6 +22,10 @@ from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.errors import ShardError
 
 __all__ = ["CocoDataset"]
+
+_BOX_FIELDS = ("bbox", "category_id", "area", "iscrowd")
+_TENSORS = {"ids": torch.int64, "boxes": torch.float32, "labels": torch.int64}
+_TENSORS |= {"area": torch.float32, "iscrowd": torch.bool}
 
 
 class CocoDataset(ObjectDataset):
@@ -69,14 +73,12 @@ class CocoDataset(ObjectDataset):
                 (shard,) = find_shards(content, suffixes=(".json",), store=self._store if inside else None)
                 name = shard.name
                 content = json.loads(bytes(background_loop().run(shard.store.read_all(shard.key))))
-            self._hold(self._parse(content), None, None)
+            self._hold(self._parse(content, name), None, None)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             what = f"no field, or category, {error}" if isinstance(error, KeyError) else str(error)
             raise ShardError(f"not as annotations of COCO: {what}", shard=name) from None
-        if self._said:
-            warn_user(f"{name}: {self._said}")
 
-    def _parse(self, content: Any) -> Catalog:
+    def _parse(self, content: Any, name: str) -> Catalog:
         images, categories = content["images"], sorted(content.get("categories") or (), key=lambda each: each["id"])
         labels = {category["id"]: label for label, category in enumerate(categories)}
         groups: dict[Any, list[dict[str, Any]]] = {image["id"]: [] for image in images}
@@ -95,36 +97,27 @@ class CocoDataset(ObjectDataset):
                 groups[each["image_id"]].append(each)
         if not images:
             raise ValueError("it has no images")
-        parts = [f"{count} {why} {shown[why]}" for why, count in self.left_out.items()]
-        self._said = f"{', '.join(parts)} are left out" if parts else ""
-        if parts and not seen:
-            raise ValueError(f"no annotation is right: {self._said}")
-        self._ends = np.cumsum([0, *(len(groups[image["id"]]) for image in images)])
-        marks = [each for image in images for each in groups[image["id"]]]
-        names, known = {name for each in marks for name in each}, {"id", "image_id"}
-        self._columns: dict[str, Any] = {}
-        ids = [each["id"] for each in marks]
-        all_integers = all(isinstance(one, numbers.Real) and one % 1 == 0 for one in ids)
-        if all_integers:
-            self._columns["ids"] = np.array(ids, np.int64)
-        if has_boxes:
-            known |= {"bbox", "category_id", "area", "iscrowd"}
-            corners = np.array([each["bbox"] for each in marks], np.float64).reshape(len(marks), 4)
-            areas = corners[:, 2] * corners[:, 3]
-            for row, each in enumerate(marks):
-                areas[row] = areas[row] if each.get("area") is None else each["area"]
-            corners[:, 2:] += corners[:, :2]
-            self._columns["boxes"] = corners.astype(np.float32)
-            self._columns["labels"] = np.array([labels[each["category_id"]] for each in marks], np.int64)
-            self._columns["area"] = areas.astype(np.float32)
-            self._columns["iscrowd"] = np.array([bool(each.get("iscrowd")) for each in marks])
-        others, texts = sorted(names - known), []
+        if shown:
+            said = ", ".join(f"{self.left_out[why]} {why} {first}" for why, first in shown.items())
+            if not seen:
+                raise ValueError(f"no annotation is right: {said}")
+            warn_user(f"{name}: {said} are left out")
+        names = {name for marks in groups.values() for each in marks for name in each}
+        others, texts = sorted(names - {"id", "image_id", *(_BOX_FIELDS if has_boxes else ())}), []
         for image in images:
-            text = {name: [each.get(name) for each in groups[image["id"]]] for name in others}
-            if not all_integers:
-                text["ids"] = [each["id"] for each in groups[image["id"]]]
-            text["size"] = [image.get("height"), image.get("width")]
-            texts.append(json.dumps(text | {"image_id": image["id"]}, default=_plain))
+            marks = groups[image["id"]]
+            text: dict[str, Any] = {name: [each.get(name) for each in marks] for name in others}
+            text["image_id"], text["size"] = image["id"], [image.get("height"), image.get("width")]
+            text["ids"] = [each["id"] for each in marks]
+            if has_boxes:
+                boxes = np.array([each["bbox"] for each in marks], np.float64).reshape(-1, 4)
+                areas = np.array([each.get("area") for each in marks], np.float64)  # NaN for none
+                text["area"] = np.where(np.isnan(areas), boxes[:, 2] * boxes[:, 3], areas).tolist()
+                boxes[:, 2:] += boxes[:, :2]
+                text["boxes"] = boxes.tolist()
+                text["labels"] = [labels[each["category_id"]] for each in marks]
+                text["iscrowd"] = [bool(each.get("iscrowd")) for each in marks]
+            texts.append(json.dumps(text, default=bytes.decode))  # masks of pycocotools are bytes
         self._fields = StringArray(texts)
         return Catalog(StringArray(posixpath.normpath(image["file_name"]) for image in images))
 
@@ -132,8 +125,11 @@ class CocoDataset(ObjectDataset):
         """The label of the sample at `index`, without reading its image."""
         index = range(len(self))[index]
         target: dict[str, Any] = json.loads(self._fields[index])
-        for name, column in self._columns.items():
-            target[name] = torch.from_numpy(column[self._ends[index] : self._ends[index + 1]].copy())
+        for name in _TENSORS.keys() & target.keys():
+            with contextlib.suppress(TypeError, ValueError):  # ids that are text
+                target[name] = torch.tensor(target[name], dtype=_TENSORS[name])
+        if "boxes" in target:
+            target["boxes"] = target["boxes"].reshape(-1, 4)
         return target
 
     def sample_of(self, index: int, data: memoryview) -> ObjectSample:
@@ -158,8 +154,3 @@ def _defect(each: Any, seen: set[Any], images: Mapping[Any, Any], labels: Mappin
         return "" if width > 0 and height > 0 else "boxes without width or height"
     except (LookupError, TypeError, ValueError, AttributeError):
         return "annotations with a field that is missing or of another form"
-
-
-def _plain(value: Any) -> Any:
-    """Bytes and arrays, as pycocotools has them in masks, for JSON."""
-    return value.decode() if isinstance(value, bytes) else value.tolist()

@@ -22,17 +22,7 @@ _FIRST, _LATER = 16 << 10, 1 << 20  # bytes of requests
 _MOST_BYTES, _MOST_FRAMES, _MOST_SECONDS = 1 << 28, 1 << 24, 4e6  # of an index, and what it may state
 _PARENTS = (b"mdia", b"minf", b"stbl", b"edts", b"dinf")
 _COPIED = ((b"tkhd",), (b"mdhd", b"hdlr"), (b"vmhd", b"dinf"), (b"stsd",))  # into clips, at each depth
-_FIRST_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"uuid", b"styp", b"sidx", b"moof")
-_OTHER_KINDS = {  # by the first bytes of the file
-    b"\x1aE\xdf\xa3": "Matroska or WebM",
-    b"G": "MPEG-TS",
-    b"\0\0\1\xba": "MPEG-PS",
-    b"RIFF": "AVI or WAV",
-    b"FLV": "Flash video",
-    b"OggS": "Ogg",
-    b"0&\xb2u": "ASF or WMV",
-    b"version https://git-lfs": "a pointer of Git LFS",
-}
+_OTHER_KINDS = {b"\x1aE\xdf\xa3": "Matroska or WebM", b"G@": "MPEG-TS", b"RIFF": "AVI", b"FLV": "Flash video"}
 
 
 def _check(good: object, what: str) -> None:
@@ -43,21 +33,19 @@ def _check(good: object, what: str) -> None:
 async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
     """Read the index of a file by one to three requests; the shard is returned with its size and version."""
     first = await shard.read_start(_FIRST)
-    begin = bytes(first.data[:32])
-    if begin[4:8] not in _FIRST_BOXES:
-        names = [name for magic, name in _OTHER_KINDS.items() if begin.startswith(magic)]
-        what = f"{[*names, f'a file that begins with {begin[:12]!r}'][0]}, and not mp4 or mov"
-        remedy = "Remux it (ffmpeg -c copy), or decode whole files of an ObjectDataset by hr.decode.video"
-        raise ShardError(f"{what}. {remedy}", shard=shard.name, offset=0)
     reader = HeaderReader(shard, first, _LATER)
     shard, size, at, kind, header, length = reader.shard, reader.size, 0, b"", 0, 0
     for _ in range(1000):
         at += length
         kind, header, length = _header(await reader.take(at, at + 16), size - at)
-        if kind in (b"moov", b"moof") or length < header:
+        if kind in (b"moov", b"moof") or not header <= length < size - at:
             break
     if kind != b"moov" or not header <= length <= min(size - at, _MOST_BYTES):
-        raise ShardError("not an mp4 or mov file with a whole index (moov)", shard=shard.name, offset=at)
+        begin = bytes(first.data[:12])
+        found = next((name for magic, name in _OTHER_KINDS.items() if begin.startswith(magic)), repr(begin))
+        remedy = "remux it (ffmpeg -c copy), or decode whole files of an ObjectDataset by hr.decode.video"
+        what = f"not mp4 or mov with a whole index (moov): the file begins as {found}; {remedy}"
+        raise ShardError(what, shard=shard.name, offset=at)
     try:
         track = _parse(await reader.take(at + header, at + length), size)
     except (ValueError, LookupError, RecursionError, struct.error) as error:
@@ -97,9 +85,9 @@ def _runs(box: memoryview, dtype: str, count: int) -> Array:
 def _parse(moov: memoryview, size: int) -> VideoTrack:
     movie = dict(_walk(moov))
     tracks = [dict(reversed([*_walk(box)])) for kind, box in _walk(moov) if kind == b"trak"]  # the first of each kind
-    handlers = [bytes(each.get(b"hdlr", b"")[8:12]) for each in tracks]
-    _check(b"vide" in handlers, f"no track of video, but {handlers}")
-    track = tracks[handlers.index(b"vide")]
+    kinds = {bytes(each.get(b"hdlr", b"")[8:12]): each for each in reversed(tracks)}
+    _check(b"vide" in kinds, f"no track of video, but {[*kinds]}")
+    track = kinds[b"vide"]
     _check(b"mvex" not in movie, "fragmented mp4, whose index is not in one place")
     codecs = bytes(track[b"stsd"][4:16])
     _check(codecs[:4] == b"\0\0\0\1" and codecs[8:] != b"encv", "encrypted, or of several codecs")

@@ -24,7 +24,6 @@ from headrace._core.store.head import Head, check_form, strong
 from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import PAGE, Store
-from headrace._core.text import check_names, short_repr
 from headrace.errors import EmptyListingError, MissingExtraError, StoreError
 
 if TYPE_CHECKING:
@@ -231,14 +230,12 @@ class KeyedSamples:
 
     def _set_labels(self, labels: Labels, classes: Sequence[str] | None) -> None:
         if isinstance(labels, str) and labels == "folder":
-            check_names("classes", classes)
-            folders = folders_of(self._keys)
-            self._classes = folders if classes is None else tuple(classes)
+            self._classes = tuple(folders_of(self._keys) if classes is None else classes)
             numbers = {name: number for number, name in enumerate(self._classes)}
-            missing = [name for name in folders if name not in numbers]
-            if missing or len(numbers) < len(self._classes):
-                raise ValueError(f"classes={short_repr(classes)} must name each folder once; missing: {missing}")
-            labels = compact(numbers[key.partition("/")[0]] for key in self._keys)
+            try:
+                labels = compact(numbers[key.partition("/")[0]] for key in self._keys)
+            except KeyError as name:
+                raise ValueError(f"classes= does not name the folder {name}") from None
         elif classes is not None:
             raise ValueError('classes= are the names of folders, for labels="folder"')
         self._labels = align_labels(labels, self._keys)

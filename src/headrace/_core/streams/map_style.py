@@ -225,8 +225,8 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
         # Functions of `map` may have changed the labels: a dataset that they are applied to has no classes.
         known = {getattr(source, "_classes", None) for source in self.sources} - {None}
         if len(known) > 1:
-            what = "the same label means different classes in the parts; for folders, give each part the same classes="
-            raise ValueError(f"{what}: {', '.join(map(short_repr, known))}")
+            what = "the same label means different classes in the parts; give folders the same classes="
+            raise ValueError(f"{what}: {short_repr(known)}")
         self._classes = next(iter(known), None)
 
     def __repr__(self) -> str:

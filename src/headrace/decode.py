@@ -24,12 +24,16 @@ if TYPE_CHECKING:
 __all__ = ["audio", "fields", "image", "video"]
 
 _MODES = {"rgb": "RGB", "rgba": "RGBA", "gray": "L"}
-_TURNS = dict(zip(range(2, 9), (0, 3, 1, 5, 4, 6, 2), strict=True))  # EXIF's orientation to Pillow's `Transpose`
+# By EXIF's orientation, Pillow's `Transpose` that turns upright.
+_TURNS = dict(zip(range(2, 9), (0, 3, 1, 5, 4, 6, 2), strict=True))
 _MOST_VALUES = 1 << 25  # that are read at once, whatever a header states
 _UNKNOWN = (1 << 63) - 1  # frames, to libsndfile
-_FIRST_PAGE, _LATER_PAGE = re.compile(b"OggS\0\2"), re.compile(rb"OggS\0[\0\1\4\5]")  # of streams in Ogg
-_NEXT_MP3 = re.compile(rb"(?:TAG.{125})?(ID3|\xff[\xe2\xe3\xf2\xf3\xfa\xfb])", re.S)  # behind another
-_SIZES = re.compile(r"^ *(?!RIF|Rif|FORM).*: (\d+) \(should be (\d+)\)", re.M)  # but for those of whole files
+# First and other pages of a stream in Ogg.
+_FIRST_PAGE, _LATER_PAGE = re.compile(b"OggS\0\2"), re.compile(rb"OggS\0[\0\1\4\5]")
+# After an MP3: tags of ID3, or a frame.
+_NEXT_MP3 = re.compile(rb"(?:TAG.{125})?(ID3|\xff[\xe2\xe3\xf2\xf3\xfa\xfb])", re.S)
+# Wrong sizes in libsndfile's log. The size of the whole file is often wrong, and does not matter.
+_SIZES = re.compile(r"^ *(?!RIF|Rif|FORM).*: (\d+) \(should be (\d+)\)", re.M)
 _POSITIONS = {"boxes", "segmentation", "keypoints"}  # fields of a label
 
 
@@ -48,8 +52,9 @@ def image(
 ) -> Callable[[Any], Any]:
     """Make a decoder of images: JPEG, PNG, WebP and all else that Pillow reads.
 
-    Images are turned upright as their EXIF tag says, unless boxes are for the stored pixels (`CocoDataset`). JPEGs that
-    are much larger than `size` are decoded at a half, a quarter or an eighth. With simplejpeg installed they are decoded in about half the time, to the same pixels.
+    Images are turned upright as their EXIF tag says, unless boxes are for the stored pixels
+    (`CocoDataset`). JPEGs that are much larger than `size` are decoded at a half, a quarter or an
+    eighth. With simplejpeg installed, JPEGs take about half the time, for the same pixels.
 
     Args:
         size: height and width, or one number for both. The image is scaled to cover it, and cropped about the middle.
@@ -192,7 +197,7 @@ def _decode_video(sample: Any, size: tuple[int, int] | None, count: int | None) 
 
     with av.open(io.BytesIO(getattr(sample, "data", sample)), "r") as container:
         if not container.streams.video:
-            raise ValueError(f"no video: its streams are {[stream.type for stream in container.streams]}")
+            raise ValueError(f"no video, but {[stream.type for stream in container.streams]}")
         codec = container.streams.video[0].codec_context
         codec.thread_count = 1  # workers share the cores
         packets = [*container.demux(video=0)]
@@ -233,11 +238,16 @@ def _decode_audio(sample: Any, rate: int | None, mono: bool) -> Any:
     if rate not in (None, file.samplerate):
         raise ValueError(f"{file.samplerate} Hz, but sample_rate={rate}: resample it")
     wave = np.concatenate(blocks).T
-    return _labelled(torch.from_numpy(wave.mean(0, keepdims=True) if mono else np.ascontiguousarray(wave)), sample)
+    wave = wave.mean(0, keepdims=True) if mono else np.ascontiguousarray(wave)
+    return _labelled(torch.from_numpy(wave), sample)
 
 
 def _read_stream(data: Any) -> tuple[list[Any], Any, int]:
-    """Blocks [N, channels] of the first stream of joined MP3 or chained Ogg, its file, and where the next stream is."""
+    """Read the first stream of joined MP3, chained Ogg, or another file.
+
+    Returns:
+        Blocks of samples [N, channels], the file that is closed, and where the next stream begins.
+    """
     end, joined = len(data), None
     if data[:4] == b"OggS" and (body := _LATER_PAGE.search(data)):
         joined = _FIRST_PAGE.search(data, body.end())
@@ -245,7 +255,8 @@ def _read_stream(data: Any) -> tuple[list[Any], Any, int]:
     count, stated = sum(map(len, blocks)), file.frames
     if file.format == "MP3" and (count < stated or _NEXT_MP3.match(data, place)):
         again, longer, _, later = _read_blocks(_LongerFile(data))
-        if longer.frames > stated:  # an estimate; later, ends behind the header of a frame of another rate
+        if longer.frames > stated:  # an estimate
+            # Reading ends early behind the header of a frame of another rate.
             blocks, count, place = again, stated, later - 4 if later < end else end
         joined = _NEXT_MP3.match(data, place)
     # Where less is there than a header states, libsndfile reads less and says so in its log only.
@@ -262,7 +273,8 @@ def _read_blocks(source: io.BytesIO) -> tuple[list[Any], Any, str, int]:
 
     try:
         with soundfile.SoundFile(source) as file:
-            file.seekable = lambda: False  # or soundfile seeks after each block, which some codecs cannot do
+            # Else soundfile seeks after each block, which some codecs cannot do.
+            file.seekable = lambda: False
             size = min(file.frames, _MOST_VALUES // file.channels)
             read = functools.partial(file.read, size, dtype="float32", always_2d=True)
             blocks = [read()]
@@ -284,10 +296,10 @@ class _LongerFile(io.BytesIO):
 def _pixels(
     data: Any, size: tuple[int, int] | None, mode: str, annotated: list[int | None] | None
 ) -> np.ndarray[Any, Any]:
-    """The pixels [H, W] or [H, W, C] of an encoded image, scaled and cropped to a width and a height.
+    """Pixels [H, W] or [H, W, C] of an encoded image, scaled and cropped to `size`.
 
-    Positions are those of stored pixels, and the image is not turned, unless `annotated`, the height
-    and width of their image, is the size of the upright image alone.
+    With `annotated`, the size that a label has positions for, the image is not turned by EXIF,
+    unless `annotated` fits the upright image alone.
     """
     from PIL import Image, ImageOps
 
@@ -296,7 +308,8 @@ def _pixels(
             raise ValueError(f"an image of mode {picture.mode} has more than 8 bits a channel: decode it with Pillow")
         turn, stored = None, [picture.height, picture.width]
         with contextlib.suppress(Exception):  # many kinds, where EXIF is damaged
-            turn = _TURNS.get(picture.getexif().pop(0x0112, 1))  # removed, or Pillow turns TIFF at loading
+            # Removed: Pillow turns TIFF at loading.
+            turn = _TURNS.get(picture.getexif().pop(0x0112, 1))
         if annotated and not annotated == stored[::-1] != stored:
             turn = None
         if size is not None:

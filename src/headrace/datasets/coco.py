@@ -32,18 +32,18 @@ class CocoDataset(ObjectDataset):
     """The images of an annotations file of COCO (instances, keypoints, captions), each with its annotations.
 
     A sample is ``ObjectSample(key, data, label)``; its label a dict, for N annotations, which may be none: `image_id`,
-    `size` ([height, width], None where unknown) and `ids` (int64 [N], or a list if not all are integers); of those with
-    boxes also `boxes` (float32 [N, 4] of left, top, right and bottom in pixels), `labels` (int64 [N], positions in
-    `classes`), `area` (float32 [N]; the box's if the file has none) and `iscrowd` (bool [N]); and a list of N for each
-    other field, such as `segmentation`, `keypoints` or `caption`, None where it is missing. Batches need a
-    `collate_fn`.
+    `size` ([height, width], None where unknown) and `ids` (int64 [N], or a list of text); of
+    annotations with boxes also `boxes` (float32 [N, 4] of left, top, right and bottom in pixels),
+    `labels` (int64 [N], positions in `classes`), `area` (float32 [N]; the box's if the file has
+    none) and `iscrowd` (bool [N]); and a list of N for each other field, such as `segmentation`,
+    `keypoints` or `caption`, None where it is missing. Batches need a `collate_fn`.
 
-    Positions are those of the stored pixels: `headrace.decode.image` ignores the orientation of EXIF, unless `size` is
-    that of the upright image alone.
+    Positions refer to the stored pixels: `headrace.decode.image` ignores the orientation of EXIF,
+    unless `size` fits the upright image alone.
 
-    Annotations of unknown images or categories, without a right box, or with the id of an earlier annotation of the
-    image are left out. A warning counts them and shows the first of each kind. Parsing takes some six times the file's
-    size in memory. Blocks, as `ObjectDataset`.
+    Annotations of unknown images or categories, without a right box, or with the id of an earlier
+    annotation of the image are left out. A warning counts them and shows the first of each kind.
+    Parsing takes some six times the file's size in memory. Blocks, as `ObjectDataset`.
 
     Args:
         store: where the images are; each `file_name` is a key in it.
@@ -79,7 +79,8 @@ class CocoDataset(ObjectDataset):
             raise ShardError(f"not as annotations of COCO: {what}", shard=name) from None
 
     def _parse(self, content: Any, name: str) -> Catalog:
-        images, categories = content["images"], sorted(content.get("categories") or (), key=lambda each: each["id"])
+        images = content["images"]
+        categories = sorted(content.get("categories") or (), key=lambda each: each["id"])
         labels = {category["id"]: label for label, category in enumerate(categories)}
         groups: dict[Any, list[dict[str, Any]]] = {image["id"]: [] for image in images}
         if len(groups) < len(images) or len(labels) < len(categories):
@@ -137,7 +138,7 @@ class CocoDataset(ObjectDataset):
         return ObjectSample(self._keys[index], data, self.target(index))
 
 
-def _defect(each: Any, seen: set[Any], images: Mapping[Any, Any], labels: Mapping[Any, int] | None) -> str:
+def _defect(each: Any, seen: set[Any], images: Any, labels: Mapping[Any, int] | None) -> str:
     """Why an annotation is left out, or nothing; without `labels` there are no boxes."""
     try:
         if (each["image_id"], each["id"]) in seen:

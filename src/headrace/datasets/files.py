@@ -53,8 +53,9 @@ class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
         suffix: only files whose names end so, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
         labels: the label of each key: ``"folder"`` for the number, in `classes`, of the folder that it begins with; or
             a function of the key, a mapping from it, or a sequence in the order of `keys`.
-        classes: names of the folders in the order of their numbers; by default those that are there, sorted. Give the
-            validation set ``classes=train.classes``, so that a class without a file does not renumber the others.
+        classes: names of the folders in the order of their numbers; by default all folders found,
+            sorted. Give the validation set ``classes=train.classes``: there, a class without a file
+            would renumber the other classes.
 
     Raises:
         FileNotFoundError: `root` does not exist, or (`EmptyListingError`) has no file that matches.

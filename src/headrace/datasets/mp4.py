@@ -22,7 +22,7 @@ _FIRST, _LATER = 16 << 10, 1 << 20  # bytes of requests
 _MOST_BYTES, _MOST_FRAMES, _MOST_SECONDS = 1 << 28, 1 << 24, 4e6  # of an index, and what it may state
 _PARENTS = (b"mdia", b"minf", b"stbl", b"edts", b"dinf")
 _COPIED = ((b"tkhd",), (b"mdhd", b"hdlr"), (b"vmhd", b"dinf"), (b"stsd",))  # into clips, at each depth
-_OTHER_KINDS = {b"\x1aE\xdf\xa3": "Matroska or WebM", b"G@": "MPEG-TS", b"RIFF": "AVI", b"FLV": "Flash video"}
+_OTHER_KINDS = {b"\x1aE\xdf\xa3": "Matroska or WebM", b"G@": "MPEG-TS", b"RIFF": "AVI"}
 
 
 def _check(good: object, what: str) -> None:
@@ -42,10 +42,10 @@ async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
             break
     if kind != b"moov" or not header <= length <= min(size - at, _MOST_BYTES):
         begin = bytes(first.data[:12])
-        found = next((name for magic, name in _OTHER_KINDS.items() if begin.startswith(magic)), repr(begin))
-        remedy = "remux it (ffmpeg -c copy), or decode whole files of an ObjectDataset by hr.decode.video"
-        what = f"not mp4 or mov with a whole index (moov): the file begins as {found}; {remedy}"
-        raise ShardError(what, shard=shard.name, offset=at)
+        names = [name for magic, name in _OTHER_KINDS.items() if begin.startswith(magic)]
+        what = f"not mp4 or mov with a whole index (moov): begins as {[*names, begin][0]}"
+        remedy = "remux (ffmpeg -c copy), or decode whole files of an ObjectDataset"
+        raise ShardError(f"{what}; {remedy}", shard=shard.name, offset=at)
     try:
         track = _parse(await reader.take(at + header, at + length), size)
     except (ValueError, LookupError, RecursionError, struct.error) as error:
@@ -95,7 +95,7 @@ def _parse(moov: memoryview, size: int) -> VideoTrack:
     mvhd, mdhd, (constant, count) = movie[b"mvhd"], track[b"mdhd"], struct.unpack_from(">II", track[b"stsz"], 4)
     at, (scale,) = 20 if mvhd[0] else 12, struct.unpack_from(">I", mdhd, 20 if mdhd[0] else 12)
     most = min(_MOST_FRAMES, size // max(1, constant))
-    _check(0 < count <= most and scale, f"{count} frames of {scale} ticks a second, in {size} bytes")
+    _check(0 < count <= most and scale, f"{count} frames in {size} bytes, {scale} ticks a second")
     frames = np.zeros(count, _FRAME)
     frames["size"] = constant or _rows(track[b"stsz"], ">u4", 8)
     frames["offset"] = _offsets(track, frames["size"].astype(np.int64))

@@ -79,8 +79,9 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         labels: the label of each key: ``"folder"`` for the number, in `classes`, of the folder that it begins with; or
             a function of the key, a mapping from it, or a sequence in the order of `keys` (of the sorted listing, if
             there are none).
-        classes: names of the folders in the order of their numbers; by default those that are there, sorted. Give the
-            validation set ``classes=train.classes``, so that a class without a file does not renumber the others.
+        classes: names of the folders in the order of their numbers; by default all folders found,
+            sorted. Give the validation set ``classes=train.classes``: there, a class without a file
+            would renumber the other classes.
         listing_file: the path of a Parquet file that keeps the listing: where it is there, it is read and nothing is
             listed; where not, it is written after the listing. It must be of this store and `suffix`. Needs
             ``headrace[parquet]``.

@@ -222,10 +222,10 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
     def __init__(self, sources: Sequence[Any]) -> None:
         self.sources = tuple(sources)
         self._ends = list(itertools.accumulate(map(len, self.sources)))
-        # Functions of `map` may have changed the labels: a dataset that they are applied to has no classes.
+        # A mapped dataset has no classes: its function may have changed the labels.
         known = {getattr(source, "_classes", None) for source in self.sources} - {None}
         if len(known) > 1:
-            what = "the same label means different classes in the parts; give folders the same classes="
+            what = "the same label means different classes; give folders the same classes="
             raise ValueError(f"{what}: {short_repr(known)}")
         self._classes = next(iter(known), None)
 

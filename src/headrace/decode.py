@@ -31,7 +31,7 @@ _UNKNOWN = (1 << 63) - 1  # frames, to libsndfile
 # First and other pages of a stream in Ogg.
 _FIRST_PAGE, _LATER_PAGE = re.compile(b"OggS\0\2"), re.compile(rb"OggS\0[\0\1\4\5]")
 # After an MP3: tags of ID3, or a frame.
-_NEXT_MP3 = re.compile(rb"(?:TAG.{125})?(ID3|\xff[\xe2\xe3\xf2\xf3\xfa\xfb])", re.S)
+_NEXT_MP3 = re.compile(rb"(?:TAG.{125})?(ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xfe])", re.S)
 # Wrong sizes in libsndfile's log. The size of the whole file is often wrong, and does not matter.
 _SIZES = re.compile(r"^ *(?!RIF|Rif|FORM).*: (\d+) \(should be (\d+)\)", re.M)
 _POSITIONS = {"boxes", "segmentation", "keypoints"}  # fields of a label

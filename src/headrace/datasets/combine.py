@@ -34,7 +34,7 @@ def concat(datasets: Sequence[object]) -> Any:
         A dataset of the same kind.
 
     Raises:
-        ValueError: `datasets` is empty.
+        ValueError: `datasets` is empty, or the numbers in their labels stand for different classes.
         TypeError: their kinds differ, or one is not async.
 
     Example:

@@ -79,7 +79,7 @@ class SubsetView(IndexedParts):
     """`Subset`; its `indices` are read for each sample, since the user may change them."""
 
     def __init__(self, subset: Subset[object], sources: Sequence[Any]) -> None:
-        self.sources = sources
+        super().__init__(sources)
         self._subset = subset
 
     def __len__(self) -> int:

@@ -10,8 +10,9 @@ from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.store import Store
 from headrace.datasets.lines import LinesDataset
 from headrace.datasets.objects import ObjectDataset
-from headrace.errors import StoreError
+from headrace.errors import StoreError, StoreUnreachableError
 from object_server import Fault, ObjectServer
+from tests.answers import answering
 
 PAGE = 1000
 
@@ -105,6 +106,48 @@ def test_a_store_that_fails_for_good_is_one_error():
         server.misbehave(Fault("status", method="LIST", skip=4, status=403))
         with pytest.raises(StoreError, match=r"listing: .*credentials"):
             ObjectDataset(Store(server.url, options=server.store_options))
+
+
+def endless_page(request, keys):
+    """A page of each kind of store with the token of a page that follows."""
+    if "restype=container" in request.path:
+        properties = "<Last-Modified>Wed, 01 Jan 2020 00:00:00 GMT</Last-Modified><Content-Length>1</Content-Length>"
+        properties += "<Content-Type>a</Content-Type>"
+        page = "".join(f"<Blob><Name>{key}</Name><Properties>{properties}</Properties></Blob>" for key in keys)
+        page = f"<EnumerationResults><Blobs>{page}</Blobs><NextMarker>n</NextMarker></EnumerationResults>"
+    else:
+        more = "<Size>1</Size><LastModified>2020-01-01T00:00:00Z</LastModified>"
+        page = "".join(f"<Contents><Key>{key}</Key>{more}</Contents>" for key in keys)
+        page = f"<ListBucketResult><NextContinuationToken>n</NextContinuationToken>{page}</ListBucketResult>"
+    request.send(200, page.encode())
+
+
+PLACES = {
+    "s3://c": lambda endpoint: {"endpoint": endpoint, "region": "x"},
+    "gs://c": lambda endpoint: {"base_url": endpoint},
+    "az://c": lambda endpoint: {"endpoint": endpoint, "account_name": "a"},
+}
+SEVERAL = [f"{place}{number:03}" for place in "ab" for number in range(600)]
+
+
+@pytest.mark.parametrize("keys", [("a",) * 500, SEVERAL, SEVERAL[:1000], ["b", "a"] * 250], ids=len)
+@pytest.mark.parametrize("url", PLACES)
+def test_a_continuation_token_that_repeats_is_an_error(url, keys):
+    with answering(lambda request: endless_page(request, keys)) as endpoint:
+        options = {"skip_signature": True, **PLACES[url](endpoint)}
+        with pytest.raises(StoreError, match=r"no end: the server repeats a continuation token.* '[ab]"):
+            ObjectDataset(Store(url, options=options, timeout=0.5, retry=RetryPolicy(deadline=0.5)))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "keys"), [(ObjectDataset, ()), (lambda store: LinesDataset("*.txt", store=store), ["a.txt"])]
+)
+def test_pages_without_end_that_the_client_reads_by_itself_are_an_error(dataset, keys):
+    with answering(lambda request: endless_page(request, keys)) as endpoint:
+        options = {"skip_signature": True, **PLACES["s3://c"](endpoint)}
+        store = Store("s3://c", options=options, timeout=0.3, retry=RetryPolicy(deadline=0.3))
+        with pytest.raises(StoreUnreachableError, match=r"no end of a listing, came within the time-out"):
+            dataset(store)
 
 
 def test_a_store_whose_keys_do_not_come_in_order_is_listed_from_end_to_end():

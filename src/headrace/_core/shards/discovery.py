@@ -242,7 +242,7 @@ def split_url(name: str) -> tuple[str, str]:
     if traits_of(name).bucket:
         bucket, _, key = rest.partition("/")
         return f"{scheme}://{bucket}", key
-    fixed = rest[: match.start()] if (match := _GLOB.search(rest)) else rest
+    fixed = rest[: match.start()] if (match := _GLOB.search(rest, rest.find("/") + 1)) else rest  # after [an IPv6 host]
     directory, _, _ = fixed.rpartition("/")
     key = rest[len(directory) + 1 :]
     if scheme == "file" and not quoted:

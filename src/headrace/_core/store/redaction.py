@@ -6,13 +6,28 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from urllib.parse import quote
 
 # scheme://authority, path, and from the first ? or # on; all up to white space or what quotes a URL within a text.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)([^\s/?#\"'<>`]*)([^\s?#\"'<>`]*)([?#][^\s\"'<>`]*)?")
 _SECRET_NAME = re.compile(
-    r"key|token|secret|passw|credential|sas|signature|auth|cookie|header|client_id|service_account",
+    r"key|token|secret|passw|credential|sas|\bsig\b|signature|auth|cookie|header|client_id|service_account",
     re.IGNORECASE,
 )
+_QUERY = re.compile(r"(?<=[^\s\"'<>`?])\?[^\s\"'<>`?]*(?:=|%3D)[^\s\"'<>`]*", re.IGNORECASE)
+_USER = re.compile(r"(?<![^\s/@:\"'<>`])[^\s/@:\"'<>`]+:[^\s/\"'<>`]+@(?=[\w\[])")
+_NAME = r"(?:[\w-]*(?:signature|credential|token|secret|passw|authorization|cookie|api[-_]?key|access[-_]?key)[\w-]*|sig)"
+# A credential after its name: in a header, in JSON, and elsewhere.
+_CREDENTIALS = [
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"((?<![\w-])(?:[\w-]*(?:authorization|cookie)|x-[\w-]*(?:key|token|secret|signature)[\w-]*)\s*:\s*)[^\r\n\"'<>]+",
+        rf"([\"']{_NAME}[\"']\s*:\s*[\"'])[^\"']+",
+        rf"((?<![\w-]){_NAME}\s*(?:=|%3D)\s*[\"']?)[^\s&\"'<>,;]+",
+        r"(\bbearer\s+)\S{16,}",
+    )
+]
+_LONGEST = 4096  # characters; a server may answer with any number
 _TOO_COMMON = frozenset({"true", "false", "none", "null"})
 
 
@@ -43,11 +58,15 @@ def redact_url(url: str) -> str:
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """A text with every URL in it redacted, and each of `secrets` masked."""
+    """Redact URLs, queries and named credentials in a text, and mask `secrets`; the text is cut at 4,096 characters."""
     # The longest first, since one secret may begin with another.
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
-    return _URL.sub(lambda match: match[1] + _place(match[1], match[2]) + match[3], text)
+    text = _URL.sub(lambda match: match[1] + _place(match[1], match[2]) + match[3], text[:_LONGEST])
+    text = _USER.sub("", _QUERY.sub("", text))
+    for pattern in _CREDENTIALS:
+        text = pattern.sub(r"\1***", text)
+    return text
 
 
 def _place(scheme: str, authority: str) -> str:
@@ -64,9 +83,12 @@ def is_secret(name: str) -> bool:
 def secrets_in(options: Mapping[str, object]) -> tuple[str, ...]:
     """The values in a store's options, at any depth, whose names say that they are credentials.
 
-    Values of one or two characters are left out: masking them would only garble the text around them.
+    The parts of such a value are secrets too, as is its percent-encoded form. Values of one or two characters are left
+    out: masking them would only garble the text around them.
     """
-    return tuple(_secrets(options, named=False))
+    values = {*_secrets(options, named=False)}
+    parts = {part for value in values for part in re.split(r"[\s;=&]+", value) if len(part) > 6}
+    return tuple(values | parts | {quote(value, safe="") for value in values})
 
 
 def _secrets(value: object, *, named: bool) -> Iterable[str]:

@@ -104,7 +104,7 @@ def test_default_headers_reach_no_other_port_of_the_host(status):
         for place in (f"{url}/d", f"{url}/d/?version=1"):
             store = hr.Store(place, options={"default_headers": {KEY: SECRET}}, retry=1)
             for request in read:
-                with pytest.raises(hr.StoreError, match="redirects.*another host or port.*allow_redirects"):
+                with pytest.raises(hr.StoreError, match=r"redirects.*another host or port.*allow_redirects"):
                     request(hr.ObjectDataset(store, keys=["a"]))
         assert asked == []
         store = hr.Store(f"{url}/d", options={"default_headers": {"authorization": f"Bearer {SECRET}"}})

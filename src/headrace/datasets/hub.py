@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.shards.discovery import Shard, expand_braces, glob_expression
 from headrace._core.store.backoff import RetryGate, Tries
-from headrace._core.store.errors import HUB_REMEDY, Cause, RequestFailure, cause_of
+from headrace._core.store.errors import CAUSES, HUB_REMEDY, Cause, RequestFailure, describe_error
 from headrace._core.store.head import Head
-from headrace._core.store.redaction import redact_text, secrets_in
+from headrace._core.store.redaction import secrets_in
 from headrace._core.store.store import Store
 from headrace._core.streams.blocking import background_loop
 from headrace._version import __version__
@@ -53,7 +53,7 @@ def hub(
         files: path in the repository, or several, with braces and globs as for `TarDataset`.
         token: an access token; None for that of the environment, False for none.
         timeout: as for `Store`.
-        retry: as for `Store`; for the listing too, whose later pages `huggingface_hub` also retries by itself.
+        retry: as for `Store`; for the listing too. `huggingface_hub` also retries pages by itself.
 
     Returns:
         Shards in the order of their paths, each once.
@@ -91,16 +91,17 @@ def hub(
                 raise
             except Exception as error:  # of huggingface_hub, or of the HTTP client of its version
                 status = getattr(getattr(error, "response", None), "status_code", None)
-                text = " ".join(redact_text(str(error), secrets_in(store_options)).split())[:400].rstrip(".")
-            cause = Cause.UNREACHABLE if status is None else cause_of(status)
+                text = describe_error(error, secrets_in(store_options)).rstrip(".")
+            cause = Cause.UNREACHABLE if status is None else CAUSES.get(status, Cause.OTHER)
             if not background_loop().run(gate.may_try_again(RequestFailure(cause, status), tries)):
                 break
         remedy = "Check the network, and HF_ENDPOINT" if status is None else HUB_REMEDY * (status in (401, 403, 404))
         # Raised here, so that the request, which has the token, is not its context.
-        raise cause.error(f"listing: {text}. {remedy}".rstrip(), url=page, status=status, attempts=tries.attempts)
+        text = f"listing: {text}. {remedy}".rstrip()
+        raise cause.error(text, url=page, status=status, attempts=tries.attempts)
 
     patterns = [files] if isinstance(files, str) else files
-    where = {"repo_type": _KINDS[kind], "revision": revision or None}
+    where: dict[str, Any] = {"repo_type": _KINDS[kind], "revision": revision or None}
     where["revision"] = commit = attempt(lambda: api.repo_info(name, timeout=timeout, **where)).sha
     sizes = attempt(lambda: _list(api, name, patterns, where, f"{page}@{commit}"))
     store = Store(f"{page}/resolve/{commit}", options=store_options, timeout=timeout, retry=retry)
@@ -115,15 +116,16 @@ def _list(api: HfApi, name: str, patterns: Sequence[str], where: dict[str, Any],
     fixed = [re.split(r"[*?\[]", pattern)[0] for pattern in patterns]
     folder = os.path.commonprefix(fixed).rpartition("/")[0]  # noqa: RUF071  # up to a slash
     deep = any("/" in each[len(folder) :].strip("/") for each in patterns)
-    sizes, found = dict[str, int | None](), dict[str, int]()
+    seen, sizes, found = set[str](), dict[str, int](), dict[str, int]()
     with contextlib.suppress(EntryNotFoundError):
         for entry in api.list_repo_tree(name, folder or None, recursive=deep, **where):
-            if entry.path in sizes:
+            if entry.path in seen:
                 raise StoreError(f"listing: {Cause.ENDLESS.text}: {entry.path!r}", url=url)
-            sizes[entry.path] = getattr(entry, "size", None)
+            seen.add(entry.path)
+            if hasattr(entry, "size"):
+                sizes[entry.path] = entry.size
     for pattern in patterns:
-        glob = glob_expression(pattern)
-        matching = {path: size for path, size in sizes.items() if size is not None and glob.fullmatch(path)}
+        matching = {path: sizes[path] for path in filter(glob_expression(pattern).fullmatch, sizes)}
         if not matching:
             raise EmptyListingError(f"no file matches {pattern!r}; * and ? match within one directory", url=url)
         found |= matching

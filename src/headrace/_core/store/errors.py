@@ -85,7 +85,7 @@ class Cause(enum.Enum):
     )
     NOT_TLS = "the server does not speak TLS on this port", False, StoreUnreachableError, "Without TLS, write http://"
     PLAIN_HTTP = "the endpoint is http://, allow_http is off", False, StoreUnreachableError, "Set allow_http: True"
-    ENDLESS = ("the listing has no end: the server repeats a continuation token, and this key comes again and again",)
+    ENDLESS = ("the listing has no end: the server repeats a continuation token, and so this key",)
     CUT = "the body was cut short", True
     WRONG_RANGE = "the store sent another range than requested", True
     WRONG_LENGTH = "the body has another length", True, ObjectChangedError, "It has changed: make the dataset again"
@@ -103,8 +103,8 @@ class Cause(enum.Enum):
         "the server redirects",
         False,
         StoreError,
-        f"It was not followed: another host or port would get what is sent to this one. If it can be trusted with all "
-        f"of that, set options={{{ALLOW_REDIRECTS!r}: True, ...}}",
+        f"Not followed: another host or port would get what is sent to this one. "
+        f"If you trust it, set options={{{ALLOW_REDIRECTS!r}: True, ...}}",
     )
     OTHER = ("failed",)
 
@@ -135,7 +135,8 @@ _IN_DUMPS = {
     "InvalidContentType": Cause.NOT_TLS,
     "Parse(": Cause.UNUSABLE,
 }
-_BY_STATUS = {status: cause for cause, statuses in _STATUSES.items() for status in statuses}
+CAUSES = {status: cause for cause, statuses in _STATUSES.items() for status in statuses}
+"""What the HTTP status of a refusal means."""
 
 
 class RequestFailure(Exception):
@@ -165,11 +166,6 @@ def failure_of(error: BaseException) -> RequestFailure:
     return failure
 
 
-def cause_of(status: int) -> Cause:
-    """What the HTTP status of a refusal means."""
-    return _BY_STATUS.get(status, Cause.OTHER)
-
-
 def classify_error(error: BaseException) -> RequestFailure:
     """Classify an error of obstore's: by its class where that says enough, else by its text.
 
@@ -187,7 +183,7 @@ def classify_error(error: BaseException) -> RequestFailure:
             return RequestFailure(Cause.EXPIRED if expired else cause, status)
     if status is not None:
         expired = status in (400, 401, 403) and _EXPIRED.search(text)
-        return RequestFailure(Cause.EXPIRED if expired else cause_of(status), status)
+        return RequestFailure(Cause.EXPIRED if expired else CAUSES.get(status, Cause.OTHER), status)
     if "non-partial response" in text:
         return RequestFailure(Cause.RANGE_IGNORED)
     if "Requested " in text and ", got " in text:

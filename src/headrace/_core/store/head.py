@@ -31,7 +31,8 @@ class Head:
     def of(cls, key: str, meta: ObjectMeta) -> Head:
         when = meta["last_modified"]
         # obstore gives 1970 where a server gives no time.
-        return cls(key, min(meta["size"], LARGEST), meta["e_tag"], when.isoformat() if when.timestamp() > 0 else None)
+        modified = when.isoformat() if when.timestamp() > 0 else None
+        return cls(key, min(meta["size"], LARGEST), meta["e_tag"], modified)
 
     @property
     def version(self) -> str | None:

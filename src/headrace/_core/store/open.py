@@ -26,7 +26,8 @@ _CLIENT_OPTION = re.compile(
 )
 # Options of connections, which do not identify the store.
 _CONNECTION_OPTIONS = {"client_options", "retry_config", "credential_provider", "user-agent", ALLOW_REDIRECTS, PROFILE}
-_KEPT_TO_ORIGIN = {"authorization", "cookie"}  # headers that the client sends to no other host or port by itself
+# Headers that the client itself sends to no other host or port.
+_KEPT_TO_ORIGIN = {"authorization", "cookie"}
 # Environment variables that name a place, after the prefix of the kind of store.
 _PLACES = r".*(ENDPOINT|ACCOUNT_NAME|BASE_URL|EMULATOR|CONTAINER|BUCKET)"
 
@@ -201,10 +202,11 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
             **nested_options(chosen, "client_options"),
             **_kept_to_one_host(url, {**options, **chosen}),
         }
-        headers = {str(name).lower() for name in nested_options(chosen["client_options"], "default_headers")}
-        if traits.web_server and headers - _KEPT_TO_ORIGIN and not options.get(ALLOW_REDIRECTS):
-            # The client has no option against redirects. But it follows none from a URL that RFC 3986 does not allow,
-            # and servers ignore such a query.
+        headers = nested_options(nested_options(chosen, "client_options"), "default_headers")
+        others = {str(name).lower() for name in headers} - _KEPT_TO_ORIGIN
+        if traits.web_server and others and not options.get(ALLOW_REDIRECTS):
+            # The client has no option against redirects. But the client follows none from a URL
+            # that RFC 3986 does not allow, and servers ignore such a query (docs/design/0010).
             place = f"{place}{'&' if '?' in place else '?'}["
         chosen["retry_config"] = {"max_retries": 0, **nested_options(chosen, "retry_config")}
         profile = option(url, options, PROFILE)  # or AWS_PROFILE

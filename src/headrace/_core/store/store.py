@@ -13,7 +13,7 @@ import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import obstore
@@ -54,7 +54,6 @@ LARGE = 16 * 2**20  # bytes, above which a range is read in parts; S3's and GCS'
 PART = 8 * 2**20
 AT_ONCE = 8  # parts of one object in flight; 64 MiB in flight cover 10 Gbit/s at 50 ms
 LARGEST_WHOLE = 64 * 2**20  # bytes of an object of which a store that ignores ranges sends all for a part
-MOST_RETURNS = 3  # of a key in a listing; a page may be delivered twice
 RENEWAL_INTERVAL = 5.0  # seconds; requests that began with the old credentials fail within a few
 
 forked_from: int | None = None
@@ -259,23 +258,18 @@ class Store:
             raise self._error(failure, tries)
         stats.retries += 1
 
-    def _secrets(self) -> tuple[str, ...]:
-        """The credentials in the options, the URL and the environment."""
-        parts, prefix = urlsplit(self._url), self.traits.prefix
-        backend = {name: getattr(self._backend, name, None) for name in ("config", "client_options")}
-        environment = {name: value for name, value in os.environ.items() if prefix and name.lower().startswith(prefix)}
-        url = {**dict(parse_qsl(parts.query)), "password": unquote(parts.password or "")}
-        return secrets_in({**backend, **environment, **url, **self._options})
-
     def _error(self, failure: RequestFailure, tries: Tries) -> StoreError:
-        secrets, cause = self._secrets(), failure.cause
+        cause, password = failure.cause, unquote(urlsplit(self._url).password or "")
+        secrets = secrets_in({"password": password, **self._options})
         kind, remedy = cause.error, cause.remedy
         answer = "" if failure.error is None else describe_error(failure.error, secrets)
         if errors.CREDENTIAL_HOST in answer:
             kind, remedy = StoreUnreachableError, errors.NO_CREDENTIALS
             if self.traits.prefix == "aws_":
                 remedy += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
-        elif tries.doing == "listing" and self.traits.web_server and kind is StoreError and cause is not Cause.REDIRECTED:
+        elif cause is Cause.REDIRECTED:
+            pass
+        elif tries.doing == "listing" and self.traits.web_server and kind is StoreError:
             remedy = f"This server cannot list; {errors.NO_LISTING}"
         elif cause is Cause.REFUSED and self.traits.commit:
             remedy = errors.HUB_REMEDY
@@ -466,7 +460,8 @@ class Store:
         memory = min(available_memory(), CgroupLimits.here().memory)
         with contextlib.suppress(MemoryError, ValueError):
             if length <= memory:
-                return np.empty(length, np.uint8).data  # in huge pages: a fifth of the time of a `bytearray`
+                # In huge pages: a fifth of the time of a `bytearray`.
+                return np.empty(length, np.uint8).data
         detail = f"{length:,} bytes are claimed, and {memory:,.0f} bytes of memory are available"
         raise self._error(RequestFailure(Cause.UNUSABLE, detail=detail), tries)
 
@@ -537,23 +532,22 @@ class Store:
                     async with asyncio.timeout(self._timeout):
                         page = await anext(pages, None)
                 except TimeoutError:
-                    failure = RequestFailure(Cause.TIMED_OUT, detail=f"no page with keys within {self._timeout} s")
+                    detail = f"no page with keys within {self._timeout} s"
+                    failure = RequestFailure(Cause.TIMED_OUT, detail=detail)
                     break
                 except NATIVE_ERRORS as caught:
                     failure = failure_of(caught)
                     break
-                if page is None:
+                if not page:
                     return
                 self._gate.successes += 1
                 tries.progress()
                 tries.attempts = 0
-                if not page:
-                    continue
                 if count & (count + 1) == 0:  # at powers of two: Brent's search for a cycle
                     landmark, returns = page[0]["path"], 0
                 count += 1
                 returns += sum(entry["path"] == landmark for entry in page)
-                if returns > MOST_RETURNS:
+                if returns > 3:  # a page may be delivered twice
                     failure = RequestFailure(Cause.ENDLESS, detail=repr(landmark))
                     break
                 last = page[-1]["path"]
@@ -562,9 +556,12 @@ class Store:
 
     async def level(self, folder: str) -> ListResult[Sequence[ObjectMeta]]:
         """List the objects and the directories in a directory, but not what is below; raises `StoreError`."""
-        request, tries = partial(obstore.list_with_delimiter_async, prefix=folder or None), self._tries("listing")
-        seconds = max(self._timeout, tries.policy.deadline)  # the client reads all pages, which may have no end
-        return await self._attempt(lambda store: asyncio.wait_for(request(store), seconds), tries)
+        prefix, tries = folder or None, self._tries("listing")
+        # The client reads all pages, which may have no end.
+        seconds = max(self._timeout, tries.policy.deadline)
+        return await self._attempt(
+            lambda store: asyncio.wait_for(obstore.list_with_delimiter_async(store, prefix), seconds), tries
+        )
 
     async def head(self, key: str, *, index: object = None) -> Head:
         """Request an object's size and version; `index` is the sample's, for errors; raises `StoreError`."""

@@ -76,23 +76,19 @@ def test_containers_of_one_azure_account_are_two_stores():
 def test_host_may_be_an_ipv6_address(tmp_path):
     def answer(request):
         key = request.path.partition("?")[0].rpartition("/")[2]
-        request.send_object(f"{key}\n".encode()) if key in ("0.txt", "1.txt") else request.send(404, b"?sig=canary")
+        request.send_object(f"{key}\n".encode()) if key.endswith(".txt") else request.send(404, b"/k?sig=canary")
 
     with answering(answer, host="[::1]") as url:
         shards = hr.LinesDataset(f"{url}/d/{{0..1}}.txt")
-        assert shards.shards == (f"{url}/d/0.txt", f"{url}/d/1.txt")
         assert list(shards) == ["0.txt", "1.txt"]
-        with pytest.raises(hr.StoreError, match=r"nothing matches '\*\.txt'|cannot list"):
-            hr.LinesDataset(f"{url}/d/*.txt")
-        for store in (
-            hr.Store(url.replace("[", "me:canary@[") + "/d", options={"default_headers": {"x-api-key": "canary"}}),
-            hr.Store("s3://bucket", options={"endpoint": url, "skip_signature": True}),
-        ):
-            objects = hr.ObjectDataset(store, keys=["0.txt", "other"]).cache(tmp_path / store.url[:4])
-            assert [bytes(objects[0].data) for _ in range(2)] == [b"0.txt\n"] * 2
-            with pytest.raises(hr.StoreError, match="not found") as caught:
-                objects[1]
-            assert "canary" not in f"{caught.value} {caught.value!r} {store!r} {store.store_id}"
+        assert shards.shards == (f"{url}/d/0.txt", f"{url}/d/1.txt")
+        objects = hr.ObjectDataset(hr.Store(url.replace("[", "me:canary@[")), keys=["0.txt", "other"]).cache(tmp_path)
+        assert [bytes(objects[0].data) for _ in range(2)] == [b"0.txt\n"] * 2
+        with pytest.raises(hr.StoreError, match="not found") as caught:
+            objects[1]
+        assert "canary" not in f"{caught.value} {objects!r}"
+        of_s3 = hr.Store("s3://bucket", options={"endpoint": url, "skip_signature": True})
+        assert bytes(hr.ObjectDataset(of_s3, keys=["1.txt"])[0].data) == b"1.txt\n"
 
 
 def test_repr_and_url_have_no_secrets():

@@ -116,7 +116,7 @@ def endless(keys, *, name="endpoint"):
     page = "".join(f"<Contents><Key>{key}</Key>{more}</Contents>" for key in keys)
     page = f"<ListBucketResult><NextContinuationToken>n</NextContinuationToken>{page}</ListBucketResult>"
     with answering(lambda request: request.send(200, page.encode())) as url:
-        yield {"options": {"skip_signature": True, name: url}, "timeout": 0.3, "retry": RetryPolicy(deadline=0.3)}
+        yield {"skip_signature": True, name: url}
 
 
 SEVERAL = [f"{place}{number:03}" for place in "ab" for number in range(600)]
@@ -125,14 +125,14 @@ SEVERAL = [f"{place}{number:03}" for place in "ab" for number in range(600)]
 @pytest.mark.parametrize("keys", [["a"] * 500, SEVERAL, SEVERAL[:1000], ["b", "a"] * 250])
 @pytest.mark.parametrize(("url", "name"), [("s3://c", "endpoint"), ("gs://c", "base_url")])
 def test_a_continuation_token_that_repeats_is_an_error(url, name, keys):
-    with endless(keys, name=name) as more, pytest.raises(StoreError, match=r"no end: .* token, and so this key: '[ab]"):
-        ObjectDataset(Store(url, **more))
+    with endless(keys, name=name) as options, pytest.raises(StoreError, match=r"no end: .*, and so this key: '[ab]"):
+        ObjectDataset(Store(url, options=options))
 
 
 @pytest.mark.parametrize(("place", "keys"), [("", []), ("*.txt", ["a.txt"])])
 def test_pages_without_end_that_the_client_reads_by_itself_are_an_error(place, keys):
-    with endless(keys) as more, pytest.raises(StoreUnreachableError, match="no end of a listing, came within"):
-        LinesDataset(place, store=Store("s3://c", **more))
+    with endless(keys) as options, pytest.raises(StoreUnreachableError, match="no end of a listing, came within"):
+        LinesDataset(place, store=Store("s3://c", options=options, timeout=0.3, retry=RetryPolicy(deadline=0.3)))
 
 
 def test_a_store_whose_keys_do_not_come_in_order_is_listed_from_end_to_end():

@@ -242,7 +242,8 @@ def split_url(name: str) -> tuple[str, str]:
     if traits_of(name).bucket:
         bucket, _, key = rest.partition("/")
         return f"{scheme}://{bucket}", key
-    fixed = rest[: match.start()] if (match := _GLOB.search(rest)) else rest
+    path = rest.find("/") + 1  # an IPv6 host has brackets too
+    fixed = rest[: match.start()] if (match := _GLOB.search(rest, path)) else rest
     directory, _, _ = fixed.rpartition("/")
     key = rest[len(directory) + 1 :]
     if scheme == "file" and not quoted:

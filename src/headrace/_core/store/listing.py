@@ -20,7 +20,7 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from headrace._core.store.errors import NO_LISTING
-from headrace._core.store.head import Head, check_form, strong
+from headrace._core.store.head import LARGEST, Head, check_form, strong
 from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import PAGE, Store
@@ -134,7 +134,7 @@ class Catalog:
 def catalog_of_page(page: Sequence[ObjectMeta]) -> Catalog:
     return Catalog(
         StringArray([entry["path"] for entry in page]),
-        array("q", [entry["size"] for entry in page]),
+        array("q", [min(entry["size"], LARGEST) for entry in page]),
         StringArray([strong(entry["e_tag"]) or "" for entry in page]),
     )
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import itertools
+import math
 from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 import headrace as hr
 from headrace.testing import DatasetContract, StreamContract
@@ -49,6 +51,15 @@ def test_concat_of_different_kinds_is_an_error():
         hr.concat([])
     with pytest.raises(TypeError, match="make must be a function"):
         hr.from_async_iterable(aiter(stream(1)))
+    for combine in (hr.DataLoader, lambda d: hr.concat([d]), lambda d: hr.mix([d], [1])):
+        for read_once in (aiter(stream(1)), iter([1]), map(str, [1]), (i for i in [1])):
+            with pytest.raises(TypeError, match="can be read only once"):
+                combine(read_once)
+    begun = aiter(stream(1))
+    same = hr.from_async_iterable(lambda: begun)
+    assert list(same) == [1]
+    with pytest.raises(TypeError, match="an async generator that has ended"):
+        list(same)
     for combine in (lambda d: hr.mix([d], [1]), lambda d: hr.batch_by_tokens(d, 4)):
         with pytest.raises(TypeError, match="streams"):
             combine(SlowDataset(2, 0.0))
@@ -63,6 +74,12 @@ def test_wrong_arguments_are_errors():
         lambda: hr.mix([stream()], [1, 1]),
         lambda: hr.mix([stream()], [1], stop="odd"),
         lambda: hr.mix([stream()], [1], temperature=0),
+        lambda: hr.mix([stream()], [1], temperature=math.nan),
+        lambda: hr.mix([stream()] * 2, [1, math.nan]),
+        lambda: hr.mix([stream()] * 2, [1, 10**400]),
+        lambda: hr.mix([stream()], [1], seed=-1),
+        lambda: stream().shuffle(2, seed=2**64),
+        lambda: stream().shuffle(2).set_epoch(-1),
         lambda: hr.mix({"a": stream()}, {"b": 1}),
         lambda: hr.mix([stream()], [(1, [1])]),
         lambda: hr.mix([stream()], [(0, [1]), (0, [2])]),
@@ -76,6 +93,17 @@ def test_wrong_arguments_are_errors():
         lambda: stream().pack(4, fields=("tokens", "labels"), labels="next"),
     ):
         with pytest.raises(ValueError):
+            wrong()
+    for wrong in (
+        lambda: stream().take(1.5),
+        lambda: stream().shuffle(True),
+        lambda: stream().split(rank=0.0, world_size=2),
+        lambda: stream().pack(4, window=None),
+        lambda: hr.batch_by_tokens(stream(), "4"),
+        lambda: hr.batch_by_tokens(stream(), 4, boundaries=[1.5]),
+        lambda: hr.mix([stream()], [1], seed=np.float32(1)),
+    ):
+        with pytest.raises(TypeError, match="must be an int, but got"):
             wrong()
 
 
@@ -186,6 +214,27 @@ def test_batch_is_as_full_as_its_budget_allows():
             cost = max(map(len, batch)) * len(batch) if padded else sum(map(len, batch))
             more = [*batch, following[0]]
             assert cost <= 30 < (max(map(len, more)) * len(more) if padded else sum(map(len, more)))
+
+
+@pytest.mark.parametrize("kind", [np.int16, np.uint8, torch.tensor])
+def test_lengths_may_be_numbers_of_numpy_and_torch(kind):
+    batches = hr.batch_by_tokens(stream(*range(900)), 32_000, length=lambda _: kind(100), padded=False)
+    assert [len(batch) for batch in batches] == [320, 320, 260]
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_empty_samples_fill_a_batch(padded):
+    batches = hr.batch_by_tokens(stream("").repeat(), 4, padded=padded)
+    assert list(batches.take(2)) == [[""] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("length", "error"), [(-1, ValueError), (1.0, TypeError), (True, TypeError), (None, TypeError)]
+)
+def test_wrong_length_is_an_error_of_its_sample(length, error):
+    batches = hr.batch_by_tokens(stream("a", "b"), 4, length=lambda sample: 1 if sample == "a" else length)
+    with hr.DataLoader(batches, batch_size=None, collate_fn=list) as loader, pytest.raises(error, match="length"):
+        next(iter(loader))
 
 
 def test_bucket_has_samples_of_similar_length():

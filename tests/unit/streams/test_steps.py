@@ -253,11 +253,50 @@ def always_fails(samples):
     raise Mine("no generator")
 
 
+def fails_again():
+    calls = itertools.count()
+
+    async def function(samples):
+        if next(calls):
+            raise Mine
+        yield await anext(samples)
+        raise ValueError
+
+    return function
+
+
 def test_function_or_stream_that_always_fails_ends():
-    once = pytest.raises(hr.errors.TooManySkippedError, match="1 samples of this epoch were skipped")
-    for stream, raised in ((Count(6).pipe(always_fails), once), (OnlyFails().pipe(in_pairs), pytest.raises(Mine))):
-        with hr.DataLoader(stream, batch_size=None, on_error="skip") as loader, raised:
+    later = Count(6).pipe(fails_again())
+    for stream in (Count(6).pipe(always_fails), OnlyFails().pipe(in_pairs), later):
+        with hr.DataLoader(stream, batch_size=None, on_error="skip") as loader, pytest.raises(Mine):
             list(loader)
+
+
+def test_generator_that_fails_ends_the_stream_in_words_also_before_a_pipe():
+    async def fails_early():
+        yield 0, 1
+        raise Mine
+
+    stream = hr.from_async_iterable(fails_early).pipe(in_pairs)
+    with hr.DataLoader(stream, batch_size=None, on_error="skip") as loader, pytest.raises(Mine) as caught:
+        list(loader)
+    assert "samples after it are missing" in "".join(caught.value.__notes__)
+
+
+DROPPED = {
+    "filter": lambda stream: stream.filter(lambda sample: False),
+    "filter, then others": lambda stream: stream.filter(lambda sample: False).shuffle(2).take(5),
+    "pack": lambda stream: stream.map(lambda sample: []).pack(4),
+    "mix": lambda stream: hr.mix([stream, stream], [1, 2], stop="all").filter(lambda sample: False),
+}
+
+
+@pytest.mark.parametrize("drop", DROPPED.values(), ids=DROPPED)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
+def test_repeated_stream_of_which_nothing_is_left_is_an_error(drop, options):
+    repeated = pytest.raises(ValueError, match="repeated without end")
+    with hr.DataLoader(drop(Count(3).repeat()), **options) as loader, repeated:
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 1, "placement": "thread"}])

@@ -2,11 +2,15 @@
 
 import asyncio
 import contextlib
+import io
+import itertools
 import json
 import random
 import re
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -448,6 +452,63 @@ async def test_damaged_state_raises_or_restores_but_never_fails_otherwise():
                 continue
             with contextlib.suppress(TypeError):  # of CountIterator
                 await asyncio.wait_for(outcomes(restored, 30), 10)
+
+
+N = np.int64
+PARAMETERS = {
+    "repeat": lambda: Count(5).repeat(N(2)),
+    "take": lambda: Count(5).take(torch.tensor(3)),
+    "shuffle": lambda: Count(5).shuffle(N(3), N(1)),
+    "split": lambda: Count(5).split(rank=N(0), world_size=N(2), remainder=np.str_("keep")),
+    "pack": lambda: Count(9).map(document).pack(N(9), np.str_("best_fit"), window=np.uint8(2)),
+    "tokens": lambda: hr.batch_by_tokens(
+        Count(9, 1), N(12), length=N, boundaries=np.array([2, 5]), padded=np.bool_(True), drop_last=np.bool_(False)
+    ),
+    "mix": lambda: hr.mix(
+        {np.str_("a"): Count(9), N(3): Count(9)}, {"a": N(1), 3: np.float32(2)}, temperature=np.float32(2), seed=N(3)
+    ),
+    "mix, schedule": lambda: hr.mix([Count(9)] * 2, [(N(0), np.array([1, 2]))], stop=np.str_("all")),
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_of_numpy_and_torch_make_states_of_plain_values(name):
+    stream = PARAMETERS[name]()
+    if hasattr(stream, "set_epoch"):
+        stream.set_epoch(N(3))
+    iterator = start_stream(stream)
+    expected = [*map(str, asyncio.run(outcomes(iterator, 1)))]
+    file = io.BytesIO()
+    torch.save(state := saved(iterator), file)
+    file.seek(0)
+    assert torch.load(file) == state
+    expected += map(str, asyncio.run(outcomes(iterator)))
+    restored = start_stream(stream)
+    restored.load_state_dict(state)
+    assert [*map(str, asyncio.run(outcomes(restored)))] == expected[1:]
+
+
+def test_error_while_a_filter_reads_again_is_a_state_error(tmp_path):
+    (tmp_path / "0.txt").write_text("".join(f"{number}\n" for number in range(60)))
+    lost = []
+
+    def keep(line):
+        if lost:
+            raise Unprintable
+        return int(line) % 3
+
+    loader, restored = (hr.DataLoader(hr.LinesDataset(tmp_path, format="text").filter(keep), 3) for _ in range(2))
+    with loader, restored:
+        assert list(itertools.islice(loader, 4))[3] == ["14", "16", "17"]
+        restored.load_state_dict(loader.state_dict())
+        lost.append(True)
+        with pytest.raises(hr.StateError, match=r"cannot be read again.*Unprintable: \(no message"):
+            next(iter(restored))
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

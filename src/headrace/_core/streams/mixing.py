@@ -61,7 +61,7 @@ class Mix(StreamOperation[object]):
         count = len(datasets)
         self._datasets = datasets
         self._names = list(names)
-        self._schedule = weights
+        self._schedule: Any = weights
         self._weights = function_name(weights) if callable(weights) else weights
         self._stop = stop
         self._strict = strict

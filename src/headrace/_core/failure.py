@@ -129,7 +129,8 @@ class Failure:
     def exception(self, *, as_torch: bool = False) -> Exception:
         """The error, to be raised to the consumer: its location is a note, its worker one too, or in torch's words."""
         note = f"headrace: {self.where}"
-        if note in (vars(self.error).get("__notes__") or ()):
+        noted = vars(self.error).get("__notes__")
+        if isinstance(noted, list) and note in noted:
             return self.error
         found = (remedy for stage, words, remedy in _REMEDIES if stage is self.stage and re.search(words, self.message))
         notes = [note, *(f"headrace: {remedy}" for remedy in found)]

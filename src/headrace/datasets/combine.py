@@ -133,10 +133,7 @@ def _weights_of(names: Sequence[str], temperature: float, weights: Any, step: in
     """The weights at a step, in the order of the streams, checked."""
     weights = weights(step) if callable(weights) else weights
     found = [weights.get(name, -1) for name in names] if isinstance(weights, Mapping) else weights
-    try:
-        numbers = [*map(float, found)]
-    except OverflowError:  # of an int
-        numbers = [math.inf]
+    numbers = [*map(float, found)]
     if len(weights) != len(names) or not any(numbers) or not all(0 <= number < math.inf for number in numbers):
         expected = f"{len(names)} numbers of at least zero, not all zero" + f" for {names}" * (found is not weights)
         raise ValueError(f"weights={weights!r} must be {expected}")

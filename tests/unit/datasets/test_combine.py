@@ -69,6 +69,7 @@ def test_wrong_arguments_are_errors():
     for wrong in (
         lambda: stream().shuffle(0),
         lambda: stream().take(-1),
+        lambda: stream().repeat(-1),
         lambda: stream().split(remainder="odd"),
         lambda: hr.mix([stream()], [0]),
         lambda: hr.mix([stream()], [1, 1]),
@@ -76,7 +77,6 @@ def test_wrong_arguments_are_errors():
         lambda: hr.mix([stream()], [1], temperature=0),
         lambda: hr.mix([stream()], [1], temperature=math.nan),
         lambda: hr.mix([stream()] * 2, [1, math.nan]),
-        lambda: hr.mix([stream()] * 2, [1, 10**400]),
         lambda: hr.mix([stream()], [1], seed=-1),
         lambda: stream().shuffle(2, seed=2**64),
         lambda: stream().shuffle(2).set_epoch(-1),
@@ -95,7 +95,7 @@ def test_wrong_arguments_are_errors():
         with pytest.raises(ValueError):
             wrong()
     for wrong in (
-        lambda: stream().take(1.5),
+        lambda: stream().repeat(1.5),
         lambda: stream().shuffle(True),
         lambda: stream().split(rank=0.0, world_size=2),
         lambda: stream().pack(4, window=None),
@@ -228,13 +228,10 @@ def test_empty_samples_fill_a_batch(padded):
     assert list(batches.take(2)) == [[""] * 4] * 2
 
 
-@pytest.mark.parametrize(
-    ("length", "error"), [(-1, ValueError), (1.0, TypeError), (True, TypeError), (None, TypeError)]
-)
-def test_wrong_length_is_an_error_of_its_sample(length, error):
-    batches = hr.batch_by_tokens(stream("a", "b"), 4, length=lambda sample: 1 if sample == "a" else length)
-    with hr.DataLoader(batches, batch_size=None, collate_fn=list) as loader, pytest.raises(error, match="length"):
-        next(iter(loader))
+@pytest.mark.parametrize("length", [-1, 1.0, True, None])
+def test_wrong_length_is_an_error(length):
+    with pytest.raises((TypeError, ValueError), match=r"length\(sample\)"):
+        list(hr.batch_by_tokens(stream("a"), 4, length=lambda _: length))
 
 
 def test_bucket_has_samples_of_similar_length():

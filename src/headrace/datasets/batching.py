@@ -34,8 +34,9 @@ def batch_by_tokens(
     Args:
         dataset: the stream.
         max_tokens: budget of a batch, in tokens.
-        length: returns the number of tokens of a sample, an int. It runs on the loop that reads the stream: keep it
-            cheap. An empty sample counts as one token of the budget.
+        length: returns the number of tokens of a sample, an int.
+            It runs on the loop that reads the stream: keep it cheap.
+            An empty sample counts as one token of the budget.
         boundaries: ascending bounds of buckets, in tokens: samples of up to ``boundaries[0]`` tokens are batched
             together, then those of up to ``boundaries[1]``, …, and the longer ones.
         padded: whether each sample counts as long as the longest of its batch, to which it will be padded.
@@ -44,7 +45,8 @@ def batch_by_tokens(
     Raises:
         ValueError: `max_tokens` is not positive, or `boundaries` do not ascend; at a sample that alone exceeds the
             budget, or has a negative length.
-        TypeError: `dataset` is not an async stream, or a number is not an int; at a sample whose length is not.
+        TypeError: `dataset` is not an async stream, or a number is not an int; at a sample whose
+            length is not an int.
 
     Example:
         >>> from headrace import from_async_iterable

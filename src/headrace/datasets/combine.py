@@ -74,10 +74,12 @@ def mix(
             be zero.
         temperature: draw by ``weight ** (1 / temperature)``: for sizes as weights, by size with 1, more evenly above.
         seed: seed of the order, combined with the epoch; None for that of the loader, else 0.
-        stop: ``"first"``: the mix ends when a stream that is drawn has ended. ``"all"``: a stream that has ended starts
-            again, in another order if headrace shuffles it, until each that has a weight now or later has ended once.
-            One that ends without a sample is not drawn from any more. ``"once"``: neither is one that has ended, and
-            the mix ends with the last of those that have a weight.
+        stop: ``"first"``: the mix ends when a stream that is drawn has ended.
+            ``"all"``: a stream that has ended starts again, in another order if headrace shuffles it,
+            until every stream with a weight, now or later, has ended once.
+            A stream that ends without a sample is not drawn from any more.
+            ``"once"``: a stream that has ended is not drawn from any more, and the mix ends with the
+            last stream that has a weight.
         strict: whether a state that was saved with other streams or weights is an error. Otherwise the mix continues
             with those of now, and logs what has changed: streams are matched by name, or else by position, and new
             ones start.
@@ -121,7 +123,8 @@ def mix(
         schedule = [[0, weights_at(weights)]]
     said = function_name(weights) if callable(weights) else shorten(repr(weights))
     said = said.replace("{", "{{").replace("}", "}}")  # for `format`
-    options = {"names": [*map(str, names)], "weights": schedule, "stop": str(stop), "strict": strict}
+    names = [*map(str, names)]
+    options = {"names": names, "weights": schedule, "stop": str(stop), "strict": strict}
     seed = checked_seed(seed)
     return OperatedStream(tuple(streams), f"mix({{}}, {said}, seed={seed}, stop={stop!r})", Mix, **options, seed=seed)
 
@@ -134,7 +137,8 @@ def _weights_of(names: Sequence[str], temperature: float, weights: Any, step: in
     weights = weights(step) if callable(weights) else weights
     found = [weights.get(name, -1) for name in names] if isinstance(weights, Mapping) else weights
     numbers = [*map(float, found)]
-    if len(weights) != len(names) or not any(numbers) or not all(0 <= number < math.inf for number in numbers):
+    in_range = all(0 <= number < math.inf for number in numbers)
+    if len(weights) != len(names) or not any(numbers) or not in_range:
         expected = f"{len(names)} numbers of at least zero, not all zero" + f" for {names}" * (found is not weights)
         raise ValueError(f"weights={weights!r} must be {expected}")
     largest = max(numbers) if temperature < 1 else 1.0  # powers of a share of it do not overflow
@@ -176,6 +180,9 @@ class _FunctionStream(AsyncIterableDataset[T]):
     def __aiter__(self) -> AsyncIterator[T]:
         made = self._make()
         if getattr(made, "ag_frame", made) is None:
-            raise TypeError(f"{self!r}: the function returned an async generator that has ended; make a new one in it")
+            raise TypeError(
+                f"{self!r}: the function returned an async generator that has ended; "
+                f"return a new async generator at each call"
+            )
         stateful = is_stateful(made)
         return start_stream(made) if stateful else aiter(made)

@@ -209,14 +209,14 @@ class AsyncIterableDataset(IterableDataset[T_co]):
                 ``"first_fit"``, ``"best_fit"``: it is placed whole, in the oldest or the fullest open one with room.
             window: number of sequences open for them. If all lack room, the fullest is given out; each is after
                 4 × `window` others.
-            fields: keys of the per-token values of a dict, the first of them that of the tokens. A dict may have no
-                other keys: remove them by `map` before.
+            fields: keys of the per-token values of a dict, the first of them that of the tokens.
+                A dict may have no other keys: remove other keys by `map` before.
             labels: ``"next"`` adds ``"labels"``: the token that follows in the document; ``"same"``: the token itself,
                 but for a document's first, for models that shift them, as those of transformers. -100 elsewhere.
 
         Raises:
-            ValueError: an argument is out of range; at a document that is not made of integers, lacks a field, or has
-                others.
+            ValueError: an argument is out of range; at a document that is not made of integers,
+                lacks a field, or has other keys.
 
         Example:
             >>> from headrace import from_async_iterable
@@ -236,8 +236,9 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         made = {"segment_ids", "positions", *(("labels",) if labels else ())}
         if isinstance(fields, str) or not fields or made & {*fields}:
             raise ValueError(f"fields={fields!r} must be keys, that of the tokens first, without {sorted(made)}")
-        options = {"seq_len": seq_len, "strategy": str(strategy), "window": window, "names": tuple(fields)}
-        return OperatedStream(self, f"{{}}.pack({seq_len}, {strategy!r})", Pack, **options, labels=labels)
+        options = {"seq_len": seq_len, "strategy": str(strategy), "window": window, "labels": labels}
+        shown = f"{{}}.pack({seq_len}, {strategy!r})"
+        return OperatedStream(self, shown, Pack, **options, names=tuple(fields))
 
     def __iter__(self) -> Iterator[T_co]:
         return SyncStream(*plan(self))

@@ -82,7 +82,8 @@ def kind_of(dataset: object) -> DatasetKind:
     can = capabilities(dataset)
     if can.aget:
         return DatasetKind.ASYNC_MAP
-    if _is_read_once(type(dataset)):
+    advance = getattr(type(dataset), "__next__", getattr(type(dataset), "__anext__", None))
+    if isinstance(advance, types.WrapperDescriptorType):  # a built-in iterator: a generator, a file
         raise DatasetTypeError(
             f"{short_repr(dataset)} can be read only once: each later epoch would be empty. "
             f"Give a list of the samples, an object whose __iter__ starts anew, "
@@ -97,13 +98,6 @@ def kind_of(dataset: object) -> DatasetKind:
     if hasattr(dataset, "__iter__"):
         return DatasetKind.ITERABLE
     raise DatasetTypeError(dataset=dataset)
-
-
-def _is_read_once(kind: type) -> bool:
-    """Whether objects of a type are iterators of Python's own, or of an extension: generators, `map`, open files."""
-    pairs = (("__iter__", "__next__"), ("__aiter__", "__anext__"))
-    own = (getattr(kind, begin, None) for begin, advance in pairs if hasattr(kind, advance))
-    return any(isinstance(method, types.WrapperDescriptorType) for method in own)
 
 
 def sample_key(dataset: Any, index: Any) -> str | None:

@@ -158,8 +158,8 @@ class Mix(StreamOperation[object]):
             return any(weights[number] for _, weights in self._schedule[self._entry() :])
         block = self._drawn // _BLOCK
         with contextlib.suppress(Exception):  # user code, which may not know steps so late
-            blocks = (block, *(block + 1 << doubled for doubled in range(32)))
-            return any(self._schedule(each * _BLOCK)[number] for each in blocks)
+            blocks = (block + (1 << doubled) - 1 for doubled in range(32))
+            return any(self._schedule(later * _BLOCK)[number] for later in blocks)
         return False
 
     def _entry(self) -> int:

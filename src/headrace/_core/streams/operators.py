@@ -278,7 +278,7 @@ class Pipe(ReplayOperation[T]):
 
     @property
     def ended_early(self) -> bool:
-        """Whether the function has failed for good, before the end of the stream."""
+        """Whether the function has failed without reading, before the end of the stream."""
         return self._over and not self._exhausted
 
     async def _rest(self) -> T:

@@ -129,8 +129,9 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
             )
         if isinstance(sample, Mapping) and len(sample) > len(names):
             raise ValueError(
-                f"pack() would leave out {[name for name in sample if name not in names]} of a document: add to "
-                f"fields= what has a value for each token, and remove the rest by map() before pack()"
+                f"pack() would leave out {[name for name in sample if name not in names]} of a document: "
+                f"add keys with a value for each token to fields=, "
+                f"and remove other keys by map() before pack()"
             )
         return columns
 

@@ -21,8 +21,8 @@ T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 NOTHING: Any = type("NOTHING", (), {})  # the same one in other processes
 MAX_ERRORS_IN_A_ROW = 100  # of a stream that are passed over; the next one is raised
-# Samples in a row that an operation drops, from which on the passes of a repeated stream are counted: a random function
-# that keeps 1 of 1,000 samples drops as many once in 20,000 times.
+# Dropped samples in a row, from which on the passes of a repeated stream are counted.
+# A random function that keeps 1 of 1,000 samples drops 10,000 in a row once in 20,000 times.
 _MOST_DROPPED = 10_000
 ORIGINS = 1024
 _MOST_MARKS = 64
@@ -93,7 +93,7 @@ def start_stream(dataset: AsyncIterable[T]) -> ResumableIterator[T]:
 
 
 def passes_of(stream: Any) -> int:
-    """Completed passes of a stream, or of all in a list, that repeats without end; 0 of any other."""
+    """Completed passes of a stream that repeats without end, or of each in a list; else 0."""
     if type(stream) is list:
         return min(map(passes_of, stream), default=0)
     inner = getattr(stream, "_inner", None)
@@ -299,7 +299,7 @@ def expect(state: object, name: str, kind: type[T], *, length: int | None = None
 
 
 def expect_same(state: Mapping[str, object], name: str, now: object) -> None:
-    value = state.get(name) if isinstance(state, Mapping) else None
+    value = state.get(name)
     if value != now:
         raise StateError(f"the state was saved with {name}={value!r}, but now there is {name}={now!r}")
 
@@ -401,7 +401,7 @@ class Origins(deque[tuple[int, Callable[[int], Any] | None]]):
     def of(self, number: int) -> Any:
         for first, origin in reversed(list(self)):  # a copy, which another thread cannot change
             if first <= number:
-                with contextlib.suppress(LookupError):  # not read, after an error in place of what is read again
+                with contextlib.suppress(LookupError):  # an error came before it was read again
                     return origin and origin(number - first)
                 break
         return None
@@ -484,14 +484,18 @@ class ReplayOperation(StreamOperation[T]):
                 reread.left -= 1
 
     def _drop(self, count: int) -> None:
-        """Count dropped samples; raises where all samples of a stream that is repeated without end are dropped."""
+        """Count dropped samples; raise if nothing is left of a stream that repeats without end."""
         self._dropped += count
+        if self._dropped < _MOST_DROPPED:
+            return
+        passes = passes_of(self._inner)
         if self._dropped - count < _MOST_DROPPED:
-            self._passes = passes_of(self._inner)
-        elif passes_of(self._inner) > self._passes + 1:
+            self._passes = passes
+        elif passes > self._passes + 1:
             raise ValueError(
-                f"{self.operation}: nothing is left of {self._dropped:,} samples in a row, which are all samples of a "
-                f"stream that is repeated without end: correct the function, or apply repeat() after it"
+                f"{self.operation}: nothing is left of {self._dropped:,} samples in a row. "
+                f"The stream is repeated without end, and every sample of it is dropped: "
+                f"correct the function, or apply repeat() after it"
             )
 
     def state_dict(self) -> State:

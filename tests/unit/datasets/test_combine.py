@@ -97,7 +97,6 @@ def test_wrong_arguments_are_errors():
     for wrong in (
         lambda: stream().repeat(1.5),
         lambda: stream().shuffle(True),
-        lambda: stream().split(rank=0.0, world_size=2),
         lambda: stream().pack(4, window=None),
         lambda: hr.batch_by_tokens(stream(), "4"),
         lambda: hr.batch_by_tokens(stream(), 4, boundaries=[1.5]),

@@ -266,9 +266,16 @@ def test_function_or_stream_that_always_fails_ends():
             list(loader)
 
 
+async def yield_nothing(samples):
+    async for _ in samples:
+        pass
+    yield 0
+
+
 DROPPED = {
     "filter": lambda stream: stream.filter(lambda sample: False),
     "pack": lambda stream: stream.map(lambda sample: []).pack(4),
+    "pipe": lambda stream: stream.pipe(yield_nothing),
     "mix": lambda stream: hr.mix([stream, stream], [1, 2], stop="all").filter(lambda sample: False),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
@@ -10,7 +11,6 @@ from typing import Any, Literal, get_args
 from torch.utils.data import get_worker_info
 
 from headrace._core.ranks.rankinfo import GROUP, OF_STATE, RankInfo, own_rank, rank_from, reader_divides
-from headrace._core.text import whole_number
 
 Remainder = Literal["drop", "keep"]
 """The policy for ranks that would get unequal numbers of samples.
@@ -70,8 +70,10 @@ class RankChoice:
         self._of_parent: ShardOptions | None = None  # in a spawned worker: the rank of its parent process
         self._divided = False  # in a spawned worker: whether the parent's reader divides the stream
         if rank is not None and world_size is not None:
-            world_size = whole_number("world_size", world_size, 1)
-            self.given = ShardOptions(whole_number("rank", rank, 0, world_size - 1), world_size)
+            rank, world_size = operator.index(rank), operator.index(world_size)
+            if not 0 <= rank < world_size:
+                raise ValueError(f"rank={rank} is out of range for world_size={world_size}; ranks start at 0")
+            self.given = ShardOptions(rank, world_size)
 
     def shard(self) -> ShardOptions:
         """The current rank's part; the whole stream if the caller divides it among ranks."""

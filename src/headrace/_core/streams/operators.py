@@ -62,8 +62,8 @@ class EqualLength(Take[T]):
     options = ("length",)
 
     def __init__(self, source: AsyncIterable[T], length: int) -> None:
-        super().__init__(source, length)
-        self._length = length
+        super().__init__(source, int(length))  # of counts, which may be an array
+        self._length = self._count
 
     async def __anext__(self) -> T:
         try:
@@ -262,6 +262,7 @@ class Pipe(ReplayOperation[T]):
 
     operation = "pipe"
     fields = ("over", "exhausted", "taken")
+    most_dropped = 100_000  # the function may hold samples
 
     def __init__(
         self, source: AsyncIterable[object], function: Callable[[AsyncIterator[Any]], AsyncIterator[T]]
@@ -348,5 +349,6 @@ class _Source(AsyncIterator[object]):
                 pipe._source_errors.append(error)
             else:
                 pipe._taken += 1
+                pipe._drop(1)
                 return sample
         return await anext(pipe._inner)

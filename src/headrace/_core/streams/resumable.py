@@ -21,9 +21,6 @@ T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 NOTHING: Any = type("NOTHING", (), {})  # the same one in other processes
 MAX_ERRORS_IN_A_ROW = 100  # of a stream that are passed over; the next one is raised
-# Dropped samples in a row, from which on the passes of a repeated stream are counted.
-# A random function that keeps 1 of 1,000 samples drops 10,000 in a row once in 20,000 times.
-_MOST_DROPPED = 10_000
 ORIGINS = 1024
 _MOST_MARKS = 64
 
@@ -425,6 +422,10 @@ class ReplayOperation(StreamOperation[T]):
     are given before the stream is read on.
     """
 
+    # Dropped samples in a row, from which on the passes of a repeated stream are counted.
+    # A random function that keeps 1 of 1,000 samples drops 10,000 in a row once in 20,000 times.
+    most_dropped: ClassVar[int] = 10_000
+
     def __init__(self, source: AsyncIterable[Any]) -> None:
         super().__init__(source)
         self._ended = False
@@ -486,10 +487,10 @@ class ReplayOperation(StreamOperation[T]):
     def _drop(self, count: int) -> None:
         """Count dropped samples; raise if nothing is left of a stream that repeats without end."""
         self._dropped += count
-        if self._dropped < _MOST_DROPPED:
+        if self._dropped < self.most_dropped:
             return
         passes = passes_of(self._inner)
-        if self._dropped - count < _MOST_DROPPED:
+        if self._dropped - count < self.most_dropped:
             self._passes = passes
         elif passes > self._passes + 1:
             raise ValueError(

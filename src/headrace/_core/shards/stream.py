@@ -60,7 +60,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     ) -> None:
         check_remainder(remainder)
         self._ranks = ranks
-        self._shuffle, self._buffer_size, self._seed = shuffle, buffer_size, seed
+        self._shuffle, self._buffer_size, self._seed = bool(shuffle), buffer_size, seed
         self._remainder = remainder
 
     def __aiter__(self) -> AsyncIterator[T_co]:

@@ -256,8 +256,6 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
 
     def _by_part(self, indices: Sequence[object]) -> list[tuple[int, Sequence[int], list[object]]]:
         """For each part that has any of the samples: its number, their slots in `indices`, their indices in it."""
-        if len(self.sources) == 1:
-            return [(0, range(len(indices)), [self.locate(index)[1] for index in indices])] if len(indices) else []
         parts: dict[int, tuple[int, list[int], list[object]]] = {}
         for slot, index in enumerate(indices):
             part, inner = self.locate(index)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace._core.shards.compression import check_content
 from headrace._core.shards.discovery import Shard, map_shards
 from headrace._core.shards.unpacked import FORMATS, UnpackedShards, unpack, unpacker
 from headrace._core.store.ranges import Ranges
@@ -149,6 +150,7 @@ def read_index(url: StoreLike, parse: Callable[[Any], T_co]) -> tuple[Store, T_c
     """The store at `url`, and what `parse` makes of its index.json."""
     store = as_store(url)
     data = background_loop().run(store.read_all("index.json"))
+    check_content(data, store.name("index.json"))
     try:
         return store, parse(json.loads(bytes(data)))
     except ShardError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
@@ -17,6 +16,7 @@ from headrace._core.shards.npy import npy_layout
 from headrace._core.shards.token_index import TokenIndex, read_index
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
+from headrace._core.text import warn_user
 from headrace.datasets.cached import RangedShards
 from headrace.errors import ShardError
 
@@ -26,6 +26,7 @@ TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int
 
 _SUFFIXES = (".bin", ".ds", ".npy")
 _BEGINNING = 4096  # bytes read of each shard; the header of a one-dimensional array takes 128
+_VOCABULARY = 1 << 20  # tokens, at most
 _LLMC_HEADER = 1024  # bytes: 256 numbers of 32 bits, of which two say the type, and the third counts the tokens
 _LLMC_TYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # by kind and version
 _LLMC_KINDS = {20240520, 20240522, 20240801}  # the second is of examples for evaluations
@@ -166,6 +167,9 @@ async def _open_file(of: tuple[Shard, str | None, bool]) -> tuple[Shard, int, *T
             what = f"an array of shape {shape} and type {dtype}; tokens are one-dimensional unsigned or signed integers"
             raise ShardError(what, shard=shard.name)
         count = shape[0]
+    elif first.startswith(b"LITPKDS"):
+        what = "a packed dataset of lit-gpt; save its tokens, which begin at byte 24, as .npy"
+        raise ShardError(what, shard=shard.name, offset=0)
     elif int.from_bytes(first[:4], "little") in _LLMC_KINDS:
         begin, dtype, count = _llmc_layout(first, shard)
     elif index := await read_index(shard, size, raw, documents):
@@ -178,7 +182,7 @@ async def _open_file(of: tuple[Shard, str | None, bool]) -> tuple[Shard, int, *T
         if rest:
             what = f"truncated: {size} bytes are not a whole number of {dtype.name} tokens"
             raise ShardError(what, shard=shard.name)
-        _check_width(first, raw or "", shard)
+        _check_width(first, dtype.itemsize, raw, shard)
     if begin + count * dtype.itemsize != size:
         there = (size - begin) // dtype.itemsize
         raise ShardError(f"{there} tokens, but {count} in the header", shard=shard.name, offset=begin)
@@ -188,15 +192,23 @@ async def _open_file(of: tuple[Shard, str | None, bool]) -> tuple[Shard, int, *T
     return shard, begin, dtype, count, bounds
 
 
-def _check_width(first: bytes, raw: str, shard: Shard) -> None:
-    """Notice raw tokens of 32 bits, whose upper halves are nearly 0, that would be read as 16 bits."""
-    pairs = np.frombuffer(first[: len(first) // 4 * 4], "<u2").reshape(-1, 2)
-    if raw not in ("", "uint16", "int16") or len(pairs) < 64 or not pairs[:, 1].max() < 16 <= pairs[:, 0].max():
+def _check_width(first: bytes, width: int, raw: str | None, shard: Shard) -> None:
+    """Notice raw tokens that are read in another width than they seem to have."""
+    seem = next((each for each in (8, 4) if each > width and _is_plausible(first, each)), width)
+    if width > 2 and not _is_plausible(first, width):
+        seem = next((each for each in (4, 2) if each < width and _is_plausible(first, each)), width)
+    if seem == width:
         return
-    what = "these look like tokens of 32 bits, but are read as 16"
-    if not raw:
-        raise ShardError(f"{what}; give dtype='uint32', or 'uint16' if it is right", shard=shard.name)
-    warnings.warn(f"{what}: {shard.name}", UserWarning, stacklevel=1)
+    what = f"these look like tokens of {8 * seem} bits, but are read as {8 * width}"
+    if raw is None:
+        raise ShardError(f"{what}; give dtype='uint{8 * seem}', or 'uint16' if it is right", shard=shard.name)
+    warn_user(f"{what}: {shard.name}")
+
+
+def _is_plausible(first: bytes, width: int) -> bool:
+    """Whether bytes are many integers of that width within any vocabulary, or negative marks."""
+    values = np.frombuffer(first[: len(first) // 8 * 8], f"<i{width}")
+    return len(values) >= 32 and bool(16 <= values.max() < _VOCABULARY and values.min() > -_VOCABULARY)
 
 
 def _llmc_layout(first: bytes, shard: Shard) -> tuple[int, np.dtype[np.generic], int]:

@@ -13,6 +13,7 @@ from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.errors import ArrayNotFoundError, NodeTypeValidationError
 from zarr.storage import ObjectStore, StorePath
 
+from headrace._core.shards.compression import check_content
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.unpacked import UnpackedShards
 from headrace._core.store.head import InitialRead
@@ -58,6 +59,8 @@ class ReadStore(ObjectStore[Any]):
                 what = "no such chunk, by zarr.json or .zarray; if it had only the fill value, set missing='fill'"
                 raise ShardError(what, shard=self._source.name(key)) from error
             return None
+        if not is_chunk:
+            check_content(data, self._source.name(key))
         if is_chunk and key.startswith(self.blosc) and len(data) != int.from_bytes(data[12:16], "little"):
             raise TruncatedShardError("this Blosc chunk is truncated, or corrupt", shard=self._source.name(key))
         return prototype.buffer.from_bytes(data)

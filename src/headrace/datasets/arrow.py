@@ -6,14 +6,16 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from headrace._core.shards.discovery import HeaderReader, Shard
+from headrace._core.shards.discovery import HeaderReader, Shard, map_shards
 from headrace._core.shards.parquet import Pieces, RowGroup, SparseFile, one_line
 from headrace._core.shards.tables import Selection, TableFile
-from headrace._core.store.ranges import Ranges, map_all
+from headrace._core.store.ranges import Ranges
+from headrace.datasets.opening import OnOpeningError, opened
 from headrace.datasets.parquet import TableStream
-from headrace.errors import ShardError
+from headrace.errors import ObjectNotFoundError, ShardError
 
 __all__ = ["ArrowDataset"]
 
@@ -115,8 +117,8 @@ async def _open(shard: Shard) -> _ArrowFile:
     return _ArrowFile(shard, schema, message, tuple(rows), tuple(extents))
 
 
-async def _open_all(shards: Sequence[Shard]) -> list[_ArrowFile]:
-    """Open files; of a listed folder of `save_to_disk` only its data, without the results that are cached beside."""
+def _one_split(shards: Sequence[Shard]) -> list[Shard]:
+    """The files; of a listed folder of `save_to_disk` only its data, without the results that are cached beside."""
     given = list(shards)
     saved = {named.groups(): one for one in shards if one.head and (named := _SAVED.fullmatch(one.name))}
     if len(saved) > 1:
@@ -124,9 +126,19 @@ async def _open_all(shards: Sequence[Shard]) -> list[_ArrowFile]:
     for (folder, count), one in saved.items():
         kept = {f"{folder}/data-{number:05}-of-{count}.arrow" for number in range(int(count))}
         given = [each for each in given if not each.head or each.name in kept or each.name.rpartition("/")[0] != folder]
-        for missing in kept - {each.name for each in given}:
-            await one.store.head(one.key.rpartition("data-")[0] + missing[len(folder) + 1 :])  # or not asked for
-    return await map_all(_open, given, 32)
+        others = kept - {each.name for each in given}
+        keys = [one.key.rpartition("data-")[0] + name[len(folder) + 1 :] for name in others]
+        given += chain.from_iterable(map_shards(_if_missing, [Shard(one.store, key) for key in keys]))
+    return given
+
+
+async def _if_missing(shard: Shard) -> list[Shard]:
+    """The file, to be an error when it is opened; none if it exists, and was not asked for."""
+    try:
+        await shard.store.head(shard.key)
+    except ObjectNotFoundError:
+        return [shard]
+    return []
 
 
 class ArrowDataset(TableStream):
@@ -148,4 +160,7 @@ class ArrowDataset(TableStream):
 
     parts_name = "record batches"
     _suffixes = (".arrow", ".feather", ".ipc", ".arrows")
-    _read_files = staticmethod(_open_all)
+
+    @staticmethod
+    def _open_files(shards: Sequence[Shard], on_error: OnOpeningError) -> Sequence[TableFile]:
+        return opened(_one_split(shards), _open, on_error=on_error)

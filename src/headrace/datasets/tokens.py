@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
@@ -11,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from headrace._core.shards.compression import refuse_compressed
-from headrace._core.shards.discovery import Shard, Shards, find_shards, map_shards
+from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.npy import npy_layout
 from headrace._core.shards.token_index import TokenIndex, read_index
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
-from headrace._core.text import warn_user
 from headrace.datasets.cached import RangedShards
+from headrace.datasets.opening import OnOpeningError, opened
 from headrace.errors import ShardError
 
 __all__ = ["TokenDataset"]
@@ -59,6 +60,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         stride: tokens from the start of a window to that of the next; by default `seq_len`.
         dtype: type of raw shards, as ``"uint32"``; those with a header, of numpy or llm.c, have their own, and an index
             has to agree. None: ``.bin`` without an index is ``"uint16"``.
+        on_error: what a broken or missing shard is for the constructor, as for `ParquetDataset`.
         store: store of all shards, as for `TarDataset`.
 
     Raises:
@@ -69,7 +71,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         ValueError: an invalid argument, no shard is long enough for a window, or an index contradicts `dtype`.
 
     Warns:
-        UserWarning: raw tokens look like those of 32 bits, and are read as 16.
+        UserWarning: raw tokens look like those of more bits than they are read as.
 
     Example:
         >>> import pathlib, tempfile
@@ -87,6 +89,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         seq_len: int | None,
         stride: int | None = None,
         dtype: TokenType | None = None,
+        on_error: OnOpeningError = "raise",
         store: StoreLike | None = None,
     ) -> None:
         if seq_len is None and stride is not None:
@@ -103,7 +106,8 @@ class TokenDataset(RangedShards[torch.Tensor]):
             if dtype is None and not shard.key.lower().endswith(_SUFFIXES):
                 what = f"the ending of {shard.name} does not name a type; give dtype='uint16' or dtype='uint32'"
                 raise ValueError(what)
-        files = map_shards(_open_file, [(shard, dtype, seq_len is None) for shard in found])
+        sources = [(shard, dtype, seq_len is None) for shard in found]
+        files = opened(sources, _open_file, on_error=on_error)
         shards, begins, self._dtypes, counts, bounds = zip(*files, strict=True)
         # Of all shards, one more for each than it has documents; None for windows.
         self._bounds = np.concatenate(bounds) if seq_len is None else None
@@ -114,7 +118,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         super().__init__(shards, counts)
         if not len(self):
             kind = "a document" if seq_len is None else f"the {seq_len} tokens of a window"
-            raise ValueError(f"none of {len(found)} shards has {kind}")
+            raise ValueError(f"none of {len(files)} shards has {kind}")
         self._begins = np.array(begins, dtype=np.int64)
         self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], dtype=np.int64)
         self._dtype = self._dtypes[0] if len(set(self._dtypes)) == 1 else None
@@ -193,22 +197,18 @@ async def _open_file(of: tuple[Shard, str | None, bool]) -> tuple[Shard, int, *T
 
 
 def _check_width(first: bytes, width: int, raw: str | None, shard: Shard) -> None:
-    """Notice raw tokens that are read in another width than they seem to have."""
-    seem = next((each for each in (8, 4) if each > width and _is_plausible(first, each)), width)
-    if width > 2 and not _is_plausible(first, width):
-        seem = next((each for each in (4, 2) if each < width and _is_plausible(first, each)), width)
+    """Notice raw tokens of 32 or 64 bits, whose upper halves are nearly 0, that are read as fewer bits."""
+    seem = width
+    for other in (4, 8):
+        values = np.frombuffer(first[: len(first) // 8 * 8], f"<i{other}")
+        if other > width > 1 and len(values) >= 32 and 16 <= values.max() < _VOCABULARY and values.min() > -_VOCABULARY:
+            seem = other
     if seem == width:
         return
     what = f"these look like tokens of {8 * seem} bits, but are read as {8 * width}"
     if raw is None:
-        raise ShardError(f"{what}; give dtype='uint{8 * seem}', or 'uint16' if it is right", shard=shard.name)
-    warn_user(f"{what}: {shard.name}")
-
-
-def _is_plausible(first: bytes, width: int) -> bool:
-    """Whether bytes are many integers of that width within any vocabulary, or negative marks."""
-    values = np.frombuffer(first[: len(first) // 8 * 8], f"<i{width}")
-    return len(values) >= 32 and bool(16 <= values.max() < _VOCABULARY and values.min() > -_VOCABULARY)
+        raise ShardError(f"{what}; give dtype='int{8 * seem}', or 'uint16' if it is right", shard=shard.name)
+    warnings.warn(f"{what}: {shard.name}", UserWarning, stacklevel=1)
 
 
 def _llmc_layout(first: bytes, shard: Shard) -> tuple[int, np.dtype[np.generic], int]:

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.division import names_digest
 from headrace._core.store.listing import require_pyarrow
+from headrace._core.text import short_repr
 from headrace.errors import ShardError
 
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -71,14 +72,27 @@ def as_expression(filters: Any) -> Any:
     from pyarrow.compute import Expression
 
     if not isinstance(filters, Expression):
-        lists = [filters] if isinstance(filters[0][0], str) else filters
-        # The order of a set changes with the process, and with it the text of the expression.
-        filters = parquet.filters_to_expression(
-            [[(n, op, sorted(v, key=repr) if isinstance(v, set) else v) for n, op, v in each] for each in lists]
-        )
+        filters = parquet.filters_to_expression(_conditions(filters))
     if "FieldPath(" in str(filters):
         raise ValueError(f"filters={filters} must name columns; their numbers change with columns=")
     return filters
+
+
+def _conditions(filters: Any) -> list[list[tuple[str, str, Any]]]:
+    """Lists of conditions; a row passes all of one list. A condition alone, or one list, is taken for these."""
+    lists = filters
+    try:
+        for _ in range(2):
+            if isinstance(lists[0], str) or isinstance(lists[0][0], str):
+                lists = [lists]
+        # The order of a set changes with the process, and with it the text of the expression.
+        found = [[(n, op, sorted(v, key=repr) if isinstance(v, set) else v) for n, op, v in each] for each in lists]
+        if isinstance(filters, str) or not all(isinstance(n, str) for each in found for n, _, _ in each):
+            raise TypeError("no conditions")
+    except (TypeError, ValueError, LookupError):
+        what = "an expression of pyarrow.compute, or conditions as [('x', '>', 3)]; None for all rows"
+        raise ValueError(f"filters={short_repr(filters)} must be {what}") from None
+    return found
 
 
 def filter_text(filters: Any) -> str | None:
@@ -159,7 +173,7 @@ def _select(
         raise ValueError(f"{file.shard.name} has no column {error.args[0]!r}; it has {names}") from None
     fields = [*selected, *(pyarrow.field(name, value.type) for name, value in wanted.items())]
     given = pyarrow.schema([field for field in fields if field.name not in needed])
-    return Selection(read, filters, tuple(given.names) if needed else None, wanted), given
+    return Selection(read, filters, tuple(given.names), wanted), given
 
 
 def _columns_of(filters: Any, there: Any, name: str) -> list[str]:

@@ -46,9 +46,7 @@ class ArrayDataset(RangedShards[torch.Tensor]):
         tensor([4., 5.], dtype=torch.float64)
     """
 
-    def __init__(
-        self, shards: Shards, *, on_error: OnOpeningError = "raise", store: StoreLike | None = None
-    ) -> None:
+    def __init__(self, shards: Shards, *, on_error: OnOpeningError = "raise", store: StoreLike | None = None) -> None:
         found = find_shards(shards, suffixes=(".npy",), store=store)
         files = opened(found, _open_file, on_error=on_error)
         arrays, begins, dtypes, shapes = zip(*files, strict=True)

@@ -75,6 +75,14 @@ class TableStream(PartStream[Any]):
         passing = "" if self._filters is None else f", those with {self._filters}"
         return f"{type(self).__name__}({len(self._groups)} {self.parts_name}, {rows} rows{passing})"
 
+    @property
+    def schema(self) -> Any:
+        """The `pyarrow.Schema` that holds the rows of all files."""
+        import pyarrow
+
+        schemas = dict.fromkeys(group.selection.given for group in self._groups)
+        return pyarrow.unify_schemas([*schemas], promote_options="permissive")
+
     def _part_count(self) -> int:
         return len(self._groups)
 

@@ -67,8 +67,7 @@ class TableStream(PartStream[Any]):
         files = self._open_files(find_shards(shards, suffixes=self._suffixes, store=store), on_error)
         selections = select_columns(files, names, filters, as_rows=format == "rows")  # columns of all files agree
         self._groups = [group for file, one in zip(files, selections, strict=True) for group in file.row_groups(one)]
-        if self._ranks.given is not None:
-            self._counts_to_equalize(self._ranks.given)
+        self._check_ranks()
 
     def __repr__(self) -> str:
         rows = sum(group.rows for group in self._groups)

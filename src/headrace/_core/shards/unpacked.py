@@ -30,12 +30,19 @@ def unpacker(format: str) -> Callable[[Any, Any], int]:
     return cramjam.snappy.decompress_raw_into if format == "snappy" else modules[format].decompress_into
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether an exception is a panic of Rust code, which `except Exception` lets pass."""
+    return type(error).__name__ == "PanicException"
+
+
 def unpack(data: memoryview, format: str, size: int, shard: str) -> NDArray[np.uint8]:
     """Unpack bytes of which an index says that they are `size` bytes unpacked; raises `ShardError` if they are not."""
     try:
         output = np.empty(size, np.uint8)
         found = unpacker(format)(data, output)
-    except (Exception, MemoryError) as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         what = f"not {format} of {size:,} bytes unpacked, as its index says: {error}"
         raise ShardError(what, shard=shard) from None
     if found != size:

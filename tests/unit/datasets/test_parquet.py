@@ -193,5 +193,6 @@ def test_column_whose_name_begins_as_another_is_not_that_column(tmp_path):
     for name in ("foo", "user.name", "s.d", "foo.ints.x"):
         with pytest.raises(ValueError, match=f"has no column '{name}'; it has 'foo.ints'"):
             hr.ParquetDataset(tmp_path, columns=[name])
-    for name, row in (("user", {"user": 2}), ("s", {"s": {"a": 4, "b": 5}}), ("s.a", {"s": {"a": 4}}), ("s.c", {"s.c": 6})):
+    rows = {"user": {"user": 2}, "s": {"s": {"a": 4, "b": 5}}, "s.a": {"s": {"a": 4}}, "s.c": {"s.c": 6}}
+    for name, row in rows.items():
         assert list(hr.ParquetDataset(tmp_path, columns=[name])) == [row]

@@ -145,7 +145,7 @@ def test_filters_that_do_not_fit_are_errors(folder, tmp_path):
         (X + 1, "must evaluate to bool"),
         (pc.field(0) > 3, "must name columns"),
         ([("x", "like", 3)], "is not a valid operator"),
-        *((each, "must be an expression of pyarrow.compute, or") for each in ([], [[]], "x", [("x", ">")], {"x": 3}, 3)),
+        *((bad, "must be an expression of pyarrow.compute, or") for bad in ([], [[]], "x", [("x", ">")], {"x": 3})),
     ]:
         with pytest.raises(ValueError, match=says):
             hr.ParquetDataset(folder, filters=filters)

@@ -168,11 +168,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         return min(lengths)
 
     def _warn_of_remainder(self, equal: int, readers: int, order: list[int], counts: Sequence[int]) -> None:
-        """Warn if samples are left out by all readers together.
-
-        Args:
-            equal: number of readers, one of each rank, that give the same number of samples.
-        """
+        """Warn if samples are left out by all readers; groups of `equal` readers give the same number of samples."""
         lengths = [sum(counts[part] for part in order[reader::readers]) for reader in range(readers)]
         kept = equal * sum(min(lengths[first : first + equal]) for first in range(0, readers, equal))
         if kept < sum(lengths) and not self._remainder_warned:

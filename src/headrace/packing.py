@@ -17,7 +17,7 @@ import tempfile
 import types
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Unpack, get_args
@@ -45,9 +45,12 @@ BATCH = 64  # samples
 UPLOADS = 4  # shards at once, each in several parts
 PIECE = 1 << 20  # bytes
 ROW_GROUP = 16 << 20  # bytes of the rows as Arrow has them
+_MOST_PARTS = 10_000  # of a list that are compared
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_FUNCTION_PARTS = ("__defaults__", "__kwdefaults__", "__self__")
-_OBJECT_PARTS = ("__call__", "__dict__", "func", "args", "keywords")
+_PARTS = (
+    *("__code__", "__defaults__", "__kwdefaults__", "__closure__", "cell_contents"),  # of functions
+    *("__func__", "__self__", "func", "args", "keywords", "__call__", "__dict__"),  # of methods and other objects
+)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -124,7 +127,7 @@ def pack(
     if isinstance(dataset, TableStream) and format == "parquet" and options.get("transform") is None:
         writer = functools.partial(_ParquetWriter, schema=dataset.schema)
     source, functions = plan(dataset)
-    code = "\n".join(_texts([options.get("transform"), *functions, getattr(type(source), "aget", None)]))
+    code = "\n".join(_texts([options.get("transform"), *functions, getattr(type(source), "aget", None)], set()))
     arguments = {
         "format": format,
         "shard_size": size,
@@ -145,36 +148,33 @@ def _bytes(size: int | str) -> int:
     return found
 
 
-def _texts(value: Any, depth: int = 6, seen: set[object] | None = None) -> Iterator[str]:
-    """The code and the values that a function is made of, the same in each process."""
-    code = value if isinstance(value, types.CodeType) else getattr(value, "__code__", None)
-    parts: Sequence[Any] = ()
-    seen = set() if seen is None else seen
-    if code is not None:
-        if code in seen:
-            return
-        seen.add(code)
-        yield f"{code.co_code.hex()} {code.co_names}"
-        names = getattr(value, "__globals__", {})
-        used = [names.get(name) for name in code.co_names]
-        own = [each for each in used if isinstance(each, _PLAIN) or getattr(each, "__globals__", None) is names]
-        cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
-        parts = [*code.co_consts, *own, *cells, *(getattr(value, name, None) for name in _FUNCTION_PARTS)]
-    elif hasattr(value, "__array__") or isinstance(value, bytearray | memoryview):
-        with contextlib.suppress(Exception):  # of a tensor with a gradient, or on a device
-            array = np.asarray(value)
-            digest = hashlib.sha256(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes())
-            yield f"{array.dtype} {array.shape} {digest.hexdigest()}"
-    elif isinstance(value, dict | list | tuple):
-        parts = [*value, *value.values()] if isinstance(value, dict) else [*value]
+def _texts(value: Any, seen: set[object], depth: int = 8) -> Iterator[str]:
+    """The code and the values that a function, or a sample, is made of; the same in each process."""
+    parts: Iterable[Any] = ()
+    if isinstance(value, dict | list | tuple):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
     elif isinstance(value, set | frozenset):
         parts = sorted(map(repr, value))
+    elif hasattr(value, "__array__"):
+        with contextlib.suppress(Exception):  # of a tensor with a gradient, or on a device
+            array = np.asarray(value)
+            yield f"{array.dtype} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
+    elif isinstance(value, types.CodeType):
+        if value not in seen:
+            seen.add(value)
+            yield f"{value.co_code.hex()} {value.co_names}"
+            parts = value.co_consts
     else:
-        yield re.sub(" at 0x[0-9a-f]+", "", repr(value))
+        yield repr(bytes(value)) if isinstance(value, memoryview) else re.sub(" at 0x[0-9a-f]+", "", repr(value))
         if not isinstance(value, (*_PLAIN, type, types.ModuleType)):
-            parts = [getattr(value, name, None) for name in _OBJECT_PARTS]
-    for part in parts if depth else ():
-        yield from _texts(part, depth - 1, seen)
+            parts = [getattr(value, name, None) for name in _PARTS]
+    if isinstance(value, types.FunctionType):
+        names = value.__globals__
+        used = [names.get(name) for name in value.__code__.co_names]
+        own = [each for each in used if isinstance(each, _PLAIN) or getattr(each, "__globals__", None) is names]
+        parts = [*parts, *own]
+    for part in itertools.islice(parts, _MOST_PARTS if depth else 0):
+        yield from _texts(part, seen, depth - 1)
 
 
 def _estimate(loader: DataLoader[Any], folder: Path, make: Callable[[Path], _ShardWriter], size: int) -> Packed:
@@ -270,12 +270,12 @@ class _Packing:
             digest = hashlib.sha256()
             for taken, sample in enumerate(batch, 1):
                 if self._skips:
-                    digest.update("\n".join(_texts(sample)).encode())
+                    digest.update("\n".join(_texts(sample, set())).encode())
                     self._digest = digest.hexdigest()
                 if taken > skip:
                     self._taken = taken
                     yield sample
-                elif taken == skip and expected not in ("", self._digest):
+                elif taken == min(skip, len(batch)) and expected not in ("", self._digest):
                     what = "other samples of its last batch failed than before the interruption"
                     raise ValueError(f"{self._store.url}: {what}; delete its shards and pack again")
             skip = 0
@@ -440,10 +440,9 @@ class _ParquetWriter(_ShardWriter):
         columns = {name: [row.get(name) for row in rows] for name in names}
         table = pyarrow.table(columns, schema=self._schema)
         for field in table.schema if self._schema is None else ():
-            pairs = (
-                zip(table[field.name].to_pylist(), columns[field.name], strict=True) if "[us" in str(field.type) else ()
-            )
-            if any(found != value for found, value in pairs if found is not None):
+            found = table[field.name].to_pylist() if "[us" in str(field.type) else []
+            pairs = zip(found, columns[field.name], strict=False)
+            if any(one is not None and one != value for one, value in pairs):
                 what = "but its values need more than microseconds, or mix time zones with none"
                 raise ValueError(f"{field.name}: {field.type}, {what}")
         if self._writer is None:

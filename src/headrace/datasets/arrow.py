@@ -82,12 +82,8 @@ def _field(data: Buffer, table: int, number: int, form: str) -> int:
     place = struct.unpack_from("<H", data, fields + at)[0] if at < memoryview(data)[fields] else 0
     if not place:
         return 0
-    place += table
-    return (
-        place + int(struct.unpack_from("<I", data, place)[0])
-        if form == "*"
-        else int(struct.unpack_from(form, data, place)[0])
-    )
+    (value,) = struct.unpack_from("<I" if form == "*" else form, data, table + place)
+    return int(value) + (table + place) * (form == "*")
 
 
 def _message(data: Buffer) -> tuple[int, int, int]:

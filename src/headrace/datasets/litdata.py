@@ -219,7 +219,8 @@ def _decoder(format: str) -> Callable[[memoryview], Any]:
     if kind == "pickle":
         raise ValueError(f"leaf {format!r} is pickled, which can run any code: write it in another type")
     if kind in ("no_header_tensor", "no_header_numpy"):
-        _values(kind, int(number), None, memoryview(b""))  # or an error for an unknown type
+        if int(number) >= len(_NUMPY_TYPES if kind.endswith("numpy") else _TORCH_TYPES):
+            raise ValueError(f"leaf {format!r} is of an unknown type")
         return functools.partial(_values, kind, int(number), None)
     if kind not in _DECODERS and kind not in _MEDIA:
         raise ValueError(f"leaf {format!r} is unknown; {', '.join((*_DECODERS, *_MEDIA))} are read")

@@ -134,7 +134,7 @@ def test_a_chunk_that_unpacks_to_very_much_is_refused(tmp_path, codec):
     zarr.create_array(tmp_path / "x", shape=(4,), chunks=(4,), dtype="i4", zarr_format=2, compressors=codec)[:] = 1
     packed = codec.encode(bytes(400 << 20))
     (tmp_path / "x/0").write_bytes(packed)
-    with pytest.raises(ShardError, match=rf"damaged chunk: {len(packed):,} bytes are said to unpack to 419,430,400"):
+    with pytest.raises(ShardError, match=rf"is damaged: .*{len(packed):,} bytes are said to unpack to 419,430,400"):
         hr.ZarrDataset(tmp_path / "x")[0]
 
 

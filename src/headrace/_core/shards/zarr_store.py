@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
-from zarr.codecs import ShardingCodec
 from zarr.core.array import AsyncArray
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.errors import ArrayNotFoundError, NodeTypeValidationError
@@ -39,31 +38,27 @@ class _Index:
         return len(self.read.data)
 
 
-@dataclass(frozen=True)
-class _Compressed:
-    """The chunks of an array, whose headers are checked before codecs allocate what these say."""
+def check_chunk(codec: str, data: memoryview, largest: int, shard: str) -> None:
+    """Check what the header of a compressed chunk says before the codec allocates that.
 
-    prefix: str  # of their keys
-    sharded: bool
-    codec: str  # the name of its class
-    size: int  # bytes of a chunk, unpacked; 0 if unknown
-
-    def check(self, data: memoryview, shard: str) -> None:
-        size = 0
-        if self.codec.startswith("Blosc"):
-            size = int.from_bytes(data[4:8], "little")
-            if len(data) != int.from_bytes(data[12:16], "little"):  # numcodecs would read on beyond the end
-                raise TruncatedShardError("this Blosc chunk is truncated, or corrupt", shard=shard)
-        elif self.codec.startswith("LZ4"):
-            size = int.from_bytes(data[:4], "little")
-        elif self.codec.startswith("Zstd") and len(data) > 5:
-            flags = data[4]  # of the header of a frame, RFC 8878
-            begin = 5 + (not flags & 32) + (0, 1, 2, 4)[flags & 3]
-            size = int.from_bytes(data[begin : begin + (flags >> 5 & 1, 2, 4, 8)[flags >> 6]], "little")
-        try:
-            check_unpacked(size, len(data), self.size)
-        except ValueError as error:
-            raise ShardError(f"damaged chunk: {error}", shard=shard) from None
+    Args:
+        codec: the name of the codec's class.
+        data: the chunk.
+        largest: bytes of a chunk, unpacked; 0 if unknown.
+        shard: the name of the object.
+    """
+    size = 0
+    if codec.startswith("Blosc"):
+        size = int.from_bytes(data[4:8], "little")
+        if len(data) != int.from_bytes(data[12:16], "little"):  # numcodecs would read on beyond the end
+            raise TruncatedShardError("this Blosc chunk is truncated, or corrupt", shard=shard)
+    elif codec.startswith("LZ4"):
+        size = int.from_bytes(data[:4], "little")
+    elif codec.startswith("Zstd") and len(data) > 5:
+        flags = data[4]  # of the header of a frame, RFC 8878
+        begin = 5 + (not flags & 32) + (0, 1, 2, 4)[flags & 3]
+        size = int.from_bytes(data[begin : begin + (flags >> 5 & 1, 2, 4, 8)[flags >> 6]], "little")
+    check_unpacked(size, len(data), largest)
 
 
 async def check_inner(store: ReadStore, array: AsyncArray[Any], axis: int, block: int) -> None:
@@ -89,17 +84,16 @@ class ReadStore(ObjectStore[Any]):
     """Objects by requests of headrace, with its retries, time-outs, errors and counts.
 
     With `must_exist`, a chunk that is not there is an error. The indexes of shards are kept in `reads`, and with them
-    the object's version, on which reads of the shard are conditional. `arrays` says how chunks are compressed.
+    the object's version, on which reads of the shard are conditional. `packed` has, by the beginning of the keys of
+    chunks that are no shards, the codec and the bytes unpacked.
     """
 
-    def __init__(
-        self, source: Store, must_exist: bool, reads: UnpackedShards, arrays: tuple[_Compressed, ...] = ()
-    ) -> None:
-        self._source, self.must_exist, self._shared, self.arrays = source, must_exist, reads, arrays
+    def __init__(self, source: Store, must_exist: bool, reads: UnpackedShards, packed: Any = None) -> None:
+        self._source, self.must_exist, self._shared, self.packed = source, must_exist, reads, packed or {}
         super().__init__(source.backend(), read_only=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ReadStore, (self._source, self.must_exist, self._shared, self.arrays)
+        return ReadStore, (self._source, self.must_exist, self._shared, self.packed)
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         is_chunk = key.rpartition("/")[2] not in _METADATA
@@ -111,11 +105,9 @@ class ReadStore(ObjectStore[Any]):
             return None
         if not is_chunk:
             check_content(data, self._source.name(key))
-        # Of a shard, what is read at an offset is a chunk.
-        is_part = isinstance(byte_range, RangeByteRequest) and byte_range.start > 0
-        for array in self.arrays if is_chunk else ():
-            if key.startswith(array.prefix) and (is_part if array.sharded else byte_range is None):
-                array.check(data, self._source.name(key))
+        for prefix, (codec, size) in self.packed.items() if is_chunk else ():
+            if key.startswith(prefix):
+                check_chunk(codec, data, size, self._source.name(key))
         return prototype.buffer.from_bytes(data)
 
     def missing(self, key: str) -> ShardError:
@@ -163,11 +155,8 @@ async def open_array(store: Any, prefix: str, folder: str, axis: int, cache_byte
     if any(getattr(codec, "codec_id", None) == "pickle" for codec in codecs):
         raise ShardError("this array is pickled, and unpickling would run its code; write it again", shard=where)
     if isinstance(store, ReadStore):
-        sharded = isinstance(codecs[0], ShardingCodec)
-        codecs = [*codecs[0].codecs][::-1] if sharded else codecs
-        names = [name for name in (type(codec).__name__ for codec in codecs) if name != "Crc32cCodec"]
         size = math.prod(array.chunks) * getattr(array.dtype, "itemsize", 0)
-        store.arrays += (_Compressed(f"{path}/".lstrip("/"), sharded, names[0], size),)
+        store.packed[f"{path}/".lstrip("/")] = type(codecs[0]).__name__, size
     blocks = max(1, across[axis])
     size, chunks = nbytes // blocks, math.prod(across) // blocks
     if size > max(_LARGEST_BLOCK, cache_bytes) or chunks > _MOST_CHUNKS:

@@ -115,7 +115,7 @@ def test_shards_of_another_transform_are_not_continued(first, second, tmp_path):
         with pytest.raises(RuntimeError, match="stop"):
             hr.pack(data, tmp_path, shard_size="30KB", transform=transform)
     for options in ({"transform": second}, {"transform": first, "seed": 1}):
-        with pytest.raises(ValueError, match="was packed with .*'transform'.* continue with the same, or delete"):
+        with pytest.raises(ValueError, match=r"was packed with .*'transform'.* continue with the same, or delete"):
             hr.pack(data, tmp_path, shard_size="30KB", **options)
 
 

@@ -134,11 +134,11 @@ def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview, large
 
     try:
         begin = len(data) - 12 - struct.unpack_from("<I", data, len(data) - 12)[0]
-        table = data[begin + 8 * (bytes(data[begin : begin + 6]) == b"ARROW1") : -12]
-        for message in pyarrow.ipc.MessageReader.open_stream(table):
+        stored = data[begin + 8 * (bytes(data[begin : begin + 6]) == b"ARROW1") : -12]
+        for message in pyarrow.ipc.MessageReader.open_stream(stored):
             check_unpacked(unpacked_size(message.metadata, memoryview(message.body)), len(data), largest)
         rows, size, left = list[bytes](), 0, file.rows
-        for batch in pyarrow.ipc.open_stream(table):
+        for batch in pyarrow.ipc.open_stream(stored):
             batch.validate(full=True)  # wrong offsets would be followed out of its memory
             left -= batch.num_rows
             for start in range(0, batch.num_rows if left >= 0 else 0, _ROWS_AT_ONCE):

@@ -63,6 +63,7 @@ def check_chunk(codec: str, data: memoryview, largest: int, shard: str) -> None:
 
 async def check_inner(store: ReadStore, array: AsyncArray[Any], axis: int, block: int) -> None:
     """Raise `ShardError` if a shard lacks a chunk of a block along an axis; zarr gives fill values for such a chunk."""
+    assert array.shards is not None
     codec = array.metadata.codecs[0]
     inside = [shard // chunk for shard, chunk in zip(array.shards, array.chunks, strict=True)]
     counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]

@@ -79,10 +79,8 @@ def test_packed_parquet_dataset_keeps_its_types(tmp_path):
     pq.write_table(table, tmp_path / "0.parquet")
     hr.pack(hr.ParquetDataset(tmp_path), tmp_path / "packed", format="parquet")
     found = pq.read_table(tmp_path / "packed/000000.parquet")
-    assert {name: str(found.schema.field(name).type) for name in TYPES} | {"tags": None} == {
-        name: str(array.type) for name, array in TYPES.items()
-    } | {"tags": None}
-    assert found.to_pylist() == table.to_pylist()
+    assert found.cast(table.schema).to_pylist() == table.to_pylist()
+    assert found.drop_columns("tags").schema.types == table.drop_columns("tags").schema.types
 
 
 def stopped(sample):

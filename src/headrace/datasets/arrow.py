@@ -6,7 +6,6 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from headrace._core.shards.discovery import HeaderReader, Shard, map_shards
@@ -16,7 +15,7 @@ from headrace._core.shards.unpacked import check_unpacked
 from headrace._core.store.ranges import Ranges
 from headrace.datasets.opening import OnOpeningError, opened
 from headrace.datasets.parquet import TableStream
-from headrace.errors import ObjectNotFoundError, ShardError
+from headrace.errors import ShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -153,17 +152,8 @@ def _one_split(shards: Sequence[Shard]) -> list[Shard]:
         given = [each for each in given if not each.head or each.name in kept or each.name.rpartition("/")[0] != folder]
         others = kept - {each.name for each in given}
         keys = [one.key.rpartition("data-")[0] + name[len(folder) + 1 :] for name in others]
-        given += chain.from_iterable(map_shards(_if_missing, [Shard(one.store, key) for key in keys]))
+        map_shards(one.store.head, keys)  # or not asked for
     return given
-
-
-async def _if_missing(shard: Shard) -> list[Shard]:
-    """The file, to be an error when it is opened; none if it exists, and was not asked for."""
-    try:
-        await shard.store.head(shard.key)
-    except ObjectNotFoundError:
-        return [shard]
-    return []
 
 
 class ArrowDataset(TableStream):

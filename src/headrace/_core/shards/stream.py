@@ -150,7 +150,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         if self._ranks.given is not None:
             self._counts_to_equalize(self._ranks.given)
         with contextlib.suppress(TypeError, ValueError):  # raised where reading starts
-            len(self)
+            PartStream.__len__(self)
 
     def _samples_in(self, rank: ShardOptions, shard: ShardOptions, order: list[int], counts: Sequence[int]) -> int:
         """The number of samples of a rank, or of a worker or lane of it, by the number in each part."""

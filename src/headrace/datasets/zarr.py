@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from headrace._core.shards.discovery import split_url
-from headrace._core.shards.unpacked import UnpackedShards
+from headrace._core.shards.unpacked import UnpackedShards, is_panic
 from headrace._core.store.ranges import Ranges, map_all
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
@@ -145,7 +145,9 @@ class ZarrDataset(RangedDataset[Any]):
                 await self._check_inner(self._store, array, axis, block)
         except HeadraceError:
             raise
-        except Exception as error:  # zarr's and its codecs', of any kind
+        except BaseException as error:  # zarr's and its codecs', of any kind, and panics of icechunk
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             what = f"samples from {first:,} on: a chunk, or zarr.json or .zarray, is damaged: {error!r}"
             raise ShardError(what, shard=self._prefix + array.path) from error
         return np.moveaxis(np.asarray(values), axis, 0)

@@ -17,7 +17,7 @@ from zarr.storage import ObjectStore, StorePath
 
 from headrace._core.shards.compression import check_content
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.unpacked import UnpackedShards, check_unpacked
+from headrace._core.shards.unpacked import UnpackedShards, check_unpacked, is_panic
 from headrace._core.store.head import InitialRead
 from headrace._core.store.store import Store
 from headrace.errors import HeadraceError, ObjectNotFoundError, ShardError, TruncatedShardError
@@ -151,7 +151,9 @@ async def open_array(store: Any, prefix: str, folder: str, axis: int, cache_byte
     except (ArrayNotFoundError, NodeTypeValidationError):
         what = "zarr.json or .zarray is not there, or of a group; of a group, name arrays=[...] of it"
         raise ObjectNotFoundError(what, url=where) from None
-    except Exception as error:  # zarr's, of any kind
+    except BaseException as error:  # zarr's, of any kind, and panics of icechunk
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise ShardError(f"zarr.json, or .zarray, is not of a Zarr array: {error!r}", shard=where) from error
     if any(getattr(codec, "codec_id", None) == "pickle" for codec in codecs):
         raise ShardError("this array is pickled, and unpickling would run its code; write it again", shard=where)

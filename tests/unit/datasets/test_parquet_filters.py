@@ -132,6 +132,12 @@ def test_state_refuses_another_filter(folder):
     assert len(texts) == 1
 
 
+def test_one_condition_is_a_list_of_one(folder):
+    expected = list(hr.ParquetDataset(folder, filters=[("x", ">", 30)]))
+    for filters in (("x", ">", 30), ["x", ">", 30], [[("x", ">", 30)]], (("x", ">", 30),)):
+        assert list(hr.ParquetDataset(folder, filters=filters)) == expected != []
+
+
 def test_filters_that_do_not_fit_are_errors(folder, tmp_path):
     for filters, says in [
         ([("z", ">", 3)], r"No match for FieldRef.Name\(z\)"),
@@ -139,6 +145,7 @@ def test_filters_that_do_not_fit_are_errors(folder, tmp_path):
         (X + 1, "must evaluate to bool"),
         (pc.field(0) > 3, "must name columns"),
         ([("x", "like", 3)], "is not a valid operator"),
+        *((bad, "must be an expression of pyarrow.compute, or") for bad in ([], [[]], "x", [("x", ">")], {"x": 3})),
     ]:
         with pytest.raises(ValueError, match=says):
             hr.ParquetDataset(folder, filters=filters)

@@ -6,6 +6,7 @@ None is given twice, but for those of the window of a shuffle buffer.
 import asyncio
 import contextlib
 import contextvars
+import functools
 import json
 import warnings
 from collections import Counter
@@ -90,20 +91,32 @@ def test_every_sample_is_given_once(worlds, options):
         check_given(keys(stages), worlds[0], options.get("buffer_size", 0), lost=lost)
 
 
-@pytest.mark.parametrize("lanes", [None, 2])
 @pytest.mark.parametrize(
-    ("counts", "warns"), [((9, 10, 10, 10), 0), ((7, 10, 7, 10), 1), ((10, 10, 1, 10), 1)], ids=str
+    ("counts", "lanes", "warns"),
+    [
+        ((9, 10, 11, 10), None, 0),
+        ((9, 10, 10, 10), None, 1),
+        ((7, 10, 7, 10), None, 1),
+        ((10, 10, 1, 10), None, 1),
+        ((10, 10, 10, 10), 2, 0),
+        ((9, 10, 11, 10), 2, 1),
+        ((7, 10, 7, 10), 2, 1),
+        ((10, 10, 1, 10), 2, 1),
+    ],
+    ids=str,
 )
-def test_shards_of_unequal_sizes_warn_where_ranks_leave_out_much(counts, warns, lanes):
-    tars = hr.TarDataset([f"{number}.tar" for number in range(4)], store=STORE, counts=counts, rank=1, world_size=2)
+def test_shards_of_unequal_sizes_warn_once_where_ranks_leave_out_samples(counts, warns, lanes):
+    shards = [f"{number}.tar" for number in range(4)]
+    make = functools.partial(hr.TarDataset, shards, store=STORE, counts=counts, rank=1, world_size=2)
+    context = contextvars.copy_context()
+    if lanes is not None:
+        context.run(current_lane.set, ShardOptions(1, lanes))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        context = contextvars.copy_context()
-        if lanes is not None:
-            context.run(current_lane.set, ShardOptions(1, lanes))
+        tars = context.run(make)
         context.run(len, tars)
-    assert [str(each.message).partition(" of the")[0] for each in caught] == [
-        "remainder='drop' leaves out more than 10 %"
+    assert [(str(each.message)[:38], each.filename) for each in caught] == [
+        ("remainder='drop' leaves out samples in", __file__)
     ] * warns
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import headrace as hr
 from tests.datasets import Numbers
@@ -220,14 +221,16 @@ class _Plain:
         return iter(range(2))
 
 
-def test_plain_stream_in_several_workers_is_said_to_be_repeated():
-    with hr.DataLoader(_Plain(), batch_size=2, num_workers=2) as loader:
-        with pytest.warns(UserWarning, match="each of 2 workers reads all of _Plain, .* use num_workers=0") as caught:
+@pytest.mark.parametrize("stream", [_Plain(), IterableWrapper(range(2)).sharding_filter()], ids=["plain", "data pipe"])
+def test_undivided_stream_in_several_workers_is_said_to_be_repeated(stream):
+    said = f"each of 2 workers reads all of {type(stream).__name__}, .* use num_workers=0"
+    with hr.DataLoader(stream, batch_size=2, num_workers=2) as loader:
+        with pytest.warns(UserWarning, match=said) as caught:
             assert [batch.tolist() for batch in loader] == [[0, 1], [0, 1]]
         # Of forking, Python 3.12 and libraries that were imported warn too.
         assert [each.filename for each in caught if "reads all of" in str(each.message)] == [__file__]
         assert len(list(loader)) == 2, "the second epoch does not repeat the warning"
-    with hr.DataLoader(_Plain(), batch_size=2, num_workers=1) as loader:
+    with hr.DataLoader(stream, batch_size=2, num_workers=1) as loader:
         assert len(list(loader)) == 1
 
 

@@ -339,7 +339,7 @@ class LoaderControl:
         drawn = self._seeds.draw(loader, epoch, order, resumed)
         base_seed = drawn[1] if seed is None else None
         if continued is None:
-            seeds = {"base_seed": base_seed, "kept_seed": kept_seed, "pipe_seed": drawn[2]}
+            seeds = {"base_seed": base_seed, "kept_seed": kept_seed}
             begun = self._fresh(loader, order, epoch, **seeds, sampler=order.sampler_at_start)
             if resumed is not None:
                 begun = begun._replace(streams=resumed.streams, found=resumed.found)

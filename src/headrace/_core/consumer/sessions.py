@@ -36,7 +36,6 @@ from headrace._core.ranks.rankinfo import provided_rank, ranks_on_host
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import capabilities, walk_datasets
-from headrace._core.torchcompat.datapipes import divide_pipe
 from headrace._core.torchcompat.portable_collate import PortableCollate
 from headrace.collate import destined
 from headrace.errors import NotPicklableError
@@ -226,12 +225,10 @@ class LoaderSessions:
             worker_init_fn=loader.worker_init_fn,
             context=loader.multiprocessing_context,
             rank=rank,
-            pipe_seed=spec.pipe_seed,
             lanes=self._lanes.own,
         )
         if not self.spec.kind.is_async and loader.num_workers == 0:
             self.counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
-            divide_pipe(self.spec.source, rank)
             link = InlineLink(config, start)
             return Session(link, inline_state=link.state_dict)
         if (expected := self.next.take(spec, config, resumed=resumed)) is not None:

@@ -106,8 +106,8 @@ def _restore(python: Any, torchs: torch.Tensor, numpys: Any) -> None:
 
 
 def _after_fork() -> None:
-    """Replace the lock, which another thread of the parent may have held; only this thread is left."""
-    _Isolation.lock = threading.Lock()
+    """Free the lock, which another thread of the parent may have held; only this thread is left."""
+    _Isolation.lock._at_fork_reinit()  # type: ignore[attr-defined]
     _Isolation.threads = int(_isolation.inside)
 
 

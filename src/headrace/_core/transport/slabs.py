@@ -211,6 +211,15 @@ _forwards = False
 _reserve: Reserve | None = None  # one for the process, for its life
 
 
+def _after_fork() -> None:
+    """Leave the parent's reserve, whose lock another thread of the parent may hold."""
+    global _reserve
+    _reserve = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def enable_forwarding() -> None:
     """Keep the descriptors of received slabs from now on, in a process that forwards them to a third."""
     global _forwards

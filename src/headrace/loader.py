@@ -27,7 +27,7 @@ from headrace._core.streams.kinds import DatasetKind, kind_of
 from headrace._core.streams.mixing import drawn_of_mixes
 from headrace._core.streams.torch_views import torch_readable, unwrap, without_adapter
 from headrace._core.text import dataset_repr, function_name
-from headrace._core.torchcompat.portable_collate import PortableCollate, same
+from headrace._core.torchcompat.portable_collate import PortableCollate, same, without_transform
 from headrace.collate import default_collate
 from headrace.options import OPTIONS, Automatic, LoaderOptions, Samples, Unset, checked_options, shown_in_signature
 from headrace.telemetry.counters import LoaderStats
@@ -131,10 +131,9 @@ class DataLoader(TorchDataLoader[T_co]):
     ) -> None:
         collate: Any = collate_fn
         rebuilt = isinstance(collate, PortableCollate)  # with the arguments of another loader
-        if rebuilt:
-            if options.get("transform") is None:
-                options["transform"] = collate.transform
-            collate = collate.collate
+        if rebuilt and options.get("transform") is None:
+            options["transform"] = collate.portable_parts.transform
+        collate = without_transform(collate)
         if isinstance(prefetch_factor, Unset):  # another loader's
             prefetch_factor = None
         dataset = without_adapter(dataset)
@@ -243,13 +242,11 @@ class DataLoader(TorchDataLoader[T_co]):
     def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
         spec = self._control.spec
         transform = spec.options["transform"]
-        if isinstance(collate_fn, PortableCollate):
-            collate_fn = collate_fn.collate
         # Whether a plain torch loader would ignore some of it.
         ignored = any(spec.options[name] != OPTIONS[name].default for name in ("on_error", "device"))
         loses = transform is not None or spec.kind.is_async or ignored
         if not loses and spec.options["seed"] is None:
-            return collate_fn  # a torch loader does the same with it
+            return without_transform(collate_fn)  # a torch loader does the same with it
         return PortableCollate(collate_fn, transform, batched=self._auto_collation, warn=None if loses else same)
 
     def __repr__(self) -> str:

@@ -226,9 +226,8 @@ class PreparedLoader(DataLoader[T_co]):
             self._control.skip(self, batches, self._rank.world_size)
 
     def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
-        collate = collate_fn.collate if isinstance(collate_fn, PortableCollate) else collate_fn
         transform = self._control.spec.options["transform"]
-        return PortableCollate(collate, transform, batched=self._auto_collation, warn=_refuse)
+        return PortableCollate(collate_fn, transform, batched=self._auto_collation, warn=_refuse)
 
 
 def _part_of_batch(collate_fn: Callable[[list[Any]], object], numbers: range, samples: Sequence[Any]) -> Any:

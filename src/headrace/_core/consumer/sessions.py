@@ -36,7 +36,7 @@ from headrace._core.ranks.rankinfo import provided_rank, ranks_on_host
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import capabilities, walk_datasets
-from headrace._core.torchcompat.portable_collate import PortableCollate
+from headrace._core.torchcompat.portable_collate import without_transform
 from headrace.collate import destined
 from headrace.errors import NotPicklableError
 from headrace.options import Automatic, Unset, engine_options
@@ -253,8 +253,7 @@ class LoaderSessions:
 
     def _functions(self, loader: TorchLoader) -> tuple[Callable[[Any], Any], ...]:
         """The transforms and the collate function."""
-        transform, collate_fn = self.spec.options["transform"], loader.collate_fn
-        collate_fn = collate_fn.collate if isinstance(collate_fn, PortableCollate) else collate_fn
+        transform, collate_fn = self.spec.options["transform"], without_transform(loader.collate_fn)
         return *self.spec.maps, *(() if transform is None else (transform,)), collate_fn
 
     def _give_workers(self, loader: TorchLoader, session: Session) -> None:

@@ -242,11 +242,12 @@ class DataLoader(TorchDataLoader[T_co]):
     def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
         spec = self._control.spec
         transform = spec.options["transform"]
+        collate_fn = without_transform(collate_fn)
         # Whether a plain torch loader would ignore some of it.
         ignored = any(spec.options[name] != OPTIONS[name].default for name in ("on_error", "device"))
         loses = transform is not None or spec.kind.is_async or ignored
         if not loses and spec.options["seed"] is None:
-            return without_transform(collate_fn)  # a torch loader does the same with it
+            return collate_fn  # a torch loader does the same with it
         return PortableCollate(collate_fn, transform, batched=self._auto_collation, warn=None if loses else same)
 
     def __repr__(self) -> str:

@@ -66,7 +66,7 @@ class PortableCollate:
         batched: bool,
         warn: Callable[[], object] | None = None,
     ) -> None:
-        self.__dict__["portable_parts"] = _Parts(without_transform(collate), transform, batched, warn)
+        self.__dict__["portable_parts"] = _Parts(collate, transform, batched, warn)
 
     def __call__(self, samples: Any) -> Any:
         """Transform the samples, unless that has been done, and collate them."""

@@ -216,6 +216,42 @@ def test_loader_rebuilt_from_attributes_draws_the_orders_of_its_seed(by):
     assert orders(made_anew(by(seeded()))) == orders(seeded())
 
 
+class _ClosesItsLoader:
+    """A sampler in which another thread closes the loader, once, at the start or while the first plans are drawn."""
+
+    def __init__(self, where):
+        self.where = where
+
+    def __len__(self):
+        return 4
+
+    def close(self, where):
+        if where == self.where:
+            self.where = None
+            closing = threading.Thread(target=self.loader.close)
+            closing.start()
+            closing.join()
+
+    def __iter__(self):
+        self.close("iter")
+
+        def draw(index):
+            self.close("next")
+            return index
+
+        return map(draw, range(4))
+
+
+@pytest.mark.parametrize("where", ["iter", "next"])
+@pytest.mark.parametrize("options", [{}, {"placement": "process"}, {"num_workers": 1, "placement": "thread"}])
+def test_close_by_another_thread_during_iter_is_the_error_of_a_closed_loader(where, options):
+    sampler = _ClosesItsLoader(where)
+    with hr.DataLoader(Numbers(4), sampler=sampler, **options) as sampler.loader:
+        with pytest.raises(hr.errors.LoaderClosedError):
+            list(sampler.loader)
+        assert len(list(sampler.loader)) == 4
+
+
 class _Plain:
     def __iter__(self):
         return iter(range(2))

@@ -157,9 +157,7 @@ class EpochSeeds:
         except Exception as error:  # user code: the sampler
             raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
 
-    def _draw(
-        self, loader: TorchLoader, order: EpochOrder, resumed: LoaderState | None
-    ) -> tuple[Iterator[Any], int]:
+    def _draw(self, loader: TorchLoader, order: EpochOrder, resumed: LoaderState | None) -> tuple[Iterator[Any], int]:
         if resumed is not None and resumed.kept_seed is not None and loader.persistent_workers:
             self.kept = resumed.kept_seed
         if resumed is None or order.resumed is None:
@@ -196,9 +194,7 @@ class EpochSeeds:
         return self.kept
 
 
-def epoch_spec(
-    begun: LoaderState, order: EpochOrder, drawn: tuple[Iterator[Any], int], rank: RankInfo
-) -> EpochSpec:
+def epoch_spec(begun: LoaderState, order: EpochOrder, drawn: tuple[Iterator[Any], int], rank: RankInfo) -> EpochSpec:
     """The epoch with the state `begun`, of what `EpochSeeds` has drawn."""
     origin, ranks = 0, 1
     place, stride, block = rank.rank, rank.world_size, 1

@@ -9,9 +9,6 @@ from typing import Any
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, Rows
 from headrace._core.failure import Failure
 
-# Bytes of a sample before one has arrived: much for an image, little for a volume.
-# A budget of 1 GiB begins with 1,024 samples, a budget of 8 MiB with 8.
-FIRST_GUESS = 1 << 20
 MEASURED_SAMPLES = 8  # of a batch; their mean stands for all
 MEASURED_BATCHES = 7  # the first so many are measured, and then one in so many (odd: sizes may repeat), or in
 MEASURED_RARELY = 64  # where only reports need it: pyarrow gives Python's lock away, and may wait long for it
@@ -56,24 +53,23 @@ class MemoryBudget:
     also says it when it waits, if it has taken one since the last plan, and with each batch that left plans waiting
     here. The next batch that it can take is always admitted, whatever its size.
 
-    Until the first batch is assembled, no more is admitted than is fetched at once: what a transform makes of a sample
-    is not known before.
+    Until a batch has been assembled, one batch is admitted at a time: what a sample takes, and what a transform makes
+    of it, is not known before.
     """
 
     def __init__(self, nbytes: int, sizes: SampleSizes) -> None:
         self._nbytes = nbytes
         self._sizes = sizes  # those of earlier epochs are the first guess
-        self._assembled = sizes.assembled is not None  # a batch, of this epoch or before
         self._consumed = -1  # the number of the last batch that has been taken
         self._samples: dict[int, int] = {}  # of each batch that is being fetched, or fetched and not taken
         self._fetched: set[int] = set()  # of these
         self._short = False  # whether plans wait for memory, and not for the first batch
 
-    def take(self, plan: BatchPlan, at_once: int | None) -> bool:
-        """Count the memory of a plan, if it may be admitted; `at_once` samples are fetched at once."""
-        held, samples = sum(self._samples.values()), len(plan.indices)
-        self._short = (held + samples) * (self._sizes.larger or FIRST_GUESS) > self._nbytes
-        waits = self._short or (not self._assembled and at_once is not None and held > at_once)
+    def take(self, plan: BatchPlan) -> bool:
+        """Count the memory of a plan, if it may be admitted."""
+        held, samples, known = sum(self._samples.values()), len(plan.indices), self._sizes.assembled is not None
+        self._short = known and (held + samples) * self._sizes.larger > self._nbytes
+        waits = self._short or not known
         if held and waits and plan.number > min(self._samples):  # an engine that has ended may have had it first
             return False
         self._samples[plan.number] = samples
@@ -82,10 +78,6 @@ class MemoryBudget:
     def on_fetched(self, number: int) -> None:
         self._fetched.add(number)
         self.on_consumed(self._consumed)
-
-    def on_assembled(self) -> None:
-        """Note that a batch has its size, or none: the next must not wait for one without samples."""
-        self._assembled = True
 
     def on_consumed(self, number: int) -> None:
         self._consumed = max(self._consumed, number)

@@ -73,15 +73,10 @@ class LookAheadSize:
         self._most = most
         self.batches = least
 
-    def resized(self, least: int, most: int) -> LookAheadSize:
-        """The look-ahead of a later epoch, which begins with as many beyond its `least` as this one has."""
-        later = LookAheadSize(least, most)
-        later.batches = min(most, least + self.batches - self._least)
-        return later
-
-    def raise_to(self, least: int, most: int) -> None:
+    def resize(self, least: int, most: int) -> None:
+        """Keep the number of batches beyond the least one, for a later epoch or another number of workers."""
+        self.batches = min(most, least + self.batches - self._least)
         self._least, self._most = least, most
-        self.batches = max(self.batches, least)
 
     @property
     def extended(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, Rows
 from headrace._core.failure import Failure
 
+FIRST_SAMPLES = 4  # before the size of one is known: one that is slow, or waits for another, does not hold up all
 MEASURED_SAMPLES = 8  # of a batch; their mean stands for all
 MEASURED_BATCHES = 7  # the first so many are measured, and then one in so many (odd: sizes may repeat), or in
 MEASURED_RARELY = 64  # where only reports need it: pyarrow gives Python's lock away, and may wait long for it
@@ -53,8 +54,8 @@ class MemoryBudget:
     also says it when it waits, if it has taken one since the last plan, and with each batch that left plans waiting
     here. The next batch that it can take is always admitted, whatever its size.
 
-    Until a batch has been assembled, one batch is admitted at a time: what a sample takes, and what a transform makes
-    of it, is not known before.
+    Until a batch has been assembled, one batch is admitted, or a few small ones: what a sample takes, and what a
+    transform makes of it, is not known before.
     """
 
     def __init__(self, nbytes: int, sizes: SampleSizes) -> None:
@@ -69,7 +70,7 @@ class MemoryBudget:
         """Count the memory of a plan, if it may be admitted."""
         held, samples, known = sum(self._samples.values()), len(plan.indices), self._sizes.assembled is not None
         self._short = known and (held + samples) * self._sizes.larger > self._nbytes
-        waits = self._short or not known
+        waits = self._short or (not known and held + samples > FIRST_SAMPLES)
         if held and waits and plan.number > min(self._samples):  # an engine that has ended may have had it first
             return False
         self._samples[plan.number] = samples

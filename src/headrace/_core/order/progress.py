@@ -90,11 +90,6 @@ class EpochProgress(Iterator[BatchPlan]):
         self._sampler_at_end: object = None  # its state then, which may be another one than after the last plan
 
     @property
-    def next_number(self) -> int:
-        """The number of the plan that is drawn next."""
-        return self._number
-
-    @property
     def last_point(self) -> object:
         """The position after the last batch that was given out: another object after each."""
         return self._points[-1]

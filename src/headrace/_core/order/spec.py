@@ -12,7 +12,7 @@ from headrace._core.error_policy import ErrorPolicy
 from headrace._core.look_ahead import MOST_OF_A_WORKER, MOST_SMALL, look_ahead, most_ahead, most_fetches
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import DatasetKind, capabilities
-from headrace.options import LoaderOptions, Unset, number_of_engines
+from headrace.options import LoaderOptions, number_of_engines
 
 TorchLoader: TypeAlias = TorchDataLoader[object]
 
@@ -20,6 +20,11 @@ TorchLoader: TypeAlias = TorchDataLoader[object]
 def is_of_libraries(part: object) -> bool:
     """Whether a dataset or a sampler has a class of torch's or of headrace's, and none of the user's."""
     return type(part).__module__.startswith(("headrace.", "torch.utils."))
+
+
+def is_automatic(loader: TorchLoader) -> bool:
+    """Whether the number of workers is searched."""
+    return bool(vars(loader)["num_workers"] == "auto")
 
 
 class LoaderSpec(NamedTuple):
@@ -48,7 +53,7 @@ class LoaderSpec(NamedTuple):
         # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
         concurrency = 1 if self.kind.is_iterable else fetches * (3 if options["hedge"] else 1)
         batch_size: int | None = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        given = None if isinstance(loader.prefetch_factor, Unset) else loader.prefetch_factor
+        given = vars(loader)["prefetch_factor"]  # without the default that torch fills in
         concurrency = concurrency if self.kind.is_async else 0
         workers = max(self.engines, loader.num_workers)
         least = look_ahead(workers, prefetch_factor=given, concurrency=concurrency, batch_size=batch_size)

@@ -1,27 +1,30 @@
 """Memory in flight is bounded before a size is known."""
 
-from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, FetchLoad, RawBatch
 from headrace._core.engine.memory import MemoryBudget, SampleSizes, size_of_a_sample
 
 SIZE = 1000
 PLANS = [BatchPlan(number, (2 * number, 2 * number + 1), 0) for number in range(100)]
 
 
-def admitted(budget, plans):
+def admitted(budget, plans, at_once=64):
     """The number of plans that the budget admits."""
-    return next((count for count, plan in enumerate(plans) if not budget.take(plan)), len(plans))
+    return next((count for count, plan in enumerate(plans) if not budget.take(plan, at_once)), len(plans))
 
 
-def test_before_a_batch_is_assembled_one_or_a_few_small_ones_are_admitted():
+def test_before_sizes_are_known_few_samples_are_admitted_and_then_no_more_than_are_fetched_at_once():
     sizes = SampleSizes()
-    budget = MemoryBudget(20 * SIZE, sizes)
+    budget = MemoryBudget(10**9, sizes)
     assert admitted(budget, PLANS) == 2, "four samples"
-    sizes.on_fetched(RawBatch(PLANS[0], [bytes(SIZE)] * 2))
-    budget.on_fetched(0)
-    assert admitted(budget, PLANS[2:]) == 0, "what a transform makes of it is not known"
     assert budget.load(FetchLoad(), 1).held_plans == 0, "it does not wait for memory"
-    sizes.on_assembled(HostBatch(PLANS[0], bytes(2 * SIZE), 2))
-    assert admitted(budget, PLANS[2:]) == 7
+    sizes.on_fetched(RawBatch(PLANS[0], [bytes(SIZE)] * 2))
+    assert admitted(budget, PLANS[2:]) == 31, "64 at once, and one batch more"
+    for number in range(33):
+        budget.on_fetched(number)
+    assert not budget.take(PLANS[33], 64)
+    assert budget.load(FetchLoad(), 1).held_plans == 0, "it does not wait for memory"
+    budget.on_assembled()
+    assert admitted(budget, PLANS[33:]) == 67
 
 
 def test_sizes_that_repeat_by_powers_of_two_are_measured_evenly():

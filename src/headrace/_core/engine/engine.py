@@ -298,7 +298,7 @@ class Session:
                 self._changed.clear()
                 while self._plans:
                     plan = self._plans[0]
-                    if self._memory is not None and not self._memory.take(plan):
+                    if self._memory is not None and not self._memory.take(plan, stage.fetched_at_once(plan)):
                         break
                     stage.admit(self._plans.popleft())
                 await self._changed.wait()
@@ -343,6 +343,7 @@ class Session:
         assert self._stage is not None
         self._sizes.on_assembled(host)
         if self._memory is not None:
+            self._memory.on_assembled()
             self._changed.set()
         host = self._stage.on_assembled(raw, host).located(raw.origin or self._sample_key)
         state = host.stream_state if raw.stream_state is None else raw.stream_state

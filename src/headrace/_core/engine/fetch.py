@@ -75,6 +75,10 @@ class FetchStage(ABC):
         """The indices of a plan whose samples have not arrived, if known; otherwise all of them."""
         return plan.indices
 
+    def fetched_at_once(self, plan: BatchPlan) -> int | None:
+        """The number of samples that are fetched at once, in batches like this one, if it is known."""
+        return None
+
     def load(self) -> FetchLoad:
         return FetchLoad()
 
@@ -265,6 +269,9 @@ class SampleFetch(FetcherPool):
         number, index = wanted
         return self._hedged.first(number, 0, functools.partial(self._dataset.aget, index))
 
+    def fetched_at_once(self, plan: BatchPlan) -> int:
+        return self._size
+
 
 class BatchFetch(FetcherPool):
     """Fetches with `agets`, a batch in a call.
@@ -301,6 +308,9 @@ class BatchFetch(FetcherPool):
 
     def on_error(self, error: BaseException, batch: PartialBatch, _slot: int) -> Failure:
         return Failure.caught(error, stage=Stage.FETCH, batch=batch.plan.number)
+
+    def fetched_at_once(self, plan: BatchPlan) -> int:
+        return self._size * len(plan.indices)
 
     def load(self) -> FetchLoad:
         """The calls that run and wait; in samples, if `concurrency` is a number of samples."""

@@ -54,23 +54,26 @@ class MemoryBudget:
     also says it when it waits, if it has taken one since the last plan, and with each batch that left plans waiting
     here. The next batch that it can take is always admitted, whatever its size.
 
-    Until a batch has been assembled, one batch is admitted, or a few small ones: what a sample takes, and what a
-    transform makes of it, is not known before.
+    Until the first batch is fetched, it alone is admitted, or a few samples in smaller batches: the size of a sample is
+    not known. Until the first batch is assembled, no more is admitted than is fetched at once: what a transform makes
+    of a sample is not known.
     """
 
     def __init__(self, nbytes: int, sizes: SampleSizes) -> None:
         self._nbytes = nbytes
         self._sizes = sizes  # those of earlier epochs are the first guess
+        self._assembled = sizes.assembled is not None  # a batch, of this epoch or before
         self._consumed = -1  # the number of the last batch that has been taken
         self._samples: dict[int, int] = {}  # of each batch that is being fetched, or fetched and not taken
         self._fetched: set[int] = set()  # of these
         self._short = False  # whether plans wait for memory, and not for the first batch
 
-    def take(self, plan: BatchPlan) -> bool:
-        """Count the memory of a plan, if it may be admitted."""
-        held, samples, known = sum(self._samples.values()), len(plan.indices), self._sizes.assembled is not None
-        self._short = known and (held + samples) * self._sizes.larger > self._nbytes
-        waits = self._short or (not known and held + samples > FIRST_SAMPLES)
+    def take(self, plan: BatchPlan, at_once: int | None) -> bool:
+        """Count the memory of a plan, if it may be admitted; `at_once` samples are fetched at once."""
+        held, samples = sum(self._samples.values()), len(plan.indices)
+        self._short = (held + samples) * self._sizes.larger > self._nbytes
+        unknown = self._sizes.fetched is None and held + samples > FIRST_SAMPLES
+        waits = self._short or unknown or (not self._assembled and at_once is not None and held > at_once)
         if held and waits and plan.number > min(self._samples):  # an engine that has ended may have had it first
             return False
         self._samples[plan.number] = samples
@@ -79,6 +82,10 @@ class MemoryBudget:
     def on_fetched(self, number: int) -> None:
         self._fetched.add(number)
         self.on_consumed(self._consumed)
+
+    def on_assembled(self) -> None:
+        """Note that a batch has its size, or none: the next must not wait for one without samples."""
+        self._assembled = True
 
     def on_consumed(self, number: int) -> None:
         self._consumed = max(self._consumed, number)

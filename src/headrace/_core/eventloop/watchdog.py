@@ -3,11 +3,11 @@
 While a session runs, a callback on the loop (the beat) notes the time every 25 ms. A thread wakes when
 a beat is late by 25 ms, and samples the stack of the loop's thread every 10 ms until the beat comes. A late beat alone
 is no evidence: the process may have been stopped, other processes may use the cores, or another thread may hold
-the GIL. The time between two samples in one function of user code counts only in two cases:
+the GIL. Of the time between two samples in one function of user code, only two things count:
 
-- the loop's thread computed for most of the time, in one step of the loop (the same frame, and no beat between);
-- the loop's thread slept at both samples, and the watchdog woke on time. A watchdog that has to wait for the GIL or
-  for a core wakes late.
+- CPU time of the loop's thread, in one step of the loop (the same frame, and no beat between);
+- all of the time, if the loop's thread slept at both samples, and the watchdog woke on time. A watchdog that has to wait
+  for the GIL wakes late.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ TICK = 0.01  # seconds between samples
 STILL_BLOCKED = 1.0  # seconds after which a block is reported before it has ended
 REPORTED = 0.1  # seconds: shorter blocks are not reported
 PROVEN = 0.075  # seconds of them that samples must show; the first part passes before the first sample
-PROMPT = 0.0025  # seconds by which the watchdog is late at most where no thread holds the GIL
-COMPUTING = 0.5  # of the time between two samples, above which the loop's thread computed
+PROMPT = 0.004  # seconds by which the watchdog is late at most where no thread holds the GIL, for 5 ms at least
 WARNING = (
     "%s: %s blocked the loader's event loop for %.2f s%s, in which nothing else was fetched. Instead, use an async "
     "client, await anyio.sleep(seconds), or await anyio.to_thread.run_sync(function); do CPU work in transform= (or "
@@ -181,14 +180,11 @@ class LoopWatch:
         spot = sample.spot
         if spot is None or before.spot is None or spot.code is not before.spot.code:
             return
-        elapsed = sample.time - before.time
-        computed = spot.step is before.spot.step and sample.ran - before.ran > COMPUTING * elapsed
-        slept = before.sleeps and sample.sleeps and late < PROMPT
-        if not (computed or slept):
-            return
+        computed = sample.ran - before.ran if spot.step is before.spot.step else 0.0
+        asleep = before.sleeps and sample.sleeps and late < PROMPT
         block = self._blocks.setdefault(spot.code, Block(spot))
         block.spot = spot
-        block.seconds += elapsed
+        block.seconds += sample.time - before.time - late if asleep else computed
         if block.seconds >= PROVEN and since >= REPORTED:
             self._count(block, " so far" if block.seconds >= STILL_BLOCKED else None)
 

@@ -172,7 +172,9 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
 
 
 def _workers_are_busy(figures: Figures, setup: Setup) -> bool:
-    """Whether the workers, or the thread without them, have work all the time."""
+    """Whether the workers, or the thread without them, have work all the time after the first batch."""
+    if figures.start_up > figures.seconds:
+        return False
     steps = figures.steps_busy if setup.stream and setup.is_async else 0.0
     return figures.workers_busy + steps > BUSY_WORKERS * max(1, setup.num_workers)
 

@@ -6,7 +6,7 @@ is no evidence: the process may have been stopped, other processes may use the c
 the GIL. Of the time between two samples in one function of user code, only two things count:
 
 - CPU time of the loop's thread, in one step of the loop (the same frame, and no beat between);
-- all of the time, if the loop's thread slept at both samples, and the watchdog woke on time. A watchdog that has to wait
+- all of the time, if the thread slept at both samples, and the watchdog woke on time. A watchdog that has to wait
   for the GIL wakes late.
 """
 

@@ -48,7 +48,7 @@ class ThreadExecutor:
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.workers = threads
         self._threads = [
-            # In the caller's context, which has the settings of `numpy.seterr`.
+            # In the caller's context: `numpy.errstate`, for example, is a context variable.
             threading.Thread(
                 target=contextvars.copy_context().run,
                 args=(self._work,),

@@ -149,6 +149,9 @@ class _Adapter:
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self._adapted, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        delattr(self._adapted, name)
+
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._adapted,)
 

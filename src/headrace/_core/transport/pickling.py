@@ -31,7 +31,7 @@ import torch
 from headrace._core.descriptors import Descriptor, received, received_descriptor
 from headrace._core.text import error_message, set_cause
 from headrace._core.transport.exceptions import reduce_exception, with_text, without_unpicklable_parts
-from headrace._core.transport.slabs import SMALL, aligned
+from headrace._core.transport.slabs import SMALL, SMALL_PART, aligned
 from headrace.collate import NUMPY_DTYPES, tensor_of
 from headrace.errors import RemoteError
 
@@ -413,6 +413,7 @@ class SmallTensors:
         return memoryview(buffer)
 
 
+_KEPT = 64 * 1024  # bytes of a buffer of small tensors that each of them may keep; copying 100 takes 0.1 ms
 _SIZE = 4  # bytes that hold the size of the table of groups
 
 
@@ -443,6 +444,9 @@ def _unstacked(buffer: memoryview) -> dict[int, Iterator[torch.Tensor]]:
     groups: dict[int, Iterator[torch.Tensor]] = {}
     for number, (dtype, shape, offset) in pickle.loads(buffer[-_SIZE - size : -_SIZE]).items():
         rows: Any = np.ndarray(shape, dtype, buffer, offset)
+        if rows[:1].nbytes < SMALL_PART * len(buffer) and len(buffer) > _KEPT:
+            groups[number] = map(torch.clone, torch.from_numpy(rows))
+            continue
         tensor_of: Callable[[Any], torch.Tensor] = torch.from_numpy
         groups[number] = map(tensor_of, rows if rows.ndim > 1 else [rows[row, ...] for row in range(len(rows))])
     return groups
@@ -480,7 +484,10 @@ class PickledPayload:
         return len(self.pickled) + sum(buffer.nbytes for buffer in self.buffers)
 
     def loads(self) -> object:
-        return pickle.loads(self.pickled, buffers=self.buffers)  # any objects, to pickle
+        """The object: small buffers copied, others views of the region that holds all of them."""
+        small = SMALL_PART * sum(buffer.nbytes for buffer in self.buffers)
+        buffers = [copy_of(buffer) if buffer.nbytes < small else buffer for buffer in self.buffers]
+        return pickle.loads(self.pickled, buffers=buffers)  # any objects, to pickle
 
     def __reduce__(self) -> tuple[object, ...]:
         return _restore_payload, (self.pickled, *map(out_of_band, self.buffers))

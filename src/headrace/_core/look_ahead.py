@@ -66,22 +66,28 @@ class LookAheadSize:
 
     A batch is complete when its slowest sample has arrived. Meanwhile most samples of the batches after it arrive too,
     so that fewer fetches are in flight than may be.
+
+    Attributes:
+        batches: the number now.
+        fixed: whether the number depends on the arguments alone, and not on speed.
     """
 
-    def __init__(self, least: int, most: int) -> None:
+    def __init__(self, least: int, most: int, *, fixed: bool = False) -> None:
         self._least = least
         self._most = most
         self.batches = least
+        self.fixed = fixed
 
     def resized(self, least: int, most: int) -> LookAheadSize:
         """The look-ahead of a later epoch, which begins with as many beyond its `least` as this one has."""
-        later = LookAheadSize(least, most)
+        later = LookAheadSize(least, most, fixed=self.fixed)
         later.batches = min(most, least + self.batches - self._least)
         return later
 
     def raise_to(self, least: int, most: int) -> None:
-        self._least, self._most = least, most
-        self.batches = max(self.batches, least)
+        if not self.fixed:
+            self._least, self._most = least, most
+            self.batches = max(self.batches, least)
 
     @property
     def extended(self) -> bool:

@@ -1,4 +1,4 @@
-"""The look-ahead: how many plans are out, drawn from the sampler on the consumer's thread and sent ahead in groups."""
+"""The look-ahead: plans are drawn from the sampler on the consumer's thread, and sent ahead in groups."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ class Prefetcher:
     """Draws plans and sends them ahead, so that as many batches are under way or ready as the look-ahead says.
 
     While a third of the look-ahead (and at least two batches) is ready, plans are held back, and then sent as a group.
+    With `steady`, the sampler is still asked for one plan at each batch: the sampler may draw random numbers from a
+    generator that the training loop uses too, and these may not depend on the speed of either.
+
     After a stall of the consumer each plan is sent at once for a while: twice as long at each stall.
 
     The look-ahead is extended whenever the consumer waited for samples to be fetched, and fetches had nothing to begin:
@@ -42,14 +45,15 @@ class Prefetcher:
         *,
         # Whether plans always go in groups of half the look-ahead, also after a stall: their requests are joined.
         together: bool = False,
+        steady: bool = False,  # whether a plan is drawn at each batch, whenever plans are sent
         in_workers: bool = False,  # whether workers read a torch dataset: where it is extended, plans go in groups too
-        more: Callable[[], BatchPlan | None] = lambda: None,  # a plan after the sampler's last
     ) -> None:
         self._plans = plans
-        self._more = more
         self._admit = admit
         self._ahead = ahead
-        self._together = together
+        self._together, self._steady = together, steady
+        self._held: list[BatchPlan] = []  # plans that were drawn and not sent
+        self._due = True  # whether plans are sent now
         self._in_workers, self._small = in_workers, SMALL_IN_WORKERS if in_workers else SMALL
         self._prompt = self._prompt_again = PROMPT
         self._stalled: float | None = None  # when the consumer began to wait for the next batch
@@ -60,17 +64,22 @@ class Prefetcher:
         self.failure: Failure | None = None
 
     def fill(self) -> None:
-        """Send plans until the look-ahead is full."""
+        """Draw plans until the look-ahead is full, and send those that are due."""
         size = 1 if self._ahead is None else self._ahead.batches
-        drawn: list[BatchPlan] = []
         try:
-            while len(self.under_way) < size and (plan := self._draw()) is not None:
-                drawn.append(plan)
+            while self.outstanding < size and (plan := self._draw()) is not None:
+                self._held.append(plan)
                 self.planned += 1
-                self.under_way[plan.number] = plan
         finally:  # plans drawn before a Ctrl-C in the sampler are not lost
-            if drawn:
+            if self._held and (self._due or not self.under_way):
+                drawn, self._held = self._held, []
+                self.under_way.update((plan.number, plan) for plan in drawn)
                 self._admit(drawn)
+
+    @property
+    def outstanding(self) -> int:
+        """The number of plans whose batches have not arrived."""
+        return len(self.under_way) + len(self._held)
 
     def _draw(self) -> BatchPlan | None:
         if not self.exhausted:
@@ -81,7 +90,7 @@ class Prefetcher:
             except Exception as error:  # user code: the sampler
                 self.exhausted = True
                 self.failure = Failure.caught(error, stage=Stage.SAMPLING, batch=self.planned)
-        return self._more()
+        return None
 
     @property
     def oldest(self) -> BatchPlan:
@@ -93,6 +102,10 @@ class Prefetcher:
 
         After the `end` of a stream nothing more is planned. `ready` other batches have arrived.
         """
+        self._due = self._counted(number, end, times, ready, nbytes)
+        return self._due or self._steady
+
+    def _counted(self, number: int, end: bool, times: StageTimes, ready: int, nbytes: int) -> bool:
         plan = self.under_way.pop(number)
         if end:
             self.exhausted = True

@@ -30,7 +30,7 @@ from headrace._core.messages import Begin, TraceRequest
 from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import EpochSpec
-from headrace._core.order.spec import LoaderSpec, TorchLoader
+from headrace._core.order.spec import LoaderSpec, TorchLoader, draws_alone
 from headrace._core.pool.launch import start_early
 from headrace._core.ranks.rankinfo import provided_rank, ranks_on_host
 from headrace._core.ray_placement import RayPlacement
@@ -126,8 +126,12 @@ class LoaderSessions:
 
     def begin_ahead(self, loader: TorchLoader) -> LookAheadSize:
         """The look-ahead of the epoch that begins: what one epoch has found is where the next one begins."""
-        limits = self.look_ahead(loader)
-        self.ahead = LookAheadSize(*limits) if self.ahead is None else self.ahead.resized(*limits)
+        limits, fixed = self.look_ahead(loader), not draws_alone(loader)
+        searches = self.search is not None or self._engine_search is not None
+        if self.ahead is None or self.ahead.fixed != fixed:
+            self.ahead = LookAheadSize(*limits, fixed=fixed)
+        elif not (fixed and searches):
+            self.ahead = self.ahead.resized(*limits)
         return self.ahead
 
     def tuner(

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.utils.data import BatchSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from headrace._core.error_policy import ErrorPolicy
 from headrace._core.look_ahead import MOST_OF_A_WORKER, MOST_SMALL, look_ahead, most_ahead, most_fetches
+from headrace._core.order.samplers import CursorSampler
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import DatasetKind, capabilities
 from headrace.options import LoaderOptions, Unset, number_of_engines
@@ -20,6 +22,17 @@ TorchLoader: TypeAlias = TorchDataLoader[object]
 def is_of_libraries(part: object) -> bool:
     """Whether a dataset or a sampler has a class of torch's or of headrace's, and none of the user's."""
     return type(part).__module__.startswith(("headrace.", "torch.utils."))
+
+
+def draws_alone(loader: TorchLoader) -> bool:
+    """Whether the sampler draws no random numbers from generators that the program may use too, but at first."""
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__:
+        sampler = batches.sampler
+    elif batches is not None:
+        sampler = batches
+    has_own = isinstance(sampler, CursorSampler) or getattr(sampler, "generator", None) is None
+    return has_own and is_of_libraries(sampler)
 
 
 class LoaderSpec(NamedTuple):
@@ -62,9 +75,9 @@ class LoaderSpec(NamedTuple):
             least += options["device_prefetch"]
         if given is None and self.kind is DatasetKind.ASYNC_ITERABLE:
             return least, max(least, MOST_SMALL)
-        # A sampler of the user's is drawn as far ahead as by torch: it may draw random numbers that others draw too.
-        drawn = loader._index_sampler, getattr(loader._index_sampler, "sampler", loader._index_sampler)
-        if given is None and self.kind is DatasetKind.MAP and loader.in_order and all(map(is_of_libraries, drawn)):
+        if not draws_alone(loader):
+            return least, least
+        if given is None and self.kind is DatasetKind.MAP and loader.in_order:
             return least, max(least, min(MOST_SMALL, MOST_OF_A_WORKER * loader.num_workers))
         if given is not None or self.kind is not DatasetKind.ASYNC_MAP or samples:
             return least, least

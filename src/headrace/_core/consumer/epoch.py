@@ -13,7 +13,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
-from headrace._core.batches import FetchLoad, HostBatch
+from headrace._core.batches import BatchPlan, FetchLoad, HostBatch
 from headrace._core.consumer.agreement import END, SKIP, StepGroup
 from headrace._core.consumer.deliver import FailureHandler, Finish, opened
 from headrace._core.consumer.prefetch import Prefetcher
@@ -117,7 +117,9 @@ class Epoch:
         # Also ends the session of an iterator that is dropped in mid-epoch.
         iteration = object()
         counters.open.add(iteration)
-        self._finalizer = weakref.finalize(self, _end_iteration, session, counters.open, iteration)
+        # As by torch, workers that persist read all that was drawn, also what was not sent yet.
+        unsent = self._ahead.held if arguments.reads_in_persistent_workers(loader) else []
+        self._finalizer = weakref.finalize(self, _end_iteration, session, unsent, counters.open, iteration)
         self._finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
         self._traced = False
         if counters.traced:
@@ -420,10 +422,17 @@ def _is_lost(step: Any) -> bool:
 
 
 def _end_iteration(
-    session: Session | ChangingSession | DeviceStage, open_iterations: set[object], iteration: object
+    session: Session | ChangingSession | DeviceStage,
+    unsent: list[BatchPlan],
+    open_iterations: set[object],
+    iteration: object,
 ) -> None:
     open_iterations.discard(iteration)
-    session.close()
+    try:
+        if unsent:
+            session.send(unsent)
+    finally:
+        session.close()
 
 
 class BatchIterator(Epoch, Iterator[T_co]):

@@ -32,6 +32,7 @@ class Prefetcher:
 
     Attributes:
         planned: plans drawn so far.
+        held: plans that were drawn and not sent.
         under_way: plans that were sent and whose batches have not arrived, by their numbers, oldest first.
         exhausted: whether nothing more is to be planned.
         failure: the sampler's error; raised after the batches before it.
@@ -52,7 +53,7 @@ class Prefetcher:
         self._admit = admit
         self._ahead = ahead
         self._together, self._steady = together, steady
-        self._held: list[BatchPlan] = []  # plans that were drawn and not sent
+        self.held: list[BatchPlan] = []
         self._due = True  # whether plans are sent now
         self._in_workers, self._small = in_workers, SMALL_IN_WORKERS if in_workers else SMALL
         self._prompt = self._prompt_again = PROMPT
@@ -68,18 +69,19 @@ class Prefetcher:
         size = 1 if self._ahead is None else self._ahead.batches
         try:
             while self.outstanding < size and (plan := self._draw()) is not None:
-                self._held.append(plan)
+                self.held.append(plan)
                 self.planned += 1
         finally:  # plans drawn before a Ctrl-C in the sampler are not lost
-            if self._held and (self._due or not self.under_way):
-                drawn, self._held = self._held, []
+            if self.held and (self._due or not self.under_way):
+                drawn = self.held.copy()
+                self.held.clear()
                 self.under_way.update((plan.number, plan) for plan in drawn)
                 self._admit(drawn)
 
     @property
     def outstanding(self) -> int:
         """The number of plans whose batches have not arrived."""
-        return len(self.under_way) + len(self._held)
+        return len(self.under_way) + len(self.held)
 
     def _draw(self) -> BatchPlan | None:
         if not self.exhausted:

@@ -126,7 +126,7 @@ class LoaderSessions:
 
     def begin_ahead(self, loader: TorchLoader) -> LookAheadSize:
         """The look-ahead of the epoch that begins: what one epoch has found is where the next one begins."""
-        limits, fixed = self.look_ahead(loader), not draws_alone(loader)
+        limits, fixed = self.look_ahead(loader), not draws_alone(loader) or self.spec.reads_in_persistent_workers(loader)
         searches = self.search is not None or self._engine_search is not None
         if self.ahead is None or self.ahead.fixed != fixed:
             self.ahead = LookAheadSize(*limits, fixed=fixed)

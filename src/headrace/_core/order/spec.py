@@ -55,6 +55,10 @@ class LoaderSpec(NamedTuple):
         placement = self.options["placement"]
         return "process" if self.engines > 1 and not isinstance(placement, RayPlacement) else placement
 
+    def reads_in_persistent_workers(self, loader: TorchLoader) -> bool:
+        """Whether workers keep a torch dataset: what they have read ahead when an epoch is left changes the next."""
+        return loader.persistent_workers and not self.kind.is_async
+
     def look_ahead(self, loader: TorchLoader, lanes: int) -> tuple[int, int]:
         """How many batches are planned before the one that is delivered: at least, and at most."""
         options, fetches = self.options, most_fetches(self.options)
@@ -75,7 +79,7 @@ class LoaderSpec(NamedTuple):
             least += options["device_prefetch"]
         if given is None and self.kind is DatasetKind.ASYNC_ITERABLE:
             return least, max(least, MOST_SMALL)
-        if not draws_alone(loader):
+        if not draws_alone(loader) or self.reads_in_persistent_workers(loader):
             return least, least
         if given is None and self.kind is DatasetKind.MAP and loader.in_order:
             return least, max(least, min(MOST_SMALL, MOST_OF_A_WORKER * loader.num_workers))

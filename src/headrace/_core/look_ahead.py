@@ -69,11 +69,12 @@ class LookAheadSize:
 
     Attributes:
         batches: the number now.
-        fixed: whether the number depends on the arguments alone, and not on speed.
+        least: the least number.
+        fixed: whether `least` stays as the arguments say, also where numbers of workers or engines are searched.
     """
 
     def __init__(self, least: int, most: int, *, fixed: bool = False) -> None:
-        self._least = least
+        self.least = least
         self._most = most
         self.batches = least
         self.fixed = fixed
@@ -81,21 +82,21 @@ class LookAheadSize:
     def resized(self, least: int, most: int) -> LookAheadSize:
         """The look-ahead of a later epoch, which begins with as many beyond its `least` as this one has."""
         later = LookAheadSize(least, most, fixed=self.fixed)
-        later.batches = min(most, least + self.batches - self._least)
+        later.batches = min(most, least + self.batches - self.least)
         return later
 
     def raise_to(self, least: int, most: int) -> None:
         if not self.fixed:
-            self._least, self._most = least, most
+            self.least, self._most = least, most
             self.batches = max(self.batches, least)
 
     @property
     def extended(self) -> bool:
-        return self.batches > self._least
+        return self.batches > self.least
 
     def extend(self, batches: int) -> None:
         self.batches = min(self._most, self.batches + batches)
 
     def reduce(self) -> None:
         """Plan half as many beyond the first number."""
-        self.batches -= (self.batches - self._least + 1) // 2
+        self.batches -= (self.batches - self.least + 1) // 2

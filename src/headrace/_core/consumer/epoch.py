@@ -25,7 +25,7 @@ from headrace._core.look_ahead import LookAheadSize
 from headrace._core.messages import Consumed, StatusRequest, TraceRequest, check_not_forked
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import EpochSpec
-from headrace._core.order.spec import LoaderSpec, TorchLoader
+from headrace._core.order.spec import LoaderSpec, TorchLoader, drawn_freely
 from headrace._core.order.state import LoaderState
 from headrace._core.ranks.rankinfo import provided_rank
 from headrace._core.streams.kinds import DatasetKind, capabilities
@@ -87,7 +87,8 @@ class Epoch:
             session.send,
             look_ahead,
             together=arguments.kind.is_iterable or capabilities(arguments.source).ranges,
-            steady=look_ahead is not None and look_ahead.fixed,
+            free=drawn_freely(loader) - spec.begun.batches,
+            by_size=arguments.reads_in_persistent_workers(loader),
             in_workers=self._in_workers,
         )
         self._timeout = loader.timeout or None  # seconds to wait for a batch

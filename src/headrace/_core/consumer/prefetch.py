@@ -21,14 +21,16 @@ class Prefetcher:
     """Draws plans and sends them ahead, so that as many batches are under way or ready as the look-ahead says.
 
     While a third of the look-ahead (and at least two batches) is ready, plans are held back, and then sent as a group.
-    With `steady`, the sampler is still asked for one plan at each batch: the sampler may draw random numbers from a
-    generator that the training loop uses too, and these may not depend on the speed of either.
+    After the first `free` plans, and with `by_size`, the sampler is still asked for one plan at each batch, and for no
+    more than the least look-ahead: the sampler may draw random numbers from a generator that the training loop uses
+    too, and these may not depend on the speed of either.
 
     After a stall of the consumer each plan is sent at once for a while: twice as long at each stall.
 
     The look-ahead is extended whenever the consumer waited for samples to be fetched, and fetches had nothing to begin:
     by the batches that they could begin; that of small batches, of a stream or of quick workers, is doubled. It is
-    reduced after twice as many batches as it has, and `CALM` at least, without a wait.
+    reduced after twice as many batches as it has, and `CALM` at least, without a wait. With `by_size` only the bytes
+    of batches decide.
 
     Attributes:
         planned: plans drawn so far.
@@ -46,13 +48,15 @@ class Prefetcher:
         *,
         # Whether plans always go in groups of half the look-ahead, also after a stall: their requests are joined.
         together: bool = False,
-        steady: bool = False,  # whether a plan is drawn at each batch, whenever plans are sent
+        free: float = math.inf,  # number of plans that may be drawn at any time
+        by_size: bool = False,  # whether neither draws nor the look-ahead may depend on speed
         in_workers: bool = False,  # whether workers read a torch dataset: where it is extended, plans go in groups too
     ) -> None:
         self._plans = plans
         self._admit = admit
         self._ahead = ahead
-        self._together, self._steady = together, steady
+        self._together = together
+        self._free, self._by_size = free, by_size
         self.held: list[BatchPlan] = []
         self._due = True  # whether plans are sent now
         self._in_workers, self._small = in_workers, SMALL_IN_WORKERS if in_workers else SMALL
@@ -66,9 +70,8 @@ class Prefetcher:
 
     def fill(self) -> None:
         """Draw plans until the look-ahead is full, and send those that are due."""
-        size = 1 if self._ahead is None else self._ahead.batches
         try:
-            while self.outstanding < size and (plan := self._draw()) is not None:
+            while self.outstanding < self._most() and (plan := self._draw()) is not None:
                 self.held.append(plan)
                 self.planned += 1
         finally:  # plans drawn before a Ctrl-C in the sampler are not lost
@@ -77,6 +80,12 @@ class Prefetcher:
                 self.held.clear()
                 self.under_way.update((plan.number, plan) for plan in drawn)
                 self._admit(drawn)
+
+    def _most(self) -> int:
+        """The most plans that may be outstanding when the next one is drawn."""
+        if self._ahead is None:
+            return 1
+        return self._ahead.batches if self.planned < self._free else self._ahead.least
 
     @property
     def outstanding(self) -> int:
@@ -105,7 +114,7 @@ class Prefetcher:
         After the `end` of a stream nothing more is planned. `ready` other batches have arrived.
         """
         self._due = self._counted(number, end, times, ready, nbytes)
-        return self._due or self._steady
+        return self._due or self._by_size or self.planned >= self._free
 
     def _counted(self, number: int, end: bool, times: StageTimes, ready: int, nbytes: int) -> bool:
         plan = self.under_way.pop(number)
@@ -117,7 +126,11 @@ class Prefetcher:
         nbytes = 0 if times.load.limit else ahead.batches * nbytes  # of a stream, or of workers; 0 if unknown
         if nbytes > self._small:
             ahead.reduce()
-        if self._stalled is not None:
+        if self._by_size:
+            self._stalled = None
+            if self.planned > CALM and 0 < 2 * nbytes <= self._small:
+                ahead.extend(ahead.batches)
+        elif self._stalled is not None:
             quick = self._in_workers and times.work_ended - times.work_began < QUICK
             arrived = times.work_ended if quick else times.fetched
             if arrived > self._stalled and not self.exhausted:

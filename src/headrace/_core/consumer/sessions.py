@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from headrace._core.messages import Begin, TraceRequest
 from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import EpochSpec
-from headrace._core.order.spec import LoaderSpec, TorchLoader, draws_alone
+from headrace._core.order.spec import LoaderSpec, TorchLoader, drawn_freely
 from headrace._core.pool.launch import start_early
 from headrace._core.ranks.rankinfo import provided_rank, ranks_on_host
 from headrace._core.ray_placement import RayPlacement
@@ -126,7 +127,7 @@ class LoaderSessions:
 
     def begin_ahead(self, loader: TorchLoader) -> LookAheadSize:
         """The look-ahead of the epoch that begins: what one epoch has found is where the next one begins."""
-        limits, fixed = self.look_ahead(loader), not draws_alone(loader) or self.spec.reads_in_persistent_workers(loader)
+        limits, fixed = self.look_ahead(loader), math.isfinite(drawn_freely(loader))
         searches = self.search is not None or self._engine_search is not None
         if self.ahead is None or self.ahead.fixed != fixed:
             self.ahead = LookAheadSize(*limits, fixed=fixed)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, RandomSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from headrace._core.error_policy import ErrorPolicy
@@ -24,15 +25,20 @@ def is_of_libraries(part: object) -> bool:
     return type(part).__module__.startswith(("headrace.", "torch.utils."))
 
 
-def draws_alone(loader: TorchLoader) -> bool:
-    """Whether the sampler draws no random numbers from generators that the program may use too, but at first."""
+def drawn_freely(loader: TorchLoader) -> float:
+    """How many batches may be drawn at any time: the sampler then uses no generator that the program may use too."""
     batches, sampler = loader.batch_sampler, loader.sampler
     if isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__:
         sampler = batches.sampler
     elif batches is not None:
         sampler = batches
-    has_own = isinstance(sampler, CursorSampler) or getattr(sampler, "generator", None) is None
-    return has_own and is_of_libraries(sampler)
+    if not is_of_libraries(sampler):
+        return 0
+    if isinstance(sampler, CursorSampler) or getattr(sampler, "generator", None) is None:
+        return math.inf
+    if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(sampler.data_source)):
+        return 0
+    return len(loader._index_sampler) - 1  # with the last batch, torch's samplers draw once more
 
 
 class LoaderSpec(NamedTuple):
@@ -79,7 +85,7 @@ class LoaderSpec(NamedTuple):
             least += options["device_prefetch"]
         if given is None and self.kind is DatasetKind.ASYNC_ITERABLE:
             return least, max(least, MOST_SMALL)
-        if not draws_alone(loader) or self.reads_in_persistent_workers(loader):
+        if not drawn_freely(loader):
             return least, least
         if given is None and self.kind is DatasetKind.MAP and loader.in_order:
             return least, max(least, min(MOST_SMALL, MOST_OF_A_WORKER * loader.num_workers))

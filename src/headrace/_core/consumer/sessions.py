@@ -243,6 +243,8 @@ class LoaderSessions:
             self._give_workers(loader, expected)
             expected.send(Begin())
             return expected
+        if resumed and self.spec.reads_in_persistent_workers(loader):  # the workers' dataset and generators are others
+            self._placements.change(self.spec.placement, self.spec.engines)
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         persistent = loader.persistent_workers
         with explained("start the loader"):

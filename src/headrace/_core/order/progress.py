@@ -259,7 +259,7 @@ class EpochProgress(Iterator[BatchPlan]):
         ]
         of_rank = self._of_rank or bool(earlier or since) or (order.is_of_one_rank and self._rank.world_size > 1)
         streams = point.loaded_streams()
-        if not streams and self._before_first is not None and (unread := self._before_first()) is not None:
+        if self._before_first is not None and (unread := self._before_first()) is not None:
             streams[None] = unread
         over = self._begun.over or (self._most is not None and point.batches >= self._most)
         if size is not None and self._spec.ranks > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import typing
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -307,6 +308,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
         Without this call each iteration is the next epoch.
         """
+        epoch = operator.index(epoch)
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, but got {epoch}")
         self._control.set_epoch(self, epoch)

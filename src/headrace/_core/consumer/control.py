@@ -273,7 +273,7 @@ class LoaderControl:
         kind = self.spec.kind
         # Each worker's copy of the dataset has a state of its own, for which there must be a worker.
         copies = kind is DatasetKind.ITERABLE or (kind is DatasetKind.MAP and is_stateful(self.spec.source))
-        readers = loader.num_workers if copies else None
+        readers = int(loader.num_workers) if copies else None
         return Fingerprint(kind.value, order.size(), order.describe(), self.spec.options["seed"], readers)
 
     # An epoch.

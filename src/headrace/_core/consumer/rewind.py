@@ -71,13 +71,16 @@ def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]
         ranks = order.rank_of(here).world_size
     left_out = excluded_indices(_indices_of(control.spec.source, keys))
     for epoch, numbers in steps.items():
+        epoch = operator.index(epoch)
         for step in map(operator.index, numbers):
+            if step < 0:
+                raise _no_step(epoch, step)
             run, number = _run_of(state, epoch, step, ranks, loader.batch_size or 0)
             of_step = (run.batch_size or 1) * (run.ranks if order.shared else 1)
             first = run.cursor + (number - run.batches) * of_step
             stop = first + of_step
             sampler.exclusions = tuple(Exclusion(*each) for each in state.excluded[: run.exclusions])
-            if step < 0 or first >= len(sampler.order_in(epoch)):
+            if first >= len(sampler.order_in(epoch)):
                 raise _no_step(epoch, step)
             left_out.append(Exclusion(epoch, *(sampler.whole(epoch, position) for position in (first, stop))))
     sampler.exclusions = tuple(Exclusion(*each) for each in state.excluded)
@@ -113,6 +116,7 @@ def _loader_at(
 ) -> Iterator[tuple[Any, EpochSpec]]:
     """A copy of the loader whose epoch begins with a step; a stream's with the epoch."""
     epoch, step = operator.index(epoch), operator.index(step)
+    rank, world_size = (None if given is None else operator.index(given) for given in (rank, world_size))
     if epoch < 0 or step < 0:
         raise ValueError(f"epoch={epoch} and step={step} must not be negative")
     control: LoaderControl = loader._control

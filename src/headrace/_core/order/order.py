@@ -152,7 +152,7 @@ class EpochOrder:
     def rank_of(self, process: RankInfo) -> RankInfo:
         """The rank whose part is drawn: that of a `DistributedSampler`, which may be given one, or of this process."""
         part = self._decides
-        return RankInfo(part.rank, part.num_replicas, "") if isinstance(part, DistributedSampler) else process
+        return RankInfo(int(part.rank), int(part.num_replicas), "") if isinstance(part, DistributedSampler) else process
 
     @property
     def is_of_one_rank(self) -> bool:
@@ -194,7 +194,7 @@ class EpochOrder:
             of_ranks = isinstance(part, DistributedSampler) and not (self.shared or self.samples_at_most)
             names = (*_ARGUMENTS, "num_replicas") if of_ranks else _ARGUMENTS
         values = {name: getattr(part, name) for name in names if hasattr(part, name)}
-        found = [f"{name}={int(value) if isinstance(value, np.integer) else value!r}" for name, value in values.items()]
+        found = [f"{name}={value.item() if isinstance(value, np.generic) else value!r}" for name, value in values.items()]
         if type(part) in (SequentialSampler, *_WHOLE) and (size := self.size()) is not None and len(part) != size:
             found.append(f"length={len(part)}")
         return f"{type(part).__name__}({', '.join(found)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
@@ -69,6 +70,7 @@ class RankChoice:
         self._of_parent: ShardOptions | None = None  # in a spawned worker: the rank of its parent process
         self._divided = False  # in a spawned worker: whether the parent's reader divides the stream
         if rank is not None and world_size is not None:
+            rank, world_size = operator.index(rank), operator.index(world_size)
             if not 0 <= rank < world_size:
                 raise ValueError(f"rank={rank} is out of range for world_size={world_size}; ranks start at 0")
             self.given = ShardOptions(rank, world_size)

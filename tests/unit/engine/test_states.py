@@ -225,7 +225,6 @@ def without_the_last(samples):
     ("make", "iterator", "workers"),
     [(Count, StatefulCounter, 2), (TorchCount, Counter, 0), (TorchCount, StatefulCounter, 0)],
 )
-def test_stream_read_again_for_lost_batches_continues_in_that_pass(make, iterator, workers):
-    """Batches that are lost are replaced by the first ones of another pass."""
+def test_stream_continues_around_lost_batches(make, iterator, workers):
     options = {"num_workers": workers, "collate_fn": without_the_last, "on_error": "skip", "seed": 3}
     check_continues(lambda: new(make(9, iterator=iterator), **options))

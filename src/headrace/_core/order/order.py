@@ -73,7 +73,12 @@ def scattered(
 
 
 def _load(part: Stateful, state: object) -> None:
-    part.load_state_dict(cast(Any, copy.deepcopy(state)))
+    try:
+        part.load_state_dict(cast(Any, copy.deepcopy(state)))
+    except StateError:
+        raise
+    except Exception as error:  # user code
+        raise StateError(f"{type(part).__name__}.load_state_dict has refused the state: {error!r}") from error
 
 
 _WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # torch's that are not divided among ranks

@@ -34,6 +34,7 @@ def decoded(text: str) -> torch.Tensor:
 
 VERSION: Final = 3
 LOST_KEPT = 256  # lost batches that a state knows
+MOST_LANES = 1 << 16  # of a state that is not damaged
 
 # Fields of a state before an epoch; the others have their defaults.
 _BETWEEN = (
@@ -194,7 +195,7 @@ class LoaderState(NamedTuple):
         if values.pop("checksum", None) != _checksum(values):
             raise StateError("the state is damaged, or was edited: its checksum does not match")
         if values.keys() != _TYPES.keys():
-            raise StateError(f"the state is damaged: its fields differ in {sorted(values.keys() ^ _TYPES.keys())}")
+            raise StateError(f"the state is damaged: its fields differ in {sorted(map(str, values.keys() ^ _TYPES.keys()))}")
         for name, fits in _TYPES.items():
             if not fits(values[name]):
                 raise StateError(f"the state is damaged: {name} cannot be {values[name]!r:.80}")
@@ -211,7 +212,7 @@ def _is(*types: type) -> Callable[[object], bool]:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _is_count_or_none(value: object) -> bool:
@@ -219,8 +220,10 @@ def _is_count_or_none(value: object) -> bool:
 
 
 def _are_numbers(*sizes: int) -> Callable[[object], bool]:
-    """Whether a value is a sequence of so many integers."""
-    return lambda value: isinstance(value, list | tuple) and len(value) in sizes and all(map(_is(int), value))
+    """Whether a value is a sequence of so many integers; an exclusion has the epoch -1 for all epochs."""
+    return lambda value: (
+        isinstance(value, list | tuple) and len(value) in sizes and all(_is_count(each) or each == -1 for each in value)
+    )
 
 
 def _are(fits: Callable[[Any], bool]) -> Callable[[object], bool]:
@@ -246,23 +249,23 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "over": _is(bool),
     "rank": _is_count_or_none,
     "ranks": lambda value: _is_count(value) and value > 0,
-    "base_seed": _is(int, type(None)),
-    "order_seed": _is(int, type(None)),
-    "pipe_seed": _is(int, type(None)),
-    "kept_seed": _is(int, type(None)),
-    "sampler_epoch": _is(int, type(None)),
+    "base_seed": _is_count_or_none,
+    "order_seed": _is_count_or_none,
+    "pipe_seed": _is_count_or_none,
+    "kept_seed": _is_count_or_none,
+    "sampler_epoch": _is_count_or_none,
     "generator": _is(str, type(None)),
     "sampler": lambda value: True,
     "last_indices": lambda value: value is None or _are_numbers(3)(value),
     "streams": _are(_is_stream),
-    "lanes": _is_count_or_none,
+    "lanes": lambda value: value is None or (_is_count(value) and 0 < value <= MOST_LANES),
     "merged": _are(lambda value: isinstance(value, Mapping)),
     "next_worker": _is_count,
     "delivered": _are(_are_numbers(3, 5)),
     "run": _are_numbers(0, 6),
     "excluded": _are(_are_numbers(3)),
     "lost": _are(_are_numbers(3)),
-    "found": lambda value: isinstance(value, Mapping) and all(map(_is(int), value.values())),
+    "found": lambda value: isinstance(value, Mapping) and all(map(_is_count, value.values())),
     "skipped": _are_numbers(3),
 }
 

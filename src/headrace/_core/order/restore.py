@@ -304,12 +304,13 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
             raise StateError(f"the ranks were not at the same batch: (cursor, batches) were {cursors}")
         return (left[0],)
     missing = iter(sorted(set(range(first.ranks)) - {state.rank for state in states}))
-    ended = [state if state.rank is not None else state._replace(rank=next(missing, None)) for state in ended]
-    ordered = sorted((*begun, *ended), key=lambda state: -1 if state.rank is None else state.rank)
+    numbered = [each if each.rank is not None else each._replace(rank=next(missing, None)) for each in (*begun, *ended)]
+    ordered = sorted(numbered, key=lambda state: -1 if state.rank is None else state.rank)
     ranks = [state.rank for state in ordered]
     if ranks != list(range(first.ranks)):
         raise StateError(f"states of all {first.ranks} ranks are needed, but these are of the ranks {ranks}")
-    merged(ordered)  # or an error, while it can still be corrected
+    if not any(state.delivered for state in ordered):  # batches out of order continue on as many ranks
+        merged(ordered)  # or an error, while it can still be corrected
     return tuple(ordered)
 
 

@@ -1,19 +1,16 @@
-"""num_workers="auto" and engines="auto": the rate reached within a minute, of the best number of a sweep.
+"""num_workers="auto": the rate reached within a minute, of the best number of a sweep.
 
 Transforms sleep, so that workers on this machine stand for those of a larger one; loaders count 16 cores.
 Each case is read in turn with each number of the sweep, and by "auto" for a minute, whose last ten seconds count.
 The SHA-256 of the first batches has to be the same. The last four cases read objects of 4 KB from a local server that
 responds after 0, 20 and 100 ms, and from one of 20 ms that responds 503 above 2,000 requests/s.
-"auto" begins without workers, and once more with the worst number of the sweep, as after a state that has it.
+"auto" begins with one worker, and once more with the worst number of the sweep, as after a state that has this number.
 
-With `--pipelines` the cases are those of pipelines.py, without their concurrency and prefetch_factor. With `--default`
-no `num_workers` is given in place of "auto": functions move to workers once a batch that one has made was the same.
-
-With `--engines`, on a machine of at least 4 cores, the same for the number of engines, of fetches that compute.
+With `--pipelines` the cases are those of pipelines.py, without their concurrency and prefetch_factor.
 With `--ranks 2` as many ranks read at the same time, with transforms that compute on the cores that there are. ::
 
     python benchmarks/auto_workers.py [--rounds 5] [--seconds 60] [--only "100 ms"] [--ranks 2]
-    python benchmarks/auto_workers.py [--engines] [--pipelines --sweep 0 1 2 4 8]
+    python benchmarks/auto_workers.py [--pipelines --sweep 0 1 2 4 8]
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ import hashlib
 import itertools
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
@@ -38,7 +34,6 @@ from pipelines import pipelines, sleeping
 from servers import Fault, ObjectServer
 
 import headrace as hr
-from headrace._core.cgroup import usable_cores
 from headrace._core.consumer import sessions
 
 CORES = 16.0
@@ -65,16 +60,6 @@ class Numbers(hr.AsyncDataset):
     async def aget(self, index: int) -> np.ndarray:
         await asyncio.sleep(0.005)
         return np.full(16, index % 251, np.uint8)
-
-
-class Computed(Numbers):
-    """Samples that take a millisecond of the event loop's thread."""
-
-    async def aget(self, index: int) -> np.ndarray:
-        end = time.thread_time() + 0.001
-        while time.thread_time() < end:
-            pass
-        return await super().aget(index)
 
 
 class Stream(hr.AsyncIterableDataset):
@@ -157,7 +142,7 @@ def read(loader: hr.DataLoader[Any], step: float, seconds: float, last: float) -
                 digest.update(repr(batch).encode())
             time.sleep(step)
             times.append(time.perf_counter() - began)
-            numbers.append(int(loader.num_workers))
+            numbers.append(loader.num_workers)
             if times[-1] > seconds and len(times) >= COMPARED:
                 break
     counted = [number for number, at in enumerate(times) if at > times[-1] - last]
@@ -201,27 +186,6 @@ def compare_ranks(arguments: argparse.Namespace) -> None:
     claim(f'num_workers="auto" on {arguments.ranks} ranks of a host', Figure("of the best", shares, at_least=0.9))
 
 
-def compare_engines(arguments: argparse.Namespace) -> None:
-    """The rates of fixed numbers of engines, and of "auto" after a minute."""
-    if usable_cores() < 4:
-        sys.exit("engines of their own cores: this needs 4 cores at least")
-    shares: list[float] = []
-    for _ in range(arguments.rounds):
-        found: dict[Any, float] = {}
-        digests = set()
-        for engines in (1, 2, 4, 8, "auto"):
-            seconds = arguments.seconds if engines == "auto" else arguments.fixed_seconds
-            with hr.DataLoader(Computed(), 8, shuffle=True, seed=0, engines=engines) as loader:
-                reading = read(loader, 0.0, seconds, min(5.0, seconds / 2))
-                found[engines] = reading.rate
-                digests.add(reading.digest)
-                print(*loader.report().chosen, sep="\n")
-        assert len(digests) == 1, "batches differ"
-        print(", ".join(f"{engines}: {rate:.1f}" for engines, rate in found.items()), "batches/s", flush=True)
-        shares.append(found["auto"] / max(rate for engines, rate in found.items() if engines != "auto"))
-    claim('engines="auto" after a minute', Figure("of the best", shares, at_least=0.9))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -229,15 +193,10 @@ def main() -> None:
     parser.add_argument("--fixed-seconds", type=float, default=6.0)
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--engines", action="store_true")
     parser.add_argument("--pipelines", action="store_true")
-    parser.add_argument("--default", action="store_true")
     parser.add_argument("--sweep", type=int, nargs="+", default=SWEEP)
     arguments = parse_arguments(parser, rounds=1, seconds=8.0, fixed_seconds=3.0, only="transform")
     print(describe_machine())
-    if arguments.engines:
-        compare_engines(arguments)
-        return
     if arguments.ranks > 1:
         compare_ranks(arguments)
         return
@@ -264,10 +223,9 @@ def compare(cases: dict[str, tuple[Make, float]], arguments: argparse.Namespace)
             best = by_rate[-1]
             row = ", ".join(f"{workers}: {reading.rate:.1f}" for workers, reading in found.items())
             print(f"round {round_number + 1}, {case}: {row} batches/s", flush=True)
-            for start in sorted({0, by_rate[0]}):
-                with make(**{} if arguments.default else {"num_workers": "auto"}) as loader:
-                    if start:  # as by a state in which it was found
-                        loader.num_workers = type(loader.num_workers)(start)
+            for start in sorted({1, max(1, by_rate[0])}):
+                with make(num_workers="auto") as loader:
+                    loader._control.sessions.search.number = start  # as by a state in which the number was found
                     reading = read(loader, step, arguments.seconds, arguments.seconds / 2)
                     print(*(f"  {sentence}" for sentence in loader.report().chosen), sep="\n")
                 assert {reading.digest} == {each.digest for each in found.values()}, f"{case}: batches differ"
@@ -275,7 +233,7 @@ def compare(cases: dict[str, tuple[Make, float]], arguments: argparse.Namespace)
                 shares.setdefault(f"{case}, from {start}", []).append(share)
                 print(f"  from {start}: {share:.2f} of the best, {best}; {reading.numbers}", flush=True)
     claim(
-        f"num_workers {'by default' if arguments.default else '= auto'} after a minute, of the best of a sweep",
+        'num_workers="auto" after a minute, of the best of a sweep',
         *(Figure(f"of the best, {case}", values, at_least=0.9) for case, values in shares.items()),
     )
 

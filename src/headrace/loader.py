@@ -17,10 +17,9 @@ from torch.utils.data import DistributedSampler, Sampler
 from headrace._core.consumer import rewind
 from headrace._core.consumer.control import LoaderControl, trainers
 from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator
-from headrace._core.consumer.worker_search import WorkerSearch
 from headrace._core.device.streams import resolve
 from headrace._core.error_policy import error_policy
-from headrace._core.links.select import check_engines, excludes_automatic
+from headrace._core.links.select import check_automatic, check_engines
 from headrace._core.order.samplers import SeededRandomSampler, SeededRankSampler
 from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import states_from_dict, states_to_dict
@@ -30,7 +29,7 @@ from headrace._core.streams.torch_views import torch_readable, unwrap, without_a
 from headrace._core.text import dataset_repr, function_name
 from headrace._core.torchcompat.portable_collate import PortableCollate, same
 from headrace.collate import default_collate
-from headrace.options import OPTIONS, Automatic, LoaderOptions, Samples, Unset, checked_options, shown_in_signature
+from headrace.options import OPTIONS, LoaderOptions, Samples, checked_options, shown_in_signature
 from headrace.telemetry.counters import LoaderStats
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class DataLoader(TorchDataLoader[T_co]):
         sampler: yields the indices one by one.
         batch_sampler: yields the indices of a batch at a time.
         num_workers: CPU processes for `transform` and `collate_fn`; 0 for the caller's own thread, inside `next()`;
-            ``"auto"`` finds it while the loader runs; so does the default, if a worker's batch is the same.
+            ``"auto"`` begins with one, and finds the number while the loader runs.
         collate_fn: makes a batch of a list of samples; by default `headrace.default_collate`.
         pin_memory: whether batches are copied to pinned memory, by the thread that takes them.
         drop_last: whether a last batch that is not full is left out.
@@ -78,8 +77,7 @@ class DataLoader(TorchDataLoader[T_co]):
         hedge: ``"auto"``: fetches that hold up the next two batches are begun again; at most 5 % more.
     Placement:
         placement: where fetching runs: ``"thread"``, ``"process"``, ``"auto"``, or a `RayPlacement`.
-        engines: number of processes that fetch, for more objects/s than one interpreter serves; ``"auto"``, of an
-            async map-style dataset, finds it while the loader runs.
+        engines: number of processes that fetch, for more objects/s than one interpreter serves.
         executor: kind of the workers of an async dataset: ``"process"`` or ``"thread"``.
     Results:
         transform: CPU work for each sample, done in the workers.
@@ -115,7 +113,7 @@ class DataLoader(TorchDataLoader[T_co]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int | Literal["auto"] = Unset(0),
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[Any], T_co] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -136,31 +134,21 @@ class DataLoader(TorchDataLoader[T_co]):
             if options.get("transform") is None:
                 options["transform"] = collate.transform
             collate = collate.collate
-        if isinstance(prefetch_factor, Unset):  # another loader's
-            prefetch_factor = None
         dataset = without_adapter(dataset)
         options.pop("snapshot_every_n_steps", None)  # type: ignore[typeddict-item]  # of torchdata's StatefulDataLoader
         checked = checked_options(options)
-        asked = num_workers == "auto" or isinstance(num_workers, Automatic)
-        workers = 0 if num_workers == "auto" else num_workers
         device = resolve(checked["device"])
         source, maps = unwrap(dataset)
         kind = kind_of(source)
         policy = error_policy(checked["on_error"])
         spec = LoaderSpec(source, kind, maps, checked, policy, device)
-        excluded = excludes_automatic(kind, checked, multiprocessing_context)
-        if asked and excluded:
-            raise ValueError(f'num_workers="auto" {excluded}')
-        alone = spec.placement == "auto" and not isinstance(checked["engines"], Automatic)
-        automatic = asked or (isinstance(num_workers, Unset) and alone and not excluded)
-        self._control = LoaderControl(spec, WorkerSearch(asked=asked) if automatic else None)
-        if asked:
-            least = spec.engines if spec.placement == "process" else 0
-            workers = Automatic(max(least, workers))
-        elif isinstance(workers, Unset) and not automatic:
-            workers = 0
+        self._control = LoaderControl(spec)
+        workers = num_workers
+        if workers == "auto":
+            check_automatic(kind, checked, multiprocessing_context)
+            workers = self._control.sessions.search.number
         check_engines(
-            typing.cast(int, checked["engines"]),
+            checked["engines"],
             checked["placement"],
             kind,
             workers,
@@ -188,7 +176,7 @@ class DataLoader(TorchDataLoader[T_co]):
             shuffle,
             sampler,
             batch_sampler,
-            max(1, workers) if asked else workers,  # of none, torch refuses arguments that are for workers
+            workers,
             collate,
             pin_memory,
             drop_last,
@@ -201,15 +189,33 @@ class DataLoader(TorchDataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        if automatic:
-            self.num_workers = workers
+        # As given: a trainer that makes a loader anew from these has the same search, and the same look-ahead.
+        self.__dict__.update(num_workers=num_workers, prefetch_factor=prefetch_factor)
         self.__dict__["dataset"] = shown  # past the freeze; of a DataPipe torch keeps a wrapper
         for name, value in checked.items():  # for code that rebuilds a loader; subclasses may have these names
             if not hasattr(self, name):
                 self.__dict__[name] = value
-        if self.prefetch_factor is not None and prefetch_factor is None:
-            self.prefetch_factor = Unset(self.prefetch_factor)
         self._control.sessions.start_early(self)
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers; with ``"auto"`` the present one."""
+        given = self.__dict__["num_workers"]
+        return self._control.sessions.search.number if given == "auto" else given
+
+    @num_workers.setter
+    def num_workers(self, number: int) -> None:
+        self.__dict__["num_workers"] = number
+
+    @property
+    def prefetch_factor(self) -> int | None:
+        """The number of batches to plan ahead for each worker; by default 2 where there are workers, as in torch."""
+        given = self.__dict__["prefetch_factor"]
+        return 2 if given is None and self.num_workers > 0 else given
+
+    @prefetch_factor.setter
+    def prefetch_factor(self, batches: int | None) -> None:
+        self.__dict__["prefetch_factor"] = batches
 
     @property
     def _iterator(self) -> Any:
@@ -257,16 +263,10 @@ class DataLoader(TorchDataLoader[T_co]):
         shown = [dataset_repr(self.dataset), f"batch_size={self.batch_size}"]
         if self.batch_size is None and self.batch_sampler is not None:
             shown[1] = f"batch_sampler={dataset_repr(self.batch_sampler)}"
-        search = self._control.sessions.search
-        torchs = {
-            "num_workers": 0 if search is None else None if search.asked else self.num_workers,
-            "drop_last": False,
-            "pin_memory": False,
-            "persistent_workers": False,
-        }
-        shown += [f"{name}={value!r}" for name, usual in torchs.items() if (value := getattr(self, name)) != usual]
+        torchs = {"num_workers": 0, "drop_last": False, "pin_memory": False, "persistent_workers": False}
+        shown += [f"{name}={value!r}" for name, usual in torchs.items() if (value := vars(self)[name]) != usual]
         for name, value in self._control.spec.options.items():
-            if value != OPTIONS[name].default or isinstance(value, Automatic):
+            if value != OPTIONS[name].default:
                 shown.append(f"{name}={function_name(value) if callable(value) else repr(value)}")
         return f"{type(self).__name__}({', '.join(shown)})"
 

@@ -41,17 +41,6 @@ Placement = Literal["auto", "thread", "process"] | RayPlacement
 MEMORY_BUDGET = 1 << 30
 
 
-class Unset(int):
-    """A default that torch filled in: it stays one where a trainer rebuilds a loader from the attributes of another."""
-
-
-class Automatic(int):
-    """The number that is in force of what ``"auto"`` chooses; a loader that is rebuilt from it chooses too."""
-
-    def __repr__(self) -> str:
-        return "'auto'"
-
-
 Check = Callable[[str, object], object]
 
 
@@ -103,11 +92,6 @@ def _integer(words: str, least: int, most: float = math.inf, *, also: tuple[str 
     return check
 
 
-def _engines(name: str, value: object) -> object:
-    value = _integer('an int of at least 1, or "auto"', 1, also=("auto",))(name, value)
-    return Automatic(1) if value == "auto" else value
-
-
 def _callable_or_none(name: str, value: object) -> object:
     if value is not None:
         check_function(name, value)
@@ -145,7 +129,7 @@ class LoaderOptions(TypedDict, total=False):
     hedge: Annotated[Hedge | None, Option(None, _one_of("auto", None), for_engine=True)]
     # Placement.
     placement: Annotated[Placement, Option("auto", _placement)]
-    engines: Annotated[int | Literal["auto"], Option(1, _engines)]
+    engines: Annotated[int, Option(1, _integer("an int of at least 1", 1))]
     executor: Annotated[ExecutorKind, Option("process", _one_of(*get_args(ExecutorKind)), for_engine=True)]
     # Results.
     transform: Annotated[Callable[[Any], object] | None, Option(None, _callable_or_none)]
@@ -208,11 +192,7 @@ F = TypeVar("F", bound=Callable[..., None])
 def shown_in_signature(init: F) -> F:
     """Show each option in the signature of a constructor that takes them as ``**options``."""
     signature = inspect.signature(init)
-    named = [
-        each.replace(default=0) if isinstance(each.default, Unset) else each
-        for each in signature.parameters.values()
-        if each.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
+    named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=get_args(hint)[0])
         for name, option in OPTIONS.items()
@@ -225,4 +205,4 @@ def shown_in_signature(init: F) -> F:
 def number_of_engines(options: LoaderOptions) -> int:
     """How many engines a loader asks for, here or on a cluster."""
     placement = options["placement"]
-    return placement.engines if isinstance(placement, RayPlacement) else int(options["engines"])
+    return placement.engines if isinstance(placement, RayPlacement) else options["engines"]

@@ -124,7 +124,7 @@ def test_options_are_shown_with_type_and_default_in_signature_and_help():
     of_class, _, _ = text.partition("Methods defined here")
     assert of_class.count("\n") <= 85, "what is longer belongs into that table"
     own, _, _ = text.partition("Methods inherited from")  # to torch's class copyreg adds an attribute, on pickling
-    assert own.count("\n") <= 207
+    assert own.count("\n") <= 215
 
 
 @given(workers=st.integers(1, 64), concurrency=st.integers(0, 4096), batch_size=st.integers(1, 4096))
@@ -148,10 +148,9 @@ def test_next_epoch_begins_with_the_look_ahead_that_this_one_found():
     ahead = LookAheadSize(6, 20)
     for _ in range(5):
         ahead.extend(1)
-    assert ahead.resized(6, 20).batches == 11
-    assert ahead.resized(8, 20).batches == 13
-    assert ahead.resized(4, 7).batches == 7
-    assert ahead.resized(4, 4).batches == 4
+    for least, most, batches in [(6, 20, 11), (8, 20, 13), (4, 7, 7), (4, 4, 4)]:
+        ahead.resize(least, most)
+        assert ahead.batches == batches
 
 
 @pytest.mark.parametrize(("descriptors", "most"), [(600, 300), (4000, MOST_CONCURRENCY)])

@@ -73,10 +73,6 @@ class BatchPlan(NamedTuple):
         """Whether it holds no object of the user's: its indices are numbers, strings or None."""
         return self.resume is None and _PLAIN.issuperset(map(type, self.indices))
 
-    def same_as(self, other: BatchPlan | None) -> bool:
-        """Whether `other` is of the same batch, whenever that was planned."""
-        return other is not None and self == other._replace(planned=self.planned, taken=self.taken)
-
 
 _PLAIN = frozenset({int, str, type(None)})
 
@@ -149,7 +145,6 @@ class SessionStart(NamedTuple):
     epoch: int = 0
     concurrency: int = 0  # fetches in flight with which a search of their number begins; 0 if none was found before
     set_epoch: bool = False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
-    early: bool = False  # whether its batches are only fetched until a `Begin`
 
     @property
     def ended(self) -> set[int | None]:

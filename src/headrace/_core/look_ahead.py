@@ -70,25 +70,17 @@ class LookAheadSize:
     Attributes:
         batches: the number now.
         least: the least number.
-        fixed: whether `least` stays as the arguments say, also where numbers of workers or engines are searched.
     """
 
-    def __init__(self, least: int, most: int, *, fixed: bool = False) -> None:
+    def __init__(self, least: int, most: int) -> None:
         self.least = least
         self._most = most
         self.batches = least
-        self.fixed = fixed
 
-    def resized(self, least: int, most: int) -> LookAheadSize:
-        """The look-ahead of a later epoch, which begins with as many beyond its `least` as this one has."""
-        later = LookAheadSize(least, most, fixed=self.fixed)
-        later.batches = min(most, least + self.batches - self.least)
-        return later
-
-    def raise_to(self, least: int, most: int) -> None:
-        if not self.fixed:
-            self.least, self._most = least, most
-            self.batches = max(self.batches, least)
+    def resize(self, least: int, most: int) -> None:
+        """Keep the number of batches beyond the least one, for a later epoch or another number of workers."""
+        self.batches = min(most, least + self.batches - self.least)
+        self.least, self._most = least, most
 
     @property
     def extended(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.eventloop.waiting import Readable
@@ -35,23 +35,13 @@ class TraceRequest(NamedTuple):
     on: bool
 
 
-class Begin:
-    """The epoch of a session that was opened before it begins: from now on its batches are assembled."""
-
-
-class TwinRequest:
-    """The request to have a worker make a `Twin`: the consumer has made its own version."""
-
-
 class WorkersRequest(NamedTuple):
     """The request for so many worker processes, of all engines together."""
 
     number: int
-    functions: Any = None  # the assembly of batches, a `SharedPickle`, for an engine that has no processes yet
-    compares: bool = False  # whether they only make one batch for now, as a `Twin` of the consumer's
 
 
-Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest | WorkersRequest | Begin | TwinRequest
+Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest | WorkersRequest
 
 # From an engine; besides these, batches.
 
@@ -79,14 +69,7 @@ class SessionEnd(NamedTuple):
     death: str | None = None  # how the engine was lost, so that another can make its batches; None if by user code
 
 
-class Twin(NamedTuple):
-    """A batch that a worker makes too, to be compared with the consumer's; sent ahead of that without `host`."""
-
-    number: int
-    host: HostBatch | None = None
-
-
-Answer = HostBatch | Started | Status | Call | SessionEnd | Twin
+Answer = HostBatch | Started | Status | Call | SessionEnd
 
 
 class Link:

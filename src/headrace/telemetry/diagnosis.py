@@ -65,7 +65,6 @@ class Setup(NamedTuple):
     most_concurrency: int  # fetches that the descriptors allow
     fixed_look_ahead: bool = False  # whether `prefetch_factor` was given, so that it does not follow `concurrency`
     engines: int = 1
-    least_workers: int = 0  # that `placement` and `engines` need
     by_engines: bool = True  # whether several engines can divide the dataset
     executor: str = "process"
     chosen: tuple[str, ...] = ()  # see `Report.chosen`
@@ -449,7 +448,14 @@ def _stepping(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
         )
     wanted = min(max(1, wanted), setup.cores)
     after = model.at_period(each / wanted, floor=0.0)
-    return Diagnosis("workers", evidence, f"num_workers={wanted}", after, {"num_workers": wanted}, factor)
+    advice = _so_many_workers(wanted, setup)
+    return Diagnosis("workers", evidence, advice, after, {"num_workers": wanted}, factor)
+
+
+def _so_many_workers(number: int, setup: Setup) -> str:
+    """The advice to have workers; the search of their number is for async datasets on this machine."""
+    searches = not setup.num_workers and setup.placement in ("thread", "process")
+    return f"num_workers={number}" + ', or num_workers="auto", which finds the number' * searches
 
 
 def _working(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
@@ -462,7 +468,7 @@ def _working(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
         return Diagnosis(
             "workers",
             f"transforms and collation take {each} of each next(), in the loop's own thread",
-            f"num_workers={workers}",
+            _so_many_workers(workers, setup),
             model.at_period(figures.work_seconds / workers, in_call=others),
             {"num_workers": workers},
             float(workers),

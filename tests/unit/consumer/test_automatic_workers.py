@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import threading
 import time
 import typing
@@ -13,7 +14,7 @@ import torch
 
 import headrace as hr
 from headrace._core.consumer import sessions
-from headrace.options import Automatic
+from headrace._core.eventloop.waiting import wait_readable
 from tests.datasets import Numbers
 from tests.unit.streams import reading
 
@@ -22,28 +23,23 @@ class Search:
     """Sets numbers of workers after so many batches each, in place of the search."""
 
     numbers: typing.ClassVar[dict] = {}
+    chosen: typing.ClassVar[list] = []
+    next_look = 0.0
 
-    def __init__(self, *, asked=True):
-        self.asked = self.moves = asked
-        self.proposed = 0
-        self.chosen, self.next_look, self.looks, self.ended = [], 0.0, 0, []
+    def __init__(self, least, number):
+        self.least, self.number, self.looks = least, number, 0
 
-    tries = False
-
-    def look(self, records, setup, most):
+    def look(self, records, setup):
         self.looks += 1
-        return self.numbers.get(self.looks)
-
-    def end(self, why):
-        self.ended.append(why)
+        before, self.number = self.number, self.numbers.get(self.looks, self.number)
+        return self.number != before
 
 
 @pytest.fixture
 def numbers(monkeypatch):
     """The numbers of workers to set, by the number of batches."""
     numbers: typing.ClassVar[dict] = {}
-    monkeypatch.setattr("headrace.loader.WorkerSearch", type("Scripted", (Search,), {"numbers": numbers}))
-    monkeypatch.setattr(sessions, "WorkerSearch", Search)
+    monkeypatch.setattr(sessions, "WorkerSearch", type("Scripted", (Search,), {"numbers": numbers}))
     monkeypatch.setattr(sessions, "RECORDS", 1)
     monkeypatch.setattr(sessions, "usable_cores", lambda: 8.0)
     return numbers
@@ -67,29 +63,19 @@ def loader(dataset=None, **arguments):
     return hr.DataLoader(Numbers(400) if dataset is None else dataset, 4, **arguments)
 
 
-SCRIPTS = [{5: 2, 40: 4}, {5: 3, 30: 0, 60: 1}, {5: 3, 50: 1}, {5: 2, 6: 0, 7: 3, 8: 1}]
+SCRIPTS = [{5: 2, 40: 4}, {5: 3, 30: 1, 60: 2}, {5: 2, 6: 1, 7: 3, 8: 1}]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("placement", ["auto", "process"])
+@pytest.mark.parametrize("placement", ["auto", "thread"])
 def test_batches_are_those_of_a_fixed_number(numbers, script, placement):
     with loader(shuffle=True, num_workers=0) as fixed:
         expected = list(fixed) + list(fixed)
-    numbers.update({at: max(number, int(placement == "process")) for at, number in script.items()})
+    numbers.update(script)
     with loader(shuffle=True, placement=placement) as automatic:
+        assert automatic.num_workers == 1
         assert [str(batch) for batch in list(automatic) + list(automatic)] == [str(batch) for batch in expected]
         assert automatic.num_workers == list(numbers.values())[-1]
-
-
-def test_engine_that_was_made_for_workers_has_them_until_the_next_epoch(numbers):
-    with loader(num_workers=0) as fixed:
-        expected = [str(list(fixed)) for _ in range(2)]
-    numbers.update({5: 0})
-    with loader() as automatic:
-        automatic.num_workers = Automatic(3)
-        for batches, place in zip(expected, ["process", "thread"], strict=True):
-            assert str(list(automatic)) == batches
-            assert automatic.stats().placement.startswith(place)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -110,46 +96,25 @@ def test_samples_of_a_stream_are_those_of_a_fixed_number(numbers, script):
             assert [str(batch) for batch in automatic] == [str(batch) for batch in expected]
 
 
-@pytest.mark.parametrize("placement", ["auto", "process"])
+@pytest.mark.parametrize("placement", ["auto", "thread"])
 def test_batches_are_made_by_the_workers_there_are(numbers, placement):
     with loader(Numbers(10**8), transform=worker, worker_init_fn=remember, placement=placement) as automatic:
-        batches = iter(automatic)
-        search = automatic._control.sessions.search
-
-        def workers_seen(expected, set_to=None):
-            """Read until these have made batches, and none but these the last 100."""
-            if set_to is not None:
-                numbers[search.looks + 1] = set_to
-            last = deque(maxlen=100)
+        for expected in ({0}, {0, 1}, {0, 1, 2, 3, 4}, {0}):
+            numbers[automatic._control.sessions.search.looks + 1] = len(expected)
+            batches, last = iter(automatic), deque(maxlen=100)  # each epoch has the workers of the one before
             while len(last) < 100 or set(last) != expected:
                 last.append(int(next(batches)[0]))
-
-        workers_seen({-1} if placement == "auto" else {0})
-        workers_seen({0, 1}, set_to=2)
-        workers_seen({0, 1, 2, 3, 4}, set_to=5)
-        workers_seen({0}, set_to=1)
-        if placement == "auto":
-            workers_seen({-1}, set_to=0)
-            workers_seen({0, 1}, set_to=2)
         assert automatic.stats().worker_deaths == 0
 
 
-def test_iterators_of_one_loader_go_on_where_another_has_taken_the_workers_back(numbers):
-    with loader(Numbers(10**6), transform=worker, worker_init_fn=remember) as made:
-        one, other = iter(made), iter(made)
-        search = made._control.sessions.search
-        next(other)  # a search looks after batches of the iterator that was begun last
-        numbers[search.looks + 1] = 2
-        while -1 in next(one):
-            pass
-        next(other)
-        numbers[search.looks + 1] = 0
-        next(other)
-        assert made.num_workers == 0
-        for batches in (one, other):
-            for _ in range(300):  # more than were planned
-                batch = next(batches)
-            assert set(batch.tolist()) == {-1}
+def test_engine_that_is_started_again_has_the_workers_that_were_found(numbers):
+    numbers.update({2: 3})
+    with loader(worker_init_fn=remember, transform=worker) as automatic:
+        list(automatic)
+        process = automatic._control.sessions._placements._current._engines[0].process
+        process.signal(signal.SIGKILL)
+        wait_readable(process.sentinel, timeout=20)
+        assert set(torch.cat(list(automatic)).tolist()) == {0, 1, 2}
 
 
 def test_state_begins_with_the_workers_found(numbers):
@@ -162,9 +127,8 @@ def test_state_begins_with_the_workers_found(numbers):
     numbers.clear()
     with loader() as restored:
         restored.load_state_dict(state)
-        assert (restored.num_workers, type(restored.num_workers)) == (3, Automatic)
+        assert restored.num_workers == 3
         rest = list(restored)
-        assert "process" in restored.stats().placement
     with loader(num_workers=2) as fixed:
         assert [str(batch) for batch in fixed] == [str(batch) for batch in first + rest]
         fixed.load_state_dict(state)
@@ -185,18 +149,39 @@ def test_state_of_a_larger_machine_is_cut_to_the_cores(numbers, monkeypatch):
         assert restored.num_workers == 2
 
 
-def test_transform_that_cannot_be_pickled_stays_in_the_loop(numbers):
-    numbers.update({2: 3, 4: 2})
+def test_functions_are_in_workers_from_the_first_batch():
     lock = threading.Lock()
 
     def locked(sample):
         with lock:
             return sample
 
-    with loader(transform=locked) as automatic:
-        assert len(list(automatic)) == 100
-        assert automatic.num_workers == 0
-        assert "transform" in automatic._control.sessions.search.ended[0]
+    with loader(transform=worker, worker_init_fn=remember) as automatic:
+        assert next(iter(automatic)).tolist() == [0, 0, 0, 0]
+    with loader(transform=locked) as automatic, pytest.raises(hr.errors.NotPicklableError, match="transform"):
+        iter(automatic)
+
+
+class Augment:
+    """A transform with a generator that the program draws from too."""
+
+    def __init__(self):
+        self.torchs, self.numpys = torch.Generator().manual_seed(3), np.random.default_rng(3)
+
+    def __call__(self, sample):
+        return sample + torch.rand((), generator=self.torchs).item() + self.numpys.random()
+
+    def draw(self):
+        return [torch.rand((), generator=self.torchs).item(), self.numpys.random()]
+
+
+@pytest.mark.parametrize("num_workers", [2, "auto"])
+def test_generators_of_the_program_go_on_beside_the_workers_that_have_a_copy(numbers, num_workers):
+    numbers.update({2: 3, 20: 1})
+    augment, alone = Augment(), Augment()
+    with loader(transform=augment, num_workers=num_workers) as automatic:
+        drawn = [augment.draw() for _ in automatic] + [augment.draw() for _ in automatic]
+    assert drawn == [alone.draw() for _ in drawn]
 
 
 def test_loop_may_end_at_any_moment_of_a_change(numbers):
@@ -238,7 +223,17 @@ def test_arguments_that_exclude_it(arguments, message):
 def test_loader_shows_it_and_is_rebuilt_with_it():
     automatic = loader()
     assert "num_workers='auto'" in repr(automatic)
-    assert (automatic.num_workers, automatic.prefetch_factor) == (0, 2)
-    assert type(loader(num_workers=automatic.num_workers).num_workers) is Automatic
+    assert (automatic.num_workers, automatic.prefetch_factor) == (1, 2)
+    rebuilt = loader(**{name: vars(automatic)[name] for name in ("num_workers", "prefetch_factor", "collate_fn")})
+    assert "num_workers='auto'" in repr(rebuilt)
+    assert rebuilt._control.sessions.look_ahead(rebuilt) == automatic._control.sessions.look_ahead(automatic)
     assert loader(engines=2).num_workers == 2
     assert loader(persistent_workers=True, prefetch_factor=3).prefetch_factor == 3
+
+
+def test_number_that_is_set_later_ends_the_search(numbers):
+    numbers.update({2: 3})
+    with loader(worker_init_fn=remember, transform=worker) as automatic:
+        automatic.num_workers = 2
+        assert set(torch.cat(list(automatic)).tolist()) == {0, 1}
+        assert "num_workers=2" in repr(automatic)

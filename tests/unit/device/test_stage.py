@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.consumer import control, sessions
+from headrace._core.consumer import control
 from headrace._core.transport.slabs import SLABS
 from headrace.errors import CudaGraphError
-from tests.unit.consumer.test_automatic_engines import Search
 from tests.unit.device.recording import ELEMENTS, RecordingStreams, Rows, use
 
 
@@ -36,16 +35,6 @@ def test_batches_arrive_in_order_and_complete(streams, options):
         next(first), next(second)
         assert len(streams.sides) == 2  # and iterations at the same time on one each
     assert not any(side.work for side in streams.sides)  # leaving has waited for the copies
-
-
-def test_batches_of_engines_that_change_within_an_epoch_arrive_in_order(streams, monkeypatch):
-    monkeypatch.setattr(sessions, "EngineSearch", Search)
-    monkeypatch.setattr(sessions, "usable_cores", lambda: 8.0)
-    monkeypatch.setattr(sessions, "LOOK_SECONDS", 0.0)
-    with hr.DataLoader(Rows(200), batch_size=2, device="there", engines="auto", concurrency=4) as loader:
-        got = [values(streams, batch) for batch in loader]
-        assert got == [[number, number + 1] for number in range(0, 200, 2)]
-        assert loader._control.spec.engines == 2
 
 
 def channels_last(rows):

@@ -270,15 +270,19 @@ def test_stream_whose_samples_come_in_groups_has_no_slow_shard():
     assert "shards_in_parallel" not in found.advice
 
 
-def test_work_inside_next_asks_for_workers():
+@pytest.mark.parametrize(
+    ("placement", "searched"),
+    [("process", ', or num_workers="auto", which finds the number'), ("inline", ""), ("ray", "")],
+)
+def test_work_inside_next_asks_for_workers(placement, searched):
     at_end = []
     for each in records(work=0.03):
         # The engine is done before the call; transforms run inside it.
         times = each.times._replace(admitted=99.0, began=99.0, fetched=99.0, assembled=99.1, work_began=each.called)
         at_end.append(each._replace(times=times, planned=99.0))
-    found = make_report(at_end, SETUP._replace(num_workers=0))
+    found = make_report(at_end, SETUP._replace(num_workers=0, placement=placement))
     assert found.limit == "workers"
-    assert found.advice == "num_workers=4"  # 30 ms of work for each 10 ms of the loop, with a fifth to spare
+    assert found.advice == f"num_workers=4{searched}"  # 30 ms of work for each 10 ms of the loop, with a fifth to spare
 
 
 def test_shares_of_a_stage_add_up_to_one():

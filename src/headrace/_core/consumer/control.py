@@ -12,7 +12,7 @@ import copy
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -21,15 +21,12 @@ from torch.utils.data import DistributedSampler
 from headrace._core.consumer.agreement import StepGroup, begin_agreement, close_all
 from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
-from headrace._core.consumer.next_epoch import NextEpoch
 from headrace._core.consumer.sessions import LoaderSessions
-from headrace._core.consumer.worker_search import WorkerSearch
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import pin
 from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
-from headrace._core.links.placement import snapshot
-from headrace._core.links.session import ChangingSession, Session
+from headrace._core.links.session import Session
 from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
@@ -44,21 +41,14 @@ from headrace._core.order.restore import (
     epoch_spec,
     of_rank,
 )
-from headrace._core.order.spec import LoaderSpec, TorchLoader, is_of_libraries
+from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.order.state import Fingerprint, LoaderState, Past, Run, encoded
 from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
 from headrace._core.streams.epochs import counted_epoch, session_seed
-from headrace._core.streams.kinds import (
-    DatasetKind,
-    capabilities,
-    given_rank,
-    propagate_epoch,
-    translates_epochs,
-    walk_datasets,
-)
+from headrace._core.streams.kinds import DatasetKind, given_rank, propagate_epoch, translates_epochs
 from headrace._core.streams.other_ranks import remainder_of
-from headrace._core.streams.resumable import State, is_stateful
+from headrace._core.streams.resumable import is_stateful
 from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import warn_user
 from headrace._core.torchcompat.private import batches_skipped_by_hook
@@ -98,9 +88,9 @@ class LoaderControl:
         progress: of the epoch begun last; None before the first.
     """
 
-    def __init__(self, spec: LoaderSpec, search: WorkerSearch | None = None) -> None:
+    def __init__(self, spec: LoaderSpec) -> None:
         self._lanes = LaneChoice(spec)
-        self.sessions = LoaderSessions(spec, Counters(type(spec.source).__qualname__), self._lanes, search)
+        self.sessions = LoaderSessions(spec, Counters(type(spec.source).__qualname__), self._lanes)
         self.resumed: tuple[LoaderState, ...] = ()
         self.progress: EpochProgress | None = None
         self._next_epoch = 0
@@ -129,7 +119,7 @@ class LoaderControl:
     def with_spec(self, spec: LoaderSpec) -> LoaderControl:
         """A copy with another `spec` of the same dataset."""
         clone = copy.copy(self)
-        clone.sessions = LoaderSessions(spec, clone.counters, clone._lanes, clone.sessions.search)
+        clone.sessions = LoaderSessions(spec, clone.counters, clone._lanes, clone.sessions.search.number)
         return clone
 
     @property
@@ -304,17 +294,13 @@ class LoaderControl:
         agreement = None
         if self.spec.options["coordinated"] and rank.world_size > 1:
             agreement = begin_agreement(self._agreements, rank, self.group, loader.timeout or None)
-        follows = loader.persistent_workers or (self.progress is not None and self.progress.over)
         try:
             spec = self.next_spec(loader, rank, late_epoch=late_epoch)
-            epoch = self.open(kind, loader, spec, agreement)
+            return self.open(kind, loader, spec, agreement)
         except Exception as error:
             if agreement is not None:  # the other ranks would wait for it
                 agreement.leave(error)
             raise
-        if follows and self.sessions.next.reads and self._next_is_known(spec.order):
-            epoch.read_next = functools.partial(self._read_next, loader, spec, late_epoch, snapshot(self.spec.source))
-        return epoch
 
     def next_spec(self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool) -> EpochSpec:
         seed, stream = self.spec.options["seed"], self.spec.kind.is_iterable
@@ -376,8 +362,17 @@ class LoaderControl:
         text = "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead"
         begun = spec.begun.epoch, spec.begun.batches, rank.rank, rank.world_size
         _log.debug(text, *begun, self.counters.placement, loader.num_workers, self.sessions.look_ahead(loader)[0])
-        progress = self._progress(loader, spec, session.inline_state)
-        delivers: Session | ChangingSession | DeviceStage = session
+        kind = self.spec.kind
+        progress = EpochProgress(
+            spec,
+            batched=loader._auto_collation,
+            readers=(spec.session.lanes if kind.is_async else loader.num_workers) or 1,
+            of_rank=kind.is_iterable and not getattr(self.spec.source, "divides_samples", False),
+            keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
+            before_first=session.inline_state,
+            searches=kind is DatasetKind.ASYNC_MAP and self.spec.options["concurrency"] == "auto",
+        )
+        delivers: Session | DeviceStage = session
         finalize: Finish | None
         if self.spec.device is None:
             finalize = pin if should_pin(loader.pin_memory, loader.pin_memory_device) else None
@@ -390,7 +385,7 @@ class LoaderControl:
             copies = loader.num_workers > 0 and not self.spec.kind.is_async
             finalize = checked_length(finalize, without_adapter(loader.dataset), copies=copies)
         self.resumed, self._next_epoch, self.progress = (), spec.begun.epoch + 1, progress
-        size = self.sessions.begin_ahead(loader)
+        size = self.sessions.size_ahead(loader)
         epoch = iterator(
             loader,
             self.spec,
@@ -402,57 +397,10 @@ class LoaderControl:
             progress=progress,
             state=functools.partial(self._state_of, progress, loader),
             agreement=agreement,
-            tune=self.sessions.tuner(loader, spec, session, progress),
+            tune=functools.partial(self.sessions.tune, loader, session),
         )
         self._open_epochs[epoch] = spec.begun.epoch
         return epoch
-
-    def _progress(
-        self, loader: TorchLoader, spec: EpochSpec, before_first: Callable[[], State | None] | None = None
-    ) -> EpochProgress:
-        kind = self.spec.kind
-        return EpochProgress(
-            spec,
-            batched=loader._auto_collation,
-            readers=(spec.session.lanes if kind.is_async else loader.num_workers) or 1,
-            of_rank=kind.is_iterable and not getattr(self.spec.source, "divides_samples", False),
-            keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
-            before_first=before_first,
-            searches=kind is DatasetKind.ASYNC_MAP and self.spec.options["concurrency"] == "auto",
-        )
-
-    def _next_is_known(self, order: EpochOrder) -> bool:
-        """Whether the next epoch's order is computed here, and read by datasets of which a snapshot tells all."""
-        if self.spec.kind is not DatasetKind.ASYNC_MAP or not order.is_by_arithmetic:
-            return False
-        parts = (order.sampler, *walk_datasets(self.spec.source))
-        return all(map(is_of_libraries, parts))
-
-    def _read_next(
-        self, loader: TorchLoader, spec: EpochSpec, late_epoch: bool, seen: list[object], *load: Any
-    ) -> None:
-        """Have the first batches of the epoch after `spec` fetched, which began with the dataset as `seen`."""
-        following, ahead = self.sessions.next, self.sessions.ahead
-        if self.resumed or not following.reads or self._next_epoch != spec.begun.epoch + 1 or ahead is None:
-            return
-        begin = functools.partial(self._open_next, loader, spec.rank, late_epoch, seen)
-        following.read(self._next_epoch, begin, ahead.batches, *load)
-
-    def _open_next(self, loader: TorchLoader, rank: RankInfo, late_epoch: bool, seen: list[object]) -> NextEpoch | None:
-        generator = loader.generator or torch.default_generator
-        state = generator.get_state()
-        try:
-            clone = copied(loader)
-            spec = clone._control.next_spec(clone, rank, late_epoch=late_epoch)
-        finally:
-            generator.set_state(state)  # which is drawn from when the epoch begins
-        session = self.sessions.open_next(loader, spec, seen)
-        if session is None:
-            return None
-        can, budget = capabilities(self.spec.source), self.spec.options["memory_budget"]
-        calls = self.spec.options["concurrency"] == "auto" and can.agets and not can.ranges and loader._auto_collation
-        of_batch = 1 if calls else loader.batch_size or 1
-        return NextEpoch(spec, session, self._progress(loader, spec), seen, of_batch, can.ranges, budget)
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -480,11 +428,9 @@ class LoaderControl:
         return list(self._open_epochs.items())
 
     def close_epochs(self) -> None:
-        """Close the open epochs, and the one that is expected; does not wait."""
+        """Close the open epochs; does not wait."""
         for epoch in list(self._open_epochs):
             epoch.close()
-        if self.sessions.next.drop():
-            self.sessions.next.reads = False
 
     def close_engine(self) -> None:
         """End the engine and its workers; blocks until they have ended."""

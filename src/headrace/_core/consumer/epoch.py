@@ -5,7 +5,6 @@ Everything runs on the consumer's thread. `for` and `async for` differ only in h
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -13,14 +12,14 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
-from headrace._core.batches import BatchPlan, FetchLoad, HostBatch
+from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.consumer.agreement import END, SKIP, StepGroup
 from headrace._core.consumer.deliver import FailureHandler, Finish, opened
 from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.device.stage import DeviceStage
 from headrace._core.eventloop.waiting import Readable, wait_readable
 from headrace._core.failure import Stage
-from headrace._core.links.session import ChangingSession, Session
+from headrace._core.links.session import Session
 from headrace._core.look_ahead import LookAheadSize
 from headrace._core.messages import Consumed, StatusRequest, TraceRequest, check_not_forked
 from headrace._core.order.progress import EpochProgress
@@ -41,7 +40,6 @@ from headrace.errors import (
     LoaderTimeoutError,
     LostBatchError,
 )
-from headrace.options import Automatic
 from headrace.telemetry.counters import Counters
 
 T_co = TypeVar("T_co", covariant=True)
@@ -55,16 +53,12 @@ CPU_READING = 0.005
 class Epoch:
     """One epoch as its consumer sees it: the sampler on one side, the session's batches on the other."""
 
-    # Has the next epoch's first batches fetched: called at each batch after the last plan, with the numbers of batches
-    # under way and of those that are ready, and the load. None where that is not wanted.
-    read_next: Callable[[int, int, FetchLoad], None] | None = None
-
     def __init__(
         self,
         loader: TorchLoader,  # kept alive as long as the iterator: dropping a loader ends its engine
         arguments: LoaderSpec,
         spec: EpochSpec,
-        session: Session | ChangingSession | DeviceStage,  # where its plans go; owned from here on
+        session: Session | DeviceStage,  # where its plans go; owned from here on
         *,
         look_ahead: LookAheadSize | None,  # None to plan one batch at a time, in the caller's thread
         finish: Finish | None,
@@ -72,8 +66,8 @@ class Epoch:
         progress: EpochProgress,
         state: Callable[[int], LoaderState],  # after the last call of `next()`, or so many calls before
         agreement: StepGroup | None,  # of the ranks, on the number of steps; None if each ends its epoch by itself
-        # Changes the number of workers or engines between two batches; returns when to be called again.
-        tune: Callable[[], float] | None,
+        # May change the number of workers between two batches; returns when to be called again.
+        tune: Callable[[], float],
     ) -> None:
         self._loader = loader
         # As in torch's iterators, for libraries that read them; with `seed=` no seed is drawn.
@@ -99,8 +93,7 @@ class Epoch:
         self._rank = spec.rank  # the result of `get_rank_info` in user code that is called here
         # How many engines divide the plans, and may let some wait for memory; 0 if none does that.
         bounded = arguments.kind is DatasetKind.ASYNC_MAP and arguments.options["memory_budget"] is not None
-        engines = arguments.options["engines"]
-        self._bounded_engines = max(arguments.engines, 1 + isinstance(engines, Automatic)) if bounded else 0
+        self._bounded_engines = arguments.engines if bounded else 0
         self._agreement = agreement
         self._agreed_epoch = 0 if agreement is None else agreement.epoch
         self._next: Any = None  # the next step, as of `_take_next`, which the ranks have not agreed on
@@ -108,7 +101,7 @@ class Epoch:
         self._iteration = counters.epochs
         self._skipped = counters.skipped_samples  # at the batch before
         self._tune = tune
-        self._tune_at = math.inf if tune is None else 0.0  # by `time.perf_counter`
+        self._tune_at = 0.0  # by `time.perf_counter`
         self._called = 0.0  # when the running call of next() began to wait for a batch; 0.0 once it was taken
         self._cpu = self._cpu_read = 0.0  # the thread's CPU seconds, and when they were read
         self._over = False
@@ -149,7 +142,7 @@ class Epoch:
             self._called = time.perf_counter()
         if self.closed:
             raise StopIteration if self._over else LoaderClosedError
-        if self._called > self._tune_at and self._tune is not None:  # before a batch is taken, which Ctrl-C would lose
+        if self._called > self._tune_at:  # before a batch is taken, which Ctrl-C would lose
             self._tune_at = self._tune()
         agreement = self._agreement
         if agreement is not None and not self._agree(agreement):
@@ -292,14 +285,10 @@ class Epoch:
             progress.taken += 1
             end = host.end if progress.turns is None else progress.turns.on_batch(host)
             nbytes = host.data.nbytes if self._in_workers and type(host.data) is PickledPayload else times.nbytes
-            fill, read_next = ahead.on_batch(host.plan.number, end, times, ready, nbytes), self.read_next
-            if fill or (read_next is not None and ahead.exhausted):
+            if ahead.on_batch(host.plan.number, end, times, ready, nbytes):
                 if delivers:  # Ctrl-C while plans are drawn and sent must not lose the batch
                     self._next = step
                 self._fill()  # before the consumer computes, so that fetching goes on meanwhile
-                if read_next is not None and ahead.exhausted and not times.load.held_plans:
-                    with provided_rank(self._rank):
-                        read_next(len(ahead.under_way), ready, times.load)
                 step = host, error, called, taken, time.perf_counter(), ready
             if times.load.held_plans:
                 self._report_consumed()
@@ -423,10 +412,7 @@ def _is_lost(step: Any) -> bool:
 
 
 def _end_iteration(
-    session: Session | ChangingSession | DeviceStage,
-    unsent: list[BatchPlan],
-    open_iterations: set[object],
-    iteration: object,
+    session: Session | DeviceStage, unsent: list[BatchPlan], open_iterations: set[object], iteration: object
 ) -> None:
     open_iterations.discard(iteration)
     try:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import logging
 import operator
 import time
 from collections import deque
@@ -24,19 +22,16 @@ from headrace._core.engine.stepping import Apply, Chunk, StepsTask, session_comp
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
 from headrace._core.engine.worker_tasks import StartEpoch
 from headrace._core.eventloop.watchdog import LoopWatch
-from headrace._core.failure import Failure, describe_samples
+from headrace._core.failure import describe_samples
 from headrace._core.look_ahead import AUTO_CONCURRENCY, LEAST_AHEAD, most_concurrency
 from headrace._core.messages import (
     Answer,
-    Begin,
     Consumed,
     Request,
     SessionEnd,
     Status,
     StatusRequest,
     TraceRequest,
-    Twin,
-    TwinRequest,
     WorkersRequest,
 )
 from headrace._core.randomized import CurrentSample, current_sample
@@ -49,8 +44,6 @@ from headrace._core.streams.kinds import DatasetKind, capabilities, sample_key
 from headrace._core.streams.steps import compute
 from headrace._core.transport.pickling import PickledPayload
 from headrace._core.transport.shared_pickle import SharedPickle
-
-_log = logging.getLogger("headrace")
 
 
 class Engine:
@@ -74,7 +67,6 @@ class Engine:
         else:
             threads = 0 if config.deferred else max(1, len(config.workers))
             self.executor = ThreadExecutor(threads, config.rank, seeds=owns_process and threads == 1)
-        self.added: list[ProcessExecutor] = []  # by sessions that had no workers
         self._opening: asyncio.Task[None] | None = None
         self._running: dict[Session, asyncio.Task[None]] = {}
 
@@ -94,11 +86,6 @@ class Engine:
         if self.config.kind.is_async:  # otherwise no user code runs on the loop
             self.watch.begin()
         task.add_done_callback(lambda _: self._forget(session))
-
-    def leave_pool(self, pool: ProcessExecutor) -> None:
-        """Have all sessions make their next batches without a pool, which has no workers any more."""
-        for session in self._running:
-            session.leave_pool(pool)
 
     def _forget(self, session: Session) -> None:
         del self._running[session]
@@ -132,18 +119,7 @@ class Engine:
         await asyncio.wait([self._opening], timeout=deadline)
         if self._opening.done():
             self._opening.exception()  # the sessions that needed the executor have raised it
-        for executor in (self.executor, *self.added):
-            await executor.close(deadline)
-
-    def kill(self) -> None:
-        """End the workers, when the loop cannot close them; from any thread."""
-        for executor in (self.executor, *self.added):
-            executor.kill()
-
-    def release(self) -> None:
-        """Close what is left of the workers, after the loop is closed."""
-        for executor in (self.executor, *self.added):
-            executor.release()
+        await self.executor.close(deadline)
 
     def make_stage(self, context: FetchContext, start: SessionStart) -> FetchStage:
         config, dataset, options = self.config, self.config.dataset, self.config.options
@@ -182,10 +158,9 @@ class _Assembly:
 
     def __init__(self, executor: Executor, work: Work, steps: Apply | None) -> None:
         self.steps_seconds = 0.0
-        self.use(executor, work, steps)
-
-    def use(self, executor: Executor, work: Work, steps: Apply | None = None) -> None:
-        self.executor, self.work, self._steps = executor, work, steps
+        self.executor = executor
+        self.work = work
+        self._steps = steps
 
     def parallel(self) -> int:
         """How many calls of `apply` it makes at once."""
@@ -221,13 +196,7 @@ class Session:
         self._engine = engine
         self._assembler = config.assembler
         self._sizes, self._watch = engine.sizes, engine.watch
-        self._without_pool: tuple[Executor, Work, Apply | None] = engine.executor, work, steps
-        self._assembly = _Assembly(*self._without_pool)
-        self._pool = engine.executor if isinstance(engine.executor, ProcessExecutor) else None
-        self._pools_work: Work = work
-        self._compares = False  # whether the pool makes the next batch too
-        self._twin: tuple[ProcessExecutor, RawBatch, tuple[Failure, ...]] | None = None  # see `_begin_twin`
-        self._moves = False  # whether the pool makes the batches, once a worker has started
+        self._assembly = _Assembly(engine.executor, work, steps)
         common_seed = batch_seed(config.options["seed"] or 0, start.epoch, 0)
         self._compute = session_compute(self._assembly.apply, self._assembly.parallel, seed, common_seed)
         self._send = send
@@ -244,7 +213,6 @@ class Session:
         self._plans: deque[BatchPlan] = deque()  # ascending, that wait for memory
         self._outstanding: dict[int, tuple[BatchPlan, float]] = {}  # received and not delivered, and when
         self._assembling: dict[int, RawBatch] = {}
-        self._early: list[tuple[RawBatch, float]] | None = [] if start.early else None  # fetched before the epoch
         self._changed = asyncio.Event()  # there are plans, or memory for them
         self._left = False  # whether the consumer has left the epoch
         self._stage: FetchStage | None = None
@@ -266,52 +234,8 @@ class Session:
             self._send(Status(self._status(message.number)))
         elif isinstance(message, TraceRequest):
             self._context.recorder = FetchRecorder() if message.on else None
-        elif isinstance(message, WorkersRequest):
-            self._resize(message)
-        elif isinstance(message, TwinRequest) and self._twin is not None:
-            twin, self._twin = self._twin, None
-            self._spawn(functools.partial(self._make_twin, *twin))
-        elif isinstance(message, Begin):
-            early, self._early = self._early or (), None
-            for raw, fetched in early:
-                self._assemble_soon(raw, fetched)
-
-    @property
-    def has_pool(self) -> bool:
-        """Whether a `WorkersRequest` can be answered."""
-        return self._pool is not None
-
-    def add_pool(self, make: Callable[[], ProcessExecutor]) -> None:
-        """Give the session a pool, for requests of workers: that of an earlier session, or a new one; any thread."""
-        pool = next((pool for pool in self._engine.added if pool.broken is None), None)
-        if pool is None:
-            self._engine.added.append(pool := make())
-        self._pool = pool
-
-    def _resize(self, request: WorkersRequest) -> None:
-        assert self._pool is not None
-        self._pool.resize(request.number)
-        if self._pool is self._engine.executor:
-            return
-        if not request.number:
-            self._engine.leave_pool(self._pool)
-        self._pools_work = request.functions
-        self._assembly.use(*self._without_pool)  # until a worker has started
-        self._compares = request.compares
-        self._moves = request.number > 0 and not request.compares
-        if self._moves and self._stage is not None:  # otherwise once the session runs
-            self._spawn(functools.partial(self._use, self._pool))
-
-    def leave_pool(self, pool: ProcessExecutor) -> None:
-        if self._assembly.executor is pool:
-            self._assembly.use(*self._without_pool)
-
-    async def _use(self, pool: ProcessExecutor) -> None:
-        await pool.started.wait()
-        if pool.workers and pool.broken is None:
-            self._assembly.use(pool, self._pools_work)
-        elif pool.broken is not None:
-            _log.warning("num_workers='auto': batches are still made without workers: %s", pool.broken)
+        elif isinstance(message, WorkersRequest) and isinstance(self._engine.executor, ProcessExecutor):
+            self._engine.executor.resize(message.number)
 
     def _on_consumed(self, number: int) -> None:
         if self._memory is not None:
@@ -372,7 +296,6 @@ class Session:
             self._requests.bodies.close()
             self._send(SessionEnd(error))
             # Frees the functions' shared memory now, not at the next garbage collection.
-            self._without_pool, self._pools_work = (self._engine.executor, None, None), None
             self._assembly.work = None
 
     async def _run_stages(self) -> None:
@@ -382,8 +305,6 @@ class Session:
             compute.set(self._compute)  # in this context, which fetchers copy
             current_sample.set(CurrentSample(0))  # of an unknown position, since fetches overlap
             self._stage = stage = self._engine.make_stage(self._context, self.start)
-            if self._moves and self._pool is not None:
-                self._spawn(functools.partial(self._use, self._pool))
             while True:
                 self._changed.clear()
                 while self._plans:
@@ -397,11 +318,8 @@ class Session:
         if not self._context.stopping:  # user code may outlast that, and the task group is closed
             self._tasks.create_task(work())
 
-    def _assemble_soon(self, raw: RawBatch, fetched: float = 0.0) -> None:
-        fetched = fetched or time.perf_counter()
-        if self._early is not None:  # the user's functions must not run before the epoch
-            self._early.append((raw, fetched))
-            return
+    def _assemble_soon(self, raw: RawBatch) -> None:
+        fetched = time.perf_counter()
         if self._context.stopping:
             return
         assert self._stage is not None
@@ -427,24 +345,9 @@ class Session:
             # Failures stay in this process: an exception of user code is not sent to a worker and back.
             kept, lost = raw.without_failures()
             nothing = self._assembler.nothing_to_do(kept, lost)
-            if nothing is None and self._compares and self._pool is not None and self._pool.started.is_set():
-                self._compares = False
-                self._begin_twin(self._pool, kept, lost)
             host = (nothing or await self._assembly(kept)).with_lost(raw, lost)
         del self._assembling[raw.plan.number]
         self._put(raw, host, fetched, load)
-
-    def _begin_twin(self, pool: ProcessExecutor, kept: RawBatch, lost: tuple[Failure, ...]) -> None:
-        """Announce a batch that a worker makes too, once the consumer has made its own: that may delete a file."""
-        self._send(Twin(kept.plan.number))
-        with contextlib.suppress(Exception):  # of unpicklable samples; raised again when they are sent
-            # Not those that the consumer's functions may change meanwhile.
-            kept = kept._replace(samples=PickledPayload.dumps(kept.samples, copied=True).loads())
-        self._twin = pool, kept, lost
-
-    async def _make_twin(self, pool: ProcessExecutor, kept: RawBatch, lost: tuple[Failure, ...]) -> None:
-        host = await pool.assemble(kept, self._pools_work)
-        self._send(Twin(kept.plan.number, host.with_lost(kept, lost)))
 
     def _put(self, raw: RawBatch, host: HostBatch, fetched: float, load: FetchLoad) -> None:
         """Hand over a batch, with its times, and those that waited for it."""

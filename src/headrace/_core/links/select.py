@@ -10,30 +10,25 @@ from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.links.placement import Placement, snapshot
 from headrace._core.links.session import Session
 from headrace._core.links.thread import ThreadPlacement
-from headrace._core.messages import WorkersRequest
 from headrace._core.ray_placement import RayPlacement
-from headrace._core.seeding import isolated_generators
 from headrace._core.streams.kinds import DatasetKind, propagate_epoch
 from headrace._core.streams.resumable import warn_of_rereading
 from headrace._core.text import warn_user
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import DeadlockError, NotPicklableError
-from headrace.options import Automatic, LoaderOptions
+from headrace.options import LoaderOptions
 
 
 def check_engines(
     engines: int, placement: str | RayPlacement, kind: DatasetKind, num_workers: int, *, divided: bool
 ) -> None:
     """Raise ValueError where `engines` and `placement` exclude other arguments; `divided`: all engines read."""
-    asked = f"engines={engines!r}"
-    if isinstance(engines, Automatic) and kind is not DatasetKind.ASYNC_MAP:
-        raise ValueError('engines="auto" needs an async map-style dataset: a stream is read by a number that is given')
+    asked = f"engines={engines}"
     if isinstance(placement, RayPlacement):
-        if engines != 1 or isinstance(engines, Automatic):
-            number = "..." if isinstance(engines, Automatic) else engines
-            raise ValueError(f"engines={engines!r} is for this machine: use RayPlacement(engines={number}, ...)")
+        if engines != 1:
+            raise ValueError(f"engines={engines} is for this machine: use RayPlacement(engines={engines}, ...)")
         engines, asked = placement.engines, repr(placement)
-    elif engines == 1 and not isinstance(engines, Automatic):
+    elif engines == 1:
         return
     if not kind.is_async:
         raise ValueError(f"{asked} needs an async dataset: a torch dataset is read by num_workers")
@@ -46,21 +41,23 @@ def check_engines(
         )
 
 
-def excludes_automatic(kind: DatasetKind, options: LoaderOptions, context: object) -> str | None:
-    """Why ``num_workers="auto"`` does not go with other arguments; None if it does."""
+def check_automatic(kind: DatasetKind, options: LoaderOptions, context: object) -> None:
+    """Raise ValueError where ``num_workers="auto"`` and other arguments exclude each other."""
+    why = None
     if not kind.is_async:
-        return "needs an async dataset: a torch dataset is read by a number of workers that is given"
-    if isinstance(options["placement"], RayPlacement):
-        return "and RayPlacement exclude each other: cpus_per_engine says how many workers an engine has room for"
-    if options["executor"] != "process" or context is not None:
-        return "starts processes, in its own way: leave out executor= and multiprocessing_context="
-    return None
+        why = "needs an async dataset: a torch dataset is read by a number of workers that is given"
+    elif isinstance(options["placement"], RayPlacement):
+        why = "and RayPlacement exclude each other: cpus_per_engine says how many workers an engine has room for"
+    elif options["executor"] != "process" or context is not None:
+        why = "starts processes, in its own way: leave out executor= and multiprocessing_context="
+    if why is not None:
+        raise ValueError(f'num_workers="auto" {why}')
 
 
 class PlacementSelector:
     """The engines of one loader: the current one, and those that still serve iterations begun before a change."""
 
-    def __init__(self, placement: str | RayPlacement, engines: int = 1) -> None:
+    def __init__(self, placement: str | RayPlacement, engines: int) -> None:
         self._placement = placement
         self._asked = engines
         self._current: Placement | None = None
@@ -68,20 +65,18 @@ class PlacementSelector:
         self._made_with: SharedPickle | None = None  # the functions it was made with
         self._seen: list[object] | None = None  # the snapshot of the dataset that it has a copy of
         self._retired: list[Placement] = []
-        self._work: SharedPickle | None = None  # the functions of the last session
         self._pickled: SharedPickle | None = None  # those that were pickled last
-        self._opened: EngineConfig | None = None  # that of the last session in `_current`
         self.where = "not started"  # the engine's placement and its reason, for `stats()`
 
-    def open(self, config: EngineConfig, start: SessionStart, *, persistent: bool) -> Session:
+    def open(self, config: EngineConfig, start: SessionStart, *, persistent: bool, anew: bool = False) -> Session:
         """Start a session, in the current engine if it does what `config` asks for.
 
-        Workers that have a copy of this process are kept for the next epoch if they are `persistent`.
+        Workers that have a copy of this process are kept for the next epoch if they are `persistent`, and begin `anew`
+        if they are to be as they were.
         """
         warn_of_rereading(start.streams)
         work = self._functions(config)
         forked = config.workers_are_forks and self._placement != "process"
-        self._opened = None
         if not persistent and (forked or not config.kind.is_async):
             of_dataset = "forks of this process" if config.kind.is_async else "workers with a torch dataset"
             self.where = f"thread: {of_dataset}, for one epoch"
@@ -91,9 +86,11 @@ class PlacementSelector:
             except BaseException:  # Ctrl-C too: nothing owns the placement yet
                 placement.close()
                 raise
-        self.close_idle()
+        for retired in [each for each in self._retired if each.idle]:
+            self._retired.remove(retired)
+            retired.close()
         current = self._current
-        if current is not None and not self._serves(current, config, work):
+        if current is not None and (anew or not self._serves(current, config, work)):
             # An attribute was set since (the dataset, for example). Current iterations continue unchanged.
             self._retired.append(current)
             current = self._current = None
@@ -103,38 +100,7 @@ class PlacementSelector:
             self._seen = snapshot(config.dataset) if current.has_copy else None
         if current.is_current:  # in aget: its session would start another, recursively
             raise DeadlockError(what="iter() of a loader")
-        self._opened, self._work = config, work
         return current.open(config, work, start)
-
-    def close_idle(self) -> None:
-        """End engines that serve no iteration any more."""
-        for retired in [each for each in self._retired if each.idle]:
-            self._retired.remove(retired)
-            retired.close()
-
-    def change(self, placement: str | RayPlacement, engines: int) -> None:
-        """Let the next session start engines of another place or number."""
-        self._placement, self._asked = placement, engines
-        if self._current is not None:
-            self._retired.append(self._current)
-            self._current = None
-
-    def open_next(self, seen: list[object], start: SessionStart, num_workers: int) -> Session | None:
-        """Start the session of the epoch after the last one; None if the workers or the dataset changed since."""
-        config, current = self._opened, self._current
-        if config is None or current is None or not current.alive or config.num_workers != num_workers:
-            return None
-        if seen != snapshot(config.dataset):
-            return None
-        return current.open(config, self._work, start)
-
-    def fits_next(self, config: EngineConfig, seen: list[object]) -> bool:
-        """Whether `open_next` has opened what `open` would open now."""
-        last, work, current = self._opened, self._work, self._current
-        if last is None or current is None or self._functions(config) is not work:
-            return False
-        same = config.assembler == last.assembler and seen == snapshot(config.dataset)
-        return same and self._serves(current, config, work)
 
     def _serves(self, current: Placement, config: EngineConfig, work: SharedPickle | None) -> bool:
         """Whether the engines are alive, of this process, and do what `config` asks for, of the current dataset."""
@@ -143,23 +109,6 @@ class PlacementSelector:
         if not (current.alive and same and self._config.same_engine(config)):
             return False
         return self._seen is None or self._seen == snapshot(config.dataset)
-
-    @property
-    def needs_workers(self) -> bool:
-        """Whether the current engine has been made for workers, one at least."""
-        return self._config is not None and self._config.has_processes
-
-    def workers_request(self, number: int, *, compares: bool = False) -> WorkersRequest:
-        """The request to the current engine to have so many workers; raises `NotPicklableError`."""
-        assert self._config is not None
-        assert self._opened is not None
-        if self._config.has_processes:
-            self._config = self._config._replace(num_workers=number)
-            return WorkersRequest(number)
-        changed = self._opened._replace(num_workers=number)
-        with isolated_generators():  # so that generators among the functions are as before
-            changed.assembler.generators().seed(0)
-            return WorkersRequest(number, self._functions(changed), compares)
 
     def set_epoch(self, dataset: object, epoch: int, *, only_wanted: bool) -> None:
         """Call a dataset's `set_epoch` in this process; a copy in another gets the epoch with its next session."""
@@ -186,7 +135,7 @@ class PlacementSelector:
     def close(self) -> None:
         """End all engines; the next session starts a new one."""
         engines = [*self._retired, *([self._current] if self._current is not None else [])]
-        self._current, self._seen, self._work, self._pickled, self._retired = None, None, None, None, []
+        self._current, self._seen, self._pickled, self._retired = None, None, None, []
         for engine in engines:
             engine.close()
 

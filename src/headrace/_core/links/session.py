@@ -8,23 +8,11 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from headrace._core.batches import GROWING, NO_TIMES, BatchPlan, HostBatch
+from headrace._core.batches import HostBatch
 from headrace._core.eventloop.waiting import CloseGuard, Readable
-from headrace._core.links.comparison import Comparison
 from headrace._core.links.inline import WorkOnConsumersThread
-from headrace._core.messages import (
-    Call,
-    Link,
-    Request,
-    SessionEnd,
-    Status,
-    TraceRequest,
-    Twin,
-    TwinRequest,
-    check_not_forked,
-)
+from headrace._core.messages import Call, Link, Request, SessionEnd, Status, check_not_forked
 from headrace._core.streams.resumable import State
 from headrace.errors import LoaderClosedError
 
@@ -42,10 +30,8 @@ class Session:
         inline_state: Callable[[], State | None] | None = None,  # of a dataset that is read when a batch is taken
     ) -> None:
         self.inline_state = inline_state
-        self.sent_before: dict[int, BatchPlan] = {}  # plans, by their numbers, that `send` leaves out
         self.ended = False
         self.error: BaseException | None = None
-        self.comparison: Comparison | None = None  # of a batch that a worker makes too
         self._link = link
         self._work = work
         self._is_current = is_current
@@ -65,16 +51,10 @@ class Session:
         self._check_process()
         return self._is_current()
 
-    def compare(self, comparison: Comparison) -> None:
-        """Compare a batch that a worker makes too."""
-        self.comparison = comparison
-
     def send(self, message: Request) -> None:
         self._check_process()
         if self.ended:
             return
-        if self.sent_before and isinstance(message, list):
-            message = [plan for plan in message if not plan.same_as(self.sent_before.pop(plan.number, None))]
         if not self._link.guarded:  # which costs a microsecond, as much as the rest
             self._link.send(message)
             return
@@ -91,11 +71,9 @@ class Session:
                 self._calls.popleft()
             self._receive()
         try:
-            if self._work is None and self.comparison is None:
+            if self._work is None:
                 return self._ready.popleft()
-            host = self._ready[0] if self._work is None else self._work.finish(self._ready[0])
-            if self.comparison is not None and self.comparison.on_batch(host):
-                self.send(TwinRequest())
+            host = self._work.finish(self._ready[0])  # after Ctrl-C it is called again
         except IndexError:
             return None
         with contextlib.suppress(IndexError):
@@ -169,77 +147,3 @@ class Session:
                 self._status = message.text
             elif isinstance(message, Call):
                 self._calls.append(message)
-            elif isinstance(message, Twin) and self.comparison is not None:
-                self.comparison.on_twin(message)
-
-
-class ChangingSession:
-    """A session in whose place another one makes the rest of the epoch's batches; owns both.
-
-    In all else it is the session that makes them now.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._later: Session | None = None  # that takes over once the batches of all plans before it were taken
-        self._plans: list[BatchPlan] = []  # for that one, so that not more is fetched and held than one may
-        self._outstanding = 0
-        self._last = NO_TIMES  # of the last batch
-        # What the sums in times are to be raised by, so that they go on; None until this session's first batch.
-        self._before: dict[str, float] | None = {}
-        self._closed = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-    @property
-    def changes(self) -> bool:
-        """Whether another session waits for the last batches of this one."""
-        return self._later is not None
-
-    def change_to(self, later: Session) -> None:
-        """Have another session, unless one waits, make the batches of the plans that are sent from now on."""
-        self._later = later
-        if self._closed:  # by another thread
-            later.close()
-        elif not self._outstanding:
-            self._take_over(later)
-
-    def send(self, message: Request) -> None:
-        if isinstance(message, TraceRequest) and self._later is not None:
-            self._later.send(message)
-        if not isinstance(message, list):
-            self._session.send(message)
-        elif self._later is not None:
-            self._plans += message
-        else:
-            self._outstanding += len(message)
-            self._session.send(message)
-
-    def take(self) -> HostBatch | None:
-        host = self._session.take()
-        if host is None:
-            return None
-        self._outstanding -= 1
-        times = host.times
-        if self._before is None:
-            self._before = {name: getattr(self._last, name) - getattr(times, name) for name in GROWING}
-        times = times._replace(**{name: getattr(times, name) + more for name, more in self._before.items()})
-        self._last = times
-        if self._later is not None and not self._outstanding:
-            self._take_over(self._later)
-        return host._replace(times=times)
-
-    def close(self) -> None:
-        self._closed = True
-        for session in (self._session, self._later):
-            if session is not None:
-                session.close()
-
-    def _take_over(self, later: Session) -> None:
-        ended, self._session, self._later, self._before = self._session, later, None, None
-        ended.close()
-        if self._closed:
-            later.close()
-        plans, self._plans = self._plans, []
-        self.send(plans)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import socket
 import threading
 import warnings
@@ -14,14 +13,12 @@ from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.engine import Engine
 from headrace._core.engine.engine import Session as EngineSession
-from headrace._core.engine.executors import ProcessExecutor
 from headrace._core.engine.stepping import apply_on_consumers_thread
 from headrace._core.eventloop.loop_thread import LoopThread
 from headrace._core.links.inline import WorkOnConsumersThread
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
 from headrace._core.links.session import Session
-from headrace._core.messages import Link, Request, SessionEnd, WorkersRequest
-from headrace._core.pool.launch import start_early
+from headrace._core.messages import Link, Request, SessionEnd
 from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
@@ -92,8 +89,8 @@ class ThreadPlacement(Placement):
         try:
             self._loop = LoopThread("headrace-engine")
         except BaseException:  # no thread could be started, or Ctrl-C: the engine has workers
-            self._engine.kill()
-            self._engine.release()
+            self._engine.executor.kill()
+            self._engine.executor.release()
             raise
         self._ended = False
 
@@ -106,7 +103,7 @@ class ThreadPlacement(Placement):
         return self._loop.is_current
 
     def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
-        link = ThreadLink(self._loop, config)
+        link = ThreadLink(self._loop)
         shipped = work if config.context is None else None
         steps = apply_on_consumers_thread(link.put) if config.steps_on_consumers_thread else None
         functions = shipped if config.has_processes else config.assembler
@@ -132,11 +129,11 @@ class ThreadPlacement(Placement):
         with contextlib.suppress(TimeoutError, EngineDiedError):  # processes that have not ended are killed below
             closing = self._loop.start(self._engine.close(CLOSE_DEADLINE))
             closing.result(timeout=5 * CLOSE_DEADLINE + WORK_DEADLINE)
-        self._engine.kill()
+        self._engine.executor.kill()
         left = self._loop.close(CLOSE_DEADLINE)
         self._engine.watch.close()
         if left is None:
-            self._engine.release()
+            self._engine.executor.release()
         else:
             warnings.warn(
                 f"the loader did not end within its deadline: {left}. In aget and __aiter__, let CancelledError pass, "
@@ -147,7 +144,7 @@ class ThreadPlacement(Placement):
 
     async def _end_on_loop(self) -> None:
         await self._engine.close(CLOSE_DEADLINE)
-        self._engine.kill()
+        self._engine.executor.kill()
         self._engine.watch.close()
         self._loop.close(CLOSE_DEADLINE)
 
@@ -157,18 +154,12 @@ class ThreadLink(Mailbox):
 
     session: EngineSession
 
-    def __init__(self, loop: LoopThread, config: EngineConfig) -> None:
+    def __init__(self, loop: LoopThread) -> None:
         super().__init__()
         self._loop = loop
-        self._config = config
         loop.on_death.add(self._on_death)
 
     def send(self, message: Request) -> None:
-        if isinstance(message, WorkersRequest) and not self.session.has_pool:
-            # Made here, since workers get the settings of the consumer's thread.
-            config = self._config._replace(num_workers=0)
-            self.session.add_pool(functools.partial(ProcessExecutor, config, message.functions))
-            start_early()
         with contextlib.suppress(EngineDiedError):  # whose message has the reason
             self._loop.call_soon(self.session.handle, message)
 

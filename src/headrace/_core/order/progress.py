@@ -81,11 +81,6 @@ class EpochProgress(Iterator[BatchPlan]):
         self._sampler_at_end: object = None  # its state then, which may be another one than after the last plan
 
     @property
-    def next_number(self) -> int:
-        """The number of the plan that is drawn next."""
-        return self._number
-
-    @property
     def epoch(self) -> int:
         """The number of the epoch."""
         return self._begun.epoch

@@ -15,7 +15,7 @@ from headrace._core.look_ahead import MOST_OF_A_WORKER, MOST_SMALL, look_ahead, 
 from headrace._core.order.samplers import CursorSampler
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import DatasetKind, capabilities
-from headrace.options import LoaderOptions, Unset, number_of_engines
+from headrace.options import LoaderOptions, number_of_engines
 
 TorchLoader: TypeAlias = TorchDataLoader[object]
 
@@ -39,6 +39,11 @@ def drawn_freely(loader: TorchLoader) -> float:
     if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(sampler.data_source)):
         return 0
     return len(loader._index_sampler) - 1  # with the last batch, torch's samplers draw once more
+
+
+def is_automatic(loader: TorchLoader) -> bool:
+    """Whether the number of workers is searched."""
+    return bool(vars(loader)["num_workers"] == "auto")
 
 
 class LoaderSpec(NamedTuple):
@@ -71,9 +76,11 @@ class LoaderSpec(NamedTuple):
         # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
         concurrency = 1 if self.kind.is_iterable else fetches * (3 if options["hedge"] else 1)
         batch_size: int | None = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        given = None if isinstance(loader.prefetch_factor, Unset) else loader.prefetch_factor
+        given = vars(loader)["prefetch_factor"]  # without the default that torch fills in
         concurrency = concurrency if self.kind.is_async else 0
-        workers = max(self.engines, loader.num_workers)
+        free = drawn_freely(loader)
+        searched = is_automatic(loader) and math.isfinite(free)  # then no draw may depend on what is found
+        workers = max(self.engines, 1 if searched else loader.num_workers)
         least = look_ahead(workers, prefetch_factor=given, concurrency=concurrency, batch_size=batch_size)
         # What a sampler has ahead, so that ranges near each other are read together.
         samples = getattr(loader.sampler, "samples_ahead", 0) if capabilities(self.source).ranges else 0
@@ -85,7 +92,7 @@ class LoaderSpec(NamedTuple):
             least += options["device_prefetch"]
         if given is None and self.kind is DatasetKind.ASYNC_ITERABLE:
             return least, max(least, MOST_SMALL)
-        if not drawn_freely(loader):
+        if not free:
             return least, least
         if given is None and self.kind is DatasetKind.MAP and loader.in_order:
             return least, max(least, min(MOST_SMALL, MOST_OF_A_WORKER * loader.num_workers))

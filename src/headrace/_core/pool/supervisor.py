@@ -150,7 +150,6 @@ class Pool:
         self._workers: dict[int, NumberedWorker] = {}
         self._leaving: set[NumberedWorker] = set()  # they end when they are idle
         self.pinned_ahead = PINNED_AHEAD
-        self.started = asyncio.Event()  # whether a worker has begun to read jobs
         self._waiting: deque[Job] = deque()
         self.broken: WorkerDiedError | None = None  # why it runs nothing any more
         self.deaths = 0  # of processes that had started, since the reader of this set it to 0
@@ -180,19 +179,21 @@ class Pool:
 
     async def open(self) -> None:
         for worker in list(self._workers.values()):
-            self._connect(worker)
+            if not worker.connected:  # by `resize`, which may come before
+                self._connect(worker)
 
     def resize(self, stop: int) -> None:
-        """Have workers with the numbers up to `stop`: those beyond it end when they have answered their jobs."""
+        """Have workers with the numbers below `stop`; others end when they have answered their jobs.
+
+        At least one number is below `stop`.
+        """
         self._numbers = range(self._numbers.start, stop, self._numbers.step)
         if self.broken is not None or self._closing:
             return
         for number in [number for number in self._workers if number not in self._numbers]:
             worker = self._workers.pop(number)
             self._leaving.add(worker)
-            self._end_if_idle(worker)
-        if not self._numbers:
-            self.started.clear()
+            self._next_job(worker)
         try:
             for number in self._numbers:
                 if number not in self._workers:
@@ -202,10 +203,6 @@ class Pool:
                     self._connect(worker)
         except OSError as error:  # the others go on
             _log.warning("%s", error)
-
-    def _end_if_idle(self, worker: NumberedWorker) -> None:
-        if worker in self._leaving and not worker.jobs and (self._workers or not self._waiting):
-            worker.close_channel()  # its process ends by itself
 
     def _connect(self, worker: NumberedWorker) -> None:
         on_object, on_lost = functools.partial(self._on_object, worker), functools.partial(self._on_lost, worker)
@@ -311,8 +308,11 @@ class Pool:
         return [*self._workers.values(), *self._leaving]
 
     def _next_job(self, worker: NumberedWorker) -> None:
-        self._end_if_idle(worker)
-        while worker.channel is not None and (worker not in self._leaving or not self._workers):
+        if worker in self._leaving:
+            if not worker.jobs:
+                worker.close_channel()  # its process ends by itself
+            return
+        while worker.channel is not None:
             # Those that wait are first: for pinned requests, they are those of a dead worker.
             queue, most = (self._waiting, 1) if self._waiting else (worker.pinned, self.pinned_ahead)
             if not queue or len(worker.jobs) >= most:
@@ -343,7 +343,6 @@ class Pool:
     def _on_object(self, worker: NumberedWorker, obj: object) -> None:
         if isinstance(obj, Started):
             worker.started = True
-            self.started.set()
             return
         if type(obj) is tuple:
             obj = Answer(*obj)
@@ -416,7 +415,6 @@ class Pool:
     def _break(self, died: WorkerDiedError) -> None:
         """Fail all requests, with a copy of the error each: their consumer adds a note of its own."""
         self.broken = died
-        self.started.set()
         for queue in [self._waiting, *(worker.pinned for worker in self._workers.values())]:
             while queue:
                 queue.popleft().fail(copy.copy(died))

@@ -43,6 +43,7 @@ def batches_skipped_by_hook(loader: Any) -> int:
     if hook.__globals__["__name__"] == _BaseDataLoaderIter.__module__:
         return 0
     own = {"dataset": None, "generator": torch.Generator(), "pin_memory": False, "_auto_collation": True}
+    own["num_workers"] = loader.num_workers  # of which `vars` may have "auto"
     seen = SimpleNamespace(**{**vars(loader), **own, "_index_sampler": itertools.count()})
     hook(iterator, seen)
     vars(loader).update((name, getattr(seen, name)) for name in vars(loader).keys() - own)  # what it has noted there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import typing
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -305,6 +306,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
         Without this call each iteration is the next epoch.
         """
+        epoch = operator.index(epoch)
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, but got {epoch}")
         self._control.set_epoch(self, epoch)
@@ -352,7 +354,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
         Raises:
             IndexError: the epoch has not so many steps.
-            StateError: ranks or batch size were others then, and cannot be taken into account.
+            StateError: ranks, batch size or exclusions were others then.
             ValueError: the order or the randomness does not follow from a seed.
 
         Example:

@@ -22,6 +22,7 @@ from typing import (
     get_type_hints,
 )
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -79,6 +80,8 @@ def _integer(words: str, least: int, most: float = math.inf, *, also: tuple[str 
     def check(name: str, value: object) -> object:
         if value in also:
             return value
+        if isinstance(value, np.integer):
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be {words}, but got {value!r}")
         if not least <= value <= most:

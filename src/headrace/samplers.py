@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -17,6 +18,7 @@ from headrace._core.order.samplers import RankSampler
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
 from headrace._core.streams.resumable import expect
+from headrace.errors import StateError
 
 __all__ = ["BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "Permutation"]
 
@@ -91,6 +93,7 @@ class BlockShuffleSampler(RankSampler):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        block_size, blocks_at_once = operator.index(block_size), operator.index(blocks_at_once)
         if block_size < 1 or blocks_at_once < 1:
             raise ValueError(f"block_size={block_size} and blocks_at_once={blocks_at_once} must be at least 1")
         super().__init__(dataset, seed=seed, rank=rank, world_size=world_size, drop_last=True)
@@ -167,6 +170,7 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         world_size: int | None = None,
     ) -> None:
         Sampler.__init__(self)  # DistributedSampler's needs a process group
+        max_tokens, seed, window = map(operator.index, (max_tokens, seed, window))
         self._lengths = np.asarray(lengths)
         if self._lengths.ndim != 1 or self._lengths.dtype.kind not in "iu" or not self._lengths.size:
             raise ValueError(
@@ -196,7 +200,7 @@ class BalancedBatchSampler(DistributedSampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch; loaders call this. Without effect between a restore and its epoch."""
         if self._restored is None:
-            self.epoch, self._position = epoch, None
+            self.epoch, self._position = operator.index(epoch), None
 
     def __len__(self) -> int:
         raise TypeError("the number of batches is known only when all are planned: give the trainer a number of steps")
@@ -226,7 +230,10 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         Raises:
             StateError: `state` is not one of `state_dict`.
         """
-        self.epoch, window, batches = (expect(state, name, int) for name in ("epoch", "window", "batches"))
+        epoch, window, batches = (expect(state, name, int) for name in ("epoch", "window", "batches"))
         checksum = state.get("checksum")
+        if min(epoch, window, batches) < 0 or window >= max(1, len(self._lengths) // self.window):
+            raise StateError(f"the state is damaged, or of other lengths: {window=}, {batches=} of {epoch=}")
+        self.epoch = epoch
         self._position = None
         self._restored = None if checksum is None else Cursor(window, batches, expect(state, "checksum", int))

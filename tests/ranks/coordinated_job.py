@@ -107,10 +107,13 @@ def bad_on_rank_0(number):
     return number
 
 
-def replaced(dataset, **options):
-    """The steps of two epochs, without coordination, and the batches that came twice."""
-    with hr.DataLoader(dataset, 4, transform=bad_on_rank_0, on_error="skip", **options) as skipping:
-        return epochs(skipping), skipping.stats().replaced_batches
+def lost(dataset, **options):
+    """The position after the first step, what was lost and discarded until then, and the steps of two epochs."""
+    with loader(dataset, 4, transform=bad_on_rank_0, on_error="skip", **options) as skipping:
+        next(iter(skipping))
+        state, stats = skipping.state_dict()["state"][0], skipping.stats()
+        position = [state["batches"], state["lost"], stats.lost_batches, stats.discarded_batches]
+        return position, epochs(skipping)
 
 
 def error_of(iterate):
@@ -304,9 +307,9 @@ def scenarios(store):
         return
     for workers in (0, 1):
         sampler = torch.utils.data.DistributedSampler(range(64), shuffle=False)
-        yield f"replaced, {workers}", lambda: replaced([*range(64)], sampler=sampler, num_workers=workers)  # noqa: B023
+        yield f"lost, {workers}", lambda: lost([*range(64)], sampler=sampler, num_workers=workers)  # noqa: B023
         stream = Numbers().take(64).split()
-        yield f"replaced in a stream, {workers}", lambda: replaced(stream, num_workers=workers)  # noqa: B023
+        yield f"lost in a stream, {workers}", lambda: lost(stream, num_workers=workers)  # noqa: B023
     yield "gathered in the tail", gathered_in_the_tail
     yield "left at different steps", left_at_different_steps
     yield "one leaves", lambda: one_leaves(store)

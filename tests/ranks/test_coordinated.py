@@ -19,8 +19,8 @@ STEPS = {
     "on the device": [5, 5],
     "async for": [5, 5],
     "task runs": 5,
-    "skipped": [5, 5],
-    "skipped by workers": [5, 5],
+    "skipped": [2, 2],  # of the five steps of rank 1 without those that a rank has lost
+    "skipped by workers": [2, 2],
     "break": [3, 5],
     "close": [5],
     "resumed": [3, 2, 5],
@@ -62,10 +62,13 @@ def test_batches_of_longer_ranks_that_were_ready_are_counted_as_discarded(ranks)
         assert (discarded == 0) == (number == 1)  # which has the fewest
 
 
-@pytest.mark.parametrize("kind", ["replaced", "replaced in a stream"])
-def test_rank_whose_batches_lose_all_samples_takes_as_many_steps_as_the_other(two, kind):
+@pytest.mark.parametrize("kind", ["lost", "lost in a stream"])
+def test_step_whose_batch_lost_all_its_samples_on_one_rank_is_skipped_on_all(two, kind):
     for workers in (0, 1):
-        assert [rank[f"{kind}, {workers}"] for rank in two] == [[[8, 8], 4], [[8, 8], 0]]
+        for rank, lost, discarded in ((0, 2, 0), (1, 0, 2)):
+            position, steps = two[rank][f"{kind}, {workers}"]
+            assert position == [3, [[0, 0, 0], [0, 1, 0]], lost, discarded]
+            assert steps == [6, 6]
 
 
 def test_rank_that_leaves_the_epoch_or_closes_its_loader_is_an_error_on_all(two):

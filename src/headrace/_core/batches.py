@@ -50,7 +50,6 @@ class BatchPlan(NamedTuple):
         epoch: the epoch's number, from 0.
         positions: for each slot, the sample's position among the samples of all ranks in the epoch. Of a stream, those
             of all its samples until the batch is read.
-        repeat: whether it replaces a batch that lost all its samples; a stream is read from its beginning for these.
         random_key: the key of the epoch's `randomized` functions, a number of 128 bits.
         planned: when it was sampled, by `time.perf_counter`, as in `StageTimes`.
         lane: the part of a stream that it is read from; None where the stream is not divided.
@@ -63,7 +62,6 @@ class BatchPlan(NamedTuple):
     seed: int
     epoch: int = 0
     positions: Sequence[int] = ()
-    repeat: bool = False
     random_key: int = 0
     planned: float = 0.0
     lane: int | None = None

@@ -66,25 +66,29 @@ class LookAheadSize:
 
     A batch is complete when its slowest sample has arrived. Meanwhile most samples of the batches after it arrive too,
     so that fewer fetches are in flight than may be.
+
+    Attributes:
+        batches: the number now.
+        least: the least number.
     """
 
     def __init__(self, least: int, most: int) -> None:
-        self._least = least
+        self.least = least
         self._most = most
         self.batches = least
 
     def resize(self, least: int, most: int) -> None:
         """Keep the number of batches beyond the least one, for a later epoch or another number of workers."""
-        self.batches = min(most, least + self.batches - self._least)
-        self._least, self._most = least, most
+        self.batches = min(most, least + self.batches - self.least)
+        self.least, self._most = least, most
 
     @property
     def extended(self) -> bool:
-        return self.batches > self._least
+        return self.batches > self.least
 
     def extend(self, batches: int) -> None:
         self.batches = min(self._most, self.batches + batches)
 
     def reduce(self) -> None:
         """Plan half as many beyond the first number."""
-        self.batches -= (self.batches - self._least + 1) // 2
+        self.batches -= (self.batches - self.least + 1) // 2

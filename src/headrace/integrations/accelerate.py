@@ -215,15 +215,15 @@ class PreparedLoader(DataLoader[T_co]):
         """
         pending = self._control.pending
         if pending is not None and not (pending.over and batches == 0):
-            if pending.batches != batches:
-                restored = f"after {pending.batches} batches of epoch {pending.epoch}"
+            if pending.steps != batches:
+                restored = f"after {pending.steps} batches of epoch {pending.epoch}"
                 raise ValueError(f"skip_first_batches(loader, {batches}) of a loader that was restored {restored}")
             return
         self._control.skip_rest()
         if self._control.spec.kind.is_iterable:
             self._skipped = batches
         elif batches:
-            self._control.skip(self, batches, self._rank.world_size)
+            self._control.skip(self, batches, self._rank)
 
     def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
         transform = self._control.spec.options["transform"]

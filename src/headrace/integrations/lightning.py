@@ -86,8 +86,8 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
         control = loader._control
         over = control.progress is not None and control.progress.over  # the call that ended it counts as one
         state = control.states(loader, int(over))[0]
-        untrained = 0 if trained is None else max(self.begun.get(loader, (0, 0))[0] + state.batches - trained, 0)
-        return control.states(loader, min(untrained, state.batches) + over)[0] if untrained else state
+        untrained = 0 if trained is None else max(self.begun.get(loader, (0, 0))[0] + state.steps - trained, 0)
+        return control.states(loader, min(untrained, state.steps) + over)[0] if untrained else state
 
     def _state(self, loader: DataLoader[Any], trained: int | None, kept: Mapping[Any, LoaderState]) -> State:
         """The state of all ranks: that which is `kept`, or the position."""
@@ -112,7 +112,7 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
             return False
         ready, over = trainer.fit_loop.epoch_loop.batch_progress.total.ready, control.progress and control.progress.over
         before, ready_before = self.begun.get(loader, (0, -1))
-        earlier = control.states(loader, 1)[0].batches if over and ready_before >= 0 else 0
+        earlier = control.states(loader, 1)[0].steps if over and ready_before >= 0 else 0
         self.begun[loader] = before + earlier, ready
         if ready_before < 0 and self.checkpoint is not None and "loops" in self.checkpoint:
             return self._continue(loader, self.checkpoint["loops"]["fit_loop"])
@@ -136,17 +136,15 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
             loader.load_state_dict(next(state for each, state in pairs if each is loader))
         if pairs and _steps_take_batches(trainer):  # the longest loader has not begun again
             known = [states_from_dict(state)[0] for each, state in pairs if isinstance(each, DataLoader)]
-            trained = max(state.batches for state in known)
+            trained = max(state.steps for state in known)
         if not control.resumed:
             if trained and not (states or counted or ended):
                 after = f"the checkpoint was saved after batch {trained} of an epoch, and has no state of this loader"
                 warnings.warn(f"{after}: its first samples come again, its last ones do not", UserWarning, stacklevel=1)
             control.set_epoch(loader, epoch["current"]["processed"] + counted)
             return False
-        if counted or ended:  # nothing more of it is to be read, no replacement of a lost batch either
-            control.resumed = tuple(
-                each._replace(over=True, skipped=(*each.skipped[:3], 0, each.skipped[4])) for each in control.resumed
-            )
+        if counted or ended:  # nothing more of it is to be read
+            control.resumed = tuple(each._replace(over=True) for each in control.resumed)
         with control.ranked() as rank:
             left, more = control.batches_left(loader, rank), trained - steps
             self.raised += 0 if counted or ended else more  # the next epoch counts anew
@@ -162,7 +160,7 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
             if counted or (ended and trainer.max_steps == -1):
                 list(control.begin(BatchIterator, loader, rank, late_epoch=True))
         # Several loaders end an epoch when each has ended once, and Lightning does not save which of them have.
-        return left != 0 and any(state.batches < trained and not state.over for state in control.resumed)
+        return left != 0 and any(state.steps < trained and not state.over for state in control.resumed)
 
 
 def _stateful(loaders: Any) -> list[Any]:

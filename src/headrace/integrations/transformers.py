@@ -189,9 +189,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             state = LoaderState.from_dict(saved)
             if dataloader._control.spec.kind is DatasetKind.ITERABLE and state.ranks != args.world_size:
                 raise StateError(f"a torch stream of {state.ranks} ranks cannot be divided among {args.world_size}")
-            if not sized and state.batches % accumulation:
+            if not sized and state.steps % accumulation:
                 steps = f"no whole steps of gradient_accumulation_steps={accumulation}"
-                raise StateError(f"{state.batches} batches of a stream of unknown length are {steps}")
+                raise StateError(f"{state.steps} batches of a stream of unknown length are {steps}")
             dataloader.load_state_dict(saved)
         except StateError as error:
             error.add_note(
@@ -199,7 +199,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
             raise
         left = dataloader._control.batches_left(dataloader, rank) if sized else None
-        epoch, left = state.epoch, batches - state.batches if left is None else left
+        epoch, left = state.epoch, batches - state.steps if left is None else left
         if sized and left <= 0:
             dataloader._control.skip_rest()
             epoch, left = epoch + 1, batches

@@ -56,7 +56,7 @@ class LoaderStats:
         samples: samples delivered.
         skipped_samples: samples left out by ``on_error="skip"``, with those of the rest of each shard that ended early.
         skipped: the last 100 failures that were skipped, oldest first; text alone, without exceptions and samples.
-        replaced_batches: batches delivered a second time in place of batches that lost all their samples.
+        lost_batches: batches skipped by ``on_error="skip"``, since all their samples were.
         wait_seconds: seconds in `next()` or `anext()` for the batches delivered, as in `Report.waited`; the first batch
             of each iteration included.
         elapsed_seconds: from the first `iter()` to the last batch delivered.
@@ -73,7 +73,7 @@ class LoaderStats:
     samples: int
     skipped_samples: int
     skipped: tuple[Failure, ...] = field(repr=False)
-    replaced_batches: int
+    lost_batches: int
     wait_seconds: float
     elapsed_seconds: float
     placement: str
@@ -106,7 +106,7 @@ class Counters:
         self.name = name  # of the dataset's class
         self.placement = "not started"
         self.epochs = self.batches = self.samples = self.skipped_samples = 0
-        self.replaced_batches = self.discarded_batches = self.worker_deaths = 0
+        self.lost_batches = self.discarded_batches = self.worker_deaths = 0
         self.skipped: deque[Failure] = deque(maxlen=SKIPS)
         self.requests = RequestCounts()
         self._counted: RequestCounts | None = None
@@ -130,14 +130,12 @@ class Counters:
         if self._began is None:
             self._began = self._last = time.perf_counter()
 
-    def delivered(self, record: _Fields, fetches: FetchTimes | None, *, repeat: bool) -> None:
+    def delivered(self, record: _Fields, fetches: FetchTimes | None) -> None:
         """Count a batch that `next()` returns; `record` has the fields of its `BatchRecord` but the last, `fetches`."""
         self.batches += 1
         self.samples += record[2]
         self._last = record[8]
         self._waited += record[8] - record[5]
-        if repeat:
-            self.replaced_batches += 1
         if record[10] is not None:
             self._add(record[10])
         self._kept.append(record)

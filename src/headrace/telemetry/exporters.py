@@ -97,7 +97,7 @@ METRICS = (
     Metric("batches", "counter", "{batch}", "Batches delivered.", lambda s, e: s.batches),
     Metric("samples", "counter", "{sample}", "Samples delivered.", lambda s, e: s.samples),
     Metric("skipped_samples", "counter", "{sample}", "Samples left out by on_error.", lambda s, e: s.skipped_samples),
-    Metric("replaced_batches", "counter", "{batch}", "Batches delivered twice.", lambda s, e: s.replaced_batches),
+    Metric("lost_batches", "counter", "{batch}", "Batches that lost all samples.", lambda s, e: s.lost_batches),
     Metric("discarded_batches", "counter", "{batch}", "Batches after other ranks.", lambda s, e: s.discarded_batches),
     Metric("worker_deaths", "counter", "{process}", "Worker processes that died.", lambda s, e: s.worker_deaths),
     Metric("wait", "counter", "s", "Time that the consumer waited for batches.", lambda s, e: s.wait_seconds),

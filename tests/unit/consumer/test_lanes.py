@@ -210,7 +210,7 @@ def failing(line):
 
 
 @pytest.mark.filterwarnings("ignore:batch . lost all its samples")
-def test_replacements_of_lost_batches_continue_at_every_batch():
+def test_lanes_continue_around_lost_batches():
     def new():
         return loader_of(lines(shards_in_parallel=1), lanes=3, on_error="skip", transform=failing)
 
@@ -219,7 +219,7 @@ def test_replacements_of_lost_batches_continue_at_every_batch():
         for batch in loader:
             whole.append(samples_of([batch]))
             states.append(loader.state_dict())
-        assert loader.stats().replaced_batches == 2
+        assert loader.stats().lost_batches == 2
     for given, state in enumerate(states, 1):
         with new() as loader:
             loader.load_state_dict(state)

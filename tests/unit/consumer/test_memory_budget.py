@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -92,7 +91,7 @@ def test_each_sample_arrives_once_within_any_budget(options, kind, budget, in_or
 
 
 @pytest.mark.parametrize("options", [PLACES[0], PLACES[-1]], ids=str)
-def test_lost_batches_are_replaced_within_any_budget(options):
+def test_lost_batches_are_skipped_within_any_budget(options):
     def refuse(sample):
         if not sample[0] % 7:
             raise ValueError("not this one")
@@ -100,8 +99,8 @@ def test_lost_batches_are_replaced_within_any_budget(options):
 
     loader = hr.DataLoader(Large(), 2, collate_fn=list, transform=refuse, on_error="skip", memory_budget=1, **options)
     with loader:
-        counts = Counter(sample[0] for batch in loader for sample in batch)
-    assert set(counts) == {number for number in range(LENGTH) if number % 7}
+        given = [sample[0] for batch in loader for sample in batch]
+    assert given == [number for number in range(LENGTH) if number % 7]
 
 
 @pytest.mark.parametrize("options", [PLACES[0], PLACES[-1]], ids=str)

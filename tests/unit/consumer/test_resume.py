@@ -299,13 +299,9 @@ def test_search_for_the_number_of_fetches_begins_with_what_an_earlier_run_found(
     assert len([*iterator]) == 9
     assert found(first)["concurrency"] >= 5, "between epochs"
     monkeypatch.undo()
-    older = copy.deepcopy(state)
-    del older["state"][0]["found"], older["state"][0]["checksum"]
-    older["state"][0]["checksum"] = _checksum(older["state"][0])
     for given, arguments, fetches in (
         (state, {}, reached),
         (state, {"concurrency": 9}, 9),
-        (older, {}, 36),  # 64, of the 36 samples that are left
         (first.state_dict(), {}, found(first)["concurrency"]),
     ):
         other = DataLoader(Slow(40), 4, **arguments)
@@ -417,15 +413,37 @@ def test_damaged_states_are_refused():
         ({}, "no state of a headrace.DataLoader"),
         ({"_snapshot": 1}, r"no state of a headrace\.DataLoader: \['_snapshot'\]"),
         ({**state, "version": 1}, "format version 1"),
-        ({"version": 2}, "damaged: None is not a list of states"),
+        ({"version": 3}, "damaged: None is not a list of states"),
         ({**state, "state": []}, "damaged: .* is not a list of states"),
         ({**state, "state": [3]}, "damaged: .3. is not a list of states"),
         (damaged(state, samples=9), "edited: its checksum does not match"),
         (damaged(state, more=9), "edited: its checksum does not match"),
+        ({**state, "version": 2}, "format version 2, but this release of headrace reads 3"),
     ):
         with pytest.raises(StateError, match=message):
             loader.load_state_dict(wrong)
     assert len(epochs(loader, 1)[0]) == 5  # nothing was restored
+
+
+WRONG = (None, -1, 10**30, 1.5, "x", [], [1], [[1]], {}, {"a": 1}, True)
+
+
+@pytest.mark.parametrize("name", ["shuffled by seed", "shuffled by torch", "a sampler with a state", "torch dataset"])
+def test_states_with_values_of_other_types_are_refused_or_continue(name):
+    for count in (0, 2):
+        _, state = saved_after(CASES[name](), count)
+        (values,) = state["state"]
+        wrong = [{**values, field: value} for field in values for value in WRONG]
+        wrong += [{key: value for key, value in values.items() if key != field} for field in values]
+        for edited in (each for each in wrong if each != values):
+            with pytest.raises(StateError):
+                CASES[name]().load_state_dict({**state, "state": [edited]})
+            edited.pop("checksum", None)
+            edited["checksum"] = _checksum(edited)
+            loader = CASES[name]()
+            with contextlib.suppress(StateError):
+                loader.load_state_dict({**state, "state": [edited]})
+                assert len(list(loader)) <= 5
 
 
 def test_sampler_with_another_order_than_before_is_refused():

@@ -199,6 +199,29 @@ class FailsAtSix:
         raise StopAsyncIteration
 
 
+def test_merged_states_of_given_ranks_continue_each_its_own_part():
+    def loader(rank, held=(), ranks=2):
+        sampler = hr.ElasticSampler(N, shuffle=False, rank=rank, world_size=ranks)
+        return hr.DataLoader(Held(held), 2, sampler=sampler, in_order=False)
+
+    states, left = [], []
+    for rank in range(2):
+        interrupted = loader(rank, held=(0, 8))  # of rank 0 alone
+        given = [batch.tolist() for batch in itertools.islice(interrupted, 3)]
+        states.append(json.loads(json.dumps(interrupted.state_dict())))
+        left.append([batch for n in range(rank, N, 4) if (batch := [n, n + 2]) not in given])
+        assert len(left[rank]) == 3
+    merged = hr.merge_states(states)
+    for rank in range(2):
+        restored = loader(rank)
+        restored.load_state_dict(merged)
+        assert sorted(batch.tolist() for batch in restored) == left[rank]
+    other = loader(0, ranks=3)
+    other.load_state_dict(merged)
+    with pytest.raises(hr.StateError, match="batches out of order"):
+        iter(other)
+
+
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")
 def test_samples_of_a_batch_that_failed_are_not_read_again():
     def loader(held):

@@ -39,7 +39,7 @@ def loader_of(kind, **options):
 
 
 @pytest.mark.parametrize("kind", ["elastic", "blocks"])
-def test_batches_of_steps_read_by_changing_numbers_of_ranks_are_computed_again(kind, as_rank):
+def test_steps_are_computed_again_since_the_number_of_ranks_changed_last(kind, as_rank):
     draw = random.Random(kind)
     delivered, state, steps = {}, None, 0
     while steps < 2000:  # of all ranks; each turn ends as a job that is killed
@@ -58,12 +58,17 @@ def test_batches_of_steps_read_by_changing_numbers_of_ranks_are_computed_again(k
                 states.append(json.loads(json.dumps(loader.state_dict())))
         assert all(each == states[0] for each in states)
         state = states[0]
-    assert len(state["state"][0]["history"]) > 10
+    run = tuple(state["state"][0]["run"][:2])
+    before = [step for step in sorted(delivered) if step[:2] < run]
+    since = [step for step in sorted(delivered) if step[:2] >= run]
     as_rank(0, 1)
     with loader_of(kind, num_workers=1, executor="thread") as loader:
         loader.load_state_dict(state)
-        for epoch, step, rank in draw.sample(sorted(delivered), 100):
+        for epoch, step, rank in draw.sample(since, min(50, len(since))):
             assert digest(loader.batch_at(epoch, step, rank=rank)) == delivered[epoch, step, rank]
+        for epoch, step, rank in draw.sample(before, 50):
+            with pytest.raises(hr.StateError, match="before the number of ranks"):
+                loader.batch_at(epoch, step, rank=rank)
 
 
 def test_steps_to_come_are_those_that_follow():
@@ -102,12 +107,119 @@ def test_torchs_distributed_sampler():
     data = Numbers(40)
     sampler = DistributedSampler(data, num_replicas=2, rank=1, seed=1)
     with hr.DataLoader(data, 4, sampler=sampler, seed=1, transform=noisy) as loader:
+        given = []
         for epoch in range(2):
             loader.set_epoch(epoch)
-            expected = list(loader)
-        assert torch.equal(loader.batch_at(1, 3), expected[3])
+            given.append(list(loader))
+        assert all(torch.equal(loader.batch_at(epoch, 3), given[epoch][3]) for epoch in range(2))
         with pytest.raises(ValueError, match="was made for rank 1 of 2"):
             loader.batch_at(1, 3, rank=0)
+
+
+def test_distributed_sampler_without_set_epoch_keeps_its_order():
+    loader = hr.DataLoader(list(range(8)), 2, sampler=DistributedSampler(range(8), num_replicas=1, rank=0), seed=0)
+    for epoch in range(3):
+        given = [batch.tolist() for batch in loader]
+        assert [loader.batch_at(epoch, step).tolist() for step in range(4)] == given
+    with pytest.raises(ValueError, match="the number for epoch 4 is not known"):
+        loader.batch_at(4, 0)
+
+
+class Resumable:
+    """A sampler of the user's with a state and epochs, of indices or of batches."""
+
+    wants_epoch = True
+
+    def __init__(self, *, batches):
+        self.batches, self.at, self.epoch = batches, 0, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = hr.Permutation(24, 3, self.epoch)[:].tolist()
+        start, self.at = self.at, 0
+        draws = [order[:5], *(order[n : n + 3] for n in range(5, 24, 3))] if self.batches else order
+        for self.at, draw in enumerate(draws[start:], start + 1):
+            yield draw
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.at, self.epoch = state["at"], state["epoch"]
+
+
+LENGTHS = np.random.default_rng(0).integers(1, 9, 24)
+STATEFUL = {
+    "indices": lambda: {"batch_size": 3, "sampler": Resumable(batches=False)},
+    "batches": lambda: {"batch_sampler": Resumable(batches=True)},
+    "balanced": lambda: {"batch_sampler": hr.BalancedBatchSampler(LENGTHS, 16, seed=2, window=8)},
+}
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_steps_of_samplers_with_a_state(kind):
+    loader = hr.DataLoader(Numbers(24), seed=3, transform=noisy, **STATEFUL[kind]())
+    given = []
+    for epoch in range(3):
+        given.append([])
+        for batch in loader:
+            given[epoch].append(batch)
+            assert torch.equal(loader.batch_at(epoch, len(given[epoch]) // 2), given[epoch][len(given[epoch]) // 2])
+    for epoch, batches in enumerate(given):
+        assert all(torch.equal(loader.batch_at(epoch, step), batch) for step, batch in enumerate(batches))
+        with pytest.raises(IndexError):
+            loader.batch_at(epoch, len(batches))
+
+
+def test_steps_after_lost_batches_are_those_that_were_delivered():
+    def new():
+        bad = lambda sample: 1 // (sample not in lost) and sample  # noqa: E731
+        data = Numbers(60)
+        sampler = hr.ElasticSampler(data, shuffle=False)
+        return hr.DataLoader(data, 2, sampler=sampler, seed=0, transform=bad, on_error="skip")
+
+    lost = {0, 1, 8, 9, 10, 11, 13, 58, 59}
+    loader, given = new(), []
+    for epoch in range(2):
+        for step, batch in enumerate(loader):
+            given.append(((epoch, step), batch.tolist()))
+            assert loader.batch_at(epoch, step).tolist() == batch.tolist()
+            if (epoch, step) == (1, 12):
+                state = json.loads(json.dumps(loader.state_dict()))
+    assert loader.stats().lost_batches == 8
+    assert all(loader.batch_at(*step).tolist() == batch for step, batch in given)
+    restored = new()
+    restored.load_state_dict(state)
+    assert restored.samples_at(1, [0, 3, 12]) == [[2, 3], [12, 13], [30, 31]]
+    restored.exclude(steps={1: [13]})
+    assert [batch.tolist() for batch in restored][:2] == [[34, 35], [36, 37]]
+
+
+def test_dataset_keeps_its_epoch_when_a_step_is_computed_again():
+    class Shifted(torch.utils.data.Dataset):
+        epoch = 0
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return 10 * self.epoch + index
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    for sets in (False, True):
+        loader = hr.DataLoader(Shifted(), 2, seed=0)
+        for epoch in range(2):
+            if sets:
+                loader.set_epoch(epoch)
+            given = [batch.tolist() for batch in loader]
+            assert loader.batch_at(epoch, 1).tolist() == given[1]
+            assert loader.batch_at(0, 0).tolist() == [0, 1]
+        assert loader.dataset.epoch == (1 if sets else 0)
 
 
 def test_stream_is_read_from_its_beginning():
@@ -147,7 +259,7 @@ def test_batch_size_that_has_changed_is_refused():
     second = hr.DataLoader(Numbers(40), 2, shuffle=True, seed=0)
     second.load_state_dict(first.state_dict())
     numbers = [next(iter(second)).tolist()]
-    with pytest.raises(hr.StateError, match="step 0 had batches of 4 samples"):
+    with pytest.raises(hr.StateError, match="before the number of ranks, batch_size="):
         second.batch_at(0, 0)
     assert second.samples_at(0, [1]) == numbers
 
@@ -269,7 +381,9 @@ def test_steps_of_single_samples_and_of_another_batch_size_are_left_out():
     after = hr.DataLoader(Numbers(40), 2, shuffle=True, seed=0)
     after.load_state_dict(state)
     next(iter(after))
-    after.exclude(steps={0: [1, 5]})  # of 4 samples, given before; of 2, the third from here on
+    with pytest.raises(hr.StateError, match="before the number of ranks, batch_size="):
+        after.exclude(steps={0: [1]})
+    after.exclude(steps={0: [5]})  # the third batch of 2 samples from here on
     assert [number for batch in after for number in batch.tolist()] == rest[2:4] + rest[6:]
 
 

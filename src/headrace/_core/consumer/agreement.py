@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 GROUP_TIMEOUT = timedelta(minutes=30)  # torch.distributed's default
 ROLL_CALL = timedelta(seconds=1)  # after a failed wait: until the other ranks that have waited have said so
+END, SKIP = 0, 1  # proposals of a rank that has ended, or whose next batch lost all its samples; more are steps
 _created: Counter[tuple[int, ...]] = Counter()  # groups of this process, by their ranks
 
 
@@ -64,9 +65,10 @@ def close_all(groups: list[StepGroup]) -> None:
 class StepGroup:
     """The agreement of all ranks on the steps of an epoch, by a process group of gloo of the loader's own.
 
-    A step is a call of `next()` that returns a batch or raises its error. Each rank proposes how many it can make
-    without waiting; all make the smallest number of these, and then agree again. The first that can make none ends the
-    epoch of all. Collectives are begun on the consumer's thread only.
+    A step is a call of `next()` that returns a batch or raises its error. Each rank proposes how many steps it can make
+    without waiting, plus `SKIP`; the least proposal decides for all ranks, which then agree again. The first rank that
+    proposes `END` ends the epoch of all ranks. If a rank lost all samples of a batch, all ranks skip that step, so that
+    their positions stay equal. Collectives are begun on the consumer's thread only.
 
     The group is not in torch's list, where a name depends on how many groups each process has made.
 
@@ -116,13 +118,13 @@ class StepGroup:
         steps = self.before + self.made
         return [self.epoch, -self.epoch, steps, -steps]
 
-    def propose(self, steps: int) -> None:
-        """Propose that all ranks make so many steps, 0 to end the epoch: begins to find the least of each value."""
+    def propose(self, proposal: int) -> None:
+        """Propose `END`, `SKIP`, or `SKIP` and a number of steps: begin to find the least value of all ranks."""
         options: Any = torch.distributed.AllreduceOptions()
         options.reduceOp = torch.distributed.ReduceOp.MIN
         if self.timeout is not None:
             options.timeout = timedelta(seconds=self.timeout)
-        self._values = torch.tensor([steps, *self._position], dtype=torch.int64, device="cpu")
+        self._values = torch.tensor([proposal, *self._position], dtype=torch.int64, device="cpu")
         try:
             self._work = self.gloo[0].allreduce([self._values], options)
         except IndexError:
@@ -130,7 +132,7 @@ class StepGroup:
         self._work.get_future().add_done_callback(lambda _: self._wake())  # on a thread of gloo's
 
     def settle(self) -> int | None:
-        """Take the answer, the number of steps `granted`: 0 if the epoch has ended, None while there is none."""
+        """Take the answer, the least proposal, and set `granted`; None while there is no answer."""
         future = self._work.get_future()
         if not future.done():
             return None
@@ -139,7 +141,7 @@ class StepGroup:
             future.value()
         except RuntimeError as error:
             raise self._explained(error) from error
-        steps, *least = self._values.tolist()
+        settled, *least = self._values.tolist()
         if least != self._position:
             self.close()
             raise CoordinationError(
@@ -147,9 +149,9 @@ class StepGroup:
                 f"loader after {self.before + self.made} steps in all, others are in iterations {least[0]} to "
                 f"{-least[1]}, after {least[2]} to {-least[3]} steps. Let all ranks leave an epoch at the same step."
             )
-        self.granted = steps
-        self.made += steps
-        return self.granted
+        self.granted = max(0, settled - SKIP)
+        self.made += self.granted
+        return int(settled)
 
     def waits(self) -> Iterator[tuple[Readable, None]]:
         """As `Session.waits`, until there is an answer, or another thread has closed the group."""

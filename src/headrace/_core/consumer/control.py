@@ -95,6 +95,8 @@ class LoaderControl:
         self.progress: EpochProgress | None = None
         self._next_epoch = 0
         self.past = Past()
+        self.epoch_was_set = False  # whether the number of the epoch begun last was set by `set_epoch`
+        self.sampler_epochs: dict[int, int | None] = {}  # of each epoch begun, `EpochOrder.sampler_epoch`
         self._seeds = EpochSeeds(spec)
         self._checked: set[str] = set()  # of the warnings that are given once
         self._reset()
@@ -187,7 +189,15 @@ class LoaderControl:
             propagate_epoch(part, epoch)
         self.sessions.set_epoch(epoch)
 
-    def skip(self, loader: TorchLoader, batches: int, ranks: int, since: Run | None = None) -> None:
+    def begin_at(self, loader: TorchLoader, epoch: int, sampler_epoch: int) -> None:
+        """Let the next `iter()` begin an epoch, with another number for samplers without ``wants_epoch``."""
+        self.resumed, self._next_epoch = (), epoch
+        if self.epoch_was_set:
+            self.set_epoch(loader, epoch)
+        else:
+            propagate_epoch(loader._index_sampler, sampler_epoch)
+
+    def skip(self, loader: TorchLoader, batches: int, rank: RankInfo, since: Run | None = None) -> None:
         """Let the next `iter()`, of a map-style dataset, begin after as many batches on each rank.
 
         They count from the beginning of the epoch, or of a run of other ranks.
@@ -195,10 +205,11 @@ class LoaderControl:
         order = self.order(loader)
         samples = 0 if order.sampler is None else batches * (order.batch_size or 1)  # a batch sampler draws batches
         cursor = samples * order.sampler.num_replicas if order.shared else samples
-        fresh = self._next_state(loader)
         if since is not None:
             batches, cursor = since.batches + batches, since.cursor + cursor
-        self.resumed = (fresh._replace(batches=batches, samples=samples, cursor=cursor, ranks=ranks, base_seed=None),)
+        # The batches before are drawn again, also by a sampler with a state.
+        fresh = self._next_state(loader)._replace(sampler=None, ranks=order.rank_of(rank).world_size)
+        self.resumed = (fresh._replace(batches=batches, samples=samples, cursor=cursor),)
 
     def skip_rest(self) -> None:
         """Let the next `iter()` begin the epoch after the one that was to be continued."""
@@ -215,9 +226,10 @@ class LoaderControl:
 
     def batches_left(self, loader: TorchLoader, rank: RankInfo) -> int | None:
         """The number of batches of the restored epoch that are left on this rank; None if it is unknown."""
-        state = of_rank(self.resumed, rank, remainder_of(self.spec.source))
+        order = self.order(loader)
+        state = of_rank(self.resumed, order.rank_of(rank), remainder_of(self.spec.source))
         with self.counted():
-            before = batches_before(loader, self.order(loader), state, rank)
+            before = batches_before(loader, order, state, rank)
             return None if before is None else len(loader) - before
 
     def order(self, loader: TorchLoader) -> EpochOrder:
@@ -240,8 +252,8 @@ class LoaderControl:
         """The state before the next epoch."""
         order = self.order(loader)
         sampler, generator = order.sampler_between_epochs(), encoded(order.generator)
-        drawn = {"base_seed": self._seeds.ahead(loader), "kept_seed": self._seeds.kept}
-        return self._fresh(loader, order, self._next_epoch, generator=generator, sampler=sampler, **drawn)
+        drawn = {"generator": generator, "sampler": sampler, "kept_seed": self._seeds.kept}
+        return self._fresh(loader, order, self._next_epoch, **drawn)
 
     def _fresh(self, loader: TorchLoader, order: EpochOrder, epoch: int, **drawn: Any) -> LoaderState:
         drawn |= {"sampler_epoch": order.sampler_epoch, **self.past._asdict()}
@@ -252,7 +264,7 @@ class LoaderControl:
         kind = self.spec.kind
         # Each worker's copy of the dataset has a state of its own, for which there must be a worker.
         copies = kind is DatasetKind.ITERABLE or (kind is DatasetKind.MAP and is_stateful(self.spec.source))
-        readers = loader.num_workers if copies else None
+        readers = int(loader.num_workers) if copies else None
         return Fingerprint(kind.value, order.size(), order.describe(), self.spec.options["seed"], readers)
 
     # An epoch.
@@ -306,11 +318,11 @@ class LoaderControl:
                     f"a library lets torch's iterators begin after {skipped} batches, which the loader of a stream "
                     f"cannot, and one with seed= only after set_epoch(epoch). Save loader.state_dict() instead"
                 )
-            self.skip(loader, skipped, rank.world_size)
+            self.skip(loader, skipped, rank)
         if self.spec.options["data_parallel"] is not None:
             check_data_parallel(loader, rank, seed)
         remainder = remainder_of(self.spec.source)
-        resumed = of_rank(self.resumed, rank, remainder) if self.resumed else None
+        resumed = of_rank(self.resumed, self.order(loader).rank_of(rank), remainder) if self.resumed else None
         epoch = self._next_epoch if resumed is None else resumed.epoch
         check_reading(self.spec, loader, rank, self._checked)
         # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in the state.
@@ -341,17 +353,19 @@ class LoaderControl:
         begun = begun._replace(lanes=self._lanes.of_epoch(continued))
         begun = begun.noted(self.past, order.rank_of(rank).world_size, loader.batch_size or 0)
         self.past = begun.past
+        self.sampler_epochs[epoch] = begun.sampler_epoch
         spec = epoch_spec(begun, order, drawn, rank)
         if resumed is None and self.progress is not None:  # what the dataset has already
-            kept = begun._replace(streams=self.progress.kept_streams, found=self.progress.found)
+            lost = self.progress.lost
+            kept = begun._replace(streams=self.progress.kept_streams, found=self.progress.found, lost=lost)
             spec = spec._replace(begun=kept)
         return spec
 
     def open(self, iterator: type[E], loader: TorchLoader, spec: EpochSpec, agreement: StepGroup | None) -> E:
         rank = spec.rank
         self.counters.begin()
-        epoch_set, self._epoch_set = self._epoch_set, False
-        session = self.sessions.open(loader, spec, epoch_set=epoch_set, resumed=bool(self.resumed))
+        self.epoch_was_set, self._epoch_set = self._epoch_set, False
+        session = self.sessions.open(loader, spec, epoch_set=self.epoch_was_set, resumed=bool(self.resumed))
         text = "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead"
         begun = spec.begun.epoch, spec.begun.batches, rank.rank, rank.world_size
         _log.debug(text, *begun, self.counters.placement, loader.num_workers, self.sessions.look_ahead(loader)[0])

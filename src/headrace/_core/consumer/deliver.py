@@ -1,23 +1,19 @@
-"""Delivery of batches on the consumer's thread: failures raised or skipped, unpickling, pinning, torch's warnings.
-
-The reasons for the replacement of batches that lost all their samples are in docs/design/0003-errors-of-user-code.md.
-"""
+"""Delivery of batches on the consumer's thread: failures raised or skipped, unpickling, pinning, torch's warnings."""
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sized
 from typing import Any
 
 import torch
 
-from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.batches import HostBatch
 from headrace._core.error_policy import EpochFailures
 from headrace._core.failure import Failure, Stage
-from headrace._core.order.order import CANDIDATES
 from headrace._core.order.restore import EpochSpec
 from headrace._core.order.spec import LoaderSpec
+from headrace._core.order.state import LOST_KEPT
 from headrace._core.text import shorten, warn_user
 from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import NotPicklableError, WorkerDiedError
@@ -29,74 +25,51 @@ LOST_IN_A_ROW = 100  # batches; a stream is given up after as many failures
 
 
 class FailureHandler:
-    """Decides for each batch of an epoch whether it is delivered, skipped or raised, and plans replacements.
-
-    A batch that lost all its samples is replaced at the end of the epoch: of a map-style dataset by one of the last
-    batches that were delivered, which is planned again. Of a stream only the engine knows the samples: it begins the
-    stream again.
-
-    `repeat` makes a plan of the indices of an earlier one, or of a stream, of None.
+    """Decides for each batch of an epoch whether the batch is delivered, skipped or raised.
 
     Attributes:
         skips: whether the policy can skip samples; only then each batch has to be passed to `delivers`.
-        counts: of the epoch, as in its state: `LoaderState.skipped`.
+        lost: whether the last batch that was passed to `delivers` lost all its samples.
+        counts: of the epoch, as in its state: `LoaderState.skipped` and `LoaderState.lost`.
     """
 
-    def __init__(
-        self,
-        arguments: LoaderSpec,
-        spec: EpochSpec,
-        repeat: Callable[[Sequence[object] | None], BatchPlan],
-        counters: Counters,
-    ) -> None:
+    def __init__(self, arguments: LoaderSpec, spec: EpochSpec, counters: Counters, *, coordinated: bool) -> None:
         self._policy, self.skips = arguments.policy, arguments.policy.tolerance.skips
-        self._repeat, self._counters = repeat, counters
+        self._counters = counters
         self._stream = arguments.kind.is_iterable
         self._as_torch = not arguments.kind.is_async  # whether errors from workers are put in torch's words
-        # Of batches that lost all their samples: those without a replacement, and the replacements that came back.
-        delivered, skipped, in_a_row, self._missing, self._repeated, *last = self.counts = spec.begun.skipped
-        self._epoch = EpochFailures(delivered, skipped, in_a_row)
-        self._owed = self._missing if self.skips else 0  # replacements to be planned
-        self._candidates: deque[Sequence[object] | None] = deque(maxlen=1 if self._stream else CANDIDATES)
-        if self.skips:
-            before = spec.order.batches_before() or map(tuple, last)
-            self._candidates.extend([None] if self._stream and delivered else before)
-        self._keeps = spec.order.stateful is not None  # which goes on after the last batch, and does not draw it again
-        self._last: tuple[Sequence[object], ...] = tuple(map(tuple, last))
-        self._lost = False  # whether a batch has lost all its samples since it began
+        self._uncoordinated = spec.rank.world_size > 1 and not coordinated  # whether ranks would make unequal steps
+        self._epoch_number = spec.begun.epoch
+        self._epoch = EpochFailures(*spec.begun.skipped)
+        self._lost_batches = spec.begun.lost
+        self.counts: tuple[Any, ...] = *spec.begun.skipped, self._lost_batches
+        self.lost = False
+        self._warned_of_loss = False
         self._deaths_in_a_row = self._lost_in_a_row = 0  # batches
-
-    def replacement(self) -> BatchPlan | None:
-        """A plan in place of a lost batch; None if none was lost, or if there is nothing to repeat."""
-        if not (self._owed and self._candidates):
-            return None
-        self._owed -= 1
-        # It is a candidate again once it is delivered; so a batch that fails each time is not planned for ever.
-        return self._repeat(self._candidates[0] if self._stream else self._candidates.popleft())
 
     def delivers(self, host: HostBatch) -> bool:
         """Count a batch; whether it is delivered to the consumer. Raises what is not skipped."""
+        self.lost = False
         try:
-            self._repeated += host.plan.repeat
             if host.failures:
                 self._handle(host)
             if host.empty:
-                if not host.failures:
-                    self._on_end(host.plan)
                 return False
             self._deaths_in_a_row = self._lost_in_a_row = 0
             if not host.failures:
                 self._epoch.add(host)
-            self._missing -= host.plan.repeat
-            if host.size:  # a batch sampler may ask for a batch of no samples
-                self._candidates.append(None if self._stream else host.plan.indices)
-                self._last = (host.plan.indices,) if self._keeps else ()
             return True
         finally:
             if self.skips:
-                epoch = self._epoch
-                counts = epoch.delivered, epoch.skipped, epoch.in_a_row, self._missing, self._repeated
-                self.counts = *counts, *self._last
+                self._count()
+
+    def skip_step(self, number: int) -> None:
+        """Record that no rank delivers the batch of this number."""
+        epoch = self._epoch_number
+        earlier = [each for each in self._lost_batches if each[0] == epoch]
+        before = earlier[-1][1] - earlier[-1][2] + 1 if earlier else 0
+        self._lost_batches = (*self._lost_batches, (epoch, number, number - before))[-LOST_KEPT:]
+        self._count()
 
     def check_epoch(self, *, whole: bool) -> None:
         """Check the counts at the end of the epoch; if it is not `whole`, another rank has ended it."""
@@ -104,12 +77,11 @@ class FailureHandler:
             return
         if whole and self._epoch.examples and not self._epoch.delivered:
             raise self._epoch.error("every sample failed, and no batch could be delivered")
-        if whole and self._owed:
-            raise self._epoch.error(
-                f"{self._owed} batches lost all their samples, and nothing could be delivered in their place, "
-                f"so that this process has fewer batches than were planned"
-            )
         self._check(ended=True)
+
+    def _count(self) -> None:
+        epoch = self._epoch
+        self.counts = epoch.delivered, epoch.skipped, epoch.in_a_row, self._lost_batches
 
     def _handle(self, host: HostBatch) -> None:
         died = any(isinstance(failure.error, WorkerDiedError) for failure in host.failures)
@@ -124,28 +96,28 @@ class FailureHandler:
         self._check(ended=False)
         if raised is not None:
             raise raised.exception(as_torch=self._as_torch)
-        lost = host.empty
-        if lost and self._stream and all(failure.stage is Stage.FETCH for failure in host.failures):
-            # A batch continues after unreadable samples: it is empty at the stream's end only.
-            self._on_end(host.plan)
-            lost = False
+        # A batch of a stream continues after unreadable samples: without others it is the end.
+        at_end = self._stream and all(failure.stage is Stage.FETCH for failure in host.failures)
+        lost = host.empty and not at_end
         if lost:
-            self._owed += 1
-            self._missing += not host.plan.repeat
-            self._lost_in_a_row += 1
-            if self._lost_in_a_row >= LOST_IN_A_ROW:
-                self._lost_in_a_row = 0
-                raise self._epoch.error(f"each of the last {LOST_IN_A_ROW} batches lost all its samples")
+            self._on_lost(host)
         rests = [failure for failure in host.failures if failure.lost is not None]
-        for failure in rests or host.failures[: first or (lost and not self._lost)]:
+        for failure in rests or host.failures[: first or (lost and not self._warned_of_loss)]:
             _warn_of_skip(failure, lost=lost)
-        self._lost = self._lost or lost
+        self._warned_of_loss = self._warned_of_loss or lost
 
-    def _on_end(self, plan: BatchPlan) -> None:
-        """Note that the stream had no samples left for `plan`."""
-        if plan.repeat:
-            self._owed += 1
-            self._candidates.clear()
+    def _on_lost(self, host: HostBatch) -> None:
+        if self._uncoordinated:
+            raise self._epoch.error(
+                f"batch {host.plan.number} lost all its samples, so that this rank would make fewer steps than the "
+                f"others: with coordinated=True all ranks skip the step"
+            )
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row >= LOST_IN_A_ROW:
+            self._lost_in_a_row = 0
+            raise self._epoch.error(f"each of the last {LOST_IN_A_ROW} batches lost all its samples")
+        self._counters.lost_batches += 1
+        self.lost = True
 
     def _raises(self, failure: Failure) -> bool:
         if not failure.is_skippable or self._deaths_in_a_row > DEATHS_IN_A_ROW:
@@ -164,10 +136,7 @@ def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
     skipped = f"batch {failure.batch} lost all its samples, the first" if lost else f"{one} was skipped, owing"
     message = f"{skipped} to {failure.type_name}: {shorten(failure.message)} ({failure.where}). "
     if lost:
-        message += (
-            "So that the number of batches stays the same, another batch is delivered twice in this epoch: "
-            "loader.stats().replaced_batches counts these. "
-        )
+        message += "The epoch has a batch less: loader.stats().lost_batches counts these. "
     message += (
         "Later ones of this epoch are counted in loader.stats().skipped_samples, with those of other epochs, and the "
         "last errors are in loader.stats().skipped."

@@ -12,8 +12,8 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
-from headrace._core.batches import HostBatch
-from headrace._core.consumer.agreement import StepGroup
+from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.consumer.agreement import END, SKIP, StepGroup
 from headrace._core.consumer.deliver import FailureHandler, Finish, opened
 from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.device.stage import DeviceStage
@@ -24,7 +24,7 @@ from headrace._core.look_ahead import LookAheadSize
 from headrace._core.messages import Consumed, StatusRequest, TraceRequest, check_not_forked
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import EpochSpec
-from headrace._core.order.spec import LoaderSpec, TorchLoader
+from headrace._core.order.spec import LoaderSpec, TorchLoader, drawn_freely
 from headrace._core.order.state import LoaderState
 from headrace._core.ranks.rankinfo import provided_rank
 from headrace._core.streams.kinds import DatasetKind, capabilities
@@ -74,15 +74,16 @@ class Epoch:
         self._dataset, self._index_sampler = loader.dataset, loader._index_sampler
         self._num_workers, self._base_seed = loader.num_workers, spec.begun.base_seed
         self._session = session
-        self._failures = FailureHandler(arguments, spec, progress.repeat, counters)
+        self._failures = FailureHandler(arguments, spec, counters, coordinated=agreement is not None)
         self._in_workers = arguments.kind is DatasetKind.MAP
         self._ahead = Prefetcher(
             progress,
             session.send,
             look_ahead,
             together=arguments.kind.is_iterable or capabilities(arguments.source).ranges,
+            free=drawn_freely(loader) - spec.begun.batches,
+            by_size=arguments.reads_in_persistent_workers(loader),
             in_workers=self._in_workers,
-            more=self._failures.replacement,
         )
         self._timeout = loader.timeout or None  # seconds to wait for a batch
         self._finish = finish
@@ -111,7 +112,9 @@ class Epoch:
         # Also ends the session of an iterator that is dropped in mid-epoch.
         iteration = object()
         counters.open.add(iteration)
-        self._finalizer = weakref.finalize(self, _end_iteration, session, counters.open, iteration)
+        # As by torch, workers that persist read all that was drawn, also what was not sent yet.
+        unsent = self._ahead.held if arguments.reads_in_persistent_workers(loader) else []
+        self._finalizer = weakref.finalize(self, _end_iteration, session, unsent, counters.open, iteration)
         self._finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
         self._traced = False
         if counters.traced:
@@ -126,8 +129,7 @@ class Epoch:
     @property
     def _num_yielded(self) -> int:
         """The number of batches of the epoch that were given out, also before it was restored; as in torch's."""
-        state = self._progress.state(int(self._progress.over))
-        return state.batches + len(state.delivered)
+        return self._progress.state(int(self._progress.over)).steps
 
     def __getstate__(self) -> NoReturn:
         # The error of torch's iterators, which libraries catch.
@@ -198,7 +200,6 @@ class Epoch:
                 skipped - self._skipped,
             ),
             fetches,
-            repeat=plan.repeat,
         )
         self._skipped = skipped
         self._on_returned()
@@ -215,27 +216,45 @@ class Epoch:
             raise CoordinationError(
                 "coordinated=True: a later epoch of this loader has begun; a coordinated loader has one iterator"
             )
-        if agreement.granted:
-            return True
-        if not agreement.pending:
-            step = self._next or self._take_next()
-            if step is WAIT:
+        while not agreement.granted:
+            if not agreement.pending:
+                step = self._next or self._take_next()
+                if step is WAIT:
+                    return False
+                if step is None:
+                    self._check_end()
+                self._ended = step is None
+                self._next = step
+                if step is None:
+                    agreement.propose(END)
+                elif _is_lost(step):
+                    agreement.propose(SKIP)
+                else:
+                    agreement.propose(SKIP + 1 + self._session.certain())
+            try:
+                settled = agreement.settle()
+            except Exception:  # the other ranks cannot be reached any more, so that the epoch is over here too
+                if not self.closed:  # otherwise by another thread
+                    self._over = True
+                    self.close()
+                raise
+            if settled is None:
                 return False
-            if step is None:
-                self._check_end()
-            self._ended = step is None
-            self._next = step
-            agreement.propose(0 if step is None else 1 + self._session.certain())
-        try:
-            granted = agreement.settle()
-        except Exception:  # the other ranks cannot be reached any more, so that the epoch is over here too
-            if not self.closed:  # otherwise by another thread
-                self._over = True
-                self.close()
-            raise
-        if granted == 0:
-            self._finish_epoch()
-        return granted is not None
+            if settled == END:
+                self._finish_epoch()
+            if settled == SKIP:
+                self._skip_step()
+        return True
+
+    def _skip_step(self) -> None:
+        """Leave out the next step, as all ranks do: one of them lost all samples of its batch."""
+        step, self._next = self._next, None
+        self._counters.discarded_batches += not _is_lost(step)
+        self._record_skip(step[0])
+
+    def _record_skip(self, host: HostBatch) -> None:
+        self._failures.skip_step(host.plan.number)
+        self._progress.on_batch(host, self._failures.counts, given=False)
 
     def _take_next(self) -> Any:
         """The next step: a batch, its error, and times of a `BatchRecord`; None at this rank's end, or `WAIT`."""
@@ -266,7 +285,11 @@ class Epoch:
                 self._counters.worker_deaths += times.worker_deaths
             ready = session.ready()
             step = host, error, called, taken, taken, ready
-            if not delivers:
+            if failures.lost and self._agreement is not None:
+                delivers = True  # to the other ranks, which skip the step too
+            elif failures.lost:
+                self._record_skip(host)
+            elif not delivers:
                 progress.on_batch(host, failures.counts, given=False)
             progress.taken += 1
             end = host.end if progress.turns is None else progress.turns.on_batch(host)
@@ -305,7 +328,7 @@ class Epoch:
     def _finish_epoch(self) -> NoReturn:
         self._over = True
         if not self._ended:
-            self._counters.discarded_batches += 1 + self._session.ready()
+            self._counters.discarded_batches += (not _is_lost(self._next)) + self._session.ready()
         self.close()
         if self._ahead.failure is not None and self._ended:
             raise self._ahead.failure.exception()
@@ -324,7 +347,7 @@ class Epoch:
         if self.closed:  # by another thread, since we looked
             return LoaderClosedError()
         error = self._session.error
-        planned, outstanding = self._ahead.planned, len(self._ahead.under_way)
+        planned, outstanding = self._ahead.planned, self._ahead.outstanding
         if error is None:
             error = LostBatchError(planned=planned, accounted=planned - outstanding)
         elif not isinstance(error, Exception):
@@ -391,9 +414,21 @@ class Epoch:
         )
 
 
-def _end_iteration(session: Session | DeviceStage, open_iterations: set[object], iteration: object) -> None:
+def _is_lost(step: Any) -> bool:
+    """Whether a step of `Epoch._take_next` is a batch that lost all its samples."""
+    host, error, *_ = step
+    return host.empty and error is None
+
+
+def _end_iteration(
+    session: Session | DeviceStage, unsent: list[BatchPlan], open_iterations: set[object], iteration: object
+) -> None:
     open_iterations.discard(iteration)
-    session.close()
+    try:
+        if unsent:
+            session.send(unsent)
+    finally:
+        session.close()
 
 
 class BatchIterator(Epoch, Iterator[T_co]):

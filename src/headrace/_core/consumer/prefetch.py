@@ -1,4 +1,4 @@
-"""The look-ahead: how many plans are out, drawn from the sampler on the consumer's thread and sent ahead in groups."""
+"""The look-ahead: plans are drawn from the sampler on the consumer's thread, and sent ahead in groups."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ class Prefetcher:
     """Draws plans and sends them ahead, so that as many batches are under way or ready as the look-ahead says.
 
     While a third of the look-ahead (and at least two batches) is ready, plans are held back, and then sent as a group.
+    After the first `free` plans, and with `by_size`, the sampler is still asked for one plan at each batch, and for no
+    more than the least look-ahead: the sampler may draw random numbers from a generator that the training loop uses
+    too, and these may not depend on the speed of either.
+
     After a stall of the consumer each plan is sent at once for a while: twice as long at each stall.
 
     The look-ahead is extended whenever the consumer waited for samples to be fetched, and fetches had nothing to begin:
     by the batches that they could begin; that of small batches, of a stream or of quick workers, is doubled. It is
-    reduced after twice as many batches as it has, and `CALM` at least, without a wait.
+    reduced after twice as many batches as it has, and `CALM` at least, without a wait. With `by_size` only the bytes
+    of batches decide.
 
     Attributes:
         planned: plans drawn so far.
+        held: plans that were drawn and not sent.
         under_way: plans that were sent and whose batches have not arrived, by their numbers, oldest first.
         exhausted: whether nothing more is to be planned.
         failure: the sampler's error; raised after the batches before it.
@@ -42,14 +48,17 @@ class Prefetcher:
         *,
         # Whether plans always go in groups of half the look-ahead, also after a stall: their requests are joined.
         together: bool = False,
+        free: float = math.inf,  # number of plans that may be drawn at any time
+        by_size: bool = False,  # whether neither draws nor the look-ahead may depend on speed
         in_workers: bool = False,  # whether workers read a torch dataset: where it is extended, plans go in groups too
-        more: Callable[[], BatchPlan | None] = lambda: None,  # a plan after the sampler's last
     ) -> None:
         self._plans = plans
-        self._more = more
         self._admit = admit
         self._ahead = ahead
         self._together = together
+        self._free, self._by_size = free, by_size
+        self.held: list[BatchPlan] = []
+        self._due = True  # whether plans are sent now
         self._in_workers, self._small = in_workers, SMALL_IN_WORKERS if in_workers else SMALL
         self._prompt = self._prompt_again = PROMPT
         self._stalled: float | None = None  # when the consumer began to wait for the next batch
@@ -60,17 +69,28 @@ class Prefetcher:
         self.failure: Failure | None = None
 
     def fill(self) -> None:
-        """Send plans until the look-ahead is full."""
-        size = 1 if self._ahead is None else self._ahead.batches
-        drawn: list[BatchPlan] = []
+        """Draw plans until the look-ahead is full, and send those that are due."""
         try:
-            while len(self.under_way) < size and (plan := self._draw()) is not None:
-                drawn.append(plan)
+            while self.outstanding < self._most() and (plan := self._draw()) is not None:
+                self.held.append(plan)
                 self.planned += 1
-                self.under_way[plan.number] = plan
         finally:  # plans drawn before a Ctrl-C in the sampler are not lost
-            if drawn:
+            if self.held and (self._due or not self.under_way):
+                drawn = self.held.copy()
+                self.held.clear()
+                self.under_way.update((plan.number, plan) for plan in drawn)
                 self._admit(drawn)
+
+    def _most(self) -> int:
+        """The most plans that may be outstanding when the next one is drawn."""
+        if self._ahead is None:
+            return 1
+        return self._ahead.batches if self.planned < self._free else self._ahead.least
+
+    @property
+    def outstanding(self) -> int:
+        """The number of plans whose batches have not arrived."""
+        return len(self.under_way) + len(self.held)
 
     def _draw(self) -> BatchPlan | None:
         if not self.exhausted:
@@ -81,7 +101,7 @@ class Prefetcher:
             except Exception as error:  # user code: the sampler
                 self.exhausted = True
                 self.failure = Failure.caught(error, stage=Stage.SAMPLING, batch=self.planned)
-        return self._more()
+        return None
 
     @property
     def oldest(self) -> BatchPlan:
@@ -93,6 +113,11 @@ class Prefetcher:
 
         After the `end` of a stream nothing more is planned. `ready` other batches have arrived.
         """
+        self._due = self._counted(number, end, times, ready, nbytes)
+        steady = self._by_size or self.planned >= self._free
+        return self._due or (steady and self._ahead is not None)
+
+    def _counted(self, number: int, end: bool, times: StageTimes, ready: int, nbytes: int) -> bool:
         plan = self.under_way.pop(number)
         if end:
             self.exhausted = True
@@ -102,7 +127,11 @@ class Prefetcher:
         nbytes = 0 if times.load.limit else ahead.batches * nbytes  # of a stream, or of workers; 0 if unknown
         if nbytes > self._small:
             ahead.reduce()
-        if self._stalled is not None:
+        if self._by_size:
+            self._stalled = None
+            if self.planned > CALM and 0 < 2 * nbytes <= self._small:
+                ahead.extend(ahead.batches)
+        elif self._stalled is not None:
             quick = self._in_workers and times.work_ended - times.work_began < QUICK
             arrived = times.work_ended if quick else times.fetched
             if arrived > self._stalled and not self.exhausted:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 from torch.utils.data import DistributedSampler
@@ -15,7 +17,6 @@ from headrace._core.consumer.epoch import BatchIterator
 from headrace._core.order.exclusion import Exclusion, excluded_indices
 from headrace._core.order.order import COMPUTED, EpochOrder
 from headrace._core.order.restore import EpochSpec
-from headrace._core.order.samplers import RankSampler
 from headrace._core.order.state import LoaderState, Past, Run
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
@@ -70,13 +71,16 @@ def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]
         ranks = order.rank_of(here).world_size
     left_out = excluded_indices(_indices_of(control.spec.source, keys))
     for epoch, numbers in steps.items():
-        for step in numbers:
-            run = _run_of(state, epoch, step, ranks, loader.batch_size or 0)
+        epoch = operator.index(epoch)
+        for step in map(operator.index, numbers):
+            if step < 0:
+                raise _no_step(epoch, step)
+            run, number = _run_of(state, epoch, step, ranks, loader.batch_size or 0)
             of_step = (run.batch_size or 1) * (run.ranks if order.shared else 1)
-            first = run.cursor + (step - run.batches) * of_step
+            first = run.cursor + (number - run.batches) * of_step
             stop = first + of_step
             sampler.exclusions = tuple(Exclusion(*each) for each in state.excluded[: run.exclusions])
-            if step < 0 or first >= len(sampler.order_in(epoch)):
+            if first >= len(sampler.order_in(epoch)):
                 raise _no_step(epoch, step)
             left_out.append(Exclusion(epoch, *(sampler.whole(epoch, position) for position in (first, stop))))
     sampler.exclusions = tuple(Exclusion(*each) for each in state.excluded)
@@ -90,8 +94,8 @@ def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]
 
 def _indices_of(source: Any, keys: Iterable[Any]) -> list[int]:
     wanted = dict.fromkeys(keys)
-    indices = [key for key in wanted if isinstance(key, int)]
-    if names := {str(key) for key in wanted if not isinstance(key, int)}:
+    indices = [int(key) for key in wanted if isinstance(key, Integral)]
+    if names := {str(key) for key in wanted if not isinstance(key, Integral)}:
         found = {index: key for index in range(len(source)) if (key := sample_key(source, index)) in names}
         if missing := names - set(found.values()):
             raise KeyError(
@@ -111,6 +115,8 @@ def _loader_at(
     loader: Any, epoch: int, step: int, rank: int | None, world_size: int | None
 ) -> Iterator[tuple[Any, EpochSpec]]:
     """A copy of the loader whose epoch begins with a step; a stream's with the epoch."""
+    epoch, step = operator.index(epoch), operator.index(step)
+    rank, world_size = (None if given is None else operator.index(given) for given in (rank, world_size))
     if epoch < 0 or step < 0:
         raise ValueError(f"epoch={epoch} and step={step} must not be negative")
     control: LoaderControl = loader._control
@@ -119,29 +125,57 @@ def _loader_at(
     with control.ranked() as here:
         own = order.rank_of(here)
     present = control.states(loader, 0)[0]
-    excluded = present.excluded
-    run = _run_of(present, epoch, step, world_size or own.world_size, loader.batch_size or 0)
+    run, number = _run_of(present, epoch, step, world_size or own.world_size, loader.batch_size or 0, world_size)
     place = RankInfo(own.rank if rank is None else rank, run.ranks, "batch_at")
     if not 0 <= place.rank < run.ranks:
         raise ValueError(f"rank={place.rank}, but step {step} of epoch {epoch} is of {run.ranks} ranks")
     clone = _copy(loader, place)
     order = clone._control.order(clone)
-    if run.batch_size != (loader.batch_size or 0) and not order.is_stream:
-        raise StateError(f"step {step} had batches of {run.batch_size} samples: give the loader batch_size=")
     if run.batches and order.is_stream:
-        raise StateError(f"epoch {epoch} was read by other ranks up to step {run.batches}, and a stream from its start")
+        raise StateError(
+            f"epoch {epoch} was read by other ranks up to batch {run.batches}, and a stream from its start"
+        )
     if run.batches and not order.is_by_arithmetic:
         raise StateError(
-            f"the ranks or the batch size changed at step {run.batches}, and {order.sampler_name} is drawn"
+            f"the ranks or the batch size changed at batch {run.batches}, and {order.sampler_name} is drawn"
         )
     reader = here if place == own else place
-    clone._control.past = Past(excluded=excluded[: run.exclusions])
-    clone._control.resumed = ()
-    clone._control.set_epoch(clone, epoch)
+    clone._control.past = Past(excluded=present.excluded[: run.exclusions])
+    order.restart(_sampler_at_start(control, order))
+    clone._control.begin_at(clone, epoch, _sampler_epoch(control, order, present, epoch))
     if not order.is_stream:
-        clone._control.skip(clone, step - run.batches, reader.world_size, run)
-    with provided_rank(reader), contextlib.closing(clone):
-        yield clone, clone._control.next_spec(clone, reader, late_epoch=False)
+        clone._control.skip(clone, number - run.batches, reader, run)
+    try:
+        with provided_rank(reader), contextlib.closing(clone):
+            yield clone, clone._control.next_spec(clone, reader, late_epoch=False)
+    finally:
+        if control.epoch_was_set and control.progress is not None:  # the dataset, which the copy has too
+            control.sessions.set_epoch(control.progress.epoch)
+
+
+def _sampler_at_start(control: LoaderControl, order: EpochOrder) -> object:
+    """The state of a user's sampler at the beginning of an epoch; None if the sampler is there, or has no state."""
+    progress = control.progress
+    if progress is None or progress.over or order.sampler_between_epochs() is None or order.samples_at_most:
+        return None
+    if (state := progress.sampler_at_start) is None:
+        raise ValueError(f"{order.sampler_name} was restored within the epoch: look at its steps after the epoch")
+    return state
+
+
+def _sampler_epoch(control: LoaderControl, order: EpochOrder, present: LoaderState, epoch: int) -> int:
+    """The number that a sampler with `set_epoch` has, or had, in an epoch; `ValueError` if that is not known."""
+    if order.sampler_epoch is None or order.wants_epoch:
+        return epoch
+    known = {present.epoch: present.sampler_epoch, **control.sampler_epochs}
+    if (found := known.get(epoch)) is not None:
+        return found
+    if control.epoch_was_set or (present.epoch and present.sampler_epoch == present.epoch):
+        return epoch
+    raise ValueError(
+        f"the program decides on the epoch of {order.sampler_name}, by set_epoch(), and the number for epoch {epoch} "
+        f"is not known: call loader.set_epoch(epoch) before each epoch, or use a headrace.ElasticSampler"
+    )
 
 
 def _check_in_order(loader: Any) -> None:
@@ -166,12 +200,28 @@ def _check_computable(loader: Any, order: EpochOrder, epoch: int) -> None:
         raise RuntimeError(f"the dataset is read in epoch {max(under_way)}: look at epoch {epoch} after that iteration")
 
 
-def _run_of(present: LoaderState, epoch: int, step: int, ranks: int, batch_size: int) -> Run:
-    """The ranks, batch size and exclusions that a step has, and since which step; by `ranks` from the present on."""
-    history = [Run(*run) for run in present.noted(present.past, ranks, batch_size).history]
-    begun = [run for run in history if run[:2] <= (epoch, step)]
-    run = begun[-1] if begun else Run(epoch, 0, 0, ranks, batch_size)
-    return run if run.epoch == epoch else run._replace(epoch=epoch, batches=0, cursor=0)
+def _run_of(
+    present: LoaderState, epoch: int, step: int, ranks: int, batch_size: int, asked: int | None = None
+) -> tuple[Run, int]:
+    """The run that a step is of, and the number of the step's batch; from the present on with `ranks`.
+
+    `StateError` for steps before the run, and where the step is of other ranks than `asked`.
+    """
+    number = present.number_of(epoch, step)
+    past = present.past
+    if not past.run or (epoch, number) >= (present.epoch, present.batches):
+        past = present.noted(past, ranks, batch_size).past
+    run = Run(*past.run)
+    if (epoch, number) < (run.epoch, run.batches):
+        raise StateError(
+            f"step {step} of epoch {epoch} was made before the number of ranks, batch_size= or the exclusions changed, "
+            f"at step {run.batches} of epoch {run.epoch}: load a state from before the change"
+        )
+    if run.batch_size != batch_size:
+        raise StateError(f"step {step} had batches of {run.batch_size} samples: give the loader batch_size=")
+    if asked not in (None, run.ranks):
+        raise StateError(f"step {step} of epoch {epoch} was made on {run.ranks} ranks, and world_size={asked}")
+    return (run if run.epoch == epoch else run._replace(epoch=epoch, batches=0, cursor=0)), number
 
 
 def _copy(loader: Any, rank: RankInfo) -> Any:
@@ -184,8 +234,8 @@ def _copy(loader: Any, rank: RankInfo) -> Any:
         clone.__dict__["num_workers"] = 0 if loader.worker_init_fn is None else min(1, loader.num_workers)
     clone._control = clone._control.with_spec(spec._replace(options=options))
     for part in (clone.sampler, clone.batch_sampler):
-        if isinstance(part, RankSampler):
-            part._ranks = RankChoice(rank.rank, rank.world_size)
+        if isinstance(getattr(part, "_ranks", None), RankChoice):  # headrace's, from the beginning of an epoch
+            vars(part).update(_ranks=RankChoice(rank.rank, rank.world_size), _restored=None)
         elif isinstance(part, DistributedSampler) and (part.rank, part.num_replicas) != (rank.rank, rank.world_size):
             made = f"rank {part.rank} of {part.num_replicas}"
             raise ValueError(

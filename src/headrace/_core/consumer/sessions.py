@@ -176,7 +176,8 @@ class LoaderSessions:
             return Session(link, inline_state=link.state_dict)
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
         with explained("start the loader"):
-            session = self._placements.open(config, start, persistent=loader.persistent_workers)
+            anew = resumed and self.spec.reads_in_persistent_workers(loader)  # whose dataset and generators are others
+            session = self._placements.open(config, start, persistent=loader.persistent_workers, anew=anew)
         self.counters.placement = self._placements.where + self._lanes.describe()
         if automatic:
             session.send(WorkersRequest(self.search.number))

@@ -38,7 +38,10 @@ class DeviceStage:
 
     def certain(self) -> int:
         begun = (*self._copying, *(() if self._next is None else (self._next,)))
-        found: int = sum(not host.empty for host in begun) + self._session.certain()
+        for number, host in enumerate(begun):
+            if host.empty:
+                return number
+        found: int = len(begun) + self._session.certain()
         return found
 
     def take(self) -> HostBatch | None:

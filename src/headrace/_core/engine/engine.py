@@ -214,6 +214,7 @@ class Session:
         self._outstanding: dict[int, tuple[BatchPlan, float]] = {}  # received and not delivered, and when
         self._assembling: dict[int, RawBatch] = {}
         self._changed = asyncio.Event()  # there are plans, or memory for them
+        self._left = False  # whether the consumer has left the epoch
         self._stage: FetchStage | None = None
         self._task: asyncio.Task[Any] | None = None
         self._blocked_before = self._watch.blocked_seconds
@@ -258,8 +259,18 @@ class Session:
         who = "" if worker is None else f", worker {worker}"
         return f"batch {number} is in stage {stage}{who}, {describe_samples(raw.plan.indices, self._sample_key)}"
 
+    def leave(self) -> None:
+        """End, since the consumer has left the epoch.
+
+        Workers with a torch dataset first read what they were asked for, as torch's do: what such a worker does in the
+        next epoch must not depend on how far it has come.
+        """
+        self._left = True
+        if self._engine.config.kind.is_async or not self._outstanding:
+            self.cancel()
+
     def cancel(self) -> None:
-        """Admit nothing more and end; also called for a consumer that leaves the epoch."""
+        """Admit nothing more and end."""
         if self._task is not None and not self._context.stopping:
             self._task.cancel()
         self._context.stopping = True
@@ -378,3 +389,5 @@ class Session:
             del self._outstanding[self._next_number]
             self._next_number += 1
             self._send(ready)
+        if self._left and not self._outstanding:
+            self.cancel()

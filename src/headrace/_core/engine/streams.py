@@ -33,7 +33,6 @@ class Progress:
     failures_in_a_row: int = 0  # since the last sample
     ended: bool = False
     lost: bool = False  # the position could not be restored
-    repeats: bool = False  # it was started again for plans that repeat
     drawn: int | None = None  # of a lane, samples that its batches were planned with; None of any other stream
     delivered: list[range] = field(default_factory=list)  # positions to be dropped, ascending; those passed are removed
 
@@ -43,14 +42,14 @@ class Progress:
         return cls(
             expect(state, "position", int),
             ended=state.get("ended") is True,
-            repeats=state.get("repeats") is True,
             drawn=expect(state, "drawn", int) if "drawn" in state else None,
             delivered=list(delivered),
         )
 
     def state_dict(self, stream: State) -> State:
         state: State = {"position": self.position, "stream": stream}
-        state |= {name: True for name in ("ended", "repeats") if getattr(self, name)}
+        if self.ended:
+            state["ended"] = True
         if self.drawn is not None:
             state["drawn"] = self.drawn
         return state
@@ -215,7 +214,7 @@ class LaneReader:
         stage.context.spawn(self._read)
 
     def admit(self, plan: BatchPlan) -> None:
-        """Queue the plan; after the stream's end its batch is empty. The first repeated plan restarts the stream."""
+        """Queue the plan; after the stream's end its batch is empty."""
         self._plans.append(plan)
         self._admitted.set()
 
@@ -229,9 +228,6 @@ class LaneReader:
                     self._admitted.clear()
                     await self._admitted.wait()
                 plan = self._plans.popleft()
-                if plan.repeat and not self.progress.repeats:
-                    await self._close()
-                    self.progress, self._state = Progress(repeats=True, drawn=self.progress.drawn), None
                 progress = self.progress
                 if progress.ended:
                     self._stage.context.deliver(RawBatch(plan._replace(indices=()), (), end=True))
@@ -254,8 +250,7 @@ class LaneReader:
     def _start(self, batch: StreamBatch) -> ResumableIterator[Any] | None:
         state, self._state = self._state, None
         self._first = self.progress.position
-        repeats = int(self.progress.repeats)
-        key = repeats if self._lane is None else batch_seed(repeats, 0, self._lane.index)
+        key = 0 if self._lane is None else batch_seed(0, 0, self._lane.index)
         try:
             with keys_within(key):
                 if state is None:
@@ -311,22 +306,15 @@ class DispatchToWorkers(FetchStage):
         ended = start.ended
         turns = ((start.next_worker + turn) % workers for turn in range(workers))
         self._active = deque(worker for worker in turns if worker not in ended)  # the next one first
-        # Of the last batch of a stream: one that restarted it, or else the one before the next.
-        repeating = (worker for worker, state in start.streams.items() if state.get("repeats") is True)
-        self._last_worker = next(repeating, (start.next_worker - 1) % workers if start.batch else None)
         self._streams = streams
         self._in_order = in_order
         self._loads = [0] * workers
         self._waiting: deque[BatchPlan] = deque()
 
     def admit(self, plan: BatchPlan) -> None:
-        """Send the plan to a worker whose stream has not ended; for repeated plans a worker restarts its stream."""
-        if plan.repeat and self._streams:
-            assert self._last_worker is not None  # an empty stream is not repeated
-            self._send(plan, self._last_worker)
-        else:
-            self._waiting.append(plan)
-            self._dispatch()
+        """Send the plan to a worker whose stream has not ended."""
+        self._waiting.append(plan)
+        self._dispatch()
 
     def _dispatch(self) -> None:
         while self._waiting and self._active:
@@ -349,8 +337,6 @@ class DispatchToWorkers(FetchStage):
         if raw.worker is None:
             return host
         self._loads[raw.worker] -= 1
-        if not host.empty:
-            self._last_worker = raw.worker
         if host.end and self._streams and raw.worker in self._active:
             self._active.remove(raw.worker)
         # Of a map-style dataset, the worker could not start, or died; its next batch may succeed.

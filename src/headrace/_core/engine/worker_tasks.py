@@ -337,9 +337,6 @@ class StreamReader(BatchReader):
                 again.left -= 1
 
     def _read(self, plan: BatchPlan) -> RawBatch:
-        if plan.repeat and not self._progress.repeats:
-            self._stream = iter(self._dataset)
-            self._progress, self._read_before, self._errors = Progress(repeats=True), 0, 0
         batch = StreamBatch(plan, self._progress, self._tolerance)
         while batch.room:
             try:

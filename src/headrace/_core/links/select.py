@@ -68,10 +68,11 @@ class PlacementSelector:
         self._pickled: SharedPickle | None = None  # those that were pickled last
         self.where = "not started"  # the engine's placement and its reason, for `stats()`
 
-    def open(self, config: EngineConfig, start: SessionStart, *, persistent: bool) -> Session:
+    def open(self, config: EngineConfig, start: SessionStart, *, persistent: bool, anew: bool = False) -> Session:
         """Start a session, in the current engine if it does what `config` asks for.
 
-        Workers that have a copy of this process are kept for the next epoch if they are `persistent`.
+        Workers that have a copy of this process are kept for the next epoch if they are `persistent`, and begin `anew`
+        if they are to be as they were.
         """
         warn_of_rereading(start.streams)
         work = self._functions(config)
@@ -89,7 +90,7 @@ class PlacementSelector:
             self._retired.remove(retired)
             retired.close()
         current = self._current
-        if current is not None and not self._serves(current, config, work):
+        if current is not None and (anew or not self._serves(current, config, work)):
             # An attribute was set since (the dataset, for example). Current iterations continue unchanged.
             self._retired.append(current)
             current = self._current = None

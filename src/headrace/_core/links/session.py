@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections import deque
@@ -91,7 +92,7 @@ class Session:
         self._receive()
         if self._work is not None and self._work.skips:
             return 0
-        return sum(not host.empty for host in self._ready)
+        return sum(1 for _ in itertools.takewhile(lambda host: not host.empty, self._ready))
 
     def waits(self, timeout: float | None) -> Iterator[tuple[Readable, float | None]]:
         """The waits for a message, or the end, in so many seconds: each for a descriptor, and how long at most.

@@ -167,7 +167,7 @@ class ThreadLink(Mailbox):
         self._loop.on_death.discard(self._on_death)
         if self._loop.alive:
             with contextlib.suppress(EngineDiedError):  # since the check, and the session with it
-                self._loop.call_soon(self.session.cancel)
+                self._loop.call_soon(self.session.leave)
         self.wake()
 
     def _on_death(self, error: BaseException) -> None:

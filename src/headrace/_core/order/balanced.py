@@ -41,6 +41,12 @@ def balanced_batches(
     for number in range(cursor.window, windows):
         samples = order[number * n // windows : (number + 1) * n // windows]
         tokens = np.maximum(lengths[samples].astype(np.int64), 1)  # so a batch has at most `max_tokens` samples
+        if tokens.max() > max_tokens:
+            longest = int(samples[tokens.argmax()])
+            raise ValueError(
+                f"sample {longest} has {tokens.max()} tokens, more than max_tokens={max_tokens}: the lengths have "
+                f"changed since the BalancedBatchSampler was made. Make another one"
+            )
         checksum = zlib.crc32(tokens.tobytes(), arguments)
         if number == cursor.window and cursor.checksum not in (None, checksum):
             raise StateError(

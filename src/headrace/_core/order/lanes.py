@@ -83,18 +83,11 @@ class LaneTurns:
 
     Attributes:
         active: lanes that are not known to have ended, the next one first.
-        last: the lane that gave the last batch, which is read again in place of lost batches.
     """
 
     def __init__(self, start: SessionStart) -> None:
         self.lanes = start.lanes
         ended = start.ended
-        self.last = (start.next_worker - 1) % start.lanes
-        for lane, state in start.streams.items():
-            assert lane is not None
-            if state.get("repeats") is True:  # it had ended, and is read again in place of lost batches
-                self.last = lane
-                ended.add(lane)
         turns = ((start.next_worker + turn) % start.lanes for turn in range(start.lanes))
         self.active = deque(lane for lane in turns if lane not in ended)
         drawn = {lane: state.get("drawn", 0) for lane, state in start.streams.items()}
@@ -112,8 +105,6 @@ class LaneTurns:
         """Note a batch that arrived; whether it was the end of the last lane."""
         if host.worker is None:  # it failed before its lane was read
             return False
-        if not host.empty:
-            self.last = host.worker
         if host.end and host.worker in self.active:
             self.active.remove(host.worker)
         return not self.active

@@ -6,8 +6,10 @@ import copy
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -25,8 +27,6 @@ from headrace._core.order.state import LoaderState, checksum, decoded
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.resumable import Stateful
 from headrace.errors import StateError
-
-CANDIDATES = 64  # delivered batches whose indices are kept, to be repeated in place of lost ones
 
 
 class _Watched(Iterator[object]):
@@ -73,7 +73,12 @@ def scattered(
 
 
 def _load(part: Stateful, state: object) -> None:
-    part.load_state_dict(cast(Any, copy.deepcopy(state)))
+    try:
+        part.load_state_dict(cast(Any, copy.deepcopy(state)))
+    except StateError:
+        raise
+    except Exception as error:  # user code
+        raise StateError(f"{type(part).__name__}.load_state_dict has refused the state: {error!r}") from error
 
 
 _WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # torch's that are not divided among ranks
@@ -140,7 +145,6 @@ class EpochOrder:
         self.first_sample = 0 if resumed is None or renumbered or self.shared else resumed.samples
         self.order_seed = None if resumed is None else resumed.order_seed  # that torch's RandomSampler drew
         self.generator: torch.Tensor | None = None  # state of the generator before the first draw; None if unused
-        self._walked_last: Sequence[Any] = ()  # the last draws before the resume point, of an order that is walked
         if resumed is None and self.is_walked and self._generator is not None:
             self.generator = self._generator.get_state()
 
@@ -153,7 +157,7 @@ class EpochOrder:
     def rank_of(self, process: RankInfo) -> RankInfo:
         """The rank whose part is drawn: that of a `DistributedSampler`, which may be given one, or of this process."""
         part = self._decides
-        return RankInfo(part.rank, part.num_replicas, "") if isinstance(part, DistributedSampler) else process
+        return RankInfo(int(part.rank), int(part.num_replicas), "") if isinstance(part, DistributedSampler) else process
 
     @property
     def is_of_one_rank(self) -> bool:
@@ -164,7 +168,17 @@ class EpochOrder:
     def sampler_epoch(self) -> int | None:
         """The epoch that was set by the `set_epoch` of a user's sampler; None if it has none."""
         epochs = (getattr(part, "epoch", None) for part in self._parts if hasattr(part, "set_epoch"))
-        return next((epoch for epoch in epochs if type(epoch) is int), None)
+        return next((int(epoch) for epoch in epochs if isinstance(epoch, Integral)), None)
+
+    @property
+    def wants_epoch(self) -> bool:
+        """Whether the loader sets the sampler's epoch."""
+        return any(getattr(part, "wants_epoch", False) for part in self._parts)
+
+    def restart(self, state: object) -> None:
+        """Restore the user's sampler to a state of `sampler_at_start`."""
+        if self._own_state is not None and state is not None:
+            _load(self._own_state, state)
 
     def sampler_between_epochs(self) -> object:
         """The state of a user's sampler now, between two epochs; None if it has none that outlives them."""
@@ -184,7 +198,10 @@ class EpochOrder:
         if type(part).__module__.partition(".")[0] in ("headrace", "torch"):
             of_ranks = isinstance(part, DistributedSampler) and not (self.shared or self.samples_at_most)
             names = (*_ARGUMENTS, "num_replicas") if of_ranks else _ARGUMENTS
-        found = [f"{name}={getattr(part, name)!r}" for name in names if hasattr(part, name)]
+        values = {name: getattr(part, name) for name in names if hasattr(part, name)}
+        found = [
+            f"{name}={value.item() if isinstance(value, np.generic) else value!r}" for name, value in values.items()
+        ]
         if type(part) in (SequentialSampler, *_WHOLE) and (size := self.size()) is not None and len(part) != size:
             found.append(f"length={len(part)}")
         return f"{type(part).__name__}({', '.join(found)})"
@@ -210,11 +227,10 @@ class EpochOrder:
     def draws(self) -> Iterator[object]:
         """The draws of the loader's index sampler, or those after the resume point."""
         if self.resumed is not None and self.resumed.over and not self.is_stream:
-            # For the order of later epochs, or for what replaces lost batches.
             if self._own_state is not None and self.resumed.sampler is not None:
                 self.stateful = self._own_state
                 _load(self._own_state, self.resumed.sampler)
-            elif self.is_walked and (self._generator is not None or self.resumed.skipped[3]):
+            elif self.is_walked and self._generator is not None:  # for the order of later epochs
                 next(self._resumed_draws(self.resumed), None)
             return iter(())
         if self.resumed is None:
@@ -234,28 +250,6 @@ class EpochOrder:
                 return itertools.chain(list(itertools.islice(drawn, 1)), drawn)
             return drawn
         return self._resumed_draws(self.resumed)
-
-    def batches_before(self) -> Sequence[Sequence[object]]:
-        """The indices of the last batches before the resume point, to replace lost ones; call `draws` before.
-
-        There are none of a stream, and of a sampler with a state of its own, which goes on from it.
-        """
-        resumed = self.resumed
-        if resumed is None or self.is_stream:
-            return []
-        if self.sampler is None:
-            return [tuple(batch) for batch in self._walked_last]
-        size = self.batch_size or 1
-        ranks = self.sampler.num_replicas if self.shared else 1
-        done = -(-resumed.cursor // ranks) if self.shared else resumed.samples
-        first = max(0, done // size - CANDIDATES) * size
-        if self.computed is not None:
-            indices: Sequence[object] = list(itertools.islice(self.computed.indices_from(first * ranks), done - first))
-        elif type(self.sampler) is SequentialSampler:
-            indices = range(first, done)
-        else:
-            indices = self._walked_last[max(0, len(self._walked_last) - (done - first)) :]
-        return [tuple(indices[start : start + size]) for start in range(0, len(indices), size)]
 
     @property
     def batch_size(self) -> int | None:
@@ -287,7 +281,7 @@ class EpochOrder:
             if resumed.sampler is not None:
                 batches = self._continued(self._batch_sampler, resumed.sampler)
             else:
-                batches = self._walked(iter(self._batch_sampler), resumed, resumed.batches - resumed.skipped[4])
+                batches = self._walked(iter(self._batch_sampler), resumed, resumed.batches)
             return self._not_delivered(batches, resumed) if resumed.delivered else batches
         over = resumed.samples - self.first_sample
         holes = (range(batch[1] - over, batch[1] - over + batch[2]) for batch in resumed.delivered)
@@ -340,6 +334,7 @@ class EpochOrder:
     def _walked(self, draws: Iterator[object], resumed: LoaderState, count: int) -> Iterator[object]:
         """Draw and drop the first `count`, and check that they end as they did when the state was saved."""
         trainers: torch.Tensor | None = None
+        self.stateful = next((part for part in (draws, *self._parts) if isinstance(part, Stateful)), None)
         if resumed.order_seed is None and resumed.generator is None:  # the state does not say how they were drawn
             draws = _Watched(draws, self)
         if resumed.generator is not None and self._generator is None:
@@ -347,15 +342,16 @@ class EpochOrder:
             self.generator = decoded(resumed.generator)
             torch.default_generator.set_state(self.generator)
         checked = 1 if self.sampler is None or resumed.last_indices is None else resumed.last_indices[0]
-        repeatable = (CANDIDATES + 1) * (1 if self.sampler is None else self.batch_size or 1)
-        last: deque[object] = deque(maxlen=max(checked, repeatable))
-        drawn = 0
+        last: deque[Any] = deque(maxlen=max(1, checked))
+        drawn = samples = 0
         try:
             if trainers is not None and not count:  # the first draw decides on the order
                 draws = itertools.chain(list(itertools.islice(draws, 1)), draws)
             for draw in itertools.islice(draws, count):
                 last.append(draw)
                 drawn += 1
+                if self.sampler is None and not resumed.samples:  # a trainer knows the number of batches alone
+                    samples += self.samples_at_most or len(cast(Any, draw))
         finally:
             if trainers is not None:
                 torch.default_generator.set_state(trainers)
@@ -363,9 +359,10 @@ class EpochOrder:
             raise StateError(
                 f"{self.sampler_name} ended after {drawn} draws, but {count} were given out when the state was saved"
             )
-        self._walked_last = list(last)
-        end: Any = self._walked_last[max(0, len(last) - checked) :]
-        indices = tuple(end) if self.sampler is not None else tuple(end[-1] if end else ())
+        self.first_sample = self.first_sample or samples
+        indices = (
+            tuple(last)[max(0, len(last) - checked) :] if self.sampler is not None else tuple(last[-1] if last else ())
+        )
         if resumed.last_indices is not None and checksum(indices) != resumed.last_indices[:2]:
             raise StateError(
                 f"{self.sampler_name} gives another order than when the state was saved. Derive the order from a "

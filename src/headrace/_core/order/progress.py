@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +16,7 @@ from headrace._core.seeding import batch_seed, random_key
 from headrace._core.streams.resumable import State, state_of_dataset
 
 KEPT_POINTS = 9  # after each of the last 8 batches, and before them
-_SAMPLES_AT_MOST = 1 << 48  # of one rank in an epoch; replacements of lost batches have positions after these
+_SAMPLES_AT_MOST = 1 << 48  # of one rank in an epoch
 
 
 # Plain tuples, as there is one for each batch. Of a plan: the plan (None before the first), the number of samples drawn
@@ -35,18 +33,11 @@ class _Point(NamedTuple):
     streams: Mapping[int | None, StreamState]  # after them, of each worker or lane, or the loader's (None)
     last_worker: int  # that of the last batch
     delivered: tuple[_Drawn, ...]  # batches given out after the gap
-    skipped: tuple[Any, ...]  # counts of `on_error`
+    skipped: tuple[Any, ...]  # counts of `on_error`, and the lost batches
     times: StageTimes  # of the last batch, with the number of fetches in flight
 
     def loaded_streams(self) -> dict[int | None, Mapping[str, object]]:
         return {reader: load_state(state) for reader, state in self.streams.items()}
-
-
-def _as_json(batches: Sequence[Sequence[Any]]) -> Sequence[Sequence[object]]:
-    """The indices of batches; none if some are not numbers or strings, which JSON would change."""
-    with contextlib.suppress(TypeError):
-        return [[each if type(each) is str else operator.index(each) for each in batch] for batch in batches]
-    return []
 
 
 class EpochProgress(Iterator[BatchPlan]):
@@ -64,7 +55,7 @@ class EpochProgress(Iterator[BatchPlan]):
         searches: bool,  # whether the number of fetches in flight is searched
     ) -> None:
         begun = self._begun = spec.begun
-        self._spec, self._order, self._rank = spec, spec.order, spec.rank
+        self._spec, self._order, self._rank = spec, spec.order, spec.order.rank_of(spec.rank)
         self._batched = batched
         self._readers = readers
         self._of_rank = of_rank
@@ -76,18 +67,23 @@ class EpochProgress(Iterator[BatchPlan]):
         self.taken = begun.batches - 1
         self.over = False  # whether the epoch has ended, which is a call of `next()` too
         self._random_key = random_key(spec.base_seed, begun.epoch)
-        self._repeats = begun.skipped[4]
         self._drawn: dict[int, _Drawn] = {}  # plans that were not given out
         self._beyond: dict[int, _Drawn] = {}  # those given out after a gap
         first = self._samples = spec.order.first_sample
         # Of a restored stream, numbered as by the session; those of merged states are divided only there.
         streams = begun.streams if begun.merged else spec.session.streams or begun.streams
         drawn = None, first, first, begun.sampler
-        self._last: tuple[Any, ...] = begun.batches, drawn, streams, begun.next_worker - 1, (), begun.skipped, NO_TIMES
+        skipped = *begun.skipped, begun.lost
+        self._last: tuple[Any, ...] = begun.batches, drawn, streams, begun.next_worker - 1, (), skipped, NO_TIMES
         self._points = deque([self._last], maxlen=KEPT_POINTS)  # as `_Point`
         self._number = begun.batches  # of the next plan
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
         self._sampler_at_end: object = None  # its state then, which may be another one than after the last plan
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch."""
+        return self._begun.epoch
 
     @property
     def last_point(self) -> object:
@@ -115,15 +111,6 @@ class EpochProgress(Iterator[BatchPlan]):
         self._samples += self._order.samples_at_most or len(indices)
         return self._plan(indices, self._positions(before, len(indices)), before)
 
-    def repeat(self, indices: Sequence[object] | None) -> BatchPlan:
-        """Plan one more batch, of samples that were planned before, or of a stream if `indices` is None."""
-        if indices is None:
-            drawn = next(self._spec.draws)
-            indices = tuple(drawn) if self._batched else (drawn,)
-        first = _SAMPLES_AT_MOST + self._repeats * len(indices)
-        self._repeats += 1
-        return self._plan(indices, self._positions(first, len(indices)), self._samples, repeat=True)
-
     def _position(self, number: int) -> int:
         spec = self._spec
         block, inside = divmod(number, spec.block)
@@ -137,33 +124,26 @@ class EpochProgress(Iterator[BatchPlan]):
             return range(start, start + count)
         return [self._position(number) for number in range(first, first + count)]
 
-    def _plan(
-        self, indices: Sequence[object], positions: Sequence[int], before: int, *, repeat: bool = False
-    ) -> BatchPlan:
+    def _plan(self, indices: Sequence[object], positions: Sequence[int], before: int) -> BatchPlan:
         """Plan a batch; `before` it so many samples had been drawn."""
         spec, order, number = self._spec, self._order, self._number
         seeded_by = positions[0] if positions else self._position(self._samples)
         lane: int | None = None
         if self.turns is not None:
-            if repeat:
-                lane = self.turns.last
-            else:
-                lane, of_lane = self.turns.take(len(indices))
-                seeded_by = self._position(of_lane * self.turns.lanes + lane)
-            first = (_SAMPLES_AT_MOST if repeat else 0) + lane
+            lane, of_lane = self.turns.take(len(indices))
+            seeded_by = self._position(of_lane * self.turns.lanes + lane)
             # Sample n of lane k of K is number n * K + k of this rank, whenever the other lanes end.
             step = spec.stride * self.turns.lanes
-            start = self._position(first)
+            start = self._position(lane)
             positions = range(start, start + _SAMPLES_AT_MOST * step, step)
         elif order.is_stream:  # which of its samples are in the batch is known when it is read
-            positions = self._positions(_SAMPLES_AT_MOST if repeat else 0, _SAMPLES_AT_MOST)
+            positions = self._positions(0, _SAMPLES_AT_MOST)
         plan = BatchPlan(
             number=number,
             indices=indices,
             seed=batch_seed(spec.base_seed, self._begun.epoch, seeded_by),
             epoch=self._begun.epoch,
             positions=positions,
-            repeat=repeat,
             random_key=self._random_key,
             planned=time.perf_counter(),
             lane=lane,
@@ -189,7 +169,7 @@ class EpochProgress(Iterator[BatchPlan]):
         if drawn is None:  # recorded already, by a call of `next()` that Ctrl-C has interrupted
             return
         batches, _, streams, last_worker, _, _, _ = self._last
-        if number == batches and worker is None and not self._beyond and not plan.repeat:
+        if number == batches and worker is None and not self._beyond:
             if state is not None:
                 streams = {**streams, None: state}
             self._last = number + 1, drawn, streams, last_worker, (), skipped, times
@@ -200,7 +180,7 @@ class EpochProgress(Iterator[BatchPlan]):
             self._points.append(self._last)
 
     def _after(self, host: HostBatch, drawn: _Drawn, skipped: tuple[Any, ...]) -> tuple[Any, ...]:
-        batches, last_drawn, streams, last_worker, _, _, _ = self._last
+        batches, last_drawn, streams, last_worker, *_ = self._last
         number, state = host.plan.number, host.stream_state
         if host.worker is not None:
             last_worker = host.worker
@@ -214,11 +194,7 @@ class EpochProgress(Iterator[BatchPlan]):
             while True:
                 plan, first, after, sampler, *_ = drawn
                 batches, streams = batches + 1, streams if state is None else {**streams, None: state}
-                if plan.repeat:  # of a batch around others that were given out before they have gaps
-                    last_plan, before, with_it, *_ = last_drawn
-                    last_drawn = last_plan, after - (with_it - before), after, sampler
-                else:
-                    last_drawn = plan, first, after, sampler
+                last_drawn = plan, first, after, sampler
                 if batches not in self._beyond:
                     break
                 drawn = self._beyond.pop(batches)
@@ -235,6 +211,17 @@ class EpochProgress(Iterator[BatchPlan]):
         return {reader: state for reader, state in kept.items() if state is not None}
 
     @property
+    def sampler_at_start(self) -> object:
+        """The state of the user's sampler at the beginning of this epoch; None if that is unknown."""
+        return None if self._begun.batches else self._begun.sampler
+
+    @property
+    def lost(self) -> tuple[tuple[int, int, int], ...]:
+        """The lost batches up to the last batch, also of earlier epochs; see `LoaderState.lost`."""
+        lost: tuple[tuple[int, int, int], ...] = _Point(*self._last).skipped[3]
+        return lost
+
+    @property
     def found(self) -> Mapping[str, int]:
         """What the loader has found for arguments with "auto", up to the last batch."""
         return self._found(_Point(*self._last))
@@ -247,7 +234,7 @@ class EpochProgress(Iterator[BatchPlan]):
         """The state before the next epoch: `fresh`, with the states of a user's dataset."""
         kept = self.kept_streams
         rank = self._rank.rank if kept and self._of_rank else None
-        return fresh._replace(streams=kept, rank=rank, ranks=self._rank.world_size, found=self.found)
+        return fresh._replace(streams=kept, rank=rank, ranks=self._rank.world_size, found=self.found, lost=self.lost)
 
     def state(self, lag: int = 0) -> LoaderState:
         """The state after the last call of `next()` (not one that ended the epoch), or `lag` calls before."""
@@ -263,14 +250,14 @@ class EpochProgress(Iterator[BatchPlan]):
         if plan is not None and order.is_walked and order.stateful is None:
             indices = plan.indices if samples - first == len(plan.indices) else ()
             checked = (*checksum(indices), self._rank.rank)
-        earlier = self._delivered_before(point)
-        since = [
+        earlier: list[Any] = self._delivered_before(point)
+        since: list[Any] = [
             (self._number_in_epoch(plan.number), before, after - before, *positions)
             for plan, before, after, _, _, positions in point.delivered
         ]
         of_rank = self._of_rank or bool(earlier or since) or (order.is_of_one_rank and self._rank.world_size > 1)
         streams = point.loaded_streams()
-        if not streams and self._before_first is not None and (unread := self._before_first()) is not None:
+        if self._before_first is not None and (unread := self._before_first()) is not None:
             streams[None] = unread
         over = self._begun.over or (self._most is not None and point.batches >= self._most)
         if size is not None and self._spec.ranks > 1:
@@ -291,7 +278,8 @@ class EpochProgress(Iterator[BatchPlan]):
             merged=self._begun.merged if len(streams) < (self._begun.lanes or 1) else (),
             next_worker=(point.last_worker + 1) % self._readers,
             delivered=(*earlier, *since),
-            skipped=(*point.skipped[:5], *_as_json(point.skipped[5:])),
+            skipped=point.skipped[:3],
+            lost=point.skipped[3],
             found=self._found(point),
         )
 

@@ -40,8 +40,8 @@ class EpochSpec(NamedTuple):
 
     @property
     def over(self) -> bool:
-        """Whether a stream has nothing left but replacements of lost batches."""
-        return self.order.is_stream and (self.begun.over or self.begun.streams.get(None, {}).get("repeats") is True)
+        """Whether a stream has nothing left."""
+        return self.order.is_stream and self.begun.over
 
 
 def check_fit(saved: LoaderState, now: Fingerprint) -> None:
@@ -56,6 +56,7 @@ def check_fit(saved: LoaderState, now: Fingerprint) -> None:
 
 def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
     """Raise `StateError` where the state is of another rank, or of another number of ranks, and that matters."""
+    rank = order.rank_of(rank)
     if (saved.rank, saved.ranks) == (rank.rank, rank.world_size):
         return
     if saved.rank is not None:
@@ -130,21 +131,12 @@ class EpochSeeds:
 
     Attributes:
         kept: the seed that persistent workers began with; None before, and without such workers.
-        next: that of the next epoch, if a state before it has it.
     """
 
     def __init__(self, spec: LoaderSpec) -> None:
         self._seed = spec.options["seed"]
         self._is_async = spec.kind.is_async
         self.kept: int | None = None
-        self.next: int | None = None
-
-    def ahead(self, loader: TorchLoader) -> int | None:
-        """The seed that the next epoch's batches have, for a state before it; no generator advances. None if known."""
-        if self._seed is None and self.kept is None and self.next is None:
-            generator = (loader.generator or torch.default_generator).clone_state()
-            self.next = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
-        return self.next
 
     def draw(
         self, loader: TorchLoader, epoch: int, order: EpochOrder, resumed: LoaderState | None
@@ -158,18 +150,17 @@ class EpochSeeds:
             raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
 
     def _draw(self, loader: TorchLoader, order: EpochOrder, resumed: LoaderState | None) -> tuple[Iterator[Any], int]:
-        if resumed is not None and resumed.kept_seed is not None and loader.persistent_workers:
+        saved = None if resumed is None else resumed.base_seed
+        if resumed is not None and loader.persistent_workers:
             self.kept = resumed.kept_seed
         if resumed is None or order.resumed is None:
-            self.next = self.next if resumed is None else resumed.base_seed
             draws = order.draws()
             if not loader.num_workers or self._is_async or self.kept:
-                return draws, self._base_seed(loader)
-            base_seed = self._base_seed(loader)
+                return draws, self._base_seed(loader, saved)
+            base_seed = self._base_seed(loader, saved)
             draws = order.draws()  # torch does so too; it shows where a sampler draws in `__iter__`
             return draws, base_seed
         order.restore_generator(resumed)
-        saved = resumed.base_seed
         # With a generator of the user's it is drawn as then, so that later epochs draw what they would have drawn.
         again = loader.generator is not None and resumed.kept_seed is None
         drawn = self._base_seed(loader) if saved is None or again else 0
@@ -180,14 +171,14 @@ class EpochSeeds:
             self.kept = saved
         return draws, saved
 
-    def _base_seed(self, loader: TorchLoader) -> int:
+    def _base_seed(self, loader: TorchLoader, saved: int | None = None) -> int:
         if self._seed is not None:
             return self._seed
         # As torch does, and in the same place, so that the same torch.manual_seed gives the same order: at each iter(),
         # but only once for workers that persist.
         if self.kept is None:
             drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
-            drawn, self.next = drawn if self.next is None else self.next, None
+            drawn = drawn if saved is None else saved
             if not (loader.persistent_workers and not self._is_async):
                 return drawn
             self.kept = drawn
@@ -295,12 +286,13 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
             raise StateError(f"the ranks were not at the same batch: (cursor, batches) were {cursors}")
         return (left[0],)
     missing = iter(sorted(set(range(first.ranks)) - {state.rank for state in states}))
-    ended = [state if state.rank is not None else state._replace(rank=next(missing, None)) for state in ended]
-    ordered = sorted((*begun, *ended), key=lambda state: -1 if state.rank is None else state.rank)
+    numbered = [each if each.rank is not None else each._replace(rank=next(missing, None)) for each in (*begun, *ended)]
+    ordered = sorted(numbered, key=lambda state: -1 if state.rank is None else state.rank)
     ranks = [state.rank for state in ordered]
     if ranks != list(range(first.ranks)):
         raise StateError(f"states of all {first.ranks} ranks are needed, but these are of the ranks {ranks}")
-    merged(ordered)  # or an error, while it can still be corrected
+    if not any(state.delivered for state in ordered):  # batches out of order continue on as many ranks
+        merged(ordered)  # or an error, while it can still be corrected
     return tuple(ordered)
 
 
@@ -328,7 +320,7 @@ def merged(states: Sequence[LoaderState], remainder: Remainder = "keep") -> Load
     for reader in _readers(lanes):
         for state, of_rank in zip(states, read, strict=True):
             stream = of_rank.get(reader, {"stream": None})
-            if state.over or stream.get("ended") is True or stream.get("repeats") is True:
+            if state.over or stream.get("ended") is True:
                 stream = {"position": _position(stream), "stream": None, "ended": True}
             streams.append({**stream, "ranks": first.ranks, "remainder": remainder})
     from headrace._core.shards.division import is_part_state, merge_part_states  # with the stores, for restoring only

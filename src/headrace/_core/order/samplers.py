@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sized
 from typing import Any
@@ -99,7 +100,7 @@ class CursorSampler(ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch; loaders call this."""
-        self.epoch = epoch
+        self.epoch = operator.index(epoch)
 
     def __iter__(self) -> Iterator[int]:
         return self._from_beginning(self._shard())  # the rank now, not at the first `next()`
@@ -126,11 +127,11 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
         world_size: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        Permutation(0, seed, 0)  # checks the seed
         Sampler.__init__(self)  # DistributedSampler's needs a process group
         self.dataset: Any = dataset
-        self.seed, self.shuffle, self.drop_last, self.epoch = seed, shuffle, drop_last, 0
-        self._length = dataset if isinstance(dataset, int) else len(dataset)
+        self.seed, self.shuffle, self.drop_last, self.epoch = operator.index(seed), bool(shuffle), bool(drop_last), 0
+        Permutation(0, self.seed, 0)  # checks the seed
+        self._length = operator.index(dataset) if isinstance(dataset, int | np.integer) else len(dataset)
         self._ranks = RankChoice(rank, world_size)
 
     def _shard(self) -> ShardOptions:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.utils.data import BatchSampler, RandomSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from headrace._core.error_policy import ErrorPolicy
 from headrace._core.look_ahead import MOST_OF_A_WORKER, MOST_SMALL, look_ahead, most_ahead, most_fetches
+from headrace._core.order.samplers import CursorSampler
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import DatasetKind, capabilities
 from headrace.options import LoaderOptions, number_of_engines
@@ -20,6 +23,22 @@ TorchLoader: TypeAlias = TorchDataLoader[object]
 def is_of_libraries(part: object) -> bool:
     """Whether a dataset or a sampler has a class of torch's or of headrace's, and none of the user's."""
     return type(part).__module__.startswith(("headrace.", "torch.utils."))
+
+
+def drawn_freely(loader: TorchLoader) -> float:
+    """How many batches may be drawn at any time: the sampler then uses no generator that the program may use too."""
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__:
+        sampler = batches.sampler
+    elif batches is not None:
+        sampler = batches
+    if not is_of_libraries(sampler):
+        return 0
+    if isinstance(sampler, CursorSampler) or getattr(sampler, "generator", None) is None:
+        return math.inf
+    if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(sampler.data_source)):
+        return 0
+    return len(loader._index_sampler) - 1  # with the last batch, torch's samplers draw once more
 
 
 def is_automatic(loader: TorchLoader) -> bool:
@@ -47,6 +66,10 @@ class LoaderSpec(NamedTuple):
         placement = self.options["placement"]
         return "process" if self.engines > 1 and not isinstance(placement, RayPlacement) else placement
 
+    def reads_in_persistent_workers(self, loader: TorchLoader) -> bool:
+        """Whether workers keep a torch dataset: what they have read ahead when an epoch is left changes the next."""
+        return loader.persistent_workers and not self.kind.is_async
+
     def look_ahead(self, loader: TorchLoader, lanes: int) -> tuple[int, int]:
         """How many batches are planned before the one that is delivered: at least, and at most."""
         options, fetches = self.options, most_fetches(self.options)
@@ -55,7 +78,9 @@ class LoaderSpec(NamedTuple):
         batch_size: int | None = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         given = vars(loader)["prefetch_factor"]  # without the default that torch fills in
         concurrency = concurrency if self.kind.is_async else 0
-        workers = max(self.engines, loader.num_workers)
+        free = drawn_freely(loader)
+        searched = is_automatic(loader) and math.isfinite(free)  # then no draw may depend on what is found
+        workers = max(self.engines, 1 if searched else loader.num_workers)
         least = look_ahead(workers, prefetch_factor=given, concurrency=concurrency, batch_size=batch_size)
         # What a sampler has ahead, so that ranges near each other are read together.
         samples = getattr(loader.sampler, "samples_ahead", 0) if capabilities(self.source).ranges else 0
@@ -67,9 +92,9 @@ class LoaderSpec(NamedTuple):
             least += options["device_prefetch"]
         if given is None and self.kind is DatasetKind.ASYNC_ITERABLE:
             return least, max(least, MOST_SMALL)
-        # A sampler of the user's is drawn as far ahead as by torch: it may draw random numbers that others draw too.
-        drawn = loader._index_sampler, getattr(loader._index_sampler, "sampler", loader._index_sampler)
-        if given is None and self.kind is DatasetKind.MAP and loader.in_order and all(map(is_of_libraries, drawn)):
+        if not free:
+            return least, least
+        if given is None and self.kind is DatasetKind.MAP and loader.in_order:
             return least, max(least, min(MOST_SMALL, MOST_OF_A_WORKER * loader.num_workers))
         if given is not None or self.kind is not DatasetKind.ASYNC_MAP or samples:
             return least, least

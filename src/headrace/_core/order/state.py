@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
+import operator
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 
 from headrace._core.streams.resumable import State
@@ -30,7 +33,9 @@ def decoded(text: str) -> torch.Tensor:
         raise StateError(f"the state is damaged: the generator's state cannot be read ({error})") from error
 
 
-VERSION: Final = 2
+VERSION: Final = 3
+LOST_KEPT = 256  # lost batches that a state knows
+MOST_LANES = 1 << 16  # of a state that is not damaged
 
 # Fields of a state before an epoch; the others have their defaults.
 _BETWEEN = (
@@ -42,7 +47,9 @@ _BETWEEN = (
     "generator",
     "sampler",
     "streams",
-    "history",
+    "run",
+    "excluded",
+    "lost",
     "found",
 )
 
@@ -69,21 +76,22 @@ class Fingerprint(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The steps from one on, up to the next entry of a history: they were read by as many ranks, in such batches."""
+    """The batches since the number of ranks, the batch size or the exclusions changed last."""
 
     epoch: int
-    batches: int  # number of the first step in the epoch
-    cursor: int  # that of the state before it
+    batches: int  # number of the first batch in the epoch
+    cursor: int  # of the state before that batch
     ranks: int
     batch_size: int  # 0 if a batch sampler decides
     exclusions: int = 0  # how many of the state's are in force
 
 
 class Past(NamedTuple):
-    """What a state knows of the steps before it."""
+    """The fields of a state that describe the batches before it."""
 
-    history: tuple[tuple[int, ...], ...] = ()  # see `Run`
-    excluded: tuple[tuple[int, ...], ...] = ()  # see `Exclusion`
+    run: tuple[()] | tuple[int, int, int, int, int, int] = ()  # see `Run`; empty before the first epoch
+    excluded: tuple[tuple[int, int, int], ...] = ()  # see `Exclusion`
+    lost: tuple[tuple[int, int, int], ...] = ()  # see `LoaderState`
 
 
 class LoaderState(NamedTuple):
@@ -114,14 +122,13 @@ class LoaderState(NamedTuple):
     next_worker: int = 0  # the worker or lane whose batch is next
     # Batches given out after others that were not: number, first sample and number of samples of each, and of a stream
     # the first and last position.
-    delivered: tuple[tuple[int, ...], ...] = ()
-    # Where the number of ranks or the size of a batch changed, from the run's first epoch on; see `Run`.
-    history: tuple[tuple[int, ...], ...] = ()
-    excluded: tuple[tuple[int, ...], ...] = ()  # samples that are left out; see `Exclusion`
+    delivered: tuple[tuple[int, int, int] | tuple[int, int, int, int, int], ...] = ()
+    run: tuple[()] | tuple[int, int, int, int, int, int] = ()  # see `Run`; empty before the first epoch
+    excluded: tuple[tuple[int, int, int], ...] = ()  # samples that are left out; see `Exclusion`
+    # The last batches that lost all their samples: epoch, number of the batch, and steps made in the epoch before.
+    lost: tuple[tuple[int, int, int], ...] = ()
     found: Mapping[str, int] = {}  # arguments with "auto", and the values in force; no batch depends on them
-    # Counts of `on_error`: delivered and skipped samples, those in a row, lost batches to be replaced, and replacements
-    # among `batches`. With a user's sampler that has a state also the indices of a batch to be repeated.
-    skipped: tuple[Any, ...] = (0, 0, 0, 0, 0)
+    skipped: tuple[int, int, int] = (0, 0, 0)  # samples of the epoch delivered, skipped, and skipped in a row
 
     @property
     def is_between_epochs(self) -> bool:
@@ -130,15 +137,32 @@ class LoaderState(NamedTuple):
         return fields == LoaderState(self.epoch, self.fingerprint)._asdict()
 
     def noted(self, past: Past, ranks: int, batch_size: int) -> LoaderState:
-        """With the past, and in its history this beginning, if ranks, batches or exclusions are others than before."""
-        history, read_by = past.history, (ranks, batch_size, len(past.excluded))
-        if not history or history[-1][3:] != read_by:
-            history = (*history, Run(self.epoch, self.batches, self.cursor, *read_by))
-        return self._replace(history=history, excluded=past.excluded)
+        """The state with its past; a run begins here if ranks, batch size or exclusions are others than before."""
+        read_by = ranks, batch_size, len(past.excluded)
+        if not past.run:
+            past = past._replace(run=Run(0, 0, 0, *read_by))
+        elif past.run[3:] != read_by:
+            past = past._replace(run=Run(self.epoch, self.batches, self.cursor, *read_by))
+        return self._replace(**past._asdict())
 
     @property
     def past(self) -> Past:
-        return Past(self.history, self.excluded)
+        return Past(self.run, self.excluded, self.lost)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that were made in the epoch."""
+        lost = sum(epoch == self.epoch for epoch, _, _ in self.lost)
+        return self.batches + len(self.delivered) - lost
+
+    def number_of(self, epoch: int, step: int) -> int:
+        """The number of the batch that was delivered at a step; `StateError` if the state does not know."""
+        if len(self.lost) == LOST_KEPT and (epoch, step) < (self.lost[0][0], self.lost[0][2]):
+            raise StateError(
+                f"step {step} of epoch {epoch} is not known: {LOST_KEPT} batches have lost all their samples since"
+            )
+        before = [number - made for of, number, made in self.lost if of == epoch and made <= step]
+        return step + (before[-1] + 1 if before else 0)
 
     def to_dict(self) -> State:
         return states_to_dict((self,))
@@ -151,7 +175,7 @@ class LoaderState(NamedTuple):
             "fingerprint": tuple(self.fingerprint),
             "streams": tuple((reader, dict(state)) for reader, state in streams),
             "merged": tuple(map(dict, self.merged)),
-            "history": tuple(map(tuple, self.history)),
+            "run": tuple(self.run),
             "excluded": tuple(map(tuple, self.excluded)),
             "found": dict(self.found),
         }
@@ -170,19 +194,44 @@ class LoaderState(NamedTuple):
         values = dict(saved)
         if values.pop("checksum", None) != _checksum(values):
             raise StateError("the state is damaged, or was edited: its checksum does not match")
-        # With its checksum it is what was saved, as JSON has it: tuples may be lists.
-        last = values["last_indices"]
-        return cls(**values)._replace(
-            fingerprint=Fingerprint(*values["fingerprint"]),
-            last_indices=None if last is None else (last[0], last[1], last[2]),
-            streams=dict(values["streams"]),
-            merged=tuple(values["merged"]),
-            delivered=tuple(map(tuple, values["delivered"])),
-            history=tuple(map(tuple, values.get("history", ()))),
-            excluded=tuple(map(tuple, values.get("excluded", ()))),
-            found=dict(values.get("found", {})),
-            skipped=tuple(values["skipped"]),
-        )
+        hints = get_type_hints(cls)
+        if values.keys() != hints.keys():
+            raise StateError(f"the state is damaged: its fields differ in {[*map(str, values.keys() ^ hints.keys())]}")
+        with contextlib.suppress(TypeError, ValueError):
+            values["streams"] = dict(values["streams"])
+        for name, hint in hints.items():
+            if not _fits(values[name], hint):
+                raise StateError(f"the state is damaged: {name} cannot be {values[name]!r:.80}")
+            values[name] = _as_tuple(values[name]) if name in _TUPLES else values[name]
+        if not values["ranks"] or (values["lanes"] or 0) > MOST_LANES:
+            raise StateError(f"the state is damaged: it is of {values['ranks']} ranks and {values['lanes']} lanes")
+        return cls(**{**values, "fingerprint": Fingerprint(*values["fingerprint"])})
+
+
+_TUPLES = ("last_indices", "merged", "delivered", "run", "excluded", "lost", "skipped")
+
+
+def _as_tuple(value: Any) -> Any:
+    """The value with tuples in place of the lists that JSON makes of them."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a state is of the type that its field has; integers are not negative."""
+    if hint is object:
+        return True
+    if hint is int:
+        return type(value) is int and 0 <= value < 1 << 63
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+    if origin is tuple or hint is Fingerprint:
+        inner = inner if origin is tuple else tuple(get_type_hints(hint).values())
+        many = isinstance(value, list | tuple)
+        if inner[1:] == (...,):
+            return many and all(_fits(each, inner[0]) for each in value)
+        return many and len(value) == len(inner) and all(map(_fits, value, inner))
+    return any(_fits(value, each) for each in inner) if inner else type(value) is hint
 
 
 def states_to_dict(states: Sequence[LoaderState]) -> State:
@@ -212,8 +261,19 @@ def states_from_dict(state: Mapping[str, object]) -> tuple[LoaderState, ...]:
 
 def _checksum(state: Mapping[str, object]) -> str:
     """A checksum that survives JSON; of users' values that JSON does not have, the type counts."""
-    try:
-        text = json.dumps(state, sort_keys=True, default=lambda value: type(value).__name__)
-    except (TypeError, ValueError):  # a user's dict with keys of several types
-        text = json.dumps({**state, "sampler": None, "streams": None, "merged": None}, sort_keys=True)
+    text = json.dumps(_canonical(state))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _canonical(value: object) -> object:
+    """The value as JSON would give it back, with the items of each mapping in order."""
+    if isinstance(value, Mapping):
+        items = [(key if isinstance(key, str) else json.dumps(key, default=repr), each) for key, each in value.items()]
+        return {key: _canonical(each) for key, each in sorted(items, key=operator.itemgetter(0))}
+    if isinstance(value, list | tuple):
+        return [*map(_canonical, value)]
+    if isinstance(value, np.ndarray | np.generic | torch.Tensor):
+        return value.tolist()
+    if isinstance(value, bytes | bytearray):
+        return value.hex()
+    return value if isinstance(value, str | int | float | None) else type(value).__name__

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import pickle
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
@@ -122,10 +123,20 @@ def restore_user(dataset: object, state: State, start: Callable[[], T]) -> tuple
     check_operation(state, None, name_of(dataset))
     read = expect(state, "read", int)
     restore_dataset(dataset, state)
+    if "iterator" in state and "dataset" not in state and is_stateful(dataset):  # the dataset was its own iterator
+        with contextlib.suppress(Exception):  # `__iter__` may need the state, and the state may need `__iter__`
+            load_copy(dataset, state["iterator"], name_of(dataset))
     iterator = start()
-    if "iterator" in state:
+    if "iterator" in state and not (iterator is dataset and _has_state(iterator, state["iterator"])):
         load_copy(iterator, state["iterator"], name_of(dataset))
     return iterator, 0 if "iterator" in state or "dataset" in state else read
+
+
+def _has_state(part: object, state: object) -> bool:
+    try:
+        return is_stateful(part) and pickle.dumps(copy.deepcopy(part.state_dict())) == pickle.dumps(state)
+    except Exception:  # of a class that pickle does not know
+        return False
 
 
 def restore_dataset(dataset: object, state: State) -> None:

@@ -32,9 +32,15 @@ def batch_at(loader: Any, epoch: int, step: int, rank: int | None, world_size: i
         before = step if spec.order.is_stream else 0  # a stream is read from its start
         spec = spec._replace(draws=itertools.islice(spec.draws, before + 1))
         batches = clone._control.open(BatchIterator, clone, spec, None)
-        for batch in itertools.islice(batches, before, None):
-            return batch
-    raise _no_step(epoch, step)
+        for number in range(before + 1):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                raise _no_step(epoch, step) from None
+            except Exception:
+                if number == before or batches.closed:
+                    raise  # of this step, or of a stream that cannot be read any further
+        return batch
 
 
 def samples_at(

@@ -8,8 +8,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-PARTS  := $(addprefix test-,faults unit-engine unit-data unit-others others contract)
-.PHONY: help demo test $(PARTS) test-integrations test-all coverage environment-integrations azurite parity-table
+PARTS  := $(addprefix test-,faults unit-engine unit-data unit-others model others contract)
+.PHONY: help demo test $(PARTS) test-integrations test-all model coverage environment-integrations azurite parity-table
 .PHONY: docs docs-links lint newest bench bench-quick clean
 
 # Without bytecode each of some hundred interpreters that tests start would compile headrace again, in half a second.
@@ -30,7 +30,7 @@ test: $(VENV)/.dev ## every test, but for those of training programs
 # The parts of `make test`; those named "others" run what the rest leaves, so that no file is forgotten.
 ENGINE := tests/unit/engine tests/unit/streams
 DATA   := tests/unit/consumer tests/unit/datasets
-APART  := tests/unit tests/faults tests/contract tests/examples tests/integrations
+APART  := tests/unit tests/faults tests/model tests/contract tests/examples tests/integrations
 
 test-faults:
 	@$(BIN)/python -m pytest tests/faults
@@ -43,6 +43,10 @@ test-unit-data:
 
 test-unit-others:
 	@$(BIN)/python -m $(MEASURE)pytest tests/unit $(addprefix --ignore=,$(ENGINE) $(DATA))
+
+# Other programs in each run; the seed is printed, and HEADRACE_MODEL_SEED repeats a run.
+test-model:
+	@$(BIN)/python -m pytest -rP tests/model
 
 test-others:
 	@$(BIN)/python -m pytest $(addprefix --ignore=,$(APART))
@@ -57,6 +61,12 @@ test-integrations: ## real training programs: Lightning, accelerate, transformer
 
 test-all: ## every test: `make test` and `make test-integrations`, side by side
 	@$(MAKE) --no-print-directory PARTS="test-integrations $(PARTS)" test
+
+MODEL_PROGRAMS  ?= 8000
+MODEL_PROCESSES ?= 2000
+
+model: $(VENV)/.dev ## thousands of random programs, against the reference in tests/model: half an hour
+	$(BIN)/python -m tests.model.run --count $(MODEL_PROGRAMS) --processes $(MODEL_PROCESSES)
 
 coverage: $(VENV)/.dev ## `make test`, and the branch coverage of the unit tests
 	@rm -f .coverage .coverage.*

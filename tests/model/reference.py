@@ -27,8 +27,6 @@ from tests.model.parts import BadSampleError
 class Samples:
     """A map-style dataset: `read(index)` returns a sample, or raises its error."""
 
-    of_torch = by_batch = False
-
     def __init__(self, size, read):
         self.size, self.read = size, read
 
@@ -317,7 +315,7 @@ class DataLoader:
         self.is_stream = isinstance(dataset, Stream)
         self.copies = num_workers if self.is_stream and dataset.copies else 0
         self.drawn_ahead = drawn_ahead  # batches that are drawn before the first is given
-        self.keeps_workers = persistent_workers and dataset.of_torch
+        self.keeps_workers = persistent_workers and getattr(dataset, "of_torch", False)
         self.order = self.sampler = self.batches = None
         if batch_sampler is not None:
             self.batches, self.sampler = batch_sampler, getattr(batch_sampler, "sampler", None)
@@ -428,7 +426,7 @@ class Iteration:
         self.loader, self.epoch = loader, start.epoch
         self.batches, self.cursor, self.ended = start.batches, start.cursor, False
         self.rank, self.world_size = place_of_program()
-        self.lost = 0  # batches without a sample
+        self.lost, self.skipped = 0, loader.skipped  # batches without a sample, and samples skipped before
         if start.generator is not None:
             loader.order_generator.set_state(start.generator)
         if start.sampler is not None:
@@ -517,7 +515,7 @@ class Iteration:
                 indices, positions = next(self.plans)
             except StopIteration:
                 self.ended = True
-                if self.batches and self.batches == self.lost:
+                if self.loader.skipped > self.skipped and self.batches == self.lost:
                     raise TooManySkippedError("no batch of the epoch has a sample") from None
                 raise
             self.batches += 1
@@ -551,7 +549,7 @@ class Iteration:
             except BadSampleError:
                 if self.loader.on_error == "raise":
                     raise
-                if self.loader.dataset.by_batch and self.loader.batch_size:
+                if getattr(self.loader.dataset, "by_batch", False) and self.loader.batch_size:
                     samples, kept = [], []
                     break
         self.loader.skipped += len(indices) - len(kept)

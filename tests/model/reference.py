@@ -514,8 +514,8 @@ class Iteration:
             try:
                 indices, positions = next(self.plans)
             except StopIteration:
-                self.ended = True
-                if self.loader.skipped > self.skipped and self.batches == self.lost:
+                ended, self.ended = self.ended, True
+                if self.loader.skipped > self.skipped and self.batches == self.lost and not ended:
                     raise TooManySkippedError("no batch of the epoch has a sample") from None
                 raise
             self.batches += 1

@@ -65,7 +65,6 @@ class Setup(NamedTuple):
     most_concurrency: int  # fetches that the descriptors allow
     fixed_look_ahead: bool = False  # whether `prefetch_factor` was given, so that it does not follow `concurrency`
     engines: int = 1
-    by_engines: bool = True  # whether several engines can divide the dataset
     executor: str = "process"
     chosen: tuple[str, ...] = ()  # see `Report.chosen`
     remedies: frozenset[str] = frozenset()  # that not every dataset has: "cache", "hedge", options to read more at once
@@ -287,7 +286,7 @@ def _busy_loop(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | Non
             f"are read together, or shards"
         )
         change: dict[str, Any] = {}
-        if setup.cores > MANY_CORES and setup.by_engines:
+        if setup.cores > MANY_CORES and not setup.stream:
             engines = min(setup.cores // 2, math.ceil(setup.engines * factor))
             advice += f"; or engines={engines}, which spreads it over cores"
             change = {"engines": engines}

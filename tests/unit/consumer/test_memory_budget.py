@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import Counter
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""One epoch, interrupted at random, and continued by other ranks, batches, lanes, orders of arrival: each sample once.
+"""One epoch, interrupted at random, and continued by other ranks, batches, orders of arrival: each sample once.
 
 As `tests/faults/test_resume.py`, in one process and without kills, so that many more are tried. `HEADRACE_RESUME_RUNS`
 is the number of epochs for each kind of dataset.
@@ -32,11 +32,10 @@ def shards(tmp_path_factory):
 class Part:
     """The batches of one rank between two interruptions: the samples, the state after them, whether the epoch ended."""
 
-    def __init__(self, kind, shards, state, steps, lanes, lag, **options):
+    def __init__(self, kind, shards, state, steps, lag, **options):
         dataset, sampler = KINDS[kind].make(shards)
         shuffle = True if kind == "map-style, seed" else None
         loader = hr.DataLoader(dataset, sampler=sampler, shuffle=shuffle, seed=3, executor="thread", **options)
-        loader._control._lanes.wanted = lanes  # as with so many engines, though one reads all of them
         if state is not None:
             loader.load_state_dict(state)
         with loader:
@@ -80,7 +79,6 @@ def test_each_sample_is_given_once(name, number, shards, as_rank):
             "in_order": in_order,
             "batch_size": draw.choice([1, 2, 3, 5]),
             "drop_last": drop_last,
-            "lanes": draw.choice([1, 1, 2, 3]),
             # A state after the end begins the next epoch, where it is not merged with others.
             "lag": draw.choice([0, 1]) if in_order and not alone else 1,
         }
@@ -91,8 +89,8 @@ def test_each_sample_is_given_once(name, number, shards, as_rank):
             parts.append(Part(name, shards, state, steps, transform=transform, **options))
         given.update(sample for part in parts for sample in part.given)
         story.append((ranks, options, [part.given for part in parts], states))
-        again += min(max(kind.unequal, 0), ranks - 1) + 3 * ranks * kind.buffer  # of the windows of at most 3 lanes
-        lost += min(max(-kind.unequal, 0), ranks - 1) + drop_last * ranks * options["lanes"] * options["batch_size"]
+        again += min(max(kind.unequal, 0), ranks - 1) + ranks * kind.buffer
+        lost += min(max(-kind.unequal, 0), ranks - 1) + drop_last * ranks * options["batch_size"]
         states = [part.state for part in parts]
         if all(part.ended for part in parts):
             break

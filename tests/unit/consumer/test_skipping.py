@@ -1,9 +1,7 @@
 """`on_error="skip"`: deliveries, lost batches, counts and warnings."""
 
-import collections
 import gc
 import itertools
-import json
 import os
 import signal
 import warnings
@@ -184,7 +182,8 @@ def test_stream_fills_its_batches_up_after_samples_that_cannot_be_read(kind, num
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_workers", "in_order"), [("async", 0, True), ("async", 2, False), ("torch", 0, True), ("torch", 2, True)]
+    ("kind", "num_workers", "in_order"),
+    [("async", 0, True), ("async", 2, False), ("torch", 0, True), ("torch", 2, True)],
 )
 def test_batch_of_a_stream_that_lost_all_its_samples_is_skipped(kind, num_workers, in_order):
     dataset = STREAMS[kind](10)

@@ -5,7 +5,6 @@ None is given twice, but for those of the window of a shuffle buffer.
 
 import asyncio
 import contextlib
-import contextvars
 import json
 import warnings
 from collections import Counter
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headrace as hr
-from headrace._core.ranks.distributed import ShardOptions, current_lane
 from headrace._core.shards.division import merge_part_states
 from headrace.errors import HeadraceError, StateError
 from tests.unit.shards.resuming import in_memory, resumes_at_every_position
@@ -90,18 +88,14 @@ def test_every_sample_is_given_once(worlds, options):
         check_given(keys(stages), worlds[0], options.get("buffer_size", 0), lost=lost)
 
 
-@pytest.mark.parametrize("lanes", [None, 2])
 @pytest.mark.parametrize(
     ("counts", "warns"), [((9, 10, 10, 10), 0), ((7, 10, 7, 10), 1), ((10, 10, 1, 10), 1)], ids=str
 )
-def test_shards_of_unequal_sizes_warn_where_ranks_leave_out_much(counts, warns, lanes):
+def test_shards_of_unequal_sizes_warn_where_ranks_leave_out_much(counts, warns):
     tars = hr.TarDataset([f"{number}.tar" for number in range(4)], store=STORE, counts=counts, rank=1, world_size=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        context = contextvars.copy_context()
-        if lanes is not None:
-            context.run(current_lane.set, ShardOptions(1, lanes))
-        context.run(len, tars)
+        len(tars)
     assert [str(each.message).partition(" of the")[0] for each in caught] == [
         "remainder='drop' leaves out more than 10 %"
     ] * warns

@@ -27,7 +27,6 @@ from headrace._core.device.pinning import pin
 from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
 from headrace._core.links.session import Session
-from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import (
@@ -89,8 +88,7 @@ class LoaderControl:
     """
 
     def __init__(self, spec: LoaderSpec) -> None:
-        self._lanes = LaneChoice(spec)
-        self.sessions = LoaderSessions(spec, Counters(type(spec.source).__qualname__), self._lanes)
+        self.sessions = LoaderSessions(spec, Counters(type(spec.source).__qualname__))
         self.resumed: tuple[LoaderState, ...] = ()
         self.progress: EpochProgress | None = None
         self._next_epoch = 0
@@ -119,7 +117,7 @@ class LoaderControl:
     def with_spec(self, spec: LoaderSpec) -> LoaderControl:
         """A copy with another `spec` of the same dataset."""
         clone = copy.copy(self)
-        clone.sessions = LoaderSessions(spec, clone.counters, clone._lanes, clone.sessions.search.number)
+        clone.sessions = LoaderSessions(spec, clone.counters, clone.sessions.search.number)
         return clone
 
     @property
@@ -343,7 +341,6 @@ class LoaderControl:
                 begun = begun._replace(streams=resumed.streams, found=resumed.found)
         else:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=base_seed)
-        begun = begun._replace(lanes=self._lanes.of_epoch(continued))
         begun = begun.noted(self.past, order.rank_of(rank).world_size, loader.batch_size or 0)
         self.past = begun.past
         self.sampler_epochs[epoch] = begun.sampler_epoch
@@ -366,7 +363,7 @@ class LoaderControl:
         progress = EpochProgress(
             spec,
             batched=loader._auto_collation,
-            readers=(spec.session.lanes if kind.is_async else loader.num_workers) or 1,
+            readers=(0 if kind.is_async else loader.num_workers) or 1,
             of_rank=kind.is_iterable and not getattr(self.spec.source, "divides_samples", False),
             keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
             before_first=session.inline_state,
@@ -412,15 +409,6 @@ class LoaderControl:
         epoch, seed = under_way[-1] if under_way else self.next_epoch, self.spec.options["seed"]
         with bound(counted_epoch, epoch), bound(session_seed, seed):
             yield
-
-    @property
-    def reads_lanes(self) -> bool:
-        """Whether the dataset is a stream that is read by lanes, if it has the shards."""
-        return self._lanes.possible and self._lanes.wanted > 1
-
-    def batches(self, loader: TorchLoader) -> int | None:
-        """The number of batches of an epoch of a stream that is read by lanes; None of any other dataset."""
-        return self._lanes.batches(loader.dataset, loader.batch_size, drop_last=loader.drop_last)
 
     @property
     def open_epochs(self) -> list[tuple[Epoch, int]]:

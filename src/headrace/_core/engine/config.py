@@ -34,7 +34,6 @@ class EngineConfig(NamedTuple):
     pipe_seed: int | None = None  # of a data pipe's random pipes in this epoch
     engine: int = 0  # its number
     engines: int = 1
-    lanes: int = 1  # in which a stream is read that begins anew; no more engines than that read it
 
     def part(self, engine: int, engines: int) -> EngineConfig:
         """The configuration of one of several engines, which divide workers, fetches and memory.

@@ -200,8 +200,7 @@ class Session:
         common_seed = batch_seed(config.options["seed"] or 0, start.epoch, 0)
         self._compute = session_compute(self._assembly.apply, self._assembly.parallel, seed, common_seed)
         self._send = send
-        # Lanes take turns; those of several engines where their batches arrive.
-        self._in_order = config.in_order or (start.lanes > 1 and config.engines == 1)
+        self._in_order = config.in_order
         self._next_number = start.batch
         self._held: dict[int, HostBatch] = {}  # batches that wait for earlier ones
         self._sample_key = functools.partial(sample_key, config.dataset)

@@ -19,10 +19,8 @@ from headrace.errors import DeadlockError, NotPicklableError
 from headrace.options import LoaderOptions
 
 
-def check_engines(
-    engines: int, placement: str | RayPlacement, kind: DatasetKind, num_workers: int, *, divided: bool
-) -> None:
-    """Raise ValueError where `engines` and `placement` exclude other arguments; `divided`: all engines read."""
+def check_engines(engines: int, placement: str | RayPlacement, kind: DatasetKind, num_workers: int) -> None:
+    """Raise ValueError where `engines` and `placement` exclude other arguments."""
     asked = f"engines={engines}"
     if isinstance(placement, RayPlacement):
         if engines != 1:
@@ -34,7 +32,7 @@ def check_engines(
         raise ValueError(f"{asked} needs an async dataset: a torch dataset is read by num_workers")
     if placement == "thread":
         raise ValueError(f"{asked} and placement='thread' exclude each other: engines are processes")
-    if divided and 0 < num_workers < engines:
+    if kind is DatasetKind.ASYNC_MAP and 0 < num_workers < engines:
         raise ValueError(
             f"{asked}: engines divide the workers, so num_workers must be 0 or at least {engines}, but got "
             f"{num_workers}"
@@ -162,12 +160,11 @@ class PlacementSelector:
         return None
 
     def _place(self, config: EngineConfig, work: SharedPickle | None) -> Placement:
-        engines = min(self._asked, config.lanes) if config.kind.is_iterable else self._asked
         if isinstance(self._placement, RayPlacement):
             from headrace._core.links.ray_engines import RayEngines
 
             self.where = f"ray: {self._placement!r}"
-            return RayEngines(config, self._placement, engines)
+            return RayEngines(config, self._placement, self._asked)
         if not config.kind.is_async:
             why = "a torch dataset's workers do the reading"
         elif work is None:
@@ -180,7 +177,7 @@ class PlacementSelector:
             asked = "placement='process'" if self._asked == 1 else f"engines={self._asked}"
             self.where = f"process: {'an async dataset with workers' if self._placement == 'auto' else asked}"
             try:
-                return ProcessPlacement(config, work, engines)
+                return ProcessPlacement(config, work, self._asked)
             except NotPicklableError as error:
                 if self._placement == "process":
                     raise

@@ -214,9 +214,8 @@ def epoch_spec(
     elif order.is_stream:
         origin, ranks = begun.cursor - begun.samples * begun.ranks, stride
         if order.first_sample != begun.samples:
-            of_rank = max(1, len(begun.merged) // begun.ranks)  # its lanes
             read = max(map(_position, begun.merged or begun.streams.values()), default=0)
-            origin = max(begun.cursor, origin + read * of_rank * begun.ranks)
+            origin = max(begun.cursor, origin + read * begun.ranks)
     session = SessionStart(
         batch=begun.batches,
         streams=_streams(begun, order, rank),
@@ -224,7 +223,6 @@ def epoch_spec(
         delivered=tuple(
             sorted((range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3), key=min)
         ),
-        lanes=begun.lanes or 1,
         epoch=begun.epoch,
         concurrency=begun.found.get("concurrency", 0),
     )
@@ -277,7 +275,7 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
     first = begun[0]
     ended = [  # with the states of users' datasets, for later epochs
         state._replace(
-            **{name: getattr(first, name) for name in ("epoch", "batches", "cursor", "samples", "lanes", "base_seed")},
+            **{name: getattr(first, name) for name in ("epoch", "batches", "cursor", "samples", "base_seed")},
             over=not state.streams,
             streams={reader: {**stream, "ended": True} for reader, stream in state.streams.items()},
         )
@@ -289,7 +287,6 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
         for name, old, new in (
             ("epoch", state.epoch, first.epoch),
             ("world size", state.ranks, first.ranks),
-            ("number of lanes, which that of engines= gives,", state.lanes, first.lanes),
         ):
             if old != new:
                 differences.append(f"{name} was {old}, and is {new}")
@@ -333,35 +330,26 @@ def merged(states: Sequence[LoaderState], remainder: Remainder = "keep") -> Load
     if not any(state.streams or state.over for state in states):  # nothing was read since it began, or was restored
         return first._replace(rank=None)
     streams: list[Mapping[str, object]] = []
-    lanes = first.lanes or 1
-    read = [_divided(state, RankInfo(rank, first.ranks, OF_STATE)) for rank, state in enumerate(states)]
-    for reader in _readers(lanes):
-        for state, of_rank in zip(states, read, strict=True):
-            stream = of_rank.get(reader, {"stream": None})
-            if state.over or stream.get("ended") is True:
-                stream = {"position": _position(stream), "stream": None, "ended": True}
-            streams.append({**stream, "ranks": first.ranks, "remainder": remainder})
+    for rank, state in enumerate(states):
+        stream = _divided(state, RankInfo(rank, first.ranks, OF_STATE)).get(None, {"stream": None})
+        if state.over or stream.get("ended") is True:
+            stream = {"position": _position(stream), "stream": None, "ended": True}
+        streams.append({**stream, "ranks": first.ranks, "remainder": remainder})
     from headrace._core.shards.division import is_part_state, merge_part_states  # with the stores, for restoring only
 
     parts: list[Any] = [stream["stream"] for stream in streams]
     if any(parts) and all("ended" in stream or is_part_state(stream["stream"]) for stream in streams):
-        position = max(map(_position, streams)) * lanes
+        position = max(map(_position, streams))
         streams = [{"position": position, "stream": merge_part_states(parts)}]
     return first._replace(
         rank=None,
         cursor=max(state.cursor for state in states),
         batches=max(state.batches for state in states),
         streams={},
-        lanes=None,
         next_worker=0,
         merged=tuple(streams),
         skipped=tuple(map(max, zip(*(state.skipped for state in states), strict=True))),
     )
-
-
-def _readers(lanes: int) -> Sequence[int | None]:
-    """What reads a stream: its lanes, or the loader itself."""
-    return range(lanes) if lanes > 1 else (None,)
 
 
 def _streams(begun: LoaderState, order: EpochOrder, rank: RankInfo) -> Mapping[int | None, Mapping[str, object]]:
@@ -374,14 +362,10 @@ def _divided(begun: LoaderState, rank: RankInfo) -> Mapping[int | None, Mapping[
     """The states of the streams of one rank; its part of those that were merged where it has read nothing since."""
     if not begun.merged:
         return begun.streams
-    readers = _readers(begun.lanes or 1)
-    divided: dict[int | None, Mapping[str, object]] = {}
-    for number, reader in enumerate(readers):
-        new = ShardOptions(number * rank.world_size + rank.rank, len(readers) * rank.world_size)
-        one_for_all = "ranks" not in begun.merged[0]
-        state = expect(begun.merged[0], "stream", dict) if one_for_all else divided_state(begun.merged, new)
-        divided[reader] = {"position": 0, "stream": state}
-    return {**divided, **begun.streams}
+    one_for_all = "ranks" not in begun.merged[0]
+    new = ShardOptions(rank.rank, rank.world_size)
+    state = expect(begun.merged[0], "stream", dict) if one_for_all else divided_state(begun.merged, new)
+    return {None: {"position": 0, "stream": state}, **begun.streams}
 
 
 def _position(stream: Mapping[str, object]) -> int:

@@ -34,7 +34,6 @@ def decoded(text: str) -> torch.Tensor:
 
 VERSION: Final = 3
 LOST_KEPT = 256  # lost batches that a state knows
-MOST_LANES = 1 << 16  # of a state that is not damaged
 
 # Fields of a state before an epoch; the others have their defaults.
 _BETWEEN = (
@@ -113,13 +112,11 @@ class LoaderState(NamedTuple):
     sampler: object = None  # state of a user's sampler after the samples given out
     # Number and checksum of the last batch's indices, and their rank, of an order that is walked through.
     last_indices: tuple[int, int, int] | None = None
-    # Of each worker or lane that reads a stream (None: the loader itself).
+    # Of each worker that reads a stream (None: the loader itself).
     streams: Mapping[int | None, Mapping[str, object]] = {}
-    # Number of the epoch's lanes, 1 for a stream that is not divided; None of another dataset, and before an epoch.
-    lanes: int | None = None
     # For each rank, its state of the stream, where states of several ranks were merged.
     merged: tuple[Mapping[str, object], ...] = ()
-    next_worker: int = 0  # the worker or lane whose batch is next
+    next_worker: int = 0  # the worker whose batch is next
     # Batches given out after others that were not: number, first sample and number of samples of each, and of a stream
     # the first and last position.
     delivered: tuple[tuple[int, ...], ...] = ()
@@ -195,7 +192,9 @@ class LoaderState(NamedTuple):
         if values.pop("checksum", None) != _checksum(values):
             raise StateError("the state is damaged, or was edited: its checksum does not match")
         if values.keys() != _TYPES.keys():
-            raise StateError(f"the state is damaged: its fields differ in {sorted(map(str, values.keys() ^ _TYPES.keys()))}")
+            raise StateError(
+                f"the state is damaged: its fields differ in {sorted(map(str, values.keys() ^ _TYPES.keys()))}"
+            )
         for name, fits in _TYPES.items():
             if not fits(values[name]):
                 raise StateError(f"the state is damaged: {name} cannot be {values[name]!r:.80}")
@@ -258,7 +257,6 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "sampler": lambda value: True,
     "last_indices": lambda value: value is None or _are_numbers(3)(value),
     "streams": _are(_is_stream),
-    "lanes": lambda value: value is None or (_is_count(value) and 0 < value <= MOST_LANES),
     "merged": _are(lambda value: isinstance(value, Mapping)),
     "next_worker": _is_count,
     "delivered": _are(_are_numbers(3, 5)),

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
 
-from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
+from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions, check_remainder
 from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.division import Division, Part, PartPosition, Readers, deal_parts, names_digest, reader_of
@@ -75,17 +75,12 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             TypeError: it is unknown.
         """
         rank, order = self._ranks.shard(), self._parts_in(self._order_for(self._seed))
-        shard = rank if current_lane.get() is None else rank.in_worker()
         self._counts_to_equalize(rank)
         counts = self._sample_counts()
         if counts is None:
             what = f"the length of this {type(self).__name__} is unknown"
             raise TypeError(f"{what}, since the numbers of samples in its {self.parts_name} are")
-        return self._samples_in(rank, shard, order, counts)
-
-    def most_lanes(self) -> int:
-        """The number of parts that every rank has."""
-        return self._part_count() // self._ranks.shard().count
+        return self._samples_in(rank, rank, order, counts)
 
     def _parts_in(self, order: Order) -> list[int]:
         """The numbers of all parts."""
@@ -145,38 +140,30 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         return counts
 
     def _samples_in(self, rank: ShardOptions, shard: ShardOptions, order: list[int], counts: Sequence[int]) -> int:
-        """The number of samples of a rank, or of a worker or lane of it, by the number in each part."""
-        readers = shard.equalized(rank.count)
-        lengths = [sum(counts[part] for part in order[reader :: shard.count]) for reader in readers]
+        """The number of samples of a rank, or of a worker of the rank, by the number in each part."""
+        lengths = [sum(counts[part] for part in order[reader :: shard.count]) for reader in range(shard.count)]
         if self._remainder == "keep":
-            return lengths[readers.index(shard.index)]
+            return lengths[shard.index]
         if 1 < shard.count > len(order):
             raise ValueError(
                 f"{len(order)} {self.parts_name} cannot be split over {shard.count} "
                 f"{'ranks' if shard.count == rank.count else 'workers'}; apply .split() to the stream"
             )
-        if len(lengths) * min(lengths) < (1 - LEFT_OUT) * sum(lengths):
-            self._warn_of_remainder(len(lengths), shard.count, order, counts)
-        return min(lengths)
-
-    def _warn_of_remainder(self, equal: int, readers: int, order: list[int], counts: Sequence[int]) -> None:
-        """Warn if much is left out by all readers together; `equal`: so many, one of each rank, give as many each."""
-        lengths = [sum(counts[part] for part in order[reader::readers]) for reader in range(readers)]
-        kept = equal * sum(min(lengths[first : first + equal]) for first in range(0, readers, equal))
-        if kept < (1 - LEFT_OUT) * sum(lengths):
+        if shard.count * min(lengths) < (1 - LEFT_OUT) * sum(lengths):
             # Without numbers, which differ in each epoch: Python shows the same warning once.
             warn_user(
                 f"remainder='drop' leaves out more than {share(LEFT_OUT)} of the samples: each rank gives as many as "
                 f"the one with the fewest, and the {self.parts_name} that ranks read hold different numbers. Apply "
                 f".split() to the stream, or use remainder='keep' with coordinated=True of the loader"
             )
+        return min(lengths)
 
 
 class PartIterator(ResumableIterator[T_co]):
     """The samples of one reader in one epoch; its state says which stream, reader and epoch it is of.
 
     The state of another epoch can be loaded: the iterator then continues in that epoch's order. `shard` is the reader:
-    the rank, or a worker or lane of it.
+    the rank, or a worker of the rank.
     """
 
     def __init__(self, stream: PartStream[T_co], rank: ShardOptions, shard: ShardOptions, order: Order) -> None:

@@ -13,8 +13,8 @@ import math
 from collections.abc import AsyncIterable, Mapping, Sequence
 from typing import Any, TypeVar, cast, get_args
 
-from headrace._core.ranks.distributed import Remainder, ShardOptions, current_lane
-from headrace._core.ranks.rankinfo import OF_STATE, RankInfo, bound, provided_rank
+from headrace._core.ranks.distributed import Remainder, ShardOptions
+from headrace._core.ranks.rankinfo import OF_STATE, RankInfo, provided_rank
 from headrace._core.streams.kinds import walk_datasets
 from headrace._core.streams.operators import Split
 from headrace._core.streams.resumable import (
@@ -58,7 +58,6 @@ def divided_state(states: Sequence[Mapping[str, object]], new: ShardOptions) -> 
     readers: State = {
         "operation": _Readers.operation,
         "world_size": ranks,
-        "lanes": len(states) // ranks,
         "turn": 0,
         "numbers": numbers,
         "ended": ["ended" in states[number] for number in numbers],
@@ -94,12 +93,12 @@ class _Readers(StreamOperation[object]):
     """The streams of several ranks, one sample of each in turn."""
 
     operation = "ranks"
-    fields = ("world_size", "lanes", "turn", "numbers", "ended")
+    fields = ("world_size", "turn", "numbers", "ended")
 
     def __init__(self, dataset: AsyncIterable[object]) -> None:
         super().__init__(None)
         self._dataset = dataset
-        self._world_size = self._lanes = 1
+        self._world_size = 1
         self._turn = 0
         self._numbers: list[int] = []
         self._ended: list[bool] = []
@@ -126,9 +125,5 @@ class _Readers(StreamOperation[object]):
         dataset = self._dataset
         if self._inner and any(map(is_stateful, walk_datasets(dataset))):
             dataset = copy.deepcopy(dataset)  # users' datasets in it have a state, which is of one reader alone
-        # As the old rank did, in the old lane.
-        lane, rank = divmod(self._numbers[number], self._world_size)
-        part = ShardOptions(lane, self._lanes) if self._lanes > 1 else None
-        info = RankInfo(rank, self._world_size, OF_STATE)
-        start = functools.partial(_start_for, dataset, state)
-        return InContext(provided_rank(info), lambda: InContext(bound(current_lane, part), start))
+        info = RankInfo(self._numbers[number], self._world_size, OF_STATE)  # as the old rank did
+        return InContext(provided_rank(info), functools.partial(_start_for, dataset, state))

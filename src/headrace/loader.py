@@ -349,7 +349,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
         Raises:
             IndexError: the epoch has not so many steps.
-            StateError: ranks or batch size were others then, and cannot be taken into account.
+            StateError: ranks, batch size or exclusions were others then.
             ValueError: the order or the randomness does not follow from a seed.
 
         Example:

@@ -78,7 +78,6 @@ class DataLoader(TorchDataLoader[T_co]):
     Placement:
         placement: where fetching runs: ``"thread"``, ``"process"``, ``"auto"``, or a `RayPlacement`.
         engines: number of processes that fetch, for more objects/s than one interpreter serves.
-        executor: kind of the workers of an async dataset: ``"process"`` or ``"thread"``.
     Results:
         transform: CPU work for each sample, done in the workers.
         on_error: ``"raise"``, ``"skip"``, a `SkipErrors` with limits, or a function of a `headrace.types.Failure`.
@@ -149,8 +148,6 @@ class DataLoader(TorchDataLoader[T_co]):
             workers = self._control.sessions.search.number
         check_engines(checked["engines"], checked["placement"], kind, workers)
         seed = checked["seed"]
-        if (executor := checked["executor"]) != "process" and not kind.is_async:
-            raise ValueError(f"executor={executor!r} needs an async dataset: workers read a torch dataset in processes")
         shown = torch_readable(dataset, kind)
         draws_order = shuffle and sampler is None and batch_sampler is None and not kind.is_iterable
         if draws_order and seed is not None and generator is None:

@@ -106,11 +106,10 @@ LOADERS = {
     "transform": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen)",
     "aget": "hr.DataLoader(AsyncSeen(), None, num_workers=2)",
     "thread placement": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen, placement='thread')",
-    "threads": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen, executor='thread')",
     "forked": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen, multiprocessing_context='fork')",
 }
 # Only worker processes have one thread, as in torch.
-NOT_IN_WORKER_PROCESSES = {"aget", "threads"}
+NOT_IN_WORKER_PROCESSES = {"aget"}
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ class Part:
     def __init__(self, kind, shards, state, steps, lag, **options):
         dataset, sampler = KINDS[kind].make(shards)
         shuffle = True if kind == "map-style, seed" else None
-        loader = hr.DataLoader(dataset, sampler=sampler, shuffle=shuffle, seed=3, executor="thread", **options)
+        loader = hr.DataLoader(dataset, sampler=sampler, shuffle=shuffle, seed=3, **options)
         if state is not None:
             loader.load_state_dict(state)
         with loader:

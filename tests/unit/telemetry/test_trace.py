@@ -65,9 +65,7 @@ def all_loaders():
         "Photos": hr.DataLoader(Photos(LENGTH), transform=double, num_workers=2, concurrency=16, **options),
         "Photos 2": hr.DataLoader(Photos(LENGTH), transform=double, concurrency=16, **options),
         "Photos 3": hr.DataLoader(Photos(LENGTH), placement="process", hedge="auto", memory_budget=1 << 20, **options),
-        "Joined": hr.DataLoader(
-            Joined(LENGTH), executor="thread", placement="thread", num_workers=2, transform=double, **options
-        ),
+        "Joined": hr.DataLoader(Joined(LENGTH), placement="thread", num_workers=2, transform=double, **options),
         "Numbers": hr.DataLoader(Numbers(), in_order=False, **options),
         "Squares": hr.DataLoader(Squares(), **options),
         "Halves": hr.DataLoader(Halves(), num_workers=2, **options),

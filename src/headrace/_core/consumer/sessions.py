@@ -83,8 +83,7 @@ class LoaderSessions:
         placement = self.spec.placement
         if not self.spec.kind.is_async or isinstance(placement, RayPlacement) or loader.multiprocessing_context:
             return
-        with_workers = placement == "auto" or self.spec.options["executor"] == "process"
-        if placement == "process" or (loader.num_workers > 0 and with_workers):
+        if placement == "process" or loader.num_workers > 0:
             start_early()
 
     def look_ahead(self, loader: TorchLoader) -> tuple[int, int]:
@@ -113,7 +112,6 @@ class LoaderSessions:
             cores=self._cores(loader),
             most_concurrency=self.spec.engines * most_concurrency(),
             engines=self.spec.engines,
-            executor=options["executor"],
             fixed_look_ahead=vars(loader)["prefetch_factor"] is not None,
             chosen=tuple(self.search.chosen),
             remedies=frozenset(("hedge",) * hedged).union(

@@ -55,7 +55,7 @@ class EngineConfig(NamedTuple):
 
     @property
     def has_processes(self) -> bool:
-        return len(self.workers) > 0 and self.options["executor"] == "process"
+        return self.num_workers > 0
 
     @property
     def steps_on_consumers_thread(self) -> bool:
@@ -91,12 +91,11 @@ class EngineConfig(NamedTuple):
         return self.has_processes and self.context is not None and self.context.get_start_method() == "fork"
 
     def work(self) -> Any:
-        """The assembly of batches outside this thread: a task for workers, or a function for threads."""
+        """The assembly of batches outside this thread: a task for workers, or a function for a thread."""
         task = self.worker_task()
         if self.has_processes:
             return task
-        # A thread does not wait until a batch is sent, and seeds only if it is alone.
-        return replace(task, copies=not is_default(self.assembler.collate), seeds=len(self.workers) <= 1)
+        return replace(task, copies=not is_default(self.assembler.collate))  # a thread does not wait until it is sent
 
     def without_functions(self) -> EngineConfig:
         return self._replace(assembler=replace(self.assembler, transforms=(), collate=list), worker_init_fn=None)

@@ -50,12 +50,10 @@ class Engine:
     """Runs sessions on one event loop. Its placement owns it: makes it, opens it on the loop, closes it.
 
     Worker processes are started by the constructor, before any loop or thread of the engine exists. `first_task` is
-    their first task, already pickled. Where nothing else runs in the process, a helper thread may seed its generators.
+    their first task, already pickled.
     """
 
-    def __init__(
-        self, config: EngineConfig, first_task: SharedPickle | None = None, *, owns_process: bool = False
-    ) -> None:
+    def __init__(self, config: EngineConfig, first_task: SharedPickle | None = None) -> None:
         self.config = config
         self.watch = LoopWatch(type(config.dataset).__qualname__)  # how long user code has blocked the loop, and where
         self._control: AdaptiveLimit | None = None  # the last epoch's
@@ -65,8 +63,7 @@ class Engine:
         if config.has_processes:
             self.executor = ProcessExecutor(config, first_task)
         else:
-            threads = 0 if config.deferred else max(1, len(config.workers))
-            self.executor = ThreadExecutor(threads, config.rank, seeds=owns_process and threads == 1)
+            self.executor = ThreadExecutor(config.rank, deferred=config.deferred)
         self._opening: asyncio.Task[None] | None = None
         self._running: dict[Session, asyncio.Task[None]] = {}
 

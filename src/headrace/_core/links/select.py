@@ -46,8 +46,8 @@ def check_automatic(kind: DatasetKind, options: LoaderOptions, context: object) 
         why = "needs an async dataset: a torch dataset is read by a number of workers that is given"
     elif isinstance(options["placement"], RayPlacement):
         why = "and RayPlacement exclude each other: cpus_per_engine says how many workers an engine has room for"
-    elif options["executor"] != "process" or context is not None:
-        why = "starts processes, in its own way: leave out executor= and multiprocessing_context="
+    elif context is not None:
+        why = "starts processes, in its own way: leave out multiprocessing_context="
     if why is not None:
         raise ValueError(f'num_workers="auto" {why}')
 

@@ -46,7 +46,6 @@ from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
 from headrace._core.streams.epochs import counted_epoch, session_seed
 from headrace._core.streams.kinds import DatasetKind, given_rank, propagate_epoch, translates_epochs
-from headrace._core.streams.other_ranks import remainder_of
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import warn_user
@@ -224,7 +223,7 @@ class LoaderControl:
     def batches_left(self, loader: TorchLoader, rank: RankInfo) -> int | None:
         """The number of batches of the restored epoch that are left on this rank; None if it is unknown."""
         order = self.order(loader)
-        state = of_rank(self.resumed, order.rank_of(rank), remainder_of(self.spec.source))
+        state = of_rank(self.resumed, order.rank_of(rank))
         with self.counted():
             before = batches_before(loader, order, state, rank)
             return None if before is None else len(loader) - before
@@ -312,8 +311,7 @@ class LoaderControl:
             self.skip(loader, skipped, rank)
         if self.spec.options["data_parallel"] is not None:
             check_data_parallel(loader, rank, seed)
-        remainder = remainder_of(self.spec.source)
-        resumed = of_rank(self.resumed, self.order(loader).rank_of(rank), remainder) if self.resumed else None
+        resumed = of_rank(self.resumed, self.order(loader).rank_of(rank)) if self.resumed else None
         epoch = self._next_epoch if resumed is None else resumed.epoch
         check_reading(self.spec, loader, rank, self._checked)
         # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in the state.
@@ -321,9 +319,7 @@ class LoaderControl:
         keeps = skipped > 0 or (between and not late_epoch and (resumed is None or not self._epoch_set))
         saved = None if resumed is None or between else resumed.sampler_epoch
         propagate_epoch(loader._index_sampler, epoch if saved is None else saved, only_wanted=keeps)
-        renumbered = False  # a stream continues with other readers than before: its samples are numbered anew
-        if resumed is not None and stream:
-            renumbered = (bool(resumed.merged) and not resumed.streams) or resumed.ranks != rank.world_size
+        renumbered = stream and resumed is not None and resumed.ranks != rank.world_size
         order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered, at_once=late_epoch)
         if resumed is not None:
             self.past = resumed.past

@@ -20,7 +20,6 @@ from headrace._core.failure import Failure, Stage
 from headrace._core.pool.supervisor import PINNED_AHEAD
 from headrace._core.streams.epochs import keys_within
 from headrace._core.streams.operators import Pipe
-from headrace._core.streams.other_ranks import resume_stream
 from headrace._core.streams.resumable import ResumableIterator, State, expect, start_stream
 from headrace.errors import StateError
 
@@ -215,9 +214,10 @@ class StreamFetch(FetchStage):
         self._first = self._progress.position
         try:
             with keys_within(0):
-                if state is None:
-                    return start_stream(self._dataset)
-                return resume_stream(self._dataset, expect(state, "stream", dict))
+                stream = start_stream(self._dataset)
+                if state is not None:
+                    stream.load_state_dict(expect(state, "stream", dict))
+                return stream
         except BaseException as error:  # user code
             if state is None:
                 batch.fail(error)

@@ -47,7 +47,7 @@ class EngineGroup(Link):
             engines,
             first=first,
             in_order=config.in_order,
-            chunked=not config.kind.is_iterable and capabilities(config.dataset).ranges,
+            chunked=capabilities(config.dataset).ranges,
         )
         self._cluster = cluster
         self._is_stream = config.kind.is_iterable

@@ -68,8 +68,7 @@ class EpochProgress(Iterator[BatchPlan]):
         self._drawn: dict[int, _Drawn] = {}  # plans that were not given out
         self._beyond: dict[int, _Drawn] = {}  # those given out after a gap
         first = self._samples = spec.order.first_sample
-        # Of a restored stream, numbered as by the session; those of merged states are divided only there.
-        streams = begun.streams if begun.merged else spec.session.streams or begun.streams
+        streams = spec.session.streams or begun.streams  # of a restored stream, numbered as by the session
         drawn = None, first, first, begun.sampler
         skipped = *begun.skipped, begun.lost
         self._last: tuple[Any, ...] = begun.batches, drawn, streams, begun.next_worker - 1, (), skipped, NO_TIMES
@@ -260,7 +259,6 @@ class EpochProgress(Iterator[BatchPlan]):
             sampler=self._sampler_at_end if over and not self._begun.over else sampler,
             last_indices=self._begun.last_indices if checked is None else checked,
             streams=streams,
-            merged=() if streams else self._begun.merged,  # what they were restored from
             next_worker=(point.last_worker + 1) % self._readers,
             delivered=(*earlier, *since),
             skipped=point.skipped[:3],

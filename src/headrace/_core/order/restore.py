@@ -14,12 +14,10 @@ from headrace._core.order.order import EpochOrder
 from headrace._core.order.samplers import SeededRandomSampler
 from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.order.state import Fingerprint, LoaderState
-from headrace._core.ranks.distributed import Remainder, ShardOptions, check_given_rank
-from headrace._core.ranks.rankinfo import OF_STATE, RankInfo
+from headrace._core.ranks.distributed import check_given_rank
+from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import DatasetKind, splits_by_rank
-from headrace._core.streams.other_ranks import divided_state
-from headrace._core.streams.resumable import expect
 from headrace._core.text import warn_user
 from headrace._core.torchcompat.datapipes import PipeSeeds, seed_pipe
 from headrace.errors import StateError
@@ -62,6 +60,13 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
     rank = order.rank_of(rank)
     if (saved.rank, saved.ranks) == (rank.rank, rank.world_size):
         return
+    if saved.rank is not None and saved.ranks != rank.world_size and order.is_stream:
+        raise StateError(
+            f"the state was saved with {saved.ranks} ranks, and there are {rank.world_size} now: each rank reads its "
+            f"part of the stream, and continues only among as many ranks. Use {saved.ranks} ranks until the end of "
+            f"epoch {saved.epoch}. Any number of ranks can continue a stream with .split() as its last operation "
+            f"and in_order=True, and map-style data, as shards with an index are (headrace.TarDataset.index(...))."
+        )
     if saved.rank is not None:
         raise StateError(
             f"the state was saved by rank {saved.rank} of {saved.ranks}, and this is rank {rank.rank} of "
@@ -214,11 +219,11 @@ def epoch_spec(
     elif order.is_stream:
         origin, ranks = begun.cursor - begun.samples * begun.ranks, stride
         if order.first_sample != begun.samples:
-            read = max(map(_position, begun.merged or begun.streams.values()), default=0)
+            read = max(map(_position, begun.streams.values()), default=0)
             origin = max(begun.cursor, origin + read * begun.ranks)
     session = SessionStart(
         batch=begun.batches,
-        streams=_streams(begun, order, rank),
+        streams=_streams(begun, order),
         next_worker=begun.next_worker,
         delivered=tuple(
             sorted((range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3), key=min)
@@ -230,14 +235,12 @@ def epoch_spec(
     return EpochSpec(begun, order, *drawn, rank, session, origin, ranks, first, stride, block)
 
 
-def of_rank(states: Sequence[LoaderState], rank: RankInfo, remainder: Remainder) -> LoaderState:
-    """The state to continue from on this rank: that of all ranks, its own, or those of other numbers of ranks merged.
+def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
+    """The state to continue from on this rank: the state of all ranks, or its own, which `check_rank` checks.
 
-    Without the last batch's indices, where those are another rank's. `remainder` is as for `merged`.
+    Without the last batch's indices, where those are another rank's.
     """
-    saved = states[0]
-    if saved.rank is not None and len(states) == saved.ranks:
-        saved = states[rank.rank] if saved.ranks == rank.world_size else merged(states, remainder)
+    saved = states[rank.rank] if len(states) == rank.world_size else states[0]
     if saved.last_indices is not None and (saved.last_indices[2], saved.ranks) != (rank.rank, rank.world_size):
         saved = saved._replace(last_indices=None)
     return saved
@@ -306,8 +309,11 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
     ranks = [state.rank for state in ordered]
     if ranks != list(range(first.ranks)):
         raise StateError(f"states of all {first.ranks} ranks are needed, but these are of the ranks {ranks}")
-    if not any(state.delivered for state in ordered):  # batches out of order continue on as many ranks
-        merged(ordered)  # or an error, while it can still be corrected
+    if not (_of_stream(first) or any(state.delivered for state in ordered)):
+        raise StateError(
+            "these states cannot be merged: each rank had an order of its own. Load each on its own rank; or use "
+            "seed= or an ElasticSampler"
+        )
     return tuple(ordered)
 
 
@@ -315,57 +321,11 @@ def _of_stream(state: LoaderState) -> bool:
     return state.fingerprint.order == "stream"
 
 
-def merged(states: Sequence[LoaderState], remainder: Remainder = "keep") -> LoaderState:
-    """One state for any number of ranks, of the states of all ranks, in their order.
-
-    `remainder` is a stream's policy for samples that cannot be divided equally.
-    """
-    first = next((state for state in states if not state.over), states[0])
-    if not _of_stream(first) or first.fingerprint.readers is not None or any(state.delivered for state in states):
-        raise StateError(
-            "these states cannot be merged: each rank had an order of its own, batches out of order, or a torch "
-            "IterableDataset. Load each on its own rank; or use seed=, an ElasticSampler or a stream of headrace, with "
-            "in_order=True"
-        )
-    if not any(state.streams or state.over for state in states):  # nothing was read since it began, or was restored
-        return first._replace(rank=None)
-    streams: list[Mapping[str, object]] = []
-    for rank, state in enumerate(states):
-        stream = _divided(state, RankInfo(rank, first.ranks, OF_STATE)).get(None, {"stream": None})
-        if state.over or stream.get("ended") is True:
-            stream = {"position": _position(stream), "stream": None, "ended": True}
-        streams.append({**stream, "ranks": first.ranks, "remainder": remainder})
-    from headrace._core.shards.division import is_part_state, merge_part_states  # with the stores, for restoring only
-
-    parts: list[Any] = [stream["stream"] for stream in streams]
-    if any(parts) and all("ended" in stream or is_part_state(stream["stream"]) for stream in streams):
-        position = max(map(_position, streams))
-        streams = [{"position": position, "stream": merge_part_states(parts)}]
-    return first._replace(
-        rank=None,
-        cursor=max(state.cursor for state in states),
-        batches=max(state.batches for state in states),
-        streams={},
-        next_worker=0,
-        merged=tuple(streams),
-        skipped=tuple(map(max, zip(*(state.skipped for state in states), strict=True))),
-    )
-
-
-def _streams(begun: LoaderState, order: EpochOrder, rank: RankInfo) -> Mapping[int | None, Mapping[str, object]]:
-    if begun.merged or order.first_sample == begun.samples:
-        return _divided(begun, rank)
-    return {worker: {**state, "position": 0} for worker, state in begun.streams.items()}
-
-
-def _divided(begun: LoaderState, rank: RankInfo) -> Mapping[int | None, Mapping[str, object]]:
-    """The states of the streams of one rank; its part of those that were merged where it has read nothing since."""
-    if not begun.merged:
+def _streams(begun: LoaderState, order: EpochOrder) -> Mapping[int | None, Mapping[str, object]]:
+    """The states of the streams, whose samples the order may number from 0."""
+    if order.first_sample == begun.samples:
         return begun.streams
-    one_for_all = "ranks" not in begun.merged[0]
-    new = ShardOptions(rank.rank, rank.world_size)
-    state = expect(begun.merged[0], "stream", dict) if one_for_all else divided_state(begun.merged, new)
-    return {None: {"position": 0, "stream": state}, **begun.streams}
+    return {worker: {**state, "position": 0} for worker, state in begun.streams.items()}
 
 
 def _position(stream: Mapping[str, object]) -> int:

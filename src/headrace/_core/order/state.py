@@ -114,8 +114,6 @@ class LoaderState(NamedTuple):
     last_indices: tuple[int, int, int] | None = None
     # Of each worker that reads a stream (None: the loader itself).
     streams: Mapping[int | None, Mapping[str, object]] = {}
-    # For each rank, its state of the stream, where states of several ranks were merged.
-    merged: tuple[Mapping[str, object], ...] = ()
     next_worker: int = 0  # the worker whose batch is next
     # Batches given out after others that were not: number, first sample and number of samples of each, and of a stream
     # the first and last position.
@@ -171,7 +169,6 @@ class LoaderState(NamedTuple):
             **self._asdict(),
             "fingerprint": tuple(self.fingerprint),
             "streams": tuple((reader, dict(state)) for reader, state in streams),
-            "merged": tuple(map(dict, self.merged)),
             "run": tuple(self.run),
             "excluded": tuple(map(tuple, self.excluded)),
             "found": dict(self.found),
@@ -198,7 +195,7 @@ class LoaderState(NamedTuple):
         for name, fits in _TYPES.items():
             if not fits(values[name]):
                 raise StateError(f"the state is damaged: {name} cannot be {values[name]!r:.80}")
-        for name in ("last_indices", "merged", "run", "skipped"):  # JSON makes lists of tuples
+        for name in ("last_indices", "run", "skipped"):  # JSON makes lists of tuples
             values[name] = None if values[name] is None else tuple(values[name])
         for name in ("delivered", "excluded", "lost"):
             values[name] = tuple(map(tuple, values[name]))
@@ -257,7 +254,6 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "sampler": lambda value: True,
     "last_indices": lambda value: value is None or _are_numbers(3)(value),
     "streams": _are(_is_stream),
-    "merged": _are(lambda value: isinstance(value, Mapping)),
     "next_worker": _is_count,
     "delivered": _are(_are_numbers(3, 5)),
     "run": _are_numbers(0, 6),

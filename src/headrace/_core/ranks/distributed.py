@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import get_worker_info
 
-from headrace._core.ranks.rankinfo import GROUP, OF_STATE, RankInfo, own_rank, rank_from, reader_divides
+from headrace._core.ranks.rankinfo import RankInfo, own_rank, rank_of_group, reader_divides
 
 Remainder = Literal["drop", "keep"]
 """The policy for ranks that would get unequal numbers of samples.
@@ -70,10 +70,8 @@ class RankChoice:
         return ShardOptions(0, 1)
 
     def _own(self) -> ShardOptions:
-        if (old := rank_from(OF_STATE)) is not None:
-            return ShardOptions(old.rank, old.world_size)
         if self.given is not None:
-            check_given_rank("a stream or sampler", self.given.index, self.given.count, rank_from(GROUP))
+            check_given_rank("a stream or sampler", self.given.index, self.given.count, rank_of_group())
             return self.given
         if self._of_parent is not None:
             return self._of_parent

@@ -6,9 +6,7 @@ attributes and repr follow from it.
 
 import inspect
 import math
-import operator
 from collections.abc import AsyncIterable, Callable, Iterable
-from numbers import Integral
 from typing import (
     Annotated,
     Any,
@@ -24,6 +22,7 @@ from typing import (
     get_type_hints,
 )
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -80,8 +79,8 @@ def _integer(words: str, least: int, most: float = math.inf, *, also: tuple[str 
     def check(name: str, value: object) -> object:
         if value in also:
             return value
-        if isinstance(value, Integral) and not isinstance(value, int):  # of NumPy
-            value = operator.index(value)
+        if isinstance(value, np.integer):
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be {words}, but got {value!r}")
         if not least <= value <= most:

@@ -297,17 +297,6 @@ def test_workers_of_all_engines_have_numbers_of_their_own() -> None:
         assert set(samples_of(loader)) == {0, 1, 2}
 
 
-@run_by("case")
-def test_stream_is_read_by_one_engine() -> None:
-    async def numbers():
-        for number in range(20):
-            yield number
-
-    with hr.DataLoader(hr.from_async_iterable(numbers), 4, engines=2) as loader:
-        assert samples_of(loader) == list(range(20))
-        assert "of which one reads the stream" in loader.stats().placement
-
-
 @pytest.mark.parametrize(
     ("dataset", "arguments", "match"),
     [

@@ -184,6 +184,23 @@ def test_state_with_other_lengths_or_arguments_is_an_error(change):
         next(iter(other))
 
 
+def test_lengths_that_change_after_the_sampler_was_made_are_an_error():
+    lengths = np.array([3, 3, 3])
+    sampler = hr.BalancedBatchSampler(lengths, 4)
+    assert len(list(sampler)) == 3
+    lengths[1] = 9
+    with pytest.raises(ValueError, match="sample 1 has 9 tokens, more than max_tokens=4: the lengths have changed"):
+        list(sampler)
+
+
+@pytest.mark.parametrize("change", [{"window": 99}, {"batches": -1}, {"epoch": -1}, {"window": "x"}])
+def test_damaged_state_is_an_error(change):
+    sampler = hr.BalancedBatchSampler(MIXED, 5000, window=500)
+    next(iter(sampler))
+    with pytest.raises(StateError):
+        sampler.load_state_dict(sampler.state_dict() | change)
+
+
 def test_wrong_arguments_are_errors():
     for lengths, max_tokens, what in (
         ([3, 9, 4], 8, "sample 1 has 9 tokens, which must be 0 to max_tokens=8"),

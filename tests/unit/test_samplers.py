@@ -1,10 +1,12 @@
 """Samplers: every index once, the same number for each rank, and any number of ranks can continue at any position."""
 
 import copy
+import io
 import itertools
 import json
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -203,3 +205,34 @@ def test_loaders_of_another_number_of_ranks_continue_from_the_state_of_any_rank(
             loader.load_state_dict(json.loads(states[-1]))
             rest.append(torch.cat(list(loader)).tolist())
     assert in_turn(rest) == order[60:]
+
+
+@pytest.mark.parametrize("kind", ["elastic", "length", "blocks", "balanced", "loader"])
+def test_numbers_of_numpy_give_states_of_plain_numbers(kind):
+    number, data = np.int64, Numbers(40)
+    ranks = {"seed": number(3), "rank": number(1), "world_size": number(2)}
+    options = {
+        "elastic": lambda: {"sampler": hr.ElasticSampler(data, drop_last=np.True_, **ranks)},
+        "length": lambda: {"sampler": hr.ElasticSampler(number(40), shuffle=np.True_, **ranks)},
+        "blocks": lambda: {
+            "sampler": hr.BlockShuffleSampler(data, block_size=number(4), blocks_at_once=number(2), **ranks)
+        },
+        "balanced": lambda: {
+            "batch_sampler": hr.BalancedBatchSampler(np.arange(40), number(80), window=number(20), **ranks)
+        },
+        "loader": lambda: {"shuffle": True, "seed": number(3), "concurrency": number(4)},
+    }[kind]
+    loader = hr.DataLoader(data, **options())
+    loader.set_epoch(number(2))
+    batches = iter(loader)
+    for _ in range(2):
+        saved = io.BytesIO()
+        torch.save(loader.state_dict(), saved)
+        saved.seek(0)
+        state = json.loads(json.dumps(torch.load(saved, weights_only=True)))
+        restored = hr.DataLoader(data, **options())
+        restored.load_state_dict(state)
+        next(batches)
+    if kind == "loader":
+        loader.exclude(steps={number(2): np.array([4])}, keys=np.array([5]))
+        json.dumps(loader.state_dict())

@@ -125,6 +125,37 @@ def test_look_ahead_of_a_stream_grows_while_its_batches_are_small():
     assert max(sizes(0, CALM)) == 6  # of unknown size
 
 
+@pytest.mark.parametrize("options", [{"free": 0}, {"by_size": True, "in_workers": True}], ids=str)
+@pytest.mark.parametrize("waits", [lambda batch: True, lambda batch: False, lambda batch: batch % 7 < 3])
+def test_number_of_drawn_plans_does_not_depend_on_speed(options, waits):
+    engine = Engine(plans(), 4, most=32, **options)
+    engine.ahead.fill()
+    quick = StageTimes(fetched=2.0, work_began=2.0, work_ended=2.0001, nbytes=1 << 18, load=IDLE)
+    ahead = []
+    for batch in range(4 * CALM):
+        if waits(batch):
+            engine.stall()
+        engine.arrive()
+        engine.take(quick._replace(load=IDLE if "free" in options else FetchLoad()))
+        ahead.append(engine.ahead.planned - engine.taken)
+    grown = itertools.accumulate((4, *[2] * 3), int.__mul__)
+    assert sorted(set(ahead)) == ([4] if "free" in options else list(grown))
+    assert ahead.index(max(ahead)) <= CALM
+    assert numbers([*engine.sent, [plan.number for plan in engine.ahead.held]]) == list(range(engine.ahead.planned))
+
+
+def test_last_plans_are_drawn_as_by_torch():
+    engine = Engine(plans(), 4, most=32, free=40)
+    engine.look_ahead.extend(12)
+    engine.ahead.fill()
+    drawn = []
+    for _ in range(50):
+        engine.arrive()
+        engine.take()
+        drawn.append(engine.ahead.planned)
+    assert drawn[35:] == [40, *range(41, 55)], "one with each batch, within the least look-ahead"
+
+
 class Own(torch.utils.data.SequentialSampler):
     """May draw random numbers that the training loop draws too."""
 

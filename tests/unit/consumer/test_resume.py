@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import BatchSampler, SubsetRandomSampler
 
 from headrace import BlockShuffleSampler, DataLoader, ElasticSampler, StateError
+from headrace._core.order.state import _checksum
 from tests.datasets import Numbers
 
 N = 13
@@ -422,6 +423,27 @@ def test_damaged_states_are_refused():
         with pytest.raises(StateError, match=message):
             loader.load_state_dict(wrong)
     assert len(epochs(loader, 1)[0]) == 5  # nothing was restored
+
+
+WRONG = (None, -1, 10**30, 1.5, "x", [], [1], [[1]], {}, {"a": 1}, True)
+
+
+@pytest.mark.parametrize("name", ["shuffled by seed", "shuffled by torch", "a sampler with a state", "torch dataset"])
+def test_states_with_values_of_other_types_are_refused_or_continue(name):
+    for count in (0, 2):
+        _, state = saved_after(CASES[name](), count)
+        (values,) = state["state"]
+        wrong = [{**values, field: value} for field in values for value in WRONG]
+        wrong += [{key: value for key, value in values.items() if key != field} for field in values]
+        for edited in (each for each in wrong if each != values):
+            with pytest.raises(StateError):
+                CASES[name]().load_state_dict({**state, "state": [edited]})
+            edited.pop("checksum", None)
+            edited["checksum"] = _checksum(edited)
+            loader = CASES[name]()
+            with contextlib.suppress(StateError):
+                loader.load_state_dict({**state, "state": [edited]})
+                assert len(list(loader)) <= 5
 
 
 def test_sampler_with_another_order_than_before_is_refused():

@@ -1,8 +1,12 @@
 """The random order of a loader with a seed, the seeds of its batches, and samplers with habits."""
 
+import asyncio
 import itertools
+import random
 import tracemalloc
 
+import numpy as np
+import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler, TensorDataset
@@ -72,3 +76,122 @@ def test_list_that_a_batch_sampler_reuses_is_copied():
                 yield batch
 
     assert [batch.tolist() for batch in hr.DataLoader(list(range(3)), batch_sampler=Reusing())] == [[0], [1], [2]]
+
+
+class Episodes(torch.utils.data.Sampler):
+    """Batches, or single indices, from a generator that the training loop uses too."""
+
+    def __init__(self, draw, *, batches):
+        self.draw, self.batches = draw, batches
+
+    def __len__(self):
+        return 60
+
+    def __iter__(self):
+        for _ in range(60):
+            yield [self.draw(100) for _ in range(2)] if self.batches else self.draw(100)
+
+
+DRAWS = {
+    "torch": lambda most: int(torch.randint(most, ())),
+    "numpy": lambda most: int(np.random.randint(most)),
+    "random": random.randrange,
+}
+
+
+class Numbers100(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return index
+
+
+def run(loader_class, dataset, draw, steps=50, **options):
+    """Two epochs of a program that draws in its loop, which the first epoch is left early."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    loader = loader_class(dataset, **options)
+    return [
+        (torch.as_tensor(batch).tolist(), [draw(1000) for _ in range(3)])
+        for most in (steps, None)
+        for batch in itertools.islice(loader, most)
+    ]
+
+
+@pytest.mark.parametrize("batches", [True, False])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("how", DRAWS)
+def test_sampler_that_draws_from_a_global_generator_gives_torchs_order(how, num_workers, batches):
+    def options():
+        sampler = Episodes(DRAWS[how], batches=batches)
+        return {"num_workers": num_workers, "batch_sampler" if batches else "sampler": sampler}
+
+    expected = run(TorchDataLoader, Numbers100(), DRAWS[how], **options())
+    assert run(hr.DataLoader, Numbers100(), DRAWS[how], **options()) == expected
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_generator_that_the_program_shares_with_torchs_sampler_is_drawn_from_when_torch_does(persistent):
+    def drawn(loader_class):
+        generator = torch.Generator().manual_seed(3)
+        options = {"shuffle": True, "generator": generator, "num_workers": 2, "persistent_workers": persistent}
+        return run(
+            loader_class, Numbers100(), lambda most: int(torch.randint(most, (), generator=generator)), **options
+        )
+
+    assert drawn(hr.DataLoader) == drawn(TorchDataLoader)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_async_dataset_with_a_sampler_that_draws_gives_one_order(in_order):
+    class Released(hr.AsyncDataset):
+        """Samples arrive after some iterations of the event loop."""
+
+        def __init__(self, delay):
+            self.delay = delay
+
+        def __len__(self):
+            return 100
+
+        async def aget(self, index):
+            for _ in range(index % 7 * self.delay):
+                await asyncio.sleep(0)
+            return index
+
+    def drawn(delay):
+        sampler = Episodes(DRAWS["torch"], batches=False)
+        batches = run(hr.DataLoader, Released(delay), DRAWS["torch"], sampler=sampler, batch_size=1, in_order=in_order)
+        return batches if in_order else [draws for _, draws in batches]
+
+    assert drawn(0) == drawn(1) == drawn(40)
+
+
+class Endless(torch.utils.data.IterableDataset):
+    """A stream whose position outlives an epoch."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __iter__(self):
+        while True:
+            self.position += 1
+            yield self.position
+
+
+class Noise(Numbers100):
+    def __getitem__(self, index):
+        return int(torch.randint(1 << 40, ()))
+
+
+@pytest.mark.parametrize("dataset", [Endless, Noise])
+@pytest.mark.parametrize("prefetch_factor", [2, 5])
+def test_epoch_after_one_that_was_left_begins_as_by_torch_in_workers_that_persist(dataset, prefetch_factor):
+    def given(loader_class):
+        torch.manual_seed(1)
+        options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": prefetch_factor}
+        loader = loader_class(dataset(), 2, **options)
+        return [batch.tolist() for most in (3, 7, 1, 4) for batch in itertools.islice(loader, most)]
+
+    assert given(hr.DataLoader) == given(TorchDataLoader)

@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -228,3 +229,62 @@ def without_the_last(samples):
 def test_stream_continues_around_lost_batches(make, iterator, workers):
     options = {"num_workers": workers, "collate_fn": without_the_last, "on_error": "skip", "seed": 3}
     check_continues(lambda: new(make(9, iterator=iterator), **options))
+
+
+class Generators(Dataset):
+    """Saves the random generator of its worker."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.randint(1000, ()).item()
+
+    def state_dict(self):
+        return {"generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state):
+        torch.set_rng_state(state["generator"])
+
+
+class GeneratorStream(IterableDataset):
+    """The same, as a stream that is its own iterator; a restored position is one for `iter()`."""
+
+    first = 0
+
+    def __iter__(self):
+        self.position, self.first = self.first, 0
+        return self
+
+    def __next__(self):
+        if self.position == 6:
+            raise StopIteration
+        self.position += 1
+        return torch.randint(1000, ()).item()
+
+    def state_dict(self):
+        return {"generator": torch.get_rng_state(), "position": self.position}
+
+    def load_state_dict(self, state):
+        torch.set_rng_state(state["generator"])
+        self.first = state["position"]
+
+
+@pytest.mark.parametrize("made", [Generators, GeneratorStream])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize("count", [0, 2])
+def test_generators_of_workers_are_restored_also_in_a_loader_that_has_run(made, workers, persistent, count):
+    def loader():
+        return hr.DataLoader(made(), 2, num_workers=workers, persistent_workers=persistent, collate_fn=list)
+
+    torch.manual_seed(0)
+    first = loader()
+    batches = iter(first)
+    for _ in range(count):
+        next(batches)
+    state, rest = first.state_dict(), list(batches)
+    for restored in (loader(), loader(), first):
+        if restored is not first:
+            list(restored)
+        restored.load_state_dict(state)
+        assert list(restored) == rest

@@ -120,7 +120,7 @@ def test_work_is_in_the_process_that_did_it(path):
         for event in events
         if event["name"] == "transform and collate" and event["ph"] == "X"
     }
-    workers = {f"worker {number} of {name}" for name in ("Photos", "Halves") for number in (0, 1)}
+    workers = {f"worker {number} of {name}" for name in ("Photos", "Joined", "Halves") for number in (0, 1)}
     assert {name for _, name in worked} - {"consumer", "loader of Photos 3"} <= workers
     assert {("Photos 2", "consumer"), ("Squares", "consumer"), ("Photos 3", "loader of Photos 3")} <= worked
     assert names[os.getpid()] == "consumer"

@@ -114,7 +114,8 @@ class Prefetcher:
         After the `end` of a stream nothing more is planned. `ready` other batches have arrived.
         """
         self._due = self._counted(number, end, times, ready, nbytes)
-        return self._due or self._by_size or self.planned >= self._free
+        steady = self._by_size or self.planned >= self._free
+        return self._due or (steady and self._ahead is not None)
 
     def _counted(self, number: int, end: bool, times: StageTimes, ready: int, nbytes: int) -> bool:
         plan = self.under_way.pop(number)

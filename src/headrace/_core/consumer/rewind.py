@@ -132,7 +132,9 @@ def _loader_at(
     clone = _copy(loader, place)
     order = clone._control.order(clone)
     if run.batches and order.is_stream:
-        raise StateError(f"epoch {epoch} was read by other ranks up to batch {run.batches}, and a stream from its start")
+        raise StateError(
+            f"epoch {epoch} was read by other ranks up to batch {run.batches}, and a stream from its start"
+        )
     if run.batches and not order.is_by_arithmetic:
         raise StateError(
             f"the ranks or the batch size changed at batch {run.batches}, and {order.sampler_name} is drawn"

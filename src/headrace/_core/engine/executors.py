@@ -35,8 +35,8 @@ _STEPS = "on samples that are not yet in a batch"  # a worker's task, for `Worke
 class ThreadExecutor:
     """A thread beside the loop, of an engine without workers.
 
-    If `deferred`, there is no thread: the CPU work is left to the consumer's thread, and a batch's data is the `RawBatch`
-    itself.
+    If `deferred`, there is no thread: the CPU work is left to the consumer's thread, and a batch's data is the
+    `RawBatch` itself.
     """
 
     broken = None

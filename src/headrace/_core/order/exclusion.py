@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headrace._core.order.blocks import BlockOrder
 from headrace._core.permutation import BLOCK, Permutation
 
-ALL_EPOCHS = -1
+ALL_EPOCHS = (1 << 63) - 1
 
 
 class Exclusion(NamedTuple):

@@ -199,7 +199,9 @@ class EpochOrder:
             of_ranks = isinstance(part, DistributedSampler) and not (self.shared or self.samples_at_most)
             names = (*_ARGUMENTS, "num_replicas") if of_ranks else _ARGUMENTS
         values = {name: getattr(part, name) for name in names if hasattr(part, name)}
-        found = [f"{name}={value.item() if isinstance(value, np.generic) else value!r}" for name, value in values.items()]
+        found = [
+            f"{name}={value.item() if isinstance(value, np.generic) else value!r}" for name, value in values.items()
+        ]
         if type(part) in (SequentialSampler, *_WHOLE) and (size := self.size()) is not None and len(part) != size:
             found.append(f"length={len(part)}")
         return f"{type(part).__name__}({', '.join(found)})"
@@ -358,7 +360,9 @@ class EpochOrder:
                 f"{self.sampler_name} ended after {drawn} draws, but {count} were given out when the state was saved"
             )
         self.first_sample = self.first_sample or samples
-        indices = tuple(last)[max(0, len(last) - checked) :] if self.sampler is not None else tuple(last[-1] if last else ())
+        indices = (
+            tuple(last)[max(0, len(last) - checked) :] if self.sampler is not None else tuple(last[-1] if last else ())
+        )
         if resumed.last_indices is not None and checksum(indices) != resumed.last_indices[:2]:
             raise StateError(
                 f"{self.sampler_name} gives another order than when the state was saved. Derive the order from a "

@@ -6,7 +6,6 @@ import itertools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sized
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -132,7 +131,7 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
         self.dataset: Any = dataset
         self.seed, self.shuffle, self.drop_last, self.epoch = operator.index(seed), bool(shuffle), bool(drop_last), 0
         Permutation(0, self.seed, 0)  # checks the seed
-        self._length = operator.index(dataset) if isinstance(dataset, Integral) else len(dataset)
+        self._length = operator.index(dataset) if isinstance(dataset, int | np.integer) else len(dataset)
         self._ranks = RankChoice(rank, world_size)
 
     def _shard(self) -> ShardOptions:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import operator
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -87,8 +88,8 @@ class Run(NamedTuple):
 class Past(NamedTuple):
     """The fields of a state that describe the batches before it."""
 
-    run: tuple[int, ...] = ()  # see `Run`; empty before the first epoch
-    excluded: tuple[tuple[int, ...], ...] = ()  # see `Exclusion`
+    run: tuple[()] | tuple[int, int, int, int, int, int] = ()  # see `Run`; empty before the first epoch
+    excluded: tuple[tuple[int, int, int], ...] = ()  # see `Exclusion`
     lost: tuple[tuple[int, int, int], ...] = ()  # see `LoaderState`
 
 
@@ -117,9 +118,9 @@ class LoaderState(NamedTuple):
     next_worker: int = 0  # the worker whose batch is next
     # Batches given out after others that were not: number, first sample and number of samples of each, and of a stream
     # the first and last position.
-    delivered: tuple[tuple[int, ...], ...] = ()
-    run: tuple[int, ...] = ()  # see `Run`; empty before the first epoch
-    excluded: tuple[tuple[int, ...], ...] = ()  # samples that are left out; see `Exclusion`
+    delivered: tuple[tuple[int, int, int] | tuple[int, int, int, int, int], ...] = ()
+    run: tuple[()] | tuple[int, int, int, int, int, int] = ()  # see `Run`; empty before the first epoch
+    excluded: tuple[tuple[int, int, int], ...] = ()  # samples that are left out; see `Exclusion`
     # The last batches that lost all their samples: epoch, number of the batch, and steps made in the epoch before.
     lost: tuple[tuple[int, int, int], ...] = ()
     found: Mapping[str, int] = {}  # arguments with "auto", and the values in force; no batch depends on them
@@ -188,80 +189,44 @@ class LoaderState(NamedTuple):
         values = dict(saved)
         if values.pop("checksum", None) != _checksum(values):
             raise StateError("the state is damaged, or was edited: its checksum does not match")
-        if values.keys() != _TYPES.keys():
-            raise StateError(
-                f"the state is damaged: its fields differ in {sorted(map(str, values.keys() ^ _TYPES.keys()))}"
-            )
-        for name, fits in _TYPES.items():
-            if not fits(values[name]):
+        hints = get_type_hints(cls)
+        if values.keys() != hints.keys():
+            raise StateError(f"the state is damaged: its fields differ in {[*map(str, values.keys() ^ hints.keys())]}")
+        with contextlib.suppress(TypeError, ValueError):
+            values["streams"] = dict(values["streams"])
+        for name, hint in hints.items():
+            if not _fits(values[name], hint):
                 raise StateError(f"the state is damaged: {name} cannot be {values[name]!r:.80}")
-        for name in ("last_indices", "run", "skipped"):  # JSON makes lists of tuples
-            values[name] = None if values[name] is None else tuple(values[name])
-        for name in ("delivered", "excluded", "lost"):
-            values[name] = tuple(map(tuple, values[name]))
-        fingerprint, streams = Fingerprint(*values["fingerprint"]), dict(values["streams"])
-        return cls(**{**values, "fingerprint": fingerprint, "streams": streams})
+            values[name] = _as_tuple(values[name]) if name in _TUPLES else values[name]
+        if not values["ranks"]:
+            raise StateError("the state is damaged: it is of 0 ranks")
+        return cls(**{**values, "fingerprint": Fingerprint(*values["fingerprint"])})
 
 
-def _is(*types: type) -> Callable[[object], bool]:
-    return lambda value: type(value) in types
+_TUPLES = ("last_indices", "delivered", "run", "excluded", "lost", "skipped")
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
+def _as_tuple(value: Any) -> Any:
+    """The value with tuples in place of the lists that JSON makes of them."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
 
 
-def _is_count_or_none(value: object) -> bool:
-    return value is None or _is_count(value)
-
-
-def _are_numbers(*sizes: int) -> Callable[[object], bool]:
-    """Whether a value is a sequence of so many integers; an exclusion has the epoch -1 for all epochs."""
-    return lambda value: (
-        isinstance(value, list | tuple) and len(value) in sizes and all(_is_count(each) or each == -1 for each in value)
-    )
-
-
-def _are(fits: Callable[[Any], bool]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, list | tuple) and all(map(fits, value))
-
-
-def _is_fingerprint(value: object) -> bool:
-    types = (_is(str), _is_count_or_none, _is(str), _is_count_or_none, _is_count_or_none)
-    return isinstance(value, list | tuple) and len(value) == 5 and all(fits(v) for fits, v in zip(types, value))
-
-
-def _is_stream(value: object) -> bool:
-    of_reader = isinstance(value, list | tuple) and len(value) == 2
-    return of_reader and _is_count_or_none(value[0]) and isinstance(value[1], Mapping)
-
-
-_TYPES: dict[str, Callable[[Any], bool]] = {
-    "epoch": _is_count,
-    "fingerprint": _is_fingerprint,
-    "cursor": _is_count,
-    "samples": _is_count,
-    "batches": _is_count,
-    "over": _is(bool),
-    "rank": _is_count_or_none,
-    "ranks": lambda value: _is_count(value) and value > 0,
-    "base_seed": _is_count_or_none,
-    "order_seed": _is_count_or_none,
-    "pipe_seed": _is_count_or_none,
-    "kept_seed": _is_count_or_none,
-    "sampler_epoch": _is_count_or_none,
-    "generator": _is(str, type(None)),
-    "sampler": lambda value: True,
-    "last_indices": lambda value: value is None or _are_numbers(3)(value),
-    "streams": _are(_is_stream),
-    "next_worker": _is_count,
-    "delivered": _are(_are_numbers(3, 5)),
-    "run": _are_numbers(0, 6),
-    "excluded": _are(_are_numbers(3)),
-    "lost": _are(_are_numbers(3)),
-    "found": lambda value: isinstance(value, Mapping) and all(map(_is_count, value.values())),
-    "skipped": _are_numbers(3),
-}
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a state is of the type that its field has; integers are not negative."""
+    if hint is object:
+        return True
+    if hint is int:
+        return type(value) is int and 0 <= value < 1 << 63
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+    if origin is tuple or hint is Fingerprint:
+        inner = inner if origin is tuple else tuple(get_type_hints(hint).values())
+        many = isinstance(value, list | tuple)
+        if inner[1:] == (...,):
+            return many and all(_fits(each, inner[0]) for each in value)
+        return many and len(value) == len(inner) and all(map(_fits, value, inner))
+    return any(_fits(value, each) for each in inner) if inner else type(value) is hint
 
 
 def states_to_dict(states: Sequence[LoaderState]) -> State:

@@ -360,7 +360,7 @@ class LoaderControl:
             spec,
             batched=loader._auto_collation,
             readers=(0 if kind.is_async else loader.num_workers) or 1,
-            of_rank=kind.is_iterable and not getattr(self.spec.source, "divides_samples", False),
+            of_rank=kind.is_iterable and self.is_of_rank(loader),
             keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
             before_first=session.inline_state,
             searches=kind is DatasetKind.ASYNC_MAP and self.spec.options["concurrency"] == "auto",

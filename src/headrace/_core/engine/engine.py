@@ -161,7 +161,7 @@ class _Assembly:
 
     def parallel(self) -> int:
         """How many calls of `apply` it makes at once."""
-        return 1 if self._steps else max(1, self.executor.workers)
+        return self.executor.workers
 
     async def apply(self, task: StepsTask, chunk: Chunk) -> list[object]:
         outcomes = await (self._steps or self.executor.apply)(task, chunk)

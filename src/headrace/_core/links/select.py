@@ -139,7 +139,6 @@ class PlacementSelector:
 
     def _functions(self, config: EngineConfig) -> SharedPickle | None:
         """The current functions, pickled, if they go to another process."""
-        wants_process = self._placement == "process" or (self._placement == "auto" and config.num_workers > 0)
         if isinstance(self._placement, RayPlacement):  # which pickles them for other machines
             if config.context is not None:
                 raise ValueError(
@@ -151,7 +150,7 @@ class PlacementSelector:
                     "placement='process' and multiprocessing_context='fork' exclude each other: workers forked from "
                     "this process have their engine in a thread of it. Leave out one of the two."
                 )
-        elif config.kind.is_async and (config.has_processes or wants_process):
+        elif config.kind.is_async and (config.has_processes or self._placement == "process"):
             try:
                 self._pickled = SharedPickle.dumps(config.work(), self._pickled)
             except Exception as error:

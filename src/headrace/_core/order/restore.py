@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from headrace._core.ranks.distributed import check_given_rank
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import DatasetKind, splits_by_rank
+from headrace._core.streams.resumable import expect
 from headrace._core.text import warn_user
 from headrace._core.torchcompat.datapipes import PipeSeeds, seed_pipe
 from headrace.errors import StateError
@@ -210,7 +211,7 @@ def epoch_spec(
     begun: LoaderState, order: EpochOrder, drawn: tuple[Iterator[Any], int, int | None], rank: RankInfo
 ) -> EpochSpec:
     """The epoch with the state `begun`, of what `EpochSeeds` has drawn."""
-    origin, ranks = 0, 1
+    origin, ranks, streams = 0, 1, begun.streams
     place, stride, block = rank.rank, rank.world_size, 1
     if order.shared:
         block = order.sampler.dealt_at_once
@@ -218,12 +219,13 @@ def epoch_spec(
         ranks = stride
     elif order.is_stream:
         origin, ranks = begun.cursor - begun.samples * begun.ranks, stride
-        if order.first_sample != begun.samples:
-            read = max(map(_position, begun.streams.values()), default=0)
+        if order.first_sample != begun.samples:  # other ranks than before number the samples from here on
+            read = max((expect(state, "position", int) for state in streams.values()), default=0)
             origin = max(begun.cursor, origin + read * begun.ranks)
+            streams = {reader: {**state, "position": 0} for reader, state in streams.items()}
     session = SessionStart(
         batch=begun.batches,
-        streams=_streams(begun, order),
+        streams=streams,
         next_worker=begun.next_worker,
         delivered=tuple(
             sorted((range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3), key=min)
@@ -319,15 +321,3 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
 
 def _of_stream(state: LoaderState) -> bool:
     return state.fingerprint.order == "stream"
-
-
-def _streams(begun: LoaderState, order: EpochOrder) -> Mapping[int | None, Mapping[str, object]]:
-    """The states of the streams, whose samples the order may number from 0."""
-    if order.first_sample == begun.samples:
-        return begun.streams
-    return {worker: {**state, "position": 0} for worker, state in begun.streams.items()}
-
-
-def _position(stream: Mapping[str, object]) -> int:
-    position = stream.get("position", 0)
-    return position if isinstance(position, int) else 0

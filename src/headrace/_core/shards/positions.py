@@ -69,15 +69,6 @@ class PartPosition:
         return shard
 
 
-def opened_parts(state: State, count: int) -> tuple[int, list[PartPosition]]:
-    """The number of parts that the reader of a state has opened, and the positions in those that are open."""
-    opened = expect(state, "opened", int)
-    positions = [PartPosition.from_state(one, count) for one in expect(state, "open", list)]
-    if len(positions) > opened:
-        raise StateError(f"the state is damaged: {len(positions)} parts are open of {opened} opened")
-    return opened, positions
-
-
 def names_digest(names: Iterable[str]) -> str:
     """Number and short hash of names, to see whether a list of parts is still the same."""
     digest = hashlib.blake2b(digest_size=8)

@@ -13,7 +13,7 @@ from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
 from headrace._core.shards.compression import Codec
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.positions import PartPosition, opened_parts
+from headrace._core.shards.positions import PartPosition
 from headrace._core.store.head import Head, InitialRead
 from headrace._core.streams.resumable import ORIGINS, Origins, ResumableIterator, State, close_all, expect
 from headrace.errors import HeadraceError, StateError
@@ -235,9 +235,13 @@ class PartReader(ResumableIterator[Any], Generic[R]):
         return {"opened": self._opened - len(self._ahead), "open": open}
 
     def load_state_dict(self, state: State) -> None:
-        opened, positions = opened_parts(state, len(self._shards))
-        if opened > len(self._parts):
-            raise StateError(f"the state is damaged: {opened} parts were opened, and there are {len(self._parts)}")
+        opened = expect(state, "opened", int)
+        positions = [PartPosition.from_state(one, len(self._shards)) for one in expect(state, "open", list)]
+        if not len(positions) <= opened <= len(self._parts):
+            raise StateError(
+                f"the state is damaged: {len(positions)} parts are open of {opened} opened, and there are "
+                f"{len(self._parts)}"
+            )
         for position in positions:
             position.version_of(self._shards[position.part])
         self._opened = opened

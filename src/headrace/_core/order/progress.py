@@ -235,8 +235,8 @@ class EpochProgress(Iterator[BatchPlan]):
         if plan is not None and order.is_walked and order.stateful is None:
             indices = plan.indices if samples - first == len(plan.indices) else ()
             checked = (*checksum(indices), self._rank.rank)
-        earlier = self._delivered_before(point)
-        since = [
+        earlier: list[Any] = self._delivered_before(point)
+        since: list[Any] = [
             (self._number_in_epoch(plan.number), before, after - before, *positions)
             for plan, before, after, _, _, positions in point.delivered
         ]

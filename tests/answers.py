@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -48,9 +49,13 @@ class Request(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def answering(answer: Callable[[Request], object], tls: ssl.SSLContext | None = None) -> Iterator[str]:
+def answering(
+    answer: Callable[[Request], object], tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
+) -> Iterator[str]:
     """The URL of a server that answers each request by `answer`, in a thread for each connection."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Request) as server:
+    family = socket.AF_INET6 if "[" in host else socket.AF_INET
+    kind = type("Server", (ThreadingHTTPServer,), {"address_family": family})
+    with kind((host.strip("[]"), 0), Request) as server:
         if tls is not None:
             server.socket = tls.wrap_socket(server.socket, server_side=True)
         server.daemon_threads = True
@@ -59,7 +64,7 @@ def answering(answer: Callable[[Request], object], tls: ssl.SSLContext | None = 
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_port}"
+            yield f"{'http' if tls is None else 'https'}://{host}:{server.server_port}"
         finally:
             server.shutdown()
             thread.join()

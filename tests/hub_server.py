@@ -59,7 +59,9 @@ class _Handler(BaseHTTPRequestHandler):
             inside = [path for path in inside if "/" not in path.removeprefix(folder)]
         entries = [{"type": "file", "path": path, "size": len(files[path]), "oid": "0" * 40} for path in inside]
         start = int(query.get("cursor", "0")[0])
-        following = f"{self.server.hub.urls[0]}{self.path.partition('&cursor')[0]}&cursor={start + PAGE}"
+        following = (
+            f"{self.server.hub.urls[0]}{self.path.partition('&cursor')[0]}&cursor={start + self.server.hub.page}"
+        )
         headers = {"Link": f'<{following}>; rel="next"'} if start + PAGE < len(entries) else {}
         page = json.dumps(entries[start : start + PAGE]).encode()
         self.answer(200, body=page, headers=headers) if inside else self.answer(404, "EntryNotFound")
@@ -86,6 +88,7 @@ def serve_hub(commits):
     servers = [ThreadingHTTPServer(("127.0.0.1", 0), _Handler) for _ in range(2)]
     hub = types.SimpleNamespace(commits=commits, servers=servers, signed={}, requests=[])
     hub.private_token, hub.gated, hub.throttled = None, False, 0  # how many of the next requests get 429
+    hub.page = PAGE  # from the start of a page to the next; 0 for the same page again
     hub.urls = [f"http://127.0.0.1:{server.server_port}" for server in servers]
     for server in servers:
         server.hub = hub

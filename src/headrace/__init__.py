@@ -10,7 +10,6 @@
 Exceptions are in `headrace.errors`, the types of what loaders and datasets give in `headrace.types`.
 """
 
-import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -125,13 +124,7 @@ __all__ = sorted(["__version__", *_MODULES])
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        collects = gc.isenabled()
-        gc.disable()  # an import leaves nothing to collect, and would cause a search of torch's 170,000 objects
-        try:
-            value = getattr(importlib.import_module(_MODULES[name]), name)
-        finally:
-            if collects:
-                gc.enable()
+        value = getattr(importlib.import_module(_MODULES[name]), name)
     elif name in _PACKAGES:
         value = importlib.import_module(f"headrace.{name}")
     else:

@@ -24,6 +24,17 @@ if TYPE_CHECKING:
 __all__ = ["audio", "fields", "image", "video"]
 
 _MODES = {"rgb": "RGB", "rgba": "RGBA", "gray": "L"}
+# By EXIF's orientation, Pillow's `Transpose` that turns upright.
+_TURNS = dict(zip(range(2, 9), (0, 3, 1, 5, 4, 6, 2), strict=True))
+_MOST_VALUES = 1 << 25  # that are read at once, whatever a header states
+_UNKNOWN = (1 << 63) - 1  # frames, to libsndfile
+# First and other pages of a stream in Ogg.
+_FIRST_PAGE, _LATER_PAGE = re.compile(b"OggS\0\2"), re.compile(rb"OggS\0[\0\1\4\5]")
+# After an MP3: tags of ID3, or a frame.
+_NEXT_MP3 = re.compile(rb"(?:TAG.{125})?(ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xfe])", re.S)
+# Wrong sizes in libsndfile's log. The size of the whole file is often wrong, and does not matter.
+_SIZES = re.compile(r"^ *(?!RIF|Rif|FORM).*: (\d+) \(should be (\d+)\)", re.M)
+_POSITIONS = {"boxes", "segmentation", "keypoints"}  # fields of a label
 
 
 def _require(module: str, *, package: str, extra: str) -> None:
@@ -41,8 +52,9 @@ def image(
 ) -> Callable[[Any], Any]:
     """Make a decoder of images: JPEG, PNG, WebP and all else that Pillow reads.
 
-    Images are turned upright as their EXIF tag says. JPEGs that are much larger than `size` are decoded at a half, a
-    quarter or an eighth. With simplejpeg installed they are decoded in about half the time, to the same pixels.
+    Images are turned upright as their EXIF tag says, unless boxes are for the stored pixels
+    (`CocoDataset`). JPEGs that are much larger than `size` are decoded at a half, a quarter or an
+    eighth. With simplejpeg installed, JPEGs take about half the time, for the same pixels.
 
     Args:
         size: height and width, or one number for both. The image is scaled to cover it, and cropped about the middle.
@@ -99,13 +111,15 @@ def video(size: int | tuple[int, int] | None = None, *, frames: int | None = Non
 def audio(sample_rate: int | None = None, *, mono: bool = False) -> Callable[[Any], Any]:
     """Make a decoder of whole audio files, by soundfile: WAV, FLAC, Ogg, MP3 and others.
 
+    MP3 and FLAC that state no length, joined MP3 and chained Ogg are read to their end.
+
     Args:
         sample_rate: what the rate of each file must be, in Hz; nothing is resampled. None for any.
         mono: whether to average the channels.
 
     Returns:
         A function as of `image`, of float32 tensors [channels, samples] from -1 to 1. It raises `ValueError` if a file
-        has another rate, is truncated, or is no audio.
+        has another rate, or streams of several rates, or is truncated, empty or no audio.
 
     Raises:
         MissingExtraError: soundfile is not installed.
@@ -148,17 +162,23 @@ def _decode_fields(sample: Mapping[str, Any], decoders: Mapping[str, Callable[[A
 
 
 def _decode_sample(sample: Any, size: tuple[int, int] | None, mode: str, dtype: torch.dtype) -> Any:
-    pixels = _pixels(getattr(sample, "data", sample), size, mode)
+    pixels = _pixels(getattr(sample, "data", sample), size, mode, _annotated_size(sample))
     tensor = torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
     if dtype != torch.uint8:
         tensor = tensor.to(dtype) / 255
     return _labelled(tensor, sample)
 
 
+def _annotated_size(sample: Any) -> list[int | None] | None:
+    """Height and width of the image that positions in a label of `CocoDataset` refer to."""
+    label: Any = getattr(sample, "label", None)
+    has_positions = isinstance(label, dict) and not _POSITIONS.isdisjoint(label)
+    return label.get("size") if has_positions else None
+
+
 def _labelled(tensor: torch.Tensor, sample: Any) -> Any:
-    label = getattr(sample, "label", None)
-    expected = label.get("size", [None]) if isinstance(label, dict) and "boxes" in label else [None]
-    if None not in expected and expected != [*tensor.shape[1:]]:
+    label, expected = getattr(sample, "label", None), _annotated_size(sample)
+    if expected and None not in expected and expected != [*tensor.shape[1:]]:
         raise ValueError(
             f"the boxes are for an image of {expected}, not {[*tensor.shape[1:]]}: scale both, after decoding"
         )
@@ -176,14 +196,15 @@ def _decode_video(sample: Any, size: tuple[int, int] | None, count: int | None) 
     import av
 
     with av.open(io.BytesIO(getattr(sample, "data", sample)), "r") as container:
+        if not container.streams.video:
+            raise ValueError(f"no video, but {[stream.type for stream in container.streams]}")
         codec = container.streams.video[0].codec_context
         codec.thread_count = 1  # workers share the cores
         packets = [*container.demux(video=0)]
         shown = [frame for packet in packets for frame in packet.decode()]
         if hasattr(sample, "times"):  # a clip; its decoder may not notice that it begins without a key frame
-            alone: Any = av.CodecContext.create(codec.name, "r")
-            alone.extradata = codec.extradata
-            key = [*alone.decode(av.Packet(bytes(packets[0]))), *alone.decode(None)]
+            codec.flush_buffers()
+            key = [*codec.decode(av.Packet(bytes(packets[0]))), *codec.decode(None)]
             if not key or key[0].pict_type not in (0, 1):  # unknown, intra
                 raise ValueError("a clip without a key frame: a video of periodic intra refresh is decoded whole only")
     expected = len(getattr(sample, "times", shown))
@@ -206,34 +227,98 @@ def _upright(frame: Any, size: tuple[int, int] | None) -> np.ndarray[Any, Any]:
 
 
 def _decode_audio(sample: Any, rate: int | None, mono: bool) -> Any:
+    rest, blocks, forms = memoryview(getattr(sample, "data", sample)), list[Any](), set()
+    while rest or not blocks:
+        more, file, end = _read_stream(rest)
+        blocks += more
+        forms.add((file.samplerate, file.channels))
+        rest = rest[end:]
+    if len(forms) > 1:
+        raise ValueError(f"joined streams of several (rates, channels): {forms}")
+    if rate not in (None, file.samplerate):
+        raise ValueError(f"{file.samplerate} Hz, but sample_rate={rate}: resample it")
+    wave = np.concatenate(blocks).T
+    wave = wave.mean(0, keepdims=True) if mono else np.ascontiguousarray(wave)
+    return _labelled(torch.from_numpy(wave), sample)
+
+
+def _read_stream(data: Any) -> tuple[list[Any], Any, int]:
+    """Read the first stream of joined MP3, chained Ogg, or another file.
+
+    Returns:
+        Blocks of samples [N, channels], the file that is closed, and where the next stream begins.
+    """
+    end, joined = len(data), None
+    if data[:4] == b"OggS" and (body := _LATER_PAGE.search(data)):
+        joined = _FIRST_PAGE.search(data, body.end())
+    blocks, file, log, place = _read_blocks(io.BytesIO(data[: joined.start()] if joined else data))
+    count, stated = sum(map(len, blocks)), file.frames
+    if file.format == "MP3" and (count < stated or _NEXT_MP3.match(data, place)):
+        again, longer, _, later = _read_blocks(_LongerFile(data))
+        if longer.frames > stated:  # an estimate
+            # Reading ends early behind the header of a frame of another rate.
+            blocks, count, place = again, stated, later - 4 if later < end else end
+        joined = _NEXT_MP3.match(data, place)
+    # Where less is there than a header states, libsndfile reads less and says so in its log only.
+    less = any(int(a) > int(b) for a, b in _SIZES.findall(log) if a != "4294967295")
+    less = less or (count < stated and (file.format, stated) != ("FLAC", _UNKNOWN))
+    if not count or less or re.search("end-of-stream|junk after the last page", log, re.I):
+        raise ValueError("truncated, empty, or written without its length (to a pipe)")
+    return blocks, file, joined.start(joined.lastindex or 0) if joined else end
+
+
+def _read_blocks(source: io.BytesIO) -> tuple[list[Any], Any, str, int]:
+    """Read a file, by blocks whose size no header can state."""
     import soundfile
 
     try:
-        with soundfile.SoundFile(io.BytesIO(getattr(sample, "data", sample))) as file:
-            wave, log = file.read(dtype="float32", always_2d=True).T, file.extra_info
-            stated, found = file.frames, file.samplerate
+        with soundfile.SoundFile(source) as file:
+            # Else soundfile seeks after each block, which some codecs cannot do.
+            file.seekable = lambda: False
+            size = min(file.frames, _MOST_VALUES // file.channels)
+            read = functools.partial(file.read, size, dtype="float32", always_2d=True)
+            blocks = [read()]
+            while file.frames > size == len(blocks[-1]):
+                blocks.append(read())
+            return blocks, file, file.extra_info, source.tell()
     except soundfile.SoundFileError as error:
         raise ValueError(f"no audio, or damaged: {error}") from None
-    # Where less is there than a header states, libsndfile reads less and says so in its log only.
-    less = any(int(a) > int(b) for a, b in re.findall(r": (\d+) \(should be (\d+)\)", log))
-    if less or "end-of-stream" in log.lower() or wave.shape[1] != stated:
-        raise ValueError("truncated, or written without its length (to a pipe)")
-    if rate not in (None, found):
-        raise ValueError(f"{found} Hz, but sample_rate={rate}: resample it")
-    return _labelled(torch.from_numpy(wave.mean(0, keepdims=True) if mono else np.ascontiguousarray(wave)), sample)
 
 
-def _pixels(data: Any, size: tuple[int, int] | None, mode: str) -> np.ndarray[Any, Any]:
-    """The pixels [H, W] or [H, W, C] of an encoded image, scaled and cropped to a width and a height."""
+class _LongerFile(io.BytesIO):
+    """A file that claims to be long, so that an estimate of its samples by its size is no limit."""
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        is_end = (offset, whence) == (0, io.SEEK_END)
+        return super().seek(1 << 40) if is_end else super().seek(offset, whence)
+
+
+def _pixels(
+    data: Any, size: tuple[int, int] | None, mode: str, annotated: list[int | None] | None
+) -> np.ndarray[Any, Any]:
+    """Pixels [H, W] or [H, W, C] of an encoded image, scaled and cropped to `size`.
+
+    With `annotated`, the size that a label has positions for, the image is not turned by EXIF,
+    unless `annotated` fits the upright image alone.
+    """
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(data)) as picture:
         if picture.mode[0] in "IF":
             raise ValueError(f"an image of mode {picture.mode} has more than 8 bits a channel: decode it with Pillow")
+        turn, stored = None, [picture.height, picture.width]
+        with contextlib.suppress(Exception):  # many kinds, where EXIF is damaged
+            # Removed: Pillow turns TIFF at loading.
+            turn = _TURNS.get(picture.getexif().pop(0x0112, 1))
+        if annotated and not annotated == stored[::-1] != stored:
+            turn = None
         if size is not None:
             # Twice the size leaves pixels for the resampling filter. A square, since EXIF may turn the image.
             picture.draft(mode, (2 * max(size), 2 * max(size)))
-        upright = ImageOps.exif_transpose(_by_simplejpeg(data, picture) or picture).convert(mode)
+        upright = _by_simplejpeg(data, picture) or picture
+        if turn is not None:
+            upright = upright.transpose(Image.Transpose(turn))
+        upright = upright.convert(mode)
         return np.array(upright if size is None else ImageOps.fit(upright, size))
 
 
@@ -246,7 +331,5 @@ def _by_simplejpeg(data: Any, picture: Image.Image) -> Image.Image | None:
         import simplejpeg
 
         scale = {"min_height": picture.height, "min_width": picture.width, "min_factor": 1}
-        decoded = PIL.Image.fromarray(simplejpeg.decode_jpeg(data, **scale))
-        decoded.info = picture.info  # with the EXIF tags
-        return decoded
+        return PIL.Image.fromarray(simplejpeg.decode_jpeg(data, **scale))
     return None

@@ -27,7 +27,7 @@ from headrace._core.streams.kinds import DatasetKind, kind_of
 from headrace._core.streams.mixing import drawn_of_mixes
 from headrace._core.streams.torch_views import torch_readable, unwrap, without_adapter
 from headrace._core.text import dataset_repr, function_name
-from headrace._core.torchcompat.portable_collate import PortableCollate, same
+from headrace._core.torchcompat.portable_collate import PortableCollate, same, without_transform
 from headrace.collate import default_collate
 from headrace.options import OPTIONS, LoaderOptions, Samples, checked_options, shown_in_signature
 from headrace.telemetry.counters import LoaderStats
@@ -129,10 +129,9 @@ class DataLoader(TorchDataLoader[T_co]):
     ) -> None:
         collate: Any = collate_fn
         rebuilt = isinstance(collate, PortableCollate)  # with the arguments of another loader
-        if rebuilt:
-            if options.get("transform") is None:
-                options["transform"] = collate.transform
-            collate = collate.collate
+        if rebuilt and options.get("transform") is None:
+            options["transform"] = collate.portable_parts.transform
+        collate = without_transform(collate)
         dataset = without_adapter(dataset)
         options.pop("snapshot_every_n_steps", None)  # type: ignore[typeddict-item]  # of torchdata's StatefulDataLoader
         checked = checked_options(options)
@@ -241,8 +240,7 @@ class DataLoader(TorchDataLoader[T_co]):
     def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
         spec = self._control.spec
         transform = spec.options["transform"]
-        if isinstance(collate_fn, PortableCollate):
-            collate_fn = collate_fn.collate
+        collate_fn = without_transform(collate_fn)
         # Whether a plain torch loader would ignore some of it.
         ignored = any(spec.options[name] != OPTIONS[name].default for name in ("on_error", "device"))
         loses = transform is not None or spec.kind.is_async or ignored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import itertools
@@ -13,9 +14,10 @@ import re
 import struct
 import tarfile
 import tempfile
+import types
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Unpack, get_args
@@ -28,6 +30,8 @@ from headrace._core.shards.tar_index import SUFFIX, IndexDecoder, TarIndex
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
+from headrace._core.streams.composition import plan
+from headrace.datasets.parquet import TableStream
 from headrace.errors import ObjectNotFoundError
 from headrace.loader import DataLoader
 from headrace.options import LoaderOptions
@@ -41,6 +45,12 @@ BATCH = 64  # samples
 UPLOADS = 4  # shards at once, each in several parts
 PIECE = 1 << 20  # bytes
 ROW_GROUP = 16 << 20  # bytes of the rows as Arrow has them
+_MOST_PARTS = 10_000  # of a list that are compared
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PARTS = (
+    *("__code__", "__defaults__", "__kwdefaults__", "__closure__", "cell_contents"),  # of functions
+    *("__func__", "__self__", "func", "args", "keywords", "__call__", "__dict__"),  # of methods and other objects
+)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -73,15 +83,17 @@ def pack(
     Samples are fetched and transformed by a `DataLoader`. A shard is written into a temporary file, and uploaded in
     parts while the next ones are written. ``_pack.json`` beside the shards has the name, number of samples, size and
     SHA-256 of each; tar shards have the index that `TarDataset.index` reads. The same call after an interruption, also
-    by SIGKILL, continues after the last shard of that record: no sample is lost, or comes twice.
+    by SIGKILL, continues after the last shard of that record: no sample is lost, or comes twice. A call with another
+    `transform` or `seed` is an error, as far as its code and values show: of libraries only the names are compared.
 
     Args:
         dataset: map-style or a stream, on one rank.
         store: the directory for the shards: a URL, a path or a `Store`. Empty, or that of an interrupted call.
         format: ``"tar"``, for WebDataset and `TarDataset`: samples are dicts of fields (bytes, str, numbers, arrays for
             ``.npy``) with ``"__key__"``; or an `ObjectSample` or `FileSample`, whose label is the field ``cls``.
-            ``"parquet"``: dicts of columns. ``"tokens"``: sequences of integers, each a document of Megatron's ``.bin``
-            and ``.idx``, as uint16 if the first has that type, else int32.
+            ``"parquet"``: dicts of columns, with the types of the first 64 rows, or of the `ParquetDataset` or
+            `ArrowDataset` that is packed without a `transform`. ``"tokens"``: sequences of integers, each a
+            document of Megatron's ``.bin`` and ``.idx``, as uint16 if the first has that type, else int32.
         shard_size: bytes, or as ``"256MB"``; a shard ends with the sample that reaches it. About five shards are on the
             local disk at a time.
         num_workers: processes for `transform`.
@@ -90,7 +102,8 @@ def pack(
         options: of the `DataLoader`: `transform`, whose randomness follows from `seed`, by default 0; `on_error`, ….
 
     Raises:
-        ValueError: an argument is invalid, the directory has other shards, or was begun with other arguments.
+        ValueError: an argument is invalid, the directory has other shards, was begun with other arguments, or with
+            ``on_error="skip"`` other samples failed before an interruption than after it.
         TypeError: a sample does not fit the format; the message names it.
         HeadraceError: reading or writing failed.
 
@@ -110,10 +123,22 @@ def pack(
     size = _bytes(shard_size)
     options.setdefault("seed", 0)
     loader: DataLoader[list[Any]] = DataLoader(dataset, BATCH, num_workers=num_workers, collate_fn=list, **options)
+    writer: Callable[[Path], _ShardWriter] = _WRITERS[format]
+    if isinstance(dataset, TableStream) and format == "parquet" and options.get("transform") is None:
+        writer = functools.partial(_ParquetWriter, schema=dataset.schema)
+    source, functions = plan(dataset)
+    code = "\n".join(_texts([options.get("transform"), *functions, getattr(type(source), "aget", None)], set()))
+    arguments = {
+        "format": format,
+        "shard_size": size,
+        "seed": options["seed"],
+        "transform": hashlib.sha256(code.encode()).hexdigest()[:16],
+    }
     with loader, tempfile.TemporaryDirectory(prefix="headrace-pack-") as folder:
         if dry_run:
-            return _estimate(loader, Path(folder), format, size)
-        return _Packing(loader, as_store(store), Path(folder), format, size).run()
+            return _estimate(loader, Path(folder), writer, size)
+        skips = options.get("on_error", "raise") != "raise"
+        return _Packing(loader, as_store(store), Path(folder), writer, arguments, skips).run()
 
 
 def _bytes(size: int | str) -> int:
@@ -123,9 +148,38 @@ def _bytes(size: int | str) -> int:
     return found
 
 
-def _estimate(loader: DataLoader[Any], folder: Path, format: Format, size: int) -> Packed:
+def _texts(value: Any, seen: set[object], depth: int = 8) -> Iterator[str]:
+    """The code and the values that a function, or a sample, is made of; the same in each process."""
+    parts: Iterable[Any] = ()
+    if isinstance(value, dict | list | tuple):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+    elif isinstance(value, set | frozenset):
+        parts = sorted(map(repr, value))
+    elif hasattr(value, "__array__"):
+        with contextlib.suppress(Exception):  # of a tensor with a gradient, or on a device
+            array = np.asarray(value)
+            yield f"{array.dtype} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
+    elif isinstance(value, types.CodeType):
+        if value not in seen:
+            seen.add(value)
+            yield f"{value.co_code.hex()} {value.co_names}"
+            parts = value.co_consts
+    else:
+        yield repr(bytes(value)) if isinstance(value, memoryview) else re.sub(" at 0x[0-9a-f]+", "", repr(value))
+        if not isinstance(value, (*_PLAIN, type, types.ModuleType)):
+            parts = [getattr(value, name, None) for name in _PARTS]
+    if isinstance(value, types.FunctionType):
+        names = value.__globals__
+        used = [names.get(name) for name in value.__code__.co_names]
+        own = [each for each in used if isinstance(each, _PLAIN) or getattr(each, "__globals__", None) is names]
+        parts = [*parts, *own]
+    for part in itertools.islice(parts, _MOST_PARTS if depth else 0):
+        yield from _texts(part, seen, depth - 1)
+
+
+def _estimate(loader: DataLoader[Any], folder: Path, make: Callable[[Path], _ShardWriter], size: int) -> Packed:
     samples = [sample for batch in itertools.islice(loader, 256 // BATCH) for sample in batch]
-    with contextlib.closing(_WRITERS[format](folder / "0")) as writer:
+    with contextlib.closing(make(folder / "0")) as writer:
         for number, sample in enumerate(samples):
             writer.add(sample, number)
     try:
@@ -140,13 +194,22 @@ def _estimate(loader: DataLoader[Any], folder: Path, format: Format, size: int) 
 class _Packing:
     """One call: the shard that is filled, those that are uploaded, and the record of those that are complete."""
 
-    def __init__(self, loader: DataLoader[Any], store: Store, folder: Path, format: Format, size: int) -> None:
-        self._loader, self._store, self._folder = loader, store, folder
-        self._format: Format = format
-        self._size = size
-        self._record = self._begun({"format": format, "shard_size": size})
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        store: Store,
+        folder: Path,
+        make: Callable[[Path], _ShardWriter],
+        arguments: dict[str, Any],
+        skips: bool,
+    ) -> None:
+        self._loader, self._store, self._folder, self._make = loader, store, folder, make
+        self._size = arguments["shard_size"]
+        self._record = self._begun(arguments)
+        self._skips = skips
+        self._digest = ""  # of the samples of the last batch up to the last, if others may be skipped
         self._taken: int | None = None  # samples of the last batch
-        self._uploads: deque[tuple[Future[dict[str, Any]], dict[str, Any], int | None]] = deque()
+        self._uploads: deque[tuple[Future[dict[str, Any]], dict[str, Any]]] = deque()
 
     def _begun(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The record of a call that was interrupted, or a new one."""
@@ -162,7 +225,7 @@ class _Packing:
                     f"{self._store.url} is not empty: it has {there[0]['path']}, and no {RECORD}"
                 ) from None
             return {"arguments": arguments, "shards": [], "state": None, "skip": 0, "complete": False}
-        if record["arguments"] != arguments:
+        if {**arguments, **record["arguments"]} != arguments:  # an older record may have fewer
             what = f"{record['arguments']}, not {arguments}"
             raise ValueError(f"{self._store.url} was packed with {what}: continue with the same, or delete its shards")
         return record
@@ -174,34 +237,47 @@ class _Packing:
         if not record["complete"]:
             self._write()  # before the first shard, so that this directory is known
             with ThreadPoolExecutor(UPLOADS, "headrace-pack") as threads:
-                for path, writer, state, skip in self._shards():
-                    self._uploads.append((threads.submit(self._upload, path, writer), state, skip))
+                for path, writer, position in self._shards():
+                    self._uploads.append((threads.submit(self._upload, path, writer), position))
                     self._commit(UPLOADS)
                 self._commit(0)
             self._write(complete=True)
         shards = record["shards"]
         return Packed(len(shards), *(sum(shard[name] for shard in shards) for name in ("samples", "bytes")))
 
-    def _shards(self) -> Iterator[tuple[Path, _ShardWriter, dict[str, Any], int | None]]:
-        """Complete shards, each with a state of the loader and the number of samples to skip after it: None for all."""
+    def _shards(self) -> Iterator[tuple[Path, _ShardWriter, dict[str, Any]]]:
+        """Complete shards, each with the position after it.
+
+        A position is a state of the loader, the number of samples to skip after it, None for all, and their digest.
+        """
         shards = self._record["shards"]
         number, samples = sum(shard["samples"] for shard in shards), self._samples()
         for count, first in zip(itertools.count(len(shards)), samples):
             path = self._folder / f"{count:06d}"
-            with contextlib.closing(_WRITERS[self._format](path)) as writer:
+            with contextlib.closing(self._make(path)) as writer:
                 for sample in itertools.chain([first], samples):
                     writer.add(sample, number)
                     number += 1
                     if writer.nbytes >= self._size:
                         break
             skip = self._taken  # None after the last batch
-            yield path, writer, self._loader.state_dict(lag=int(skip is not None)), skip
+            state = self._loader.state_dict(lag=int(skip is not None))
+            yield path, writer, {"state": state, "skip": skip, "digest": self._digest}
 
     def _samples(self) -> Iterator[Any]:
-        skip = self._record["skip"]
+        skip, expected = self._record["skip"], self._record.get("digest", "")
         for batch in progress(self._loader, name="pack"):
-            for self._taken, sample in enumerate(batch[skip:], skip + 1):
-                yield sample
+            digest = hashlib.sha256()
+            for taken, sample in enumerate(batch, 1):
+                if self._skips:
+                    digest.update("\n".join(_texts(sample, set())).encode())
+                    self._digest = digest.hexdigest()
+                if taken > skip:
+                    self._taken = taken
+                    yield sample
+                elif taken == min(skip, len(batch)) and expected not in ("", self._digest):
+                    what = "other samples of its last batch failed than before the interruption"
+                    raise ValueError(f"{self._store.url}: {what}; delete its shards and pack again")
             skip = 0
         self._taken = None
 
@@ -229,10 +305,10 @@ class _Packing:
     def _commit(self, most: int) -> None:
         """Record the shards that are complete, in their order; waits until at most so many are not."""
         while self._uploads and (len(self._uploads) > most or self._uploads[0][0].done()):
-            shard, state, skip = self._uploads.popleft()
+            shard, position = self._uploads.popleft()
             self._record["shards"].append(shard.result())
-            self._record |= {"state": state, "skip": skip}
-            self._write(complete=skip is None)
+            self._record |= position
+            self._write(complete=position["skip"] is None)
 
     def _write(self, complete: bool = False) -> None:
         self._record["complete"] = complete
@@ -256,15 +332,21 @@ class _ShardWriter(ABC):
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("wb")
-        self.samples = self.nbytes = 0
+        self.samples = self.nbytes = self._number = 0
 
     def add(self, sample: Any, number: int) -> None:
         """Write a sample; `number` is its number in the dataset."""
-        try:
+        self._number = number
+        with self._fitting():
             self._add(sample, number)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise TypeError(f"sample {number} does not fit this format: {error}") from error
         self.samples += 1
+
+    @contextlib.contextmanager
+    def _fitting(self) -> Iterator[None]:
+        try:
+            yield
+        except (TypeError, ValueError, OverflowError, AttributeError, NotImplementedError) as error:
+            raise TypeError(f"sample {self._number} does not fit this format: {error}") from error
 
     @abstractmethod
     def _add(self, sample: Any, number: int) -> None: ...
@@ -311,18 +393,20 @@ def _fields_of(sample: Any) -> dict[str, Any]:
     return {"__key__": folder + slash + stem, suffix or "bin": sample.data, **label}
 
 
-def _encoded(name: str, value: Any) -> bytes | memoryview:
+def _encoded(name: str, value: Any) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
-        return memoryview(value)
+        return bytes(value)
     if isinstance(value, str):
         return value.encode()
     if hasattr(value, "__array__") and name.rpartition(".")[2] == "npy":
         np.save(stream := io.BytesIO(), np.asarray(value), allow_pickle=False)
-        return stream.getbuffer()
+        return stream.getvalue()
     if name.rpartition(".")[2] == "json":
         return json.dumps(value).encode()
-    if isinstance(value, bool | int | float) or getattr(value, "shape", None) == ():
-        return str(value if isinstance(value, bool | int | float) else value.item()).encode()
+    if getattr(value, "shape", None) == () and not str(value.dtype).startswith(("datetime", "timedelta")):
+        value = value.item()
+    if isinstance(value, bool | int | float):
+        return str(value).encode()
     raise TypeError(
         f"field {name!r} is a {type(value).__name__}; give bytes, a str, a number, or call it .npy or .json"
     )
@@ -331,9 +415,10 @@ def _encoded(name: str, value: Any) -> bytes | memoryview:
 class _ParquetWriter(_ShardWriter):
     suffix = ".parquet"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, schema: Any = None) -> None:
         require_pyarrow("packing Parquet")
         super().__init__(path)
+        self._schema = schema  # of the rows; None if that of the first rows counts
         self._rows: list[dict[str, Any]] = []
         self._tables: list[Any] = []  # of the next row group
         self._writer: Any = None
@@ -352,7 +437,14 @@ class _ParquetWriter(_ShardWriter):
 
         rows, self._rows = self._rows, []
         names = rows[0] if self._writer is None else self._writer.schema.names
-        table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        table = pyarrow.table(columns, schema=self._schema)
+        for field in table.schema if self._schema is None else ():
+            found = table[field.name].to_pylist() if "[us" in str(field.type) else []
+            pairs = zip(found, columns[field.name], strict=False)
+            if any(one is not None and one != value for one, value in pairs):
+                what = "but its values need more than microseconds, or mix time zones with none"
+                raise ValueError(f"{field.name}: {field.type}, {what}")
         if self._writer is None:
             if lacking := {name for row in rows for name in row} - set(table.column_names):
                 raise ValueError(f"not every sample has the columns {sorted(lacking)}")
@@ -373,13 +465,16 @@ class _ParquetWriter(_ShardWriter):
         self._tables = []
 
     def close(self) -> None:
-        if self._rows:
-            self._convert()
-        if self._tables:
-            self._flush()
-        if self._writer is not None:
-            self._writer.close()
-        super().close()
+        try:
+            if self._rows:
+                with self._fitting():
+                    self._convert()
+            if self._tables:
+                self._flush()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+            super().close()
 
 
 class _TokenWriter(_ShardWriter):

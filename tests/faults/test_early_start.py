@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -140,15 +141,35 @@ def test_signals_that_a_launcher_blocks_or_ignores_do_not_delay_the_end_of_worke
     assert printed(run(program)) == ["2"] * 3
 
 
-@pytest.mark.parametrize("path", ["", None])
-def test_program_without_a_path_of_an_interpreter_names_it_or_uses_that_of_multiprocessing(path, run):
+@pytest.mark.parametrize(
+    ("attributes", "error"),
+    [
+        ({"executable": ""}, r"sys\.executable is empty.*set_executable"),
+        ({"executable": None}, r"sys\.executable is empty.*set_executable"),
+        ({"executable": "/bin/false", "frozen": True}, r"frozen.*freeze_support.*multiprocessing_context='spawn'"),
+    ],
+)
+def test_program_without_a_path_of_an_interpreter_names_it_or_uses_that_of_multiprocessing(attributes, error, run):
     def program():
-        executable, sys.executable = sys.executable, path
-        multiprocessing.set_executable(path or "")
-        with loader() as numbers, pytest.raises(OSError, match=r"sys\.executable is empty.*set_executable"):
+        executable = sys.executable
+        vars(sys).update(attributes)
+        multiprocessing.set_executable(sys.executable or "")
+        with loader() as numbers, pytest.raises(OSError, match=error):
             next(iter(numbers))
         multiprocessing.set_executable(executable)
         with loader() as numbers:
             print(len(list(numbers)))
 
     assert printed(run(program)) == ["2"]
+
+
+def test_context_whose_process_is_a_thread_is_refused():
+    class ThreadContext(multiprocessing.context.SpawnContext):
+        Process = threading.Thread
+
+    for dataset in (Numbers(2), range(2)):
+        with (
+            hr.DataLoader(dataset, num_workers=1, multiprocessing_context=ThreadContext()) as numbers,
+            pytest.raises(ValueError, match=r"ThreadContext.* starts a Thread, which is no process of multiprocessing"),
+        ):
+            next(iter(numbers))

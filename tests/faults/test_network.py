@@ -15,6 +15,7 @@ import pytest
 
 import headrace as hr
 from object_server import Fault, ObjectServer
+from tests.answers import answering
 from tests.faults.ledger import QUICK, SAMPLES, SIZE, Ledger, body_of, checked_number, contents
 from tests.faults.watching import Numbers, drain, once_each
 from tests.programs import run_by
@@ -159,6 +160,28 @@ def test_flipped_bit_is_found_by_a_given_checksum(ledger):
     error = ledger.failure(hr.ObjectDataset.from_table(ledger.store(), table, checksum="sum"))
     assert type(error) is hr.errors.ChecksumError, error
     assert error.attempts == 3
+
+
+def test_claimed_length_of_an_error_body_ends_the_process_of_the_loader_only(remote):
+    def refuse(request):
+        request.send_response(404)
+        request.send_header("Content-Length", str(9 * 10**18))
+        request.end_headers()
+        request.wfile.write(b"x")
+        request.wfile.flush()
+        with contextlib.suppress(OSError):
+            for _ in range(1000):
+                request.wfile.write(bytes(65536))
+
+    with answering(refuse) as url:
+
+        def program(ledger) -> None:
+            dataset = hr.ObjectDataset(hr.Store(f"{url}/d", retry=QUICK), keys=["0000"])
+            with ledger.loader(dataset) as loader, pytest.raises(hr.errors.EngineDiedError, match="SIGABRT"):
+                list(loader)
+            assert len(list(ledger.loader(ledger.objects()))) == SAMPLES
+
+        remote(program)
 
 
 # Ranges and versions

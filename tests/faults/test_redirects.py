@@ -1,5 +1,6 @@
 """Redirects: no byte of a request reaches a host that the user did not name."""
 
+import asyncio
 import ssl
 
 import pytest
@@ -43,13 +44,14 @@ def other_host_url(far, key="train/0007"):
 def local(request, case, near):
     """Run a program with a `Ledger` over each type of store that has one host, and a secret in its headers."""
 
-    def run(program, **more):
-        url, options = near.http_url, {"client_options": {"allow_http": True, "default_headers": {KEY: SECRET}}, **more}
+    def run(program, headers, **more):
+        url, options = near.http_url, {"client_options": {"allow_http": True, "default_headers": headers}, **more}
         if request.param == "s3":
             url, options = near.url, {**near.store_options, **options}
         ledger = Ledger(url, options, keys=[key.removeprefix("train/") for key in contents()])
         case(lambda: program(ledger), within=5.0)
 
+    run.stays_in_host = {KEY: SECRET} if request.param == "s3" else {}
     return run
 
 
@@ -74,15 +76,40 @@ def test_redirects_are_refused_or_followed_within_their_host(local, near, far):
             assert words in str(another_host), another_host
         assert SECRET not in str(another_host)
 
-    local(program)
+    local(program, local.stays_in_host)
     assert far.seen() == [], "a byte was sent"
     assert len([seen for seen in near.seen() if seen.key == "train/0009"]) == 11, "ten redirects"
 
 
 def test_redirect_to_another_host_is_followed_with_allow_redirects(local, near, far):
     near.misbehave(Fault("redirect", key="train/0007", body=other_host_url(far)))
-    local(Ledger.assert_all_delivered, allow_redirects=True)
+    local(Ledger.assert_all_delivered, {KEY: SECRET}, allow_redirects=True)
     assert len(far.seen()) == 1, "the server answers nothing without the header: it was sent along"
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_default_headers_reach_no_other_port_of_the_host(status):
+    asked = []
+
+    def answer_far(request):
+        asked.append((request.headers.get(KEY), request.headers.get("Authorization")))
+        request.send_object(b"far")
+
+    with answering(answer_far) as far, answering(lambda one: one.send(status, b"", {"Location": f"{far}/a"})) as url:
+        read = [
+            lambda dataset: dataset[0],
+            lambda dataset: asyncio.run(dataset._store.head("a")),
+            lambda dataset: hr.ObjectDataset(dataset._store),
+        ]
+        for place in (f"{url}/d", f"{url}/d/?version=1"):
+            store = hr.Store(place, options={"default_headers": {KEY: SECRET}}, retry=1)
+            for request in read:
+                with pytest.raises(hr.StoreError, match=r"redirects.*another host or port.*allow_redirects"):
+                    request(hr.ObjectDataset(store, keys=["a"]))
+        assert asked == []
+        store = hr.Store(f"{url}/d", options={"default_headers": {"authorization": f"Bearer {SECRET}"}})
+        assert bytes(hr.ObjectDataset(store, keys=["a"])[0].data) == b"far"
+        assert asked == [(None, None)]
 
 
 def test_redirected_listing_is_refused(case, near, far):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch.utils import data
-from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.datapipes.map import SequenceWrapper
 
 import headrace as hr
@@ -246,31 +245,6 @@ def test_blocking_reads_of_an_async_dataset(same, make):
     in_every_way(same, lambda twin: make(), STREAM_WAYS)
 
 
-NO_PIPES = dict.fromkeys(ASYNC, "data pipes are torch's")
-
-
-def shuffled_pipe():
-    return IterableWrapper(list(range(40))).shuffle(buffer_size=10).sharding_filter()
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-@parity("an `IterDataPipe`: shuffled with a seed that is drawn for each epoch, divided among workers", not_for=NO_PIPES)
-def test_iter_data_pipe(same, persistent):
-    def program(DataLoader):
-        options = {"persistent_workers": True} if persistent and DataLoader.options.get("num_workers") else {}
-        loader = DataLoader(shuffled_pipe(), shuffle=True, batch_size=4, **options)
-        came = []
-        for seed in (None, 123, 123, 321):
-            if seed is not None:
-                torch.manual_seed(seed)
-            came.append([batch.tolist() for batch in loader])
-        return came, torch.rand(1)
-
-    (whole, first, again, other), _ = same(program)
-    assert sorted(number for batch in whole for number in batch) == list(range(40))
-    assert first == again != other
-
-
-@parity("a `MapDataPipe` is read as a map-style dataset", not_for=NO_PIPES)
+@parity("a `MapDataPipe` is read as a map-style dataset", not_for=dict.fromkeys(ASYNC, "data pipes are torch's"))
 def test_map_data_pipe(same):
     same(lambda DataLoader: list(DataLoader(SequenceWrapper(list(range(10))), batch_size=4)))

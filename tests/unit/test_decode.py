@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 import sys
 
 import numpy as np
@@ -89,6 +90,13 @@ def test_image_is_turned_upright_by_its_exif_tag(kind):
     assert found[:, 36:].max() < 5
 
 
+@pytest.mark.parametrize("exif", [b"garbage!", b"II*\0"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_damaged_exif_does_not_turn_the_image(kind, exif):
+    data = encoded(noise(64, 32), kind, exif=b"Exif\0\0" + exif)
+    assert hr.decode.image()(data).shape == (3, 32, 64)
+
+
 def test_floating_dtype_has_values_from_0_to_1():
     found = hr.decode.image(dtype=torch.float16)(encoded(Image.new("L", (2, 2), 51), "PNG"))
     assert found.dtype == torch.float16
@@ -137,6 +145,17 @@ def test_folder_of_labelled_images_needs_no_code(tmp_path, dataset):
     assert all(torch.equal(image, torch.full((3, 8, 8), 10 * label, dtype=torch.uint8)) for image, label in found)
     unlabelled = dataset(tmp_path, suffix=".png")
     assert hr.decode.image()(unlabelled[0]).shape == (3, 20, 20)
+    some = dataset(tmp_path, suffix=("1.png", "2.png"), labels="folder", classes=("emu", "fox", "dog", "cat"))
+    assert [some[index].label for index in (0, 2, 4)] == [3, 2, 0]
+    assert pickle.loads(pickle.dumps(some, 5)).classes == ("emu", "fox", "dog", "cat")
+    for parts in ([photos, some], [torch.utils.data.Subset(photos, [0]), hr.concat([some])]):
+        with pytest.raises(ValueError, match="same label means different classes"):
+            hr.concat(parts)
+    assert hr.concat([some, some]).map(id)
+    with pytest.raises(ValueError, match="classes= does not name the folder 'emu'"):
+        dataset(tmp_path, suffix=".png", labels="folder", classes=["cat", "dog"])
+    with pytest.raises(ValueError, match="classes= are the names"):
+        dataset(tmp_path, suffix=".png", classes=["cat"])
     (tmp_path / "lost.png").write_bytes(b"")
     with pytest.raises(ValueError, match=r"in the folder of its class: 'lost\.png' is in none"):
         dataset(tmp_path, suffix=".png", labels="folder")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import headrace as hr
 from tests.datasets import Numbers
@@ -215,19 +216,57 @@ def test_loader_rebuilt_from_attributes_draws_the_orders_of_its_seed(by):
     assert orders(made_anew(by(seeded()))) == orders(seeded())
 
 
+class _ClosesItsLoader:
+    """A sampler in which another thread closes the loader, once, at the start or while the first plans are drawn."""
+
+    def __init__(self, where):
+        self.where = where
+
+    def __len__(self):
+        return 4
+
+    def close(self, where):
+        if where == self.where:
+            self.where = None
+            closing = threading.Thread(target=self.loader.close)
+            closing.start()
+            closing.join()
+
+    def __iter__(self):
+        self.close("iter")
+
+        def draw(index):
+            self.close("next")
+            return index
+
+        return map(draw, range(4))
+
+
+@pytest.mark.parametrize("where", ["iter", "next"])
+@pytest.mark.parametrize("options", [{}, {"placement": "process"}, {"num_workers": 1, "placement": "thread"}])
+def test_close_by_another_thread_during_iter_is_the_error_of_a_closed_loader(where, options):
+    sampler = _ClosesItsLoader(where)
+    with hr.DataLoader(Numbers(4), sampler=sampler, **options) as sampler.loader:
+        with pytest.raises(hr.errors.LoaderClosedError):
+            list(sampler.loader)
+        assert len(list(sampler.loader)) == 4
+
+
 class _Plain:
     def __iter__(self):
         return iter(range(2))
 
 
-def test_plain_stream_in_several_workers_is_said_to_be_repeated():
-    with hr.DataLoader(_Plain(), batch_size=2, num_workers=2) as loader:
-        with pytest.warns(UserWarning, match="each of 2 workers reads all of _Plain, .* use num_workers=0") as caught:
+@pytest.mark.parametrize("stream", [_Plain(), IterableWrapper(range(2)).sharding_filter()], ids=["plain", "data pipe"])
+def test_undivided_stream_in_several_workers_is_said_to_be_repeated(stream):
+    said = f"each of 2 workers reads all of {type(stream).__name__}, .* use num_workers=0"
+    with hr.DataLoader(stream, batch_size=2, num_workers=2) as loader:
+        with pytest.warns(UserWarning, match=said) as caught:
             assert [batch.tolist() for batch in loader] == [[0, 1], [0, 1]]
         # Of forking, Python 3.12 and libraries that were imported warn too.
         assert [each.filename for each in caught if "reads all of" in str(each.message)] == [__file__]
         assert len(list(loader)) == 2, "the second epoch does not repeat the warning"
-    with hr.DataLoader(_Plain(), batch_size=2, num_workers=1) as loader:
+    with hr.DataLoader(stream, batch_size=2, num_workers=1) as loader:
         assert len(list(loader)) == 1
 
 

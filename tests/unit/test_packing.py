@@ -1,10 +1,15 @@
 """Packing: the shards are read by their datasets, and say what does not fit."""
 
+import decimal
+import functools
 import json
 import re
 import tarfile
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -39,6 +44,7 @@ def test_objects_become_tar_shards_with_an_index(tmp_path):
 
 def test_fields_are_encoded(tmp_path):
     sample = {"npy": np.arange(3), "json": {"a": 1}, "cls": 4, "score": 0.5, "id": torch.tensor(7), "jpg": b"\xff"}
+    sample["raw"] = memoryview(np.arange(6, dtype="<i4").reshape(2, 3)[:, ::2])
     hr.pack(dataset(sample), tmp_path)
     (found,) = hr.TarDataset(tmp_path)
     assert found["__key__"] == "000000000"
@@ -46,6 +52,7 @@ def test_fields_are_encoded(tmp_path):
         "json": b'{"a": 1}', "cls": b"4", "score": b"0.5", "id": b"7", "jpg": b"\xff",
     }  # fmt: skip
     assert found["npy"].startswith(b"\x93NUMPY")
+    assert np.frombuffer(found["raw"], "<i4").tolist() == [0, 2, 3, 5]
 
 
 def test_rows_become_parquet(tmp_path):
@@ -53,6 +60,85 @@ def test_rows_become_parquet(tmp_path):
     packed = hr.pack(dataset(*rows), tmp_path, format="parquet", shard_size="20KB")
     assert packed.shards > 1
     assert list(hr.ParquetDataset(tmp_path)) == rows
+
+
+TYPES = {
+    "small": pa.array([1, 2] * 50, pa.int16()),
+    "single": pa.array([0.5] * 100, pa.float32()),
+    "category": pa.array(["a"] * 100).dictionary_encode(),
+    "price": pa.array([decimal.Decimal("1.50")] * 70 + [decimal.Decimal("12345.00")] * 30, pa.decimal128(10, 2)),
+    "late": pa.array([None] * 64 + ["x"] * 36),
+    "tags": pa.array([[]] * 64 + [["x"]] * 36),
+    "nanoseconds": pa.array([1, 1001] * 50, pa.timestamp("ns")),
+    "large": pa.array([1] * 70 + [2**63 + 1] * 30, pa.uint64()),
+}
+
+
+def test_packed_parquet_dataset_keeps_its_types(tmp_path):
+    table = pa.table(TYPES)
+    pq.write_table(table, tmp_path / "0.parquet")
+    hr.pack(hr.ParquetDataset(tmp_path), tmp_path / "packed", format="parquet")
+    found = pq.read_table(tmp_path / "packed/000000.parquet")
+    assert found.cast(table.schema).to_pylist() == table.to_pylist()
+    assert found.drop_columns("tags").schema.types == table.drop_columns("tags").schema.types
+
+
+def stopped(sample):
+    if sample["cls"] > 300:
+        raise RuntimeError("stop")
+    return {"txt": "old" * 100}
+
+
+def corrected(sample):
+    return {"txt": "new" * 100}
+
+
+def scaled(sample, size):
+    if sample["cls"] > 300:
+        raise RuntimeError("stop")
+    return {"txt": "x" * size}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (stopped, corrected),
+        (functools.partial(scaled, size=300), functools.partial(scaled, size=301)),
+        (lambda sample: stopped(sample), lambda sample: corrected(sample)),
+    ],
+)
+def test_shards_of_another_transform_are_not_continued(first, second, tmp_path):
+    data = dataset(*({"cls": index} for index in range(640)))
+    for transform in (first, first):
+        with pytest.raises(RuntimeError, match="stop"):
+            hr.pack(data, tmp_path, shard_size="30KB", transform=transform)
+    for options in ({"transform": second}, {"transform": first, "seed": 1}):
+        with pytest.raises(ValueError, match=r"was packed with .*'transform'.* continue with the same, or delete"):
+            hr.pack(data, tmp_path, shard_size="30KB", **options)
+
+
+def test_samples_that_fail_otherwise_after_an_interruption_are_an_error(tmp_path):
+    healed, going = tmp_path / "healed", tmp_path / "going"
+
+    def make(index):
+        if index == 5 and not healed.exists():
+            raise ValueError("once")
+        if index == 100 and not going.exists():
+            raise RuntimeError("stop")
+        return {"txt": f"{index:1000}"}
+
+    options = {"shard_size": "10KB", "on_error": lambda failure: "skip" if "once" in failure.message else "raise"}
+    data = SlowDataset(128, 0, make=make)
+    with pytest.raises(RuntimeError, match="stop"):
+        hr.pack(data, tmp_path / "shards", **options)
+    going.touch()
+    healed.touch()
+    with pytest.raises(ValueError, match="other samples of its last batch failed than before"):
+        hr.pack(data, tmp_path / "shards", **options)
+    healed.unlink()
+    hr.pack(data, tmp_path / "shards", **options)
+    texts = [int(sample["txt"]) for sample in hr.TarDataset(tmp_path / "shards", shards_in_parallel=1)]
+    assert texts == [index for index in range(128) if index != 5]
 
 
 @pytest.mark.parametrize("make", [list, lambda tokens: np.array(tokens, np.uint16)])
@@ -101,6 +187,10 @@ def test_dry_run_estimates_and_writes_nothing(tmp_path):
         ("parquet", [{"a": 1}] * 64 + [{"a": 0.5}] * 64, "sample 127 .*a: double, but a: int64"),
         ("parquet", [{"a": 1}] * 64 + [{"a": 1, "b": 2}], r"sample 64 .*columns \['a', 'b'\]"),
         ("parquet", [{"a": 1}, {"a": 1, "b": 2}] * 32, r"not every sample has the columns \['b'\]"),
+        ("tar", [{"time": np.datetime64(1, "ns")}], "sample 0 .*field 'time' is a datetime64"),
+        ("tar", [3], "sample 0 .*has no attribute 'key'"),
+        ("parquet", [{"t": pd.Timestamp(1001, unit="ns")}], r"sample 0 .*t: timestamp\[us\], .*more than microseconds"),
+        ("parquet", [{"n": 1}, {"n": 2**63 + 1}], "sample 1 "),
         ("tokens", [[1], [2**40]], "sample 1 .*do not fit int32"),
         ("tokens", [[1], [[2]]], "sample 1 .*not a sequence of integers"),
         ("tokens", [[0.5]], "sample 0 .*not a sequence of integers"),

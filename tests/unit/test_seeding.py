@@ -48,9 +48,11 @@ def test_isolation_restores_the_callers_generators():
         assert draws() == inner
 
 
-def test_threads_that_isolate_at_once_do_not_save_each_others_state():
+@pytest.mark.parametrize("first_leaves_first", [False, True])
+def test_thread_inside_may_wait_for_another_thread_inside(first_leaves_first):
     seed_everything(1)
-    before = random.getstate()
+    expected = draws()
+    seed_everything(1)
     inside, leave = threading.Event(), threading.Event()
 
     def first():
@@ -59,18 +61,18 @@ def test_threads_that_isolate_at_once_do_not_save_each_others_state():
             inside.set()
             leave.wait()
 
-    def second():
-        with isolated_generators():
-            seed_everything(3)
-
-    threads = [threading.Thread(target=first), threading.Thread(target=second)]
-    threads[0].start()
+    waiting = threading.Thread(target=first)
+    waiting.start()
     inside.wait()
-    threads[1].start()
+    with isolated_generators():
+        seed_everything(3)
+        draws()
+        if first_leaves_first:
+            leave.set()
+            waiting.join()
     leave.set()
-    for thread in threads:
-        thread.join()
-    assert random.getstate() == before
+    waiting.join()
+    assert draws() == expected
 
 
 class Holder:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace._core.text import LIST_ITEMS, add_note, short_repr, shorten, shorten_list
+from headrace._core.text import LIST_ITEMS, add_note, error_message, short_repr, shorten, shorten_list
 from headrace._core.torchcompat.private import KeyErrorMessage
 from headrace.errors import ControlFlowError, HeadraceError, RemoteError, WorkerDiedError
 
@@ -107,10 +107,7 @@ class Failure:
     @property
     def message(self) -> str:
         """The error's message, or the name of its class."""
-        try:
-            return str(self.error)
-        except Exception as error:  # user code: `__str__` of an exception
-            return f"(no message: its __str__ raised {type(error).__name__})"
+        return error_message(self.error)
 
     @property
     def where(self) -> str:
@@ -132,7 +129,8 @@ class Failure:
     def exception(self, *, as_torch: bool = False) -> Exception:
         """The error, to be raised to the consumer: its location is a note, its worker one too, or in torch's words."""
         note = f"headrace: {self.where}"
-        if note in vars(self.error).get("__notes__", ()):
+        noted = vars(self.error).get("__notes__")
+        if isinstance(noted, list) and note in noted:
             return self.error
         found = (remedy for stage, words, remedy in _REMEDIES if stage is self.stage and re.search(words, self.message))
         notes = [note, *(f"headrace: {remedy}" for remedy in found)]
@@ -196,8 +194,9 @@ def describe_samples(indices: Sequence[object], sample_key: Callable[[object], s
 
 def key_in(sample: object) -> str | None:
     """The key and the shard that a sample of a tar stream has; None of another."""
-    if isinstance(sample, dict) and "__key__" in sample:
-        return f"{sample['__key__']} in {sample.get('__url__')}"
+    with contextlib.suppress(Exception):  # user code: the class of a sample, or of its key
+        if isinstance(sample, dict) and "__key__" in sample:
+            return f"{sample['__key__']} in {sample.get('__url__')}"
     return None
 
 

@@ -42,8 +42,20 @@ def seed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-# Two threads that iterate loaders of their own must not save each other's state as the caller's.
-_isolation = threading.RLock()
+class _Isolation(threading.local):
+    """How the threads of the process isolate their draws: a lock for the exchange of states, never for user code.
+
+    Attributes:
+        inside: whether this thread is in `isolated_generators`.
+    """
+
+    lock = threading.Lock()
+    threads = 0  # number of threads inside
+    outside: tuple[Any, ...] = ()  # states of the program, exchanged by the first thread inside
+    inside = False
+
+
+_isolation = _Isolation()
 
 
 # Functions, not constants: NumPy imports its generators when they are first used (7 ms); most torch datasets need none.
@@ -56,28 +68,50 @@ def _spare_bit_generator() -> Any:
 def isolated_generators() -> Iterator[None]:
     """Restore the process's random generators (`random`, NumPy, torch's CPU generator) on leaving.
 
-    26 µs. NumPy's bit generator is exchanged and not copied, which would take 180 µs.
+    26 µs. NumPy's bit generator is exchanged and not copied, which would take 180 µs. If several threads are inside,
+    the first saves the program's states, and the last restores these states. A nested call restores its caller's.
     """
+    shared, nested = _Isolation, _isolation.inside
+    with shared.lock:
+        saved = _exchanged() if nested or not shared.threads else ()
+        if not nested:
+            shared.outside = saved or shared.outside
+            shared.threads += 1
+            _isolation.inside = True
+    try:
+        yield
+    finally:
+        with shared.lock:
+            if not nested:
+                _isolation.inside = False
+                shared.threads -= 1
+                saved = () if shared.threads else shared.outside
+            if saved:
+                _restore(*saved)
+
+
+def _exchanged() -> tuple[Any, ...]:
+    """The states of the process's generators; NumPy's bit generator is replaced by a spare one."""
     numpy: Any = np.random  # whose stubs leave out that the bit generator can be exchanged
-    with _isolation:
-        python, torchs, numpys = random.getstate(), torch.default_generator.get_state(), numpy.get_bit_generator()
-        spare = _spare_bit_generator()
-        numpy.set_bit_generator(np.random.MT19937(0) if numpys is spare else spare)
-        try:
-            yield
-        finally:
-            numpy.set_bit_generator(numpys)
-            random.setstate(python)
-            torch.default_generator.set_state(torchs)
+    states = random.getstate(), torch.default_generator.get_state(), numpy.get_bit_generator()
+    spare = _spare_bit_generator()
+    numpy.set_bit_generator(np.random.MT19937(0) if states[2] is spare else spare)
+    return states
 
 
-def _replace_lock() -> None:
-    """Replace the lock in a fork: another thread of the parent may have held it."""
-    global _isolation
-    _isolation = threading.RLock()
+def _restore(python: Any, torchs: torch.Tensor, numpys: Any) -> None:
+    np.random.set_bit_generator(numpys)  # type: ignore[attr-defined]
+    random.setstate(python)
+    torch.default_generator.set_state(torchs)
 
 
-os.register_at_fork(after_in_child=_replace_lock)
+def _after_fork() -> None:
+    """Free the lock, which another thread of the parent may have held; only this thread is left."""
+    _Isolation.lock._at_fork_reinit()  # type: ignore[attr-defined]
+    _Isolation.threads = int(_isolation.inside)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class TransformGenerators:

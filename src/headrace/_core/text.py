@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import math
+import operator
 import reprlib
 import sys
 import warnings
@@ -71,6 +73,22 @@ def check_number(name: str, value: object, least: float, most: float = math.inf,
         raise ValueError(f"{name} must be {'an int' if whole else 'a number'} {bounds}, but got {value!r}")
 
 
+def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:
+    """Return `value` as a plain int, also a number of NumPy or torch.
+
+    Raises:
+        TypeError: `value` is not a whole number.
+        ValueError: `value` is not from `least` to `most`.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, but got {short_repr(value)}")
+    number = int(operator.index(value))
+    if not least <= number <= most:
+        bounds = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+        raise ValueError(f"{name}={number} must be {bounds}")
+    return number
+
+
 _short = reprlib.Repr()
 _short.maxother = 200  # characters
 
@@ -87,7 +105,18 @@ def dataset_repr(dataset: Any) -> str:
 
 def function_name(function: Any) -> str:
     """The qualified name of a function; of another callable the name of its class."""
-    return getattr(function, "__qualname__", None) or type(function).__name__
+    name = None
+    with contextlib.suppress(Exception):  # user code: `__getattr__`
+        name = getattr(function, "__qualname__", None)
+    return name if type(name) is str else type(function).__name__
+
+
+def error_message(error: BaseException) -> str:
+    """The message of an error, whose `__str__` may raise."""
+    try:
+        return str(error)
+    except Exception as broken:  # user code
+        return f"(no message: its __str__ raised {type(broken).__name__})"
 
 
 def sample_repr(sample: Any) -> str:

@@ -9,11 +9,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from headrace._core.shards.discovery import Shard, Shards, find_shards, map_shards
+from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.npy import npy_layout
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
 from headrace.datasets.cached import RangedShards
+from headrace.datasets.opening import OnOpeningError, opened
 from headrace.errors import ShardError
 
 __all__ = ["ArrayDataset"]
@@ -28,6 +29,7 @@ class ArrayDataset(RangedShards[torch.Tensor]):
 
     Args:
         shards: URLs or paths of files, as for `TarDataset`; in a directory, those ending in ``.npy``.
+        on_error: what a broken or missing file is for the constructor, as for `ParquetDataset`.
         store: store of all files, as for `TarDataset`.
 
     Raises:
@@ -44,16 +46,16 @@ class ArrayDataset(RangedShards[torch.Tensor]):
         tensor([4., 5.], dtype=torch.float64)
     """
 
-    def __init__(self, shards: Shards, *, store: StoreLike | None = None) -> None:
+    def __init__(self, shards: Shards, *, on_error: OnOpeningError = "raise", store: StoreLike | None = None) -> None:
         found = find_shards(shards, suffixes=(".npy",), store=store)
-        files = map_shards(_open_file, found)
-        opened, begins, dtypes, shapes = zip(*files, strict=True)
+        files = opened(found, _open_file, on_error=on_error)
+        arrays, begins, dtypes, shapes = zip(*files, strict=True)
         self._dtype, self._shape = dtypes[0], shapes[0][1:]
         for shard, _, dtype, shape in files:
             if (dtype, shape[1:]) != (self._dtype, self._shape):
                 what = f"{dtype} of shape {shape}, but the first file has {self._dtype} of {shapes[0]}"
                 raise ShardError(what, shard=shard.name)
-        super().__init__(opened, [shape[0] for shape in shapes])
+        super().__init__(arrays, [shape[0] for shape in shapes])
         self._row_bytes = self._dtype.itemsize * math.prod(self._shape)
         self._begins = np.array(begins)
 

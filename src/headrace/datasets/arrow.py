@@ -6,16 +6,21 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headrace._core.shards.discovery import HeaderReader, Shard
+from headrace._core.shards.discovery import HeaderReader, Shard, map_shards
 from headrace._core.shards.parquet import Pieces, RowGroup, SparseFile, one_line
 from headrace._core.shards.tables import Selection, TableFile
-from headrace._core.store.ranges import Ranges, map_all
+from headrace._core.shards.unpacked import check_unpacked
+from headrace._core.store.ranges import Ranges
+from headrace.datasets.opening import OnOpeningError, opened
 from headrace.datasets.parquet import TableStream
 from headrace.errors import ShardError
 
-__all__ = ["ArrowDataset"]
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["ArrowDataset", "unpacked_size"]
 
 _MARK, _DICTIONARY, _BATCH = 0xFFFFFFFF, 2, 3  # of messages, and kinds of them
 _MAGIC, _PIECE = b"ARROW1", 16 << 10  # bytes that are read at once to find the header of a message
@@ -55,7 +60,10 @@ class _RecordBatch(RowGroup):
         parts, size = [(0, memoryview(self.footer.schema_message))], len(self.footer.schema_message)
         for start, stop in self.footer.extents[self.number]:
             stored.seek(start)
-            parts.append((size, memoryview(stored.read_buffer(stop - start))))
+            part = memoryview(stored.read_buffer(stop - start))
+            body = 8 + int.from_bytes(part[4:8], "little")
+            check_unpacked(unpacked_size(part[8:body], part[body:]), len(part))
+            parts.append((size, part))
             size += stop - start
         columns, names = self.selection.columns, self.footer.schema.names
         wanted = [number for number, name in enumerate(names) if columns is None or name in columns]
@@ -66,19 +74,37 @@ class _RecordBatch(RowGroup):
             yield from (given.slice(start, rows) for start in range(0, given.num_rows, rows))
 
 
-def _message(data: bytes) -> tuple[int, int, int]:
-    """Kind, number of rows, and bytes of the body of a message, by its header, a table of flatbuffers."""
+def _field(data: Buffer, table: int, number: int, form: str) -> int:
+    """The value of a field of a table of flatbuffers, 0 if it is not there; with "*" the place of what it refers to."""
+    fields = table - int(struct.unpack_from("<i", data, table)[0])
+    at = 4 + 2 * number
+    place = struct.unpack_from("<H", data, fields + at)[0] if at < memoryview(data)[fields] else 0
+    if not place:
+        return 0
+    (value,) = struct.unpack_from("<I" if form == "*" else form, data, table + place)
+    return int(value) + (table + place) * (form == "*")
 
-    def field(table: int, number: int, form: str = "") -> int:
-        """The value of a field, or where it is; 0, the default, if it is not there."""
-        fields = table - int(struct.unpack_from("<i", data, table)[0])
-        at = 4 + 2 * number
-        place = table + struct.unpack_from("<H", data, fields + at)[0] if at < data[fields] else table
-        return 0 if place == table else int(struct.unpack_from(form, data, place)[0]) if form else place
 
+def _message(data: Buffer) -> tuple[int, int, int]:
+    """Kind, number of rows, and bytes of the body of a message, by its header."""
     (root,) = struct.unpack_from("<I", data)
-    content = field(root, 2) + field(root, 2, "<I")
-    return field(root, 1, "<B"), field(content, 0, "<q"), field(root, 3, "<q")
+    return _field(data, root, 1, "<B"), _field(data, _field(data, root, 2, "*"), 0, "<q"), _field(data, root, 3, "<q")
+
+
+def unpacked_size(header: Buffer, body: memoryview) -> int:
+    """Bytes to which the compressed buffers of a message are said to unpack; raises `ValueError`."""
+    try:
+        (root,) = struct.unpack_from("<I", header)
+        kind, batch = _field(header, root, 1, "<B"), _field(header, root, 2, "*")
+        batch = _field(header, batch, 1, "*") if kind == _DICTIONARY else batch
+        if kind not in (_DICTIONARY, _BATCH) or not _field(header, batch, 3, "*"):
+            return 0
+        buffers = _field(header, batch, 2, "*")
+        (count,) = struct.unpack_from("<I", header, buffers)
+        places = [struct.unpack_from("<qq", header, buffers + 4 + 16 * number) for number in range(count)]
+        return sum(max(0, struct.unpack_from("<q", body, start)[0]) for start, length in places if length >= 8)
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"corrupt message: {error}") from None
 
 
 async def _open(shard: Shard) -> _ArrowFile:
@@ -115,8 +141,8 @@ async def _open(shard: Shard) -> _ArrowFile:
     return _ArrowFile(shard, schema, message, tuple(rows), tuple(extents))
 
 
-async def _open_all(shards: Sequence[Shard]) -> list[_ArrowFile]:
-    """Open files; of a listed folder of `save_to_disk` only its data, without the results that are cached beside."""
+def _one_split(shards: Sequence[Shard]) -> list[Shard]:
+    """The files; of a listed folder of `save_to_disk` only its data, without the results that are cached beside."""
     given = list(shards)
     saved = {named.groups(): one for one in shards if one.head and (named := _SAVED.fullmatch(one.name))}
     if len(saved) > 1:
@@ -124,9 +150,10 @@ async def _open_all(shards: Sequence[Shard]) -> list[_ArrowFile]:
     for (folder, count), one in saved.items():
         kept = {f"{folder}/data-{number:05}-of-{count}.arrow" for number in range(int(count))}
         given = [each for each in given if not each.head or each.name in kept or each.name.rpartition("/")[0] != folder]
-        for missing in kept - {each.name for each in given}:
-            await one.store.head(one.key.rpartition("data-")[0] + missing[len(folder) + 1 :])  # or not asked for
-    return await map_all(_open, given, 32)
+        others = kept - {each.name for each in given}
+        keys = [one.key.rpartition("data-")[0] + name[len(folder) + 1 :] for name in others]
+        map_shards(one.store.head, keys)  # or not asked for
+    return given
 
 
 class ArrowDataset(TableStream):
@@ -148,4 +175,7 @@ class ArrowDataset(TableStream):
 
     parts_name = "record batches"
     _suffixes = (".arrow", ".feather", ".ipc", ".arrows")
-    _read_files = staticmethod(_open_all)
+
+    @staticmethod
+    def _open_files(shards: Sequence[Shard], on_error: OnOpeningError) -> Sequence[TableFile]:
+        return opened(_one_split(shards), _open, on_error=on_error)

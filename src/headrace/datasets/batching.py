@@ -10,6 +10,7 @@ from typing import Any
 from headrace._core.streams.iterable_style import AsyncIterableDataset, OperatedStream
 from headrace._core.streams.resumable import NOTHING, MarkingOperation
 from headrace._core.streams.torch_views import require_async
+from headrace._core.text import whole_number
 from headrace.errors import StateError
 
 __all__ = ["batch_by_tokens"]
@@ -33,7 +34,9 @@ def batch_by_tokens(
     Args:
         dataset: the stream.
         max_tokens: budget of a batch, in tokens.
-        length: returns the number of tokens of a sample. It runs on the loop that reads the stream: keep it cheap.
+        length: returns the number of tokens of a sample, an int.
+            It runs on the loop that reads the stream: keep it cheap.
+            An empty sample counts as one token of the budget.
         boundaries: ascending bounds of buckets, in tokens: samples of up to ``boundaries[0]`` tokens are batched
             together, then those of up to ``boundaries[1]``, …, and the longer ones.
         padded: whether each sample counts as long as the longest of its batch, to which it will be padded.
@@ -41,8 +44,9 @@ def batch_by_tokens(
 
     Raises:
         ValueError: `max_tokens` is not positive, or `boundaries` do not ascend; at a sample that alone exceeds the
-            budget.
-        TypeError: `dataset` is not an async stream.
+            budget, or has a negative length.
+        TypeError: `dataset` is not an async stream, or a number is not an int; at a sample whose
+            length is not an int.
 
     Example:
         >>> from headrace import from_async_iterable
@@ -53,14 +57,14 @@ def batch_by_tokens(
         >>> list(batch_by_tokens(from_async_iterable(words), 4, boundaries=[1, 2]))
         [['a', 'e'], ['bb', 'cc'], ['dddd']]
     """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens={max_tokens} must be at least 1")
-    if any(a >= b for a, b in itertools.pairwise(boundaries)):
-        raise ValueError(f"boundaries={list(boundaries)} must ascend")
+    max_tokens = whole_number("max_tokens", max_tokens, 1)
+    bounds = [whole_number("boundaries", bound) for bound in boundaries]
+    if any(a >= b for a, b in itertools.pairwise(bounds)):
+        raise ValueError(f"boundaries={bounds} must ascend")
     (stream,), is_stream = require_async([dataset])
     if not is_stream:
         raise TypeError("batch_by_tokens() is for streams, but got a map-style dataset")
-    options = {"max_tokens": max_tokens, "length": length, "boundaries": tuple(boundaries), "padded": padded}
+    options = {"max_tokens": max_tokens, "length": length, "boundaries": bounds, "padded": bool(padded)}
     shown = f"batch_by_tokens({{}}, {max_tokens})"
     return OperatedStream(stream, shown, _TokenBatchIterator, **options, drop_last=drop_last)
 
@@ -88,7 +92,7 @@ class _TokenBatchIterator(MarkingOperation[list[object]]):
         super().__init__(source)
         self._max_tokens = max_tokens
         self._tokens_of = length
-        self._boundaries = list(boundaries)
+        self._boundaries = boundaries
         self._padded = padded
         self._drop_last = drop_last
         buckets = len(boundaries) + 1
@@ -99,10 +103,11 @@ class _TokenBatchIterator(MarkingOperation[list[object]]):
         self._first = [0] * buckets  # number of the read that gave the first sample
 
     def _put(self, sample: object) -> Any:
-        tokens = self._tokens_of(sample)
+        tokens = whole_number("length(sample)", self._tokens_of(sample))
         if tokens > self._max_tokens:
             raise ValueError(f"a sample of {tokens} tokens is over max_tokens={self._max_tokens}; cut it")
         bucket = bisect.bisect_left(self._boundaries, tokens)
+        tokens = max(1, tokens)  # otherwise no number of empty samples fills a batch
         padded = max(self._longest[bucket], tokens) * (self._counts[bucket] + 1)
         over = (padded if self._padded else self._tokens[bucket] + tokens) > self._max_tokens
         full = self._emptied(bucket) if over and self._counts[bucket] else NOTHING

@@ -143,6 +143,7 @@ class CachedDataset(AsyncDataset[T_co]):
         self._joined = capabilities(dataset).ranges and type(dataset).read_bytes is RangedDataset.read_bytes  # type: ignore[comparison-overlap]
         self._cache = cache
         self._version = version
+        self._classes = getattr(dataset, "_classes", None)
         self._hash = hashlib.blake2b(ascii((NAME_FORMAT, version)).encode(), digest_size=NAME_SIZE)
         # Of a sample in each epoch some 30 µs are taken, and by its name alone 5 to 40: each is computed once.
         self._names = memoryview(np.zeros(NAME_SIZE * len(dataset), np.uint8))  # type: ignore[arg-type]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import operator
-import warnings
+import math
+import posixpath
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -16,34 +17,45 @@ from headrace._core.shards.discovery import Shards, find_shards
 from headrace._core.store.listing import Catalog, StringArray
 from headrace._core.store.store import StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
+from headrace._core.text import short_repr, warn_user
 from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.errors import ShardError
 
 __all__ = ["CocoDataset"]
+
+_BOX_FIELDS = ("bbox", "category_id", "area", "iscrowd")
+_TENSORS = {"ids": torch.int64, "boxes": torch.float32, "labels": torch.int64}
+_TENSORS |= {"area": torch.float32, "iscrowd": torch.bool}
 
 
 class CocoDataset(ObjectDataset):
     """The images of an annotations file of COCO (instances, keypoints, captions), each with its annotations.
 
     A sample is ``ObjectSample(key, data, label)``; its label a dict, for N annotations, which may be none: `image_id`,
-    `size` ([height, width], None where unknown) and `ids` (int64 [N]); of those with boxes also `boxes` (float32 [N, 4]
-    of left, top, right and bottom in pixels), `labels` (int64 [N], positions in `classes`), `area` (float32 [N]; the
-    box's if the file has none) and `iscrowd` (bool [N]); and a list of N for each other field, such as `segmentation`,
+    `size` ([height, width], None where unknown) and `ids` (int64 [N], or a list of text); of
+    annotations with boxes also `boxes` (float32 [N, 4] of left, top, right and bottom in pixels),
+    `labels` (int64 [N], positions in `classes`), `area` (float32 [N]; the box's if the file has
+    none) and `iscrowd` (bool [N]); and a list of N for each other field, such as `segmentation`,
     `keypoints` or `caption`, None where it is missing. Batches need a `collate_fn`.
 
-    Annotations of unknown images, with the id of an earlier one, or of a box without width or height are left out, with
-    a warning. Parsing takes some six times the file's size in memory. Blocks, as `ObjectDataset`.
+    Positions refer to the stored pixels: `headrace.decode.image` ignores the orientation of EXIF,
+    unless `size` fits the upright image alone.
+
+    Annotations of unknown images or categories, without a right box, or with the id of an earlier
+    annotation of the image are left out. A warning counts them and shows the first of each kind.
+    Parsing takes some six times the file's size in memory. Blocks, as `ObjectDataset`.
 
     Args:
         store: where the images are; each `file_name` is a key in it.
         annotations: path or URL of the file (read by `store` if it is below its URL), shard of `headrace.hub`, or dict.
 
     Attributes:
+        classes: names of the categories, in the order of their ids.
         category_ids: the file's id of each of `classes`, ascending.
         left_out: numbers of annotations, by the reason why they were left out.
 
     Raises:
-        ShardError: the file is not as COCO's.
+        ShardError: the file is not as COCO's, or all annotations would be left out.
 
     Example:
         >>> dog = {"id": 1, "image_id": 7, "category_id": 18, "bbox": [10, 20, 30, 40]}
@@ -61,70 +73,85 @@ class CocoDataset(ObjectDataset):
                 (shard,) = find_shards(content, suffixes=(".json",), store=self._store if inside else None)
                 name = shard.name
                 content = json.loads(bytes(background_loop().run(shard.store.read_all(shard.key))))
-            self._hold(self._parse(content), None)
+            self._hold(self._parse(content, name), None, None)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             what = f"no field, or category, {error}" if isinstance(error, KeyError) else str(error)
             raise ShardError(f"not as annotations of COCO: {what}", shard=name) from None
-        if said := [f"{count} {why}" for why, count in self.left_out.items()]:
-            warnings.warn(f"{name}: {', '.join(said)} are left out", stacklevel=2)
 
-    def _parse(self, content: Any) -> Catalog:
-        images, categories = content["images"], sorted(content.get("categories", ()), key=lambda each: each["id"])
+    def _parse(self, content: Any, name: str) -> Catalog:
+        images = content["images"]
+        categories = sorted(content.get("categories") or (), key=lambda each: each["id"])
         labels = {category["id"]: label for label, category in enumerate(categories)}
         groups: dict[Any, list[dict[str, Any]]] = {image["id"]: [] for image in images}
         if len(groups) < len(images) or len(labels) < len(categories):
             raise ValueError("several images, or categories, have the same id")
         self._classes, self.category_ids = tuple(each["name"] for each in categories), tuple(labels)
-        self.left_out, ids = Counter[str](), set[int]()
-        for each in content["annotations"]:
-            box = each.get("bbox", (0, 0, 1, 1))
-            if each["id"] in ids:
-                self.left_out["annotations with the id of an earlier one"] += 1
-            elif each["image_id"] not in groups:
-                self.left_out["annotations of unknown images"] += 1
-            elif not (box[2] > 0 and box[3] > 0):
-                self.left_out["boxes without width or height"] += 1
+        annotations, self.left_out = content["annotations"], Counter[str]()
+        has_boxes = not annotations or any("bbox" in each for each in annotations if each)
+        seen, shown = set[Any](), dict[str, str]()
+        for number, each in enumerate(annotations):
+            if defect := _defect(each, seen, groups, labels if has_boxes else None):
+                self.left_out[defect] += 1
+                shown.setdefault(defect, f"(first annotations[{number}]: {short_repr(each, 120)})")
             else:
-                ids.add(operator.index(each["id"]))
+                seen.add((each["image_id"], each["id"]))
                 groups[each["image_id"]].append(each)
         if not images:
             raise ValueError("it has no images")
-        self._ends = np.cumsum([0, *(len(groups[image["id"]]) for image in images)])
-        marks = [each for image in images for each in groups[image["id"]]]
-        names, known = {name for each in marks for name in each}, {"id", "image_id"}
-        self._columns: dict[str, Any] = {"ids": np.array([each["id"] for each in marks], np.int64)}
-        if not marks or "bbox" in names:
-            known |= {"bbox", "category_id", "area", "iscrowd"}
-            corners = np.array([each["bbox"] for each in marks], np.float64).reshape(len(marks), 4)
-            areas = [each.get("area", each["bbox"][2] * each["bbox"][3]) for each in marks]
-            corners[:, 2:] += corners[:, :2]
-            if not np.isfinite(corners).all():
-                raise ValueError("a box is not finite")
-            self._columns["boxes"] = corners.astype(np.float32)
-            self._columns["labels"] = np.array([labels[each["category_id"]] for each in marks], np.int64)
-            self._columns["area"] = np.array(areas, np.float32)
-            self._columns["iscrowd"] = np.array([each.get("iscrowd", 0) for each in marks], np.bool_)
-        others, texts = sorted(names - known), []
+        if shown:
+            said = ", ".join(f"{self.left_out[why]} {why} {first}" for why, first in shown.items())
+            if not seen:
+                raise ValueError(f"no annotation is right: {said}")
+            warn_user(f"{name}: {said} are left out")
+        names = {name for marks in groups.values() for each in marks for name in each}
+        others, texts = sorted(names - {"id", "image_id", *(_BOX_FIELDS if has_boxes else ())}), []
         for image in images:
-            text = {name: [each.get(name) for each in groups[image["id"]]] for name in others}
-            text["size"] = [image.get("height"), image.get("width")]
-            texts.append(json.dumps(text | {"image_id": image["id"]}))
+            marks = groups[image["id"]]
+            text: dict[str, Any] = {name: [each.get(name) for each in marks] for name in others}
+            text["image_id"], text["size"] = image["id"], [image.get("height"), image.get("width")]
+            text["ids"] = [each["id"] for each in marks]
+            if has_boxes:
+                boxes = np.array([each["bbox"] for each in marks], np.float64).reshape(-1, 4)
+                areas = np.array([each.get("area") for each in marks], np.float64)  # NaN for none
+                text["area"] = np.where(np.isnan(areas), boxes[:, 2] * boxes[:, 3], areas).tolist()
+                boxes[:, 2:] += boxes[:, :2]
+                text["boxes"] = boxes.tolist()
+                text["labels"] = [labels[each["category_id"]] for each in marks]
+                text["iscrowd"] = [bool(each.get("iscrowd")) for each in marks]
+            texts.append(json.dumps(text, default=bytes.decode))  # masks of pycocotools are bytes
         self._fields = StringArray(texts)
-        return Catalog(StringArray(image["file_name"] for image in images))
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The names of the categories, in the order of their ids."""
-        return self._classes
+        return Catalog(StringArray(posixpath.normpath(image["file_name"]) for image in images))
 
     def target(self, index: int) -> dict[str, Any]:
         """The label of the sample at `index`, without reading its image."""
         index = range(len(self))[index]
         target: dict[str, Any] = json.loads(self._fields[index])
-        for name, column in self._columns.items():
-            target[name] = torch.from_numpy(column[self._ends[index] : self._ends[index + 1]].copy())
+        for name in _TENSORS.keys() & target.keys():
+            with contextlib.suppress(TypeError, ValueError):  # ids that are text
+                target[name] = torch.tensor(target[name], dtype=_TENSORS[name])
+        if "boxes" in target:
+            target["boxes"] = target["boxes"].reshape(-1, 4)
         return target
 
     def sample_of(self, index: int, data: memoryview) -> ObjectSample:
         """The sample at `index`, of the bytes of its image."""
         return ObjectSample(self._keys[index], data, self.target(index))
+
+
+def _defect(each: Any, seen: set[Any], images: Any, labels: Mapping[Any, int] | None) -> str:
+    """Why an annotation is left out, or nothing; without `labels` there are no boxes."""
+    try:
+        if (each["image_id"], each["id"]) in seen:
+            return "annotations with the id of an earlier one"
+        if each["image_id"] not in images:
+            return "annotations of unknown images"
+        if labels is None:
+            return ""
+        if each["category_id"] not in labels:
+            return "annotations of unknown categories"
+        left, top, width, height = map(float, each["bbox"])
+        if not math.isfinite(left + top + width + height + float(each.get("area") or 0)):
+            return "boxes or areas that are not finite"
+        return "" if width > 0 and height > 0 else "boxes without width or height"
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return "annotations with a field that is missing or of another form"

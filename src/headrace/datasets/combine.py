@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast, get_args
 
+from headrace._core.streams.epochs import checked_seed
 from headrace._core.streams.iterable_style import AsyncIterableDataset, ConcatenatedStreams, OperatedStream
 from headrace._core.streams.map_style import IndexedParts
 from headrace._core.streams.mixing import Mix, Stop
 from headrace._core.streams.resumable import is_stateful, start_stream
 from headrace._core.streams.torch_views import require_async
-from headrace._core.text import function_name, shorten
+from headrace._core.text import function_name, shorten, whole_number
 
 __all__ = ["concat", "from_async_iterable", "mix"]
 
@@ -34,7 +34,7 @@ def concat(datasets: Sequence[object]) -> Any:
         A dataset of the same kind.
 
     Raises:
-        ValueError: `datasets` is empty.
+        ValueError: `datasets` is empty, or the numbers in their labels stand for different classes.
         TypeError: their kinds differ, or one is not async.
 
     Example:
@@ -74,10 +74,12 @@ def mix(
             be zero.
         temperature: draw by ``weight ** (1 / temperature)``: for sizes as weights, by size with 1, more evenly above.
         seed: seed of the order, combined with the epoch; None for that of the loader, else 0.
-        stop: ``"first"``: the mix ends when a stream that is drawn has ended. ``"all"``: a stream that has ended starts
-            again, in another order if headrace shuffles it, until each has ended once. One that ends without a sample
-            is not drawn from any more. ``"once"``: neither is one that has ended, and the mix ends with the last of
-            those that have a weight.
+        stop: ``"first"``: the mix ends when a stream that is drawn has ended.
+            ``"all"``: a stream that has ended starts again, in another order if headrace shuffles it,
+            until every stream with a weight, now or later, has ended once.
+            A stream that ends without a sample is not drawn from any more.
+            ``"once"``: a stream that has ended is not drawn from any more, and the mix ends with the
+            last stream that has a weight.
         strict: whether a state that was saved with other streams or weights is an error. Otherwise the mix continues
             with those of now, and logs what has changed: streams are matched by name, or else by position, and new
             ones start.
@@ -106,21 +108,24 @@ def mix(
         raise TypeError("mix() draws from streams; of map-style datasets, give a weighted sampler concat(...)")
     if stop not in get_args(Stop) or not temperature > 0:
         raise ValueError(f"stop={stop!r} must be one of {get_args(Stop)}, and temperature={temperature!r} above zero")
-    weights_at = functools.partial(_weights_of, names, temperature)
+    weights_at = functools.partial(_weights_of, names, float(temperature))
     schedule: Any
     if callable(weights):
         schedule = functools.update_wrapper(functools.partial(weights_at, weights), weights)
     elif not isinstance(weights, Mapping) and any(isinstance(each, Sequence) for each in weights):
-        schedule = [[operator.index(step), weights_at(each)] for step, each in cast("Sequence[Any]", weights)]
+        entries = cast("Sequence[Any]", weights)
+        schedule = [[whole_number("step", step), weights_at(each)] for step, each in entries]
         if schedule[0][0] or any(one[0] >= other[0] for one, other in itertools.pairwise(schedule)):
             raise ValueError(f"the steps {[step for step, _ in schedule]} must ascend from 0")
     else:
-        schedule = [[0, weights_at(weights)]]
-        if not all(schedule[0][1]):
+        if not all(_weights_of(names, 1.0, weights)):
             raise ValueError(f"weights={weights!r} must be above zero, but in a schedule")
+        schedule = [[0, weights_at(weights)]]
     said = function_name(weights) if callable(weights) else shorten(repr(weights))
     said = said.replace("{", "{{").replace("}", "}}")  # for `format`
-    options = {"names": names, "weights": schedule, "stop": stop, "strict": strict}
+    names = [*map(str, names)]
+    options = {"names": names, "weights": schedule, "stop": str(stop), "strict": strict}
+    seed = checked_seed(seed)
     return OperatedStream(tuple(streams), f"mix({{}}, {said}, seed={seed}, stop={stop!r})", Mix, **options, seed=seed)
 
 
@@ -131,10 +136,13 @@ def _weights_of(names: Sequence[str], temperature: float, weights: Any, step: in
     """The weights at a step, in the order of the streams, checked."""
     weights = weights(step) if callable(weights) else weights
     found = [weights.get(name, -1) for name in names] if isinstance(weights, Mapping) else weights
-    if len(weights) != len(names) or not all(0 <= each < math.inf for each in found) or not any(found):
+    numbers = [*map(float, found)]
+    in_range = all(0 <= number < math.inf for number in numbers)
+    if len(weights) != len(names) or not any(numbers) or not in_range:
         expected = f"{len(names)} numbers of at least zero, not all zero" + f" for {names}" * (found is not weights)
         raise ValueError(f"weights={weights!r} must be {expected}")
-    return [float(weight) ** (1 / temperature) for weight in found]
+    largest = max(numbers) if temperature < 1 else 1.0  # powers of a share of it do not overflow
+    return [(number / largest) ** (1 / temperature) if number else 0.0 for number in numbers]
 
 
 def from_async_iterable(make: Callable[[], AsyncIterable[T]]) -> AsyncIterableDataset[T]:
@@ -171,5 +179,10 @@ class _FunctionStream(AsyncIterableDataset[T]):
 
     def __aiter__(self) -> AsyncIterator[T]:
         made = self._make()
+        if getattr(made, "ag_frame", made) is None:
+            raise TypeError(
+                f"{self!r}: the function returned an async generator that has ended; "
+                f"return a new async generator at each call"
+            )
         stateful = is_stateful(made)
         return start_stream(made) if stateful else aiter(made)

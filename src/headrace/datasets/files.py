@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import aiofiles
 
 from headrace._core.eventloop.blocking import run_blocking
 from headrace._core.shards.discovery import glob_expression
-from headrace._core.store.listing import KeyedSamples, Labels, align_labels
+from headrace._core.store.listing import KeyedSamples, Labels
 from headrace._core.store.redaction import redact_url
 from headrace._core.streams.map_style import AsyncDataset
 from headrace._core.text import sample_repr
@@ -53,6 +53,9 @@ class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
         suffix: only files whose names end so, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
         labels: the label of each key: ``"folder"`` for the number, in `classes`, of the folder that it begins with; or
             a function of the key, a mapping from it, or a sequence in the order of `keys`.
+        classes: names of the folders in the order of their numbers; by default all folders found,
+            sorted. Give the validation set ``classes=train.classes``: there, a class without a file
+            would renumber the other classes.
 
     Raises:
         FileNotFoundError: `root` does not exist, or (`EmptyListingError`) has no file that matches.
@@ -75,6 +78,7 @@ class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
         *,
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
+        classes: Sequence[str] | None = None,
     ) -> None:
         if "://" in os.fspath(root):
             raise ValueError(
@@ -86,7 +90,7 @@ class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
         if not self._keys:
             searched = f"pattern={pattern!r}, suffix={suffix!r}"
             raise EmptyListingError(f"no file matches {searched}", url=Path(self._root).as_uri())
-        self._labels = align_labels(labels, self._keys)
+        self._set_labels(labels, classes)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._root!r}, {len(self)} files)"

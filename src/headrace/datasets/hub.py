@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from headrace._core.retry_policy import RetryPolicy
+from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.shards.discovery import Shard, expand_braces, glob_expression
-from headrace._core.store.errors import HUB_REMEDY
+from headrace._core.store.backoff import RetryGate, Tries
+from headrace._core.store.errors import CAUSES, HUB_REMEDY, Cause, RequestFailure, describe_error
 from headrace._core.store.head import Head
-from headrace._core.store.redaction import redact_text
+from headrace._core.store.redaction import secrets_in
 from headrace._core.store.store import Store
+from headrace._core.streams.blocking import background_loop
 from headrace._version import __version__
-from headrace.errors import EmptyListingError, MissingExtraError, ObjectNotFoundError, StoreError, StoreUnreachableError
+from headrace.errors import EmptyListingError, MissingExtraError, StoreError
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+T = TypeVar("T")
 
 __all__ = ["hub"]
 
@@ -48,7 +53,7 @@ def hub(
         files: path in the repository, or several, with braces and globs as for `TarDataset`.
         token: an access token; None for that of the environment, False for none.
         timeout: as for `Store`.
-        retry: as for `Store`, whose requests it is for.
+        retry: as for `Store`; for the listing too. `huggingface_hub` also retries pages by itself.
 
     Returns:
         Shards in the order of their paths, each once.
@@ -74,24 +79,32 @@ def hub(
         raise ValueError(f"{repository!r} must be datasets/…, spaces/… or models/…, and files= the paths in it")
     api = HfApi(token=token, library_name="headrace", library_version=__version__)
     page = f"{api.endpoint}/{'' if kind == 'models' else kind + '/'}{name}"
-    try:
-        commit = api.repo_info(name, revision=revision or None, repo_type=_KINDS[kind], timeout=timeout).sha
-        where = {"repo_type": _KINDS[kind], "revision": commit}
-        sizes = _list(api, name, [files] if isinstance(files, str) else files, where, f"{page}@{commit}")
-        failure = None
-    except (HFValidationError, EmptyListingError):
-        raise
-    except Exception as error:  # of huggingface_hub, or of the HTTP client of its version
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        failed = {None: StoreUnreachableError, 404: ObjectNotFoundError}.get(status, StoreError)
-        remedy = "Check the network, and HF_ENDPOINT" if status is None else HUB_REMEDY * (status in (401, 403, 404))
-        text = " ".join(redact_text(str(error)).split())[:400].rstrip(".")
-        failure = failed(f"listing: {text}. {remedy}".rstrip(), url=page, status=status)
-    if failure is not None:
-        raise failure  # here, so that the request, which has the token, is not its context
     headers = build_hf_headers(token=token, library_name="headrace", library_version=__version__)
-    options = {"default_headers": headers, "allow_redirects": True}
-    store = Store(f"{page}/resolve/{commit}", options=options, timeout=timeout, retry=retry)
+    store_options = {"default_headers": headers, "allow_redirects": True}
+    gate, tries = RetryGate(), Tries(RetryPolicy() if retry is None else as_policy(retry))
+
+    def attempt(request: Callable[[], T]) -> T:
+        while True:
+            try:
+                return request()
+            except (HFValidationError, StoreError):
+                raise
+            except Exception as error:  # of huggingface_hub, or of the HTTP client of its version
+                status = getattr(getattr(error, "response", None), "status_code", None)
+                text = describe_error(error, secrets_in(store_options)).rstrip(".")
+            cause = Cause.UNREACHABLE if status is None else CAUSES.get(status, Cause.OTHER)
+            if not background_loop().run(gate.may_try_again(RequestFailure(cause, status), tries)):
+                break
+        remedy = "Check the network, and HF_ENDPOINT" if status is None else HUB_REMEDY * (status in (401, 403, 404))
+        # Raised here, so that the request, which has the token, is not its context.
+        text = f"listing: {text}. {remedy}".rstrip()
+        raise cause.error(text, url=page, status=status, attempts=tries.attempts)
+
+    patterns = [files] if isinstance(files, str) else files
+    where: dict[str, Any] = {"repo_type": _KINDS[kind], "revision": revision or None}
+    where["revision"] = commit = attempt(lambda: api.repo_info(name, timeout=timeout, **where)).sha
+    sizes = attempt(lambda: _list(api, name, patterns, where, f"{page}@{commit}"))
+    store = Store(f"{page}/resolve/{commit}", options=store_options, timeout=timeout, retry=retry)
     return tuple(Shard(store, path, Head(path, size, None)) for path, size in sorted(sizes.items()))
 
 
@@ -103,11 +116,14 @@ def _list(api: HfApi, name: str, patterns: Sequence[str], where: dict[str, Any],
     fixed = [re.split(r"[*?\[]", pattern)[0] for pattern in patterns]
     folder = os.path.commonprefix(fixed).rpartition("/")[0]  # noqa: RUF071  # up to a slash
     deep = any("/" in each[len(folder) :].strip("/") for each in patterns)
-    try:
-        entries = [*api.list_repo_tree(name, folder or None, recursive=deep, **where)]
-    except EntryNotFoundError:
-        entries = []
-    sizes, found = {entry.path: entry.size for entry in entries if hasattr(entry, "size")}, dict[str, int]()
+    seen, sizes, found = set[str](), dict[str, int](), dict[str, int]()
+    with contextlib.suppress(EntryNotFoundError):
+        for entry in api.list_repo_tree(name, folder or None, recursive=deep, **where):
+            if entry.path in seen:
+                raise StoreError(f"listing: {Cause.ENDLESS.text}: {entry.path!r}", url=url)
+            seen.add(entry.path)
+            if hasattr(entry, "size"):
+                sizes[entry.path] = entry.size
     for pattern in patterns:
         matching = {path: sizes[path] for path in filter(glob_expression(pattern).fullmatch, sizes)}
         if not matching:

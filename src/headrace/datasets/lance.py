@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import anyio.lowlevel
 import anyio.to_thread
 
+from headrace._core.shards.unpacked import is_panic
+from headrace._core.store.redaction import redact_text, redact_url, secrets_in
 from headrace._core.streams.map_style import AsyncDataset, positions
 from headrace._core.text import check_names, short_repr
 from headrace.errors import MissingExtraError, StoreError
@@ -63,17 +67,20 @@ class LanceDataset(AsyncDataset[Any]):
             import lance
         except ImportError:
             raise MissingExtraError(what="LanceDataset", package="pylance", extra="lance") from None
-        try:
+        options = dict(storage_options or {})
+        self._name, parts = redact_url(os.fspath(url)), urlsplit(os.fspath(url))
+        shown = filter(None, (parts.username, parts.password, parts.query, parts.fragment))
+        self._secrets = (*secrets_in(options), *(shown if parts.scheme else ()))
+        with self._converted(f"cannot open Lance dataset {self._name}"):
             # Pickled with its manifest, so that each process reads the same files.
-            self._dataset = lance.dataset(os.fspath(url), version, storage_options=dict(storage_options or {}))
+            self._dataset = lance.dataset(os.fspath(url), version, storage_options=options)
             self._length = self._dataset.count_rows()
-        except (OSError, ValueError) as error:
-            raise StoreError(f"cannot open Lance dataset {os.fspath(url)}: {error}") from None
+            schema = self._dataset.schema
         self._columns = None if columns is None else list(columns)
-        names = self._dataset.schema.names
         for column in self._columns or ():  # lance would panic
-            if column not in names and column.partition(".")[0] not in names:
-                raise ValueError(f"{self!r} has no column {column!r}; it has {', '.join(map(repr, names))}")
+            if not _has_column([*schema], column):
+                names = ", ".join(map(repr, schema.names))
+                raise ValueError(f"{self!r} has no column {column!r}; it has {names}")
 
     @property
     def version(self) -> int:
@@ -84,7 +91,17 @@ class LanceDataset(AsyncDataset[Any]):
         return self._length
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._dataset.uri!r}, version={self.version}, {len(self)} rows)"
+        return f"{type(self).__name__}({self._name!r}, version={self.version}, {len(self)} rows)"
+
+    @contextlib.contextmanager
+    def _converted(self, what: str) -> Iterator[None]:
+        """Raise lance's errors, and the panics of its Rust code, as `StoreError` without secrets."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, OSError | ValueError | RuntimeError) and not is_panic(error):
+                raise
+            raise StoreError(f"{what}: {redact_text(str(error), self._secrets)}") from None
 
     async def aget(self, index: int | list[int]) -> Any:
         """Take the row at `index`, or a table of the rows at several; negative indices count from the end."""
@@ -98,7 +115,7 @@ class LanceDataset(AsyncDataset[Any]):
         rows = positions(indices, len(self)).tolist()
         if (limiter := _limiter.get(None)) is None:
             _limiter.set(limiter := anyio.CapacityLimiter(_THREADS))
-        take = anyio.to_thread.run_sync(self._dataset.take, rows, self._columns, limiter=limiter)
+        take = anyio.to_thread.run_sync(self._take_rows, rows, limiter=limiter)
         taking = asyncio.ensure_future(take)
         try:
             return await asyncio.shield(taking)
@@ -106,5 +123,15 @@ class LanceDataset(AsyncDataset[Any]):
             # A thread that is in lance while the interpreter exits would abort the process.
             await asyncio.gather(taking, return_exceptions=True)
             raise
-        except OSError as error:
-            raise StoreError(f"cannot read {self!r}, rows {short_repr(rows)}: {error}") from None
+
+    def _take_rows(self, rows: list[int]) -> Any:
+        with self._converted(f"cannot read {self!r}, rows {short_repr(rows)}"):
+            return self._dataset.take(rows, self._columns)
+
+
+def _has_column(fields: Sequence[Any], column: str) -> bool:
+    """Whether there is a column, ``"a.b"`` for a part of a nested one."""
+    name, _, rest = column.partition(".")
+    kinds = [field.type for field in fields if field.name == name]
+    parts = [[kind.field(number) for number in range(kind.num_fields)] for kind in kinds]
+    return any(field.name == column for field in fields) or any(_has_column(each, rest) for each in parts)

@@ -24,6 +24,7 @@ Format = Literal["auto", "json", "text", "bytes"]
 
 _TYPES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv")
 _JSON = (".jsonl", ".ndjson", ".json")
+_DOCUMENT = "write each record on a line (jq -c '.[]'), or give format='json' for one sample a line"
 LINE_LIMIT = 64 << 20  # bytes; a line is held in memory whole, so a longer one is corruption, an attack or a mistake
 
 
@@ -42,7 +43,8 @@ class LinesDataset(ShardedStream[Any]):
         shards: URLs or paths, as for `TarDataset`; in a directory, only files ending in ``.jsonl``, ``.ndjson``,
             ``.json``, ``.txt``, ``.csv`` or ``.tsv``, compressed or not.
         format: ``"json"``: each line parsed. ``"text"``: `str`, UTF-8, without a byte order mark. ``"bytes"``:
-            undecoded. ``"auto"``: JSON for the first three endings, compressed or not, else text.
+            undecoded. ``"auto"``: JSON for the first three endings, compressed or not, else text. A file of one
+            JSON document with records, and a web page in place of a file, are then errors.
         line_limit: bytes; a longer line is an error.
         options: as for `TarDataset`.
 
@@ -75,7 +77,7 @@ class LinesDataset(ShardedStream[Any]):
 
     def decoder(self, shard: Shard) -> _Lines:
         """The decoder of one shard."""
-        return _Lines(shard.name, self._format_of(shard), self._line_limit)
+        return _Lines(shard.name, self._format_of(shard), self._line_limit, given=self._format != "auto")
 
     def _format_of(self, shard: Shard) -> str:
         if self._format != "auto":
@@ -87,8 +89,23 @@ class LinesDataset(ShardedStream[Any]):
         return f"{self._shards[part].name}, {line} {number + 1:,}"
 
 
+def _is_document(value: Any) -> bool:
+    """Whether a value is or has a list of records, or is a table by columns, as pandas writes."""
+    if isinstance(value, list):
+        return any(isinstance(each, dict | list) for each in value)
+    if not isinstance(value, dict):
+        return False
+    lists = [each for each in value.values() if isinstance(each, list)]
+    columns = [each for each in value.values() if isinstance(each, dict)]
+    return any(isinstance(each, dict) for part in lists for each in part) or 0 < len(columns) == len(value)
+
+
 class _Lines(Decoder):
-    def __init__(self, shard: str, format: str, limit: int) -> None:
+    def __init__(self, shard: str, format: str, limit: int, *, given: bool) -> None:
+        self.pages = given and format != "json"
+        self._first = format == "json" and not given  # whether the next value may be all of the file
+        self._held: list[Any] = []  # that value
+        self._is_document = False  # whether the first line has begun a document of several lines
         self._shard = shard
         self._format = format
         self._limit = limit
@@ -113,11 +130,15 @@ class _Lines(Decoder):
         last = b"".join(self._parts)
         if last:
             yield from self._line(last, 0)
+        if self._held:
+            self._offset = 0
+            raise self._error(f"one JSON document in place of JSON lines; {_DOCUMENT}")
 
-    def position(self) -> State:
-        return {"offset": self._offset, "line": self._number}
+    def position(self) -> State | None:
+        return None if self._is_document else {"offset": self._offset, "line": self._number}
 
     def restore(self, position: State) -> None:
+        self._first = False
         self._offset, self._number = expect(position, "offset", int), expect(position, "line", int)
 
     def _line(self, line: bytes, ending: int) -> Iterator[Any]:
@@ -136,9 +157,23 @@ class _Lines(Decoder):
             elif self._format == "text":
                 yield content.decode()
             elif content.strip():
-                yield json.loads(content)
+                if self._held:
+                    yield self._held.pop()
+                if self._is_document:
+                    raise ValueError("part of one JSON document")
+                value = json.loads(content)
+                if self._first and _is_document(value):
+                    self._held.append(value)
+                else:
+                    yield value
+                self._first = False
         except (ValueError, RecursionError) as error:  # invalid JSON, JSON nested too deeply, invalid UTF-8
-            yield BadRecord(self._error(f"invalid line {self._number:,}: {str(error).replace('line 1 ', '')}"))
+            what = f"invalid line {self._number:,}: {str(error).replace('line 1 ', '')}"
+            if self._first and content.rstrip().endswith((b"[", b"{", b",")):
+                self._is_document = True
+                what += f"; if the file is one JSON document, {_DOCUMENT}"
+            self._first = False
+            yield BadRecord(self._error(what))
         self._offset += len(line) + ending
 
     def _error(self, what: str) -> ShardError:

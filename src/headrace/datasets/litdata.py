@@ -15,10 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.unpacked import UNPACKED_BYTES, unpack
+from headrace._core.shards.unpacked import UNPACKED_BYTES, check_unpacked, unpack
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import StoreLike
 from headrace.datasets import offset_tables as tables
+from headrace.datasets.arrow import unpacked_size
 from headrace.errors import ShardError
 
 __all__ = ["LitDataset"]
@@ -32,6 +33,7 @@ _TORCH_TYPES = (
 _MEDIA = ("bytes", "file", "jpeg", "image", "tifffile", "video", "audio", "pdf", "nifti", "mesh")
 _FRAMES = struct.Struct("<8sHHIII")  # magic, version, flags; the numbers of samples, of those in a frame, of frames
 _ARROW = b"LDARW01\0"  # at the end of a chunk of rows in an Arrow table
+_ROWS_AT_ONCE = 64  # of an Arrow table, that become Python objects
 _BYTES = "\ud800"  # the key of what stands for bytes in JSON: no name of a column can be this
 _FRAME = np.dtype([("first", "<u4"), ("rows", "<u4"), ("start", "<u8"), ("stored", "<u4"), ("size", "<u4")])
 
@@ -50,7 +52,8 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         url: the folder with the index.json.
         seq_len: for chunks of LitData's `TokensLoader`: tokens of a sample, which is an int64 tensor. Samples do not
             cross chunks.
-        unpacked_bytes: bytes of unpacked chunks that each process keeps.
+        unpacked_bytes: bytes of unpacked chunks that each process keeps. A chunk may unpack to these, to 256 MiB or
+            to 100 times its size, whichever is the most.
 
     Raises:
         MissingExtraError: ``headrace[compression]``, or for Arrow tables ``headrace[parquet]``, is not installed.
@@ -102,7 +105,7 @@ class LitDataset(tables.OffsetTableDataset[Any]):
     def _unpack(self, file: tables.TableFile, shard: Shard, data: memoryview) -> NDArray[np.uint8]:
         """Unpack a chunk; one of frames, or of an Arrow table, as if its rows had been compressed as a whole."""
         if data[-8:] == _ARROW and not self._seq_len:
-            return _rows_of_arrow(file, shard, data)
+            return _rows_of_arrow(file, shard, data, self._largest)
         if not self._config["framed"]:
             return super()._unpack(file, shard, data)
         try:
@@ -111,27 +114,39 @@ class LitDataset(tables.OffsetTableDataset[Any]):
                 raise ValueError(f"{magic!r} in version {version} of {rows:,} samples, and {file.rows:,} in its index")
             offsets = np.frombuffer(data, "<u4", rows + 1, _FRAMES.size) + np.uint32(4 * rows + 8)
             frames = np.frombuffer(data, _FRAME, count, _FRAMES.size + 4 * rows + 4).tolist()
+            size = sum(frame[-1] for frame in frames)
+            check_unpacked(size, len(data), self._largest)
+            if 4 * rows + 8 + size != offsets[-1]:
+                raise ValueError(f"{size:,} bytes unpacked, and {offsets[-1]:,} by its offsets")
         except (ValueError, struct.error) as error:
             raise ShardError(f"no chunk of compressed frames: {error}", shard=shard.name) from None
-        found = [unpack(data[start : start + stored], "zstd", size, shard.name) for _, _, start, stored, size in frames]
+        stored = ((data[start : start + stored], size) for _, _, start, stored, size in frames)
+        found = [unpack(each, "zstd", size, shard.name, size) for each, size in stored]
         whole = np.concatenate([np.array([rows, *offsets], "<u4").view(np.uint8), *found])
         self._table(replace(file, size=len(whole)), whole.data, shard)
         return whole
 
 
-def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview) -> NDArray[np.uint8]:
+def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview, largest: int) -> NDArray[np.uint8]:
     """The rows of the Arrow table at the end of a chunk, each as bytes of its own, after a table of their offsets."""
     require_pyarrow("reading rows of Arrow tables")
     import pyarrow
 
     try:
         begin = len(data) - 12 - struct.unpack_from("<I", data, len(data) - 12)[0]
-        rows: list[bytes] = []
-        for batch in pyarrow.ipc.open_stream(data[begin + 8 * (bytes(data[begin : begin + 6]) == b"ARROW1") : -12]):
+        stored = data[begin + 8 * (bytes(data[begin : begin + 6]) == b"ARROW1") : -12]
+        for message in pyarrow.ipc.MessageReader.open_stream(stored):
+            check_unpacked(unpacked_size(message.metadata, memoryview(message.body)), len(data), largest)
+        rows, size, left = list[bytes](), 0, file.rows
+        for batch in pyarrow.ipc.open_stream(stored):
             batch.validate(full=True)  # wrong offsets would be followed out of its memory
-            rows += map(_to_json, batch.to_pylist())
-        if len(rows) != file.rows:
-            raise ValueError(f"{len(rows):,} rows, and {file.rows:,} in its index")
+            left -= batch.num_rows
+            for start in range(0, batch.num_rows if left >= 0 else 0, _ROWS_AT_ONCE):
+                rows += map(_to_json, batch.slice(start, _ROWS_AT_ONCE).to_pylist())
+                size += sum(map(len, rows[-_ROWS_AT_ONCE:]))
+                check_unpacked(size, len(data), largest)
+        if left:
+            raise ValueError(f"{file.rows - left:,} rows, and {file.rows:,} in its index")
         offsets = np.cumsum([4 * len(rows) + 8, *map(len, rows)])
         table = np.array([len(rows), *offsets.tolist()], "<u4")  # or an `OverflowError`
     except (Exception, MemoryError) as error:
@@ -193,7 +208,9 @@ def _assemble(spec: Any, leaves: Iterator[Any]) -> Any:
     parts = [_assemble(child, leaves) for child in spec["children_spec"]]
     if spec["type"] == "builtins.dict":
         return dict(zip(json.loads(spec["context"]), parts, strict=True))
-    return {"builtins.list": list, "builtins.tuple": tuple}[spec["type"]](parts)
+    if spec["type"] not in _SEQUENCES:
+        raise ValueError(f"samples with {spec['type']!r} are not read; dict, list and tuple are")
+    return _SEQUENCES[spec["type"]](parts)
 
 
 @functools.lru_cache
@@ -202,7 +219,11 @@ def _decoder(format: str) -> Callable[[memoryview], Any]:
     if kind == "pickle":
         raise ValueError(f"leaf {format!r} is pickled, which can run any code: write it in another type")
     if kind in ("no_header_tensor", "no_header_numpy"):
+        if int(number) >= len(_NUMPY_TYPES if kind.endswith("numpy") else _TORCH_TYPES):
+            raise ValueError(f"leaf {format!r} is of an unknown type")
         return functools.partial(_values, kind, int(number), None)
+    if kind not in _DECODERS and kind not in _MEDIA:
+        raise ValueError(f"leaf {format!r} is unknown; {', '.join((*_DECODERS, *_MEDIA))} are read")
     return bytes if kind in _MEDIA else _DECODERS[kind]
 
 
@@ -222,6 +243,7 @@ def _with_header(kind: str, data: memoryview) -> Any:
     return _values(kind, number, struct.unpack_from(f"{order}{rank}I", data, 8), data[8 + 4 * rank :])
 
 
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"builtins.list": list, "builtins.tuple": tuple}
 _DECODERS: dict[str, Callable[[memoryview], Any]] = {
     "str": lambda data: bytes(data).decode(),
     "text": lambda data: bytes(data).decode(),

@@ -54,7 +54,8 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
 
     Args:
         url: the folder with the index.json; the index of several folders, merged by Mosaic, is read too.
-        unpacked_bytes: bytes of unpacked shards that each process keeps.
+        unpacked_bytes: bytes of unpacked shards that each process keeps. A shard may unpack to these, to 256 MiB or
+            to 100 times its size, whichever is the most.
 
     Raises:
         MissingExtraError: ``headrace[compression]`` is needed, and not installed.
@@ -100,6 +101,8 @@ def _decoder(encoding: str) -> Callable[[memoryview], Any]:
     kind, _, options = encoding.partition(":")
     if kind == "ndarray":
         type, _, shape = options.partition(":")
+        if type and type not in _TYPES:
+            raise ValueError(f"encoding {encoding!r} is of an unknown type; {', '.join(_TYPES)} are read")
         return functools.partial(_array, type, tuple(map(int, shape.split(","))) if shape else None)
     if kind in _TYPES:
         return functools.partial(_scalar, kind)

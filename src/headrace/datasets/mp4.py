@@ -22,6 +22,7 @@ _FIRST, _LATER = 16 << 10, 1 << 20  # bytes of requests
 _MOST_BYTES, _MOST_FRAMES, _MOST_SECONDS = 1 << 28, 1 << 24, 4e6  # of an index, and what it may state
 _PARENTS = (b"mdia", b"minf", b"stbl", b"edts", b"dinf")
 _COPIED = ((b"tkhd",), (b"mdhd", b"hdlr"), (b"vmhd", b"dinf"), (b"stsd",))  # into clips, at each depth
+_OTHER_KINDS = {b"\x1aE\xdf\xa3": "Matroska or WebM", b"G@": "MPEG-TS", b"RIFF": "AVI"}
 
 
 def _check(good: object, what: str) -> None:
@@ -31,17 +32,22 @@ def _check(good: object, what: str) -> None:
 
 async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
     """Read the index of a file by one to three requests; the shard is returned with its size and version."""
-    reader = HeaderReader(shard, await shard.read_start(_FIRST), _LATER)
+    first = await shard.read_start(_FIRST)
+    reader = HeaderReader(shard, first, _LATER)
     shard, size, at, kind, header, length = reader.shard, reader.size, 0, b"", 0, 0
     for _ in range(1000):
         at += length
         kind, header, length = _header(await reader.take(at, at + 16), size - at)
-        if kind in (b"moov", b"moof") or length < header:
+        if kind in (b"moov", b"moof") or not header <= length < size - at:
             break
     if kind != b"moov" or not header <= length <= min(size - at, _MOST_BYTES):
-        raise ShardError("not an mp4 or mov file with a whole index (moov)", shard=shard.name, offset=at)
+        begin = bytes(first.data[:12])
+        names = [name for magic, name in _OTHER_KINDS.items() if begin.startswith(magic)]
+        what = f"not mp4 or mov with a whole index (moov): begins as {[*names, begin][0]}"
+        remedy = "remux (ffmpeg -c copy), or decode whole files of an ObjectDataset"
+        raise ShardError(f"{what}; {remedy}", shard=shard.name, offset=at)
     try:
-        track = _parse(await reader.take(at + header, at + length))
+        track = _parse(await reader.take(at + header, at + length), size)
     except (ValueError, LookupError, RecursionError, struct.error) as error:
         raise ShardError(f"no video that can be read by ranges: {error!r}", shard=shard.name, offset=at) from None
     if (end := int(track[0]["offset"][-1]) + int(track[0]["size"][-1])) > size:
@@ -76,17 +82,20 @@ def _runs(box: memoryview, dtype: str, count: int) -> Array:
     return np.repeat(rows["f1"].astype(np.int64), rows["f0"])
 
 
-def _parse(moov: memoryview) -> VideoTrack:
+def _parse(moov: memoryview, size: int) -> VideoTrack:
     movie = dict(_walk(moov))
     tracks = [dict(reversed([*_walk(box)])) for kind, box in _walk(moov) if kind == b"trak"]  # the first of each kind
-    (track, *_) = (each for each in tracks if bytes(each.get(b"hdlr", b"")[8:12]) == b"vide")
+    kinds = {bytes(each.get(b"hdlr", b"")[8:12]): each for each in reversed(tracks)}
+    _check(b"vide" in kinds, f"no track of video, but {[*kinds]}")
+    track = kinds[b"vide"]
     _check(b"mvex" not in movie, "fragmented mp4, whose index is not in one place")
     codecs = bytes(track[b"stsd"][4:16])
     _check(codecs[:4] == b"\0\0\0\1" and codecs[8:] != b"encv", "encrypted, or of several codecs")
     _check(b"dref" not in track or bytes(track[b"dref"][19:20]) == b"\1", "the frames are in another file")
     mvhd, mdhd, (constant, count) = movie[b"mvhd"], track[b"mdhd"], struct.unpack_from(">II", track[b"stsz"], 4)
     at, (scale,) = 20 if mvhd[0] else 12, struct.unpack_from(">I", mdhd, 20 if mdhd[0] else 12)
-    _check(0 < count <= _MOST_FRAMES and scale, f"{count} frames of {scale} ticks a second")
+    most = min(_MOST_FRAMES, size // max(1, constant))
+    _check(0 < count <= most and scale, f"{count} frames in {size} bytes, {scale} ticks a second")
     frames = np.zeros(count, _FRAME)
     frames["size"] = constant or _rows(track[b"stsz"], ">u4", 8)
     frames["offset"] = _offsets(track, frames["size"].astype(np.int64))
@@ -143,8 +152,10 @@ def clip_file(boxes: tuple[bytes, ...], frames: Array, begin: int, end: int, dat
     edit = struct.pack(">IIQqI", 1 << 24, 1, end - begin, begin - int(frames["pts"][0]) - least, 1 << 16)
     times = _table(b"stts", 1, durations) + _table(b"ctts", 1, delays - least)
     places = _table(b"stco", frames["offset"] - frames["offset"][0] + len(ftyp) + 8) + _table(b"stsc", [1], 1, 1)
-    # Of several sync samples FFmpeg would choose where an edit begins and ends, and not always right in open groups.
-    sizes = _table(b"stsz", frames["size"], extra=bytes(4)) + _table(b"stss", [1])
+    # Of several sync samples FFmpeg chooses where an edit begins and ends: not always right in open
+    # groups, which delay frames. Other codecs may need the flag of each frame.
+    syncs = [1] if delays.any() else np.union1d(1, np.flatnonzero(frames["sync"]) + 1)
+    sizes = _table(b"stsz", frames["size"], extra=bytes(4)) + _table(b"stss", syncs)
     media += _box(b"minf", info, _box(b"stbl", description, times, places, sizes))
     trak = _box(b"trak", track, _box(b"edts", _box(b"elst", edit)), _box(b"mdia", media))
     return b"".join((ftyp, struct.pack(">I4s", 8 + len(data), b"mdat"), data, _box(b"moov", head, trak)))

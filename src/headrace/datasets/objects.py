@@ -14,7 +14,6 @@ from headrace._core.store.listing import (
     Labels,
     ListingFile,
     StringArray,
-    align_labels,
     list_objects,
     read_table,
 )
@@ -80,6 +79,9 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         labels: the label of each key: ``"folder"`` for the number, in `classes`, of the folder that it begins with; or
             a function of the key, a mapping from it, or a sequence in the order of `keys` (of the sorted listing, if
             there are none).
+        classes: names of the folders in the order of their numbers; by default all folders found,
+            sorted. Give the validation set ``classes=train.classes``: there, a class without a file
+            would renumber the other classes.
         listing_file: the path of a Parquet file that keeps the listing: where it is there, it is read and nothing is
             listed; where not, it is written after the listing. It must be of this store and `suffix`. Needs
             ``headrace[parquet]``.
@@ -107,6 +109,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         keys: Sequence[str] | None = None,
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
+        classes: Sequence[str] | None = None,
         listing_file: str | os.PathLike[str] | None = None,
         **unknown: Never,
     ) -> None:
@@ -124,7 +127,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
             catalog = background_loop().run(list_objects(self._store, suffix))
             if file is not None:
                 file.write(catalog)
-        self._hold(catalog, labels)
+        self._hold(catalog, labels, classes)
 
     @classmethod
     def from_table(
@@ -169,12 +172,12 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         dataset = cls.__new__(cls)
         dataset._store = as_store(store)
         catalog = read_table(table, dataset._store, key=key, label=label, size=size, etag=etag, checksum=checksum)
-        dataset._hold(catalog, None)
+        dataset._hold(catalog, catalog.labels, None)
         return dataset
 
-    def _hold(self, catalog: Catalog, labels: Labels) -> None:
+    def _hold(self, catalog: Catalog, labels: Labels, classes: Sequence[str] | None) -> None:
         self._keys, self._sizes, self._etags = catalog.keys, catalog.sizes, catalog.etags
-        self._labels = catalog.labels if labels is None else align_labels(labels, self._keys)
+        self._set_labels(labels, classes)
         self._checksums = catalog.checksums
 
     def __repr__(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace._core.shards.compression import check_content
 from headrace._core.shards.discovery import Shard, map_shards
 from headrace._core.shards.unpacked import FORMATS, UnpackedShards, unpack, unpacker
 from headrace._core.store.ranges import Ranges
@@ -53,7 +54,7 @@ class OffsetTableDataset(RangedShards[T_co]):
             unpacker(format)  # a missing package is noticed now
         if len(keys := [file.key for file in files]) > len(set(keys)):
             raise ShardError("its index has it twice", shard=store.name(max(keys, key=keys.count)))
-        self._unpacked = UnpackedShards(unpacked_bytes)
+        self._unpacked, self._largest = UnpackedShards(unpacked_bytes), unpacked_bytes
         opened = map_shards(functools.partial(self._open, store), files)
         super().__init__([shard for shard, _ in opened], counts or [file.rows for file in files] or [0])
         self._offsets = np.concatenate([table for _, table in opened] or [np.zeros(1, np.int64)]).astype(np.uint32)
@@ -122,7 +123,9 @@ class OffsetTableDataset(RangedShards[T_co]):
             return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.head.size))
 
     def _unpack(self, file: TableFile, shard: Shard, data: memoryview) -> NDArray[np.uint8]:
-        found = unpack(data, file.format, file.size, shard.name) if file.format else np.frombuffer(data, np.uint8)
+        found = np.frombuffer(data, np.uint8)
+        if file.format:
+            found = unpack(data, file.format, file.size, shard.name, self._largest)
         self._table(file, found.data, shard)
         return found
 
@@ -149,12 +152,14 @@ def read_index(url: StoreLike, parse: Callable[[Any], T_co]) -> tuple[Store, T_c
     """The store at `url`, and what `parse` makes of its index.json."""
     store = as_store(url)
     data = background_loop().run(store.read_all("index.json"))
+    check_content(data, store.name("index.json"))
     try:
         return store, parse(json.loads(bytes(data)))
     except ShardError:
         raise
     except Exception as error:  # of a JSON that has something else in a place
-        what = f"no index of such shards: {type(error).__name__}: {error}"
+        problem = "it has no" if isinstance(error, KeyError) else f"{type(error).__name__}:"
+        what = f"no index of such shards: {problem} {error}"
         raise ShardError(what, shard=store.name("index.json")) from None
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, ClassVar, Literal
 
 from headrace._core.ranks.distributed import RankChoice, Remainder
 from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.parquet import SUFFIXES, RowGroup, RowGroupStream, read_footers
+from headrace._core.shards.parquet import SUFFIXES, RowGroup, RowGroupStream, read_footer, read_footer_or_list
 from headrace._core.shards.stream import PartStream
 from headrace._core.shards.tables import TableFile, as_expression, filter_text, select_columns
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import StoreLike
-from headrace._core.streams.blocking import background_loop
 from headrace._core.text import check_names
+from headrace.datasets.opening import OnOpeningError, opened
 
 __all__ = ["ParquetDataset", "TableStream"]
 
@@ -25,7 +26,7 @@ class TableStream(PartStream[Any]):
     _remedies = ("prefetch_row_groups",)
 
     _suffixes: ClassVar[tuple[str, ...]]
-    _read_files: Callable[[Sequence[Shard]], Coroutine[Any, Any, Sequence[TableFile]]]
+    _open_files: Callable[[Sequence[Shard], OnOpeningError], Sequence[TableFile]]
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class TableStream(PartStream[Any]):
         remainder: Remainder = "drop",
         prefetch_row_groups: int = 16,
         prefetch_bytes: int = 256 << 20,
+        on_error: OnOpeningError = "raise",
         store: StoreLike | None = None,
     ) -> None:
         if format not in ("rows", "arrow"):
@@ -61,16 +63,23 @@ class TableStream(PartStream[Any]):
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
         filters = as_expression(filters)
         self._filters = filter_text(filters)
-        files = background_loop().run(self._read_files(find_shards(shards, suffixes=self._suffixes, store=store)))
+        files = self._open_files(find_shards(shards, suffixes=self._suffixes, store=store), on_error)
         selections = select_columns(files, names, filters, as_rows=format == "rows")  # columns of all files agree
         self._groups = [group for file, one in zip(files, selections, strict=True) for group in file.row_groups(one)]
-        if self._ranks.given is not None:
-            self._counts_to_equalize(self._ranks.given)
+        self._check_ranks()
 
     def __repr__(self) -> str:
         rows = sum(group.rows for group in self._groups)
         passing = "" if self._filters is None else f", those with {self._filters}"
         return f"{type(self).__name__}({len(self._groups)} {self.parts_name}, {rows} rows{passing})"
+
+    @property
+    def schema(self) -> Any:
+        """The `pyarrow.Schema` that holds the rows of all files."""
+        import pyarrow
+
+        schemas = dict.fromkeys(group.selection.given for group in self._groups)
+        return pyarrow.unify_schemas([*schemas], promote_options="permissive")
 
     def _part_count(self) -> int:
         return len(self._groups)
@@ -150,6 +159,8 @@ class ParquetDataset(TableStream):
             numbers are known from the footers, without `filters`.
         prefetch_row_groups: maximum row groups read at once; they are ahead of the one whose samples are given out.
         prefetch_bytes: maximum compressed bytes of all these; at least one row group is read whatever its size.
+        on_error: what a broken or missing file is for the constructor: ``"raise"``, or ``"skip"``: left out,
+            with one warning. Failed requests, and columns that files do not share, are errors always.
         store: store of all files, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
             By default each URL's own store is opened with default options.
 
@@ -171,4 +182,8 @@ class ParquetDataset(TableStream):
     """
 
     _suffixes = SUFFIXES
-    _read_files = staticmethod(read_footers)
+
+    @staticmethod
+    def _open_files(shards: Sequence[Shard], on_error: OnOpeningError) -> Sequence[TableFile]:
+        found = chain.from_iterable(opened(shards, read_footer_or_list, on_error=on_error))
+        return opened([*found], read_footer, on_error=on_error)

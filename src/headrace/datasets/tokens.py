@@ -12,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from headrace._core.shards.compression import refuse_compressed
-from headrace._core.shards.discovery import Shard, Shards, find_shards, map_shards
+from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.npy import npy_layout
 from headrace._core.shards.token_index import TokenIndex, read_index
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
 from headrace.datasets.cached import RangedShards
+from headrace.datasets.opening import OnOpeningError, opened
 from headrace.errors import ShardError
 
 __all__ = ["TokenDataset"]
@@ -26,6 +27,7 @@ TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int
 
 _SUFFIXES = (".bin", ".ds", ".npy")
 _BEGINNING = 4096  # bytes read of each shard; the header of a one-dimensional array takes 128
+_VOCABULARY = 1 << 20  # tokens, at most
 _LLMC_HEADER = 1024  # bytes: 256 numbers of 32 bits, of which two say the type, and the third counts the tokens
 _LLMC_TYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # by kind and version
 _LLMC_KINDS = {20240520, 20240522, 20240801}  # the second is of examples for evaluations
@@ -58,6 +60,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         stride: tokens from the start of a window to that of the next; by default `seq_len`.
         dtype: type of raw shards, as ``"uint32"``; those with a header, of numpy or llm.c, have their own, and an index
             has to agree. None: ``.bin`` without an index is ``"uint16"``.
+        on_error: what a broken or missing shard is for the constructor, as for `ParquetDataset`.
         store: store of all shards, as for `TarDataset`.
 
     Raises:
@@ -68,7 +71,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         ValueError: an invalid argument, no shard is long enough for a window, or an index contradicts `dtype`.
 
     Warns:
-        UserWarning: raw tokens look like those of 32 bits, and are read as 16.
+        UserWarning: raw tokens look like those of more bits than they are read as.
 
     Example:
         >>> import pathlib, tempfile
@@ -86,6 +89,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         seq_len: int | None,
         stride: int | None = None,
         dtype: TokenType | None = None,
+        on_error: OnOpeningError = "raise",
         store: StoreLike | None = None,
     ) -> None:
         if seq_len is None and stride is not None:
@@ -102,7 +106,8 @@ class TokenDataset(RangedShards[torch.Tensor]):
             if dtype is None and not shard.key.lower().endswith(_SUFFIXES):
                 what = f"the ending of {shard.name} does not name a type; give dtype='uint16' or dtype='uint32'"
                 raise ValueError(what)
-        files = map_shards(_open_file, [(shard, dtype, seq_len is None) for shard in found])
+        sources = [(shard, dtype, seq_len is None) for shard in found]
+        files = opened(sources, _open_file, on_error=on_error)
         shards, begins, self._dtypes, counts, bounds = zip(*files, strict=True)
         # Of all shards, one more for each than it has documents; None for windows.
         self._bounds = np.concatenate(bounds) if seq_len is None else None
@@ -113,7 +118,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         super().__init__(shards, counts)
         if not len(self):
             kind = "a document" if seq_len is None else f"the {seq_len} tokens of a window"
-            raise ValueError(f"none of {len(found)} shards has {kind}")
+            raise ValueError(f"none of {len(files)} shards has {kind}")
         self._begins = np.array(begins, dtype=np.int64)
         self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], dtype=np.int64)
         self._dtype = self._dtypes[0] if len(set(self._dtypes)) == 1 else None
@@ -166,6 +171,9 @@ async def _open_file(of: tuple[Shard, str | None, bool]) -> tuple[Shard, int, *T
             what = f"an array of shape {shape} and type {dtype}; tokens are one-dimensional unsigned or signed integers"
             raise ShardError(what, shard=shard.name)
         count = shape[0]
+    elif first.startswith(b"LITPKDS"):
+        what = "a packed dataset of lit-gpt; save its tokens, which begin at byte 24, as .npy"
+        raise ShardError(what, shard=shard.name, offset=0)
     elif int.from_bytes(first[:4], "little") in _LLMC_KINDS:
         begin, dtype, count = _llmc_layout(first, shard)
     elif index := await read_index(shard, size, raw, documents):
@@ -178,7 +186,7 @@ async def _open_file(of: tuple[Shard, str | None, bool]) -> tuple[Shard, int, *T
         if rest:
             what = f"truncated: {size} bytes are not a whole number of {dtype.name} tokens"
             raise ShardError(what, shard=shard.name)
-        _check_width(first, raw or "", shard)
+        _check_width(first, dtype.itemsize, raw, shard)
     if begin + count * dtype.itemsize != size:
         there = (size - begin) // dtype.itemsize
         raise ShardError(f"{there} tokens, but {count} in the header", shard=shard.name, offset=begin)
@@ -188,14 +196,18 @@ async def _open_file(of: tuple[Shard, str | None, bool]) -> tuple[Shard, int, *T
     return shard, begin, dtype, count, bounds
 
 
-def _check_width(first: bytes, raw: str, shard: Shard) -> None:
-    """Notice raw tokens of 32 bits, whose upper halves are nearly 0, that would be read as 16 bits."""
-    pairs = np.frombuffer(first[: len(first) // 4 * 4], "<u2").reshape(-1, 2)
-    if raw not in ("", "uint16", "int16") or len(pairs) < 64 or not pairs[:, 1].max() < 16 <= pairs[:, 0].max():
+def _check_width(first: bytes, width: int, raw: str | None, shard: Shard) -> None:
+    """Notice raw tokens of 32 or 64 bits, whose upper halves are nearly 0, that are read as fewer bits."""
+    seem = width
+    for other in (4, 8):
+        values = np.frombuffer(first[: len(first) // 8 * 8], f"<i{other}")
+        if other > width > 1 and len(values) >= 32 and 16 <= values.max() < _VOCABULARY and values.min() > -_VOCABULARY:
+            seem = other
+    if seem == width:
         return
-    what = "these look like tokens of 32 bits, but are read as 16"
-    if not raw:
-        raise ShardError(f"{what}; give dtype='uint32', or 'uint16' if it is right", shard=shard.name)
+    what = f"these look like tokens of {8 * seem} bits, but are read as {8 * width}"
+    if raw is None:
+        raise ShardError(f"{what}; give dtype='int{8 * seem}', or 'uint16' if it is right", shard=shard.name)
     warnings.warn(f"{what}: {shard.name}", UserWarning, stacklevel=1)
 
 

@@ -8,16 +8,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from headrace._core.shards.discovery import Shards, find_shards, map_shards
+from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.map_style import positions
 from headrace.datasets.cached import RangedShards
 from headrace.datasets.mp4 import Array, VideoTrack, clip_file, read_track
+from headrace.datasets.opening import OnOpeningError, opened
 from headrace.errors import ShardError
 
 __all__ = ["VideoClip", "VideoDataset"]
 
+_MOST_CLIPS = 1 << 20  # of a file, beside 1,000 for each frame: times are only stated
 _CLIP = np.dtype("<i8,<i8,<i8,<i8,<i8,<i8,<f8")
 _CLIP.names = ("first", "last", "begin", "end", "start", "stop", "seconds")  # frames, shown ticks, bytes
 
@@ -54,6 +56,7 @@ class VideoDataset(RangedShards[VideoClip]):
         frames: number of frames of a clip, in place of `clip_seconds`.
         stride: from the start of a clip to that of the next, in the same unit; by default the length of a clip.
         store: store of all files, a `headrace.Store` or its URL, as for `TokenDataset`.
+        on_error: ``"skip"`` leaves out files that are broken or missing, with one warning.
 
     Raises:
         ShardError: a file has no video that can be read by ranges, or is truncated.
@@ -72,6 +75,7 @@ class VideoDataset(RangedShards[VideoClip]):
         frames: int | None = None,
         stride: float | None = None,
         store: StoreLike | None = None,
+        on_error: OnOpeningError = "raise",
     ) -> None:
         if (clip_seconds is None) is (frames is None):
             raise ValueError("give either clip_seconds= or frames=")
@@ -80,10 +84,14 @@ class VideoDataset(RangedShards[VideoClip]):
         if not 0 < length < 1e6 or not 0 < stride < 1e6 or (frames is not None and (length % 1 or stride % 1)):
             raise ValueError(f"a length of {length} or stride={stride} is not positive, or no whole number of frames")
         found = find_shards(objects, suffixes=(".mp4", ".m4v", ".mov"), store=store)
-        read = map_shards(read_track, found)
-        clips = [_clips(shard.name, track, length, stride, frames is not None) for shard, track in read]
-        super().__init__([shard for shard, _ in read], [*map(len, clips)])
-        self._tracks, self._clips = tuple(track for _, track in read), np.concatenate(clips)
+
+        async def read(shard: Shard) -> tuple[Shard, VideoTrack, Array]:
+            shard, track = await read_track(shard)
+            return shard, track, _clips(shard.name, track, length, stride, frames is not None)
+
+        shards, self._tracks, clips = zip(*opened(found, read, on_error=on_error), strict=True)
+        super().__init__(shards, [*map(len, clips)])
+        self._clips = np.concatenate(clips)
         if not len(self):
             raise ValueError(f"none of {len(found)} videos is long enough for a clip")
 
@@ -122,6 +130,8 @@ def _clips(name: str, track: VideoTrack, length: float, stride: float, count: bo
     else:
         ticks = round(length * scale)
         room = (ends - times[0] - ticks) / (stride * scale)
+        if room > _MOST_CLIPS + 1000 * len(times):
+            raise ShardError(f"{room:,.0f} clips of {len(times)} frames", shard=name)
         starts = times[0] + np.round(np.arange(int(room + 1 + 1e-9) if room >= 0 else 0) * (stride * scale))
         low, high = np.searchsorted(times, starts, side="right") - 1, np.searchsorted(times, starts + ticks)
     clips = np.zeros(len(low), _CLIP)

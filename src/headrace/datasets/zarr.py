@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from headrace._core.shards.discovery import split_url
-from headrace._core.shards.unpacked import UnpackedShards
+from headrace._core.shards.unpacked import UnpackedShards, is_panic
 from headrace._core.store.ranges import Ranges, map_all
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
@@ -45,7 +45,8 @@ class ZarrDataset(RangedDataset[Any]):
         axis: the axis of samples, in all arrays, which must agree in its length.
         missing: what a chunk that does not exist is: an ``"error"``, or ``"fill"``, the array's fill value, since most
             writers leave out chunks that have only that. A store of zarr's decides itself; Icechunk knows its chunks.
-        cache_bytes: bytes of decoded chunks that each process keeps, beside those under way.
+        cache_bytes: bytes of decoded chunks that each process keeps, beside those under way. What is decoded for one
+            sample may take these bytes, or 1 GiB if that is more.
         store: store of the arrays, a `headrace.Store` or its URL; `url` is then a key in it, or under its URL.
 
     Attributes:
@@ -81,7 +82,7 @@ class ZarrDataset(RangedDataset[Any]):
         if missing not in ("error", "fill"):
             raise ValueError(f"missing={missing!r} must be 'error' or 'fill'")
         try:
-            from headrace._core.shards.zarr_store import ReadStore, open_array
+            from headrace._core.shards.zarr_store import ReadStore, check_inner, open_array
         except ImportError:
             raise MissingExtraError(what="ZarrDataset", package="zarr", extra="zarr") from None
         self._reads = UnpackedShards(cache_bytes)
@@ -96,9 +97,10 @@ class ZarrDataset(RangedDataset[Any]):
             self._store, self._prefix = ReadStore(opened, missing != "fill", self._reads), opened.name("")
         self._axis = axis
         self._names = None if arrays is None or isinstance(arrays, str) else list(arrays)
-        opened_as = partial(open_array, self._store, self._prefix, self._path.strip("/"), axis)
+        opened_as = partial(open_array, self._store, self._prefix, self._path.strip("/"), axis, cache_bytes)
         opening = map_all(opened_as, [str(arrays or "")] if self._names is None else self._names, 8)
         self._arrays: list[AsyncArray[Any]] = background_loop().run(opening)
+        self._check_inner = check_inner if getattr(self._store, "must_exist", False) else None
         lengths = {array.path: array.shape[axis] for array in self._arrays}
         if len({*lengths.values()}) != 1:
             raise ValueError(f"arrays must have the same length along axis {axis}, but have {lengths}")
@@ -139,9 +141,13 @@ class ZarrDataset(RangedDataset[Any]):
         first = block * array.chunks[axis]
         try:
             values = await array.getitem((slice(None),) * axis + (slice(first, first + array.chunks[axis]),))
+            if self._check_inner and array.shards is not None:
+                await self._check_inner(self._store, array, axis, block)
         except HeadraceError:
             raise
-        except Exception as error:  # zarr's and its codecs', of any kind
+        except BaseException as error:  # zarr's and its codecs', of any kind, and panics of icechunk
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             what = f"samples from {first:,} on: a chunk, or zarr.json or .zarray, is damaged: {error!r}"
             raise ShardError(what, shard=self._prefix + array.path) from error
         return np.moveaxis(np.asarray(values), axis, 0)
@@ -157,7 +163,8 @@ class _Rows:
         return len(self.arrays[0])
 
     def __getitem__(self, rows: slice) -> _Rows:
-        return _Rows([np.array(each[rows], each.dtype.newbyteorder("="), order="C") for each in self.arrays])
+        types = [each.dtype if each.dtype.isnative else each.dtype.newbyteorder("=") for each in self.arrays]
+        return _Rows([np.array(each[rows], type, order="C") for each, type in zip(self.arrays, types, strict=True)])
 
 
 def _tensor(row: Any) -> Any:

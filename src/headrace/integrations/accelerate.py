@@ -20,7 +20,7 @@ from headrace._core.ranks.rankinfo import RankInfo, provided_rank, reading_divid
 from headrace._core.streams.kinds import splits_by_rank
 from headrace._core.streams.torch_views import unwrap, without_adapter
 from headrace._core.text import dataset_repr
-from headrace._core.torchcompat.portable_collate import PortableCollate
+from headrace._core.torchcompat.portable_collate import PortableCollate, without_transform
 from headrace.integrations._shared import BatchwiseBatches, BatchwiseSampler, copied, load_state, save_state
 from headrace.loader import DataLoader
 
@@ -226,9 +226,8 @@ class PreparedLoader(DataLoader[T_co]):
             self._control.skip(self, batches, self._rank)
 
     def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
-        collate = collate_fn.collate if isinstance(collate_fn, PortableCollate) else collate_fn
         transform = self._control.spec.options["transform"]
-        return PortableCollate(collate, transform, batched=self._auto_collation, warn=_refuse)
+        return PortableCollate(without_transform(collate_fn), transform, batched=self._auto_collation, warn=_refuse)
 
 
 def _part_of_batch(collate_fn: Callable[[list[Any]], object], numbers: range, samples: Sequence[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -87,6 +88,8 @@ class LoaderStats:
 
 
 _changing = threading.RLock()  # the garbage collector may end an export inside `subscribe`
+# Another thread of the parent may hold the lock at a fork.
+os.register_at_fork(after_in_child=_changing._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class Counters:

@@ -21,7 +21,6 @@ FAST_NEXT = 50e-6
 BATCHES_AT_LEAST = 10  # for a diagnosis
 WAITING = 0.1  # CPU seconds of a worker for each second of its work, below which it waits for something else
 LONG_START = 0.5  # of the time
-PROVEN_BLOCK = 0.01  # of the time, above which blocking calls are the reason if the event loop is late
 HEADROOM = 1.2  # of a change beyond what is needed
 MOST = 16.0  # times as fast: no change beyond that is advised at once
 THROTTLED = 0.01  # of the requests, above which the store is the limit
@@ -33,10 +32,11 @@ QUEUEING = 2.0  # times a quick one of the first fetches: a quick one of all, wh
 TURNS = 10  # fetches one after the other, in which concurrency="auto" has tried more in flight
 MOSTLY = 0.5  # of a request that is the transfer of its body
 MANY_CORES = 3  # above which several engines have one each, beside the training loop and the workers
-ALONE = 1.5  # fetches at the same time, below which they are made one after the other
 CLOSE = 0.7  # of the longest waiting, above which that for another stage is named too
 THREADS = 40  # calls that `anyio.to_thread.run_sync` runs at once
 IDLE_WORKERS = 0.7  # of the workers, below which more of them would not help
+BUSY_WORKERS = 0.9  # of the workers, above which they are the limit, whatever the loop waits for
+GAIN = 1.05  # times as many batches a second after a change; one that gives less is not advised
 
 # The steps that `next()` waits for, by what the loop waits for in them.
 STAGES = {
@@ -121,7 +121,16 @@ class _Model:
 
 
 def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
-    """The diagnosis of an iteration."""
+    """The diagnosis of an iteration, without advice that would change nothing."""
+    found = _diagnosed(figures, setup)
+    if found.predicted is None or found.limit in ("consumer", "start-up") or not figures.compute:
+        return found
+    if figures.gain(found.predicted) > GAIN:
+        return found
+    return Diagnosis(found.limit, f"{found.evidence}; no single change makes it faster, since other stages limit too")
+
+
+def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
     if figures.batches < BATCHES_AT_LEAST:
         return Diagnosis(
             "few-batches",
@@ -131,7 +140,8 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
     model, total = _Model(figures, setup), figures.start_up + figures.seconds
     wait = figures.waited / figures.batches
     waiting = figures.start_up + figures.waited
-    if waiting > LONG_START * total and _blocked_seconds(figures) > BLOCKED_WAITING * waiting:
+    busy = _workers_are_busy(figures, setup)
+    if not busy and waiting > LONG_START * total and _blocked_seconds(figures) > BLOCKED_WAITING * waiting:
         return _blocked_loop(figures, model)
     if figures.start_up > max(figures.waited, LONG_START * total) and figures.wait_share < LONG_START:
         return Diagnosis(
@@ -147,6 +157,9 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
     if figures.wait_share < FEW_WAITS or wait < FAST_NEXT:
         evidence = f"next() takes {seconds(wait)}, and the loop itself {seconds(figures.compute)} for each batch"
         return Diagnosis("consumer", evidence, predicted=figures.wait_share)
+    if busy:
+        stepping = setup.stream and figures.steps_busy > figures.workers_busy
+        return (_stepping if stepping else _working)(figures, setup, model)
     waits = {stage: sum(figures.waits[step] for step in steps) for stage, steps in STAGES.items()}
     longest, second, *_ = sorted(waits, key=waits.__getitem__, reverse=True)
     found = _of_stage(longest, figures, setup, model)
@@ -154,6 +167,14 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
         of_both = f"{share(waits[longest] / figures.waited)} and {share(waits[second] / figures.waited)}"
         found = found._replace(evidence=f"{found.evidence}; close to it is {second} ({of_both} of the waiting)")
     return found
+
+
+def _workers_are_busy(figures: Figures, setup: Setup) -> bool:
+    """Whether the workers, or the thread without them, have work all the time after the first batch."""
+    if figures.start_up > figures.seconds:
+        return False
+    steps = figures.steps_busy if setup.stream and setup.is_async else 0.0
+    return figures.workers_busy + steps > BUSY_WORKERS * max(1, setup.num_workers)
 
 
 def _of_stage(stage: str, figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
@@ -166,11 +187,9 @@ def _of_stage(stage: str, figures: Figures, setup: Setup, model: _Model) -> Diag
     if stage == "transforms and collation":
         return _working(figures, setup, model)
     part = share(sum(figures.waits[step] for step in STAGES[stage]) / figures.waited)
-    if stage == "sending batches" and figures.waits["loop"] > figures.waits["hand-over"]:
-        if figures.blocked > PROVEN_BLOCK:
-            return _blocked_loop(figures, model)
-        if (found := _busy_loop(figures, setup, model)) is not None:
-            return found
+    late = stage == "sending batches" and figures.waits["loop"] > figures.waits["hand-over"]
+    if late and (found := _busy_loop(figures, setup, model)) is not None:
+        return found
     if stage == "the sampler":
         return Diagnosis(
             "look-ahead",
@@ -304,16 +323,8 @@ def _holds_the_lock(figures: Figures, setup: Setup) -> bool:
 
 
 def _blocked_seconds(figures: Figures) -> float:
-    """Seconds in which calls block the event loop, those before the first batch included.
-
-    The watchdog counts what it has proven: of calls that block for some milliseconds each, and while other processes
-    have the cores, a part at most. Such fetches fill the time one after the other, without computing.
-    """
-    proven = figures.start_blocked + figures.blocked * figures.seconds
-    alone = 0.5 < figures.overlapping < ALONE < figures.in_flight / 2
-    idle = figures.engine_cpu * figures.seconds < BUSY_LOOP / 2 * figures.fetching
-    known = proven > PROVEN_BLOCK * figures.fetching or figures.waits["loop"] > figures.waits["fetch"]
-    return max(proven, figures.fetching if alone and idle and known else 0.0)
+    """Seconds in which the watchdog has seen calls block the event loop, those before the first batch included."""
+    return figures.start_blocked + figures.blocked * figures.seconds
 
 
 def _blocked_loop(figures: Figures, model: _Model) -> Diagnosis:

@@ -145,8 +145,6 @@ class Figures:
     fetch_seconds: tuple[float, ...] = ()
     first_fetch_seconds: float = 0.0  # the second shortest of the first twenty, which few others kept waiting
     quick_fetch_seconds: float = 0.0  # the 20th percentile of all
-    fetching: float = 0.0  # seconds from the begin of the first fetch to the end of the last, the first batch included
-    overlapping: float = 0.0  # fetches that run at the same time in them, by Little's law
     first_byte_seconds: tuple[float, ...] = ()
     request_seconds: tuple[float, ...] = ()
     crowding: float | None = None
@@ -177,6 +175,10 @@ class Figures:
     def period(self) -> float:
         """Mean seconds from one batch to the next."""
         return self.seconds / self.batches if self.batches else 0.0
+
+    def gain(self, wait_share: float) -> float:
+        """How many times as many batches come if the loop waits for another share of the time."""
+        return (1.0 - wait_share) / max(1e-9, 1.0 - self.wait_share)
 
 
 def figures_of(records: Sequence[BatchRecord]) -> Figures:
@@ -213,7 +215,6 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     begin, end = ends[0], ends[-1]
     engine_seconds = max(1e-9, end.assembled - begin.assembled)
     worked = sum(_length(_working(record)) for record in rest)
-    fetching = max(1e-9, max(r.times.fetched for r in records) - min(r.times.began for r in records))
     in_call = _share(r.times.work_began >= r.times.assembled for r in rest if r.times.work_began) > 0.5
     delivering = sum(record.returned - record.taken for record in rest)
     return Figures(
@@ -233,8 +234,6 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         fetch_seconds=_percentiles(timed),
         first_fetch_seconds=_percentile(timed[:PAIRS], 0.05),
         quick_fetch_seconds=_percentile(timed, 0.2),
-        fetching=fetching,
-        overlapping=statistics.fmean(timed or [0.0]) * sum(record.size for record in records) / fetching,
         first_byte_seconds=_percentiles(record.times.first_byte for record in rest),
         request_seconds=_percentiles(record.times.request_seconds for record in rest),
         crowding=_crowding(rest),

@@ -1,6 +1,7 @@
 """Iterating: `for` and `async for` on every loop, errors that name their place, an epoch that is never cut short."""
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import headrace as hr
+from headrace.telemetry.counters import Counters
 from tests.unit.consumer.test_skipping import Mine, Numbers, lists
 from tests.unit.streams.reading import Count
 
@@ -287,6 +289,76 @@ def test_no_batch_is_lost_to_ctrl_c_while_plans_are_drawn(at, placement):
             except StopIteration:
                 break
         assert (taken, interrupted) == ([*range(40)], 1)
+
+
+INTERRUPTED = "HEADRACE_TEST_INTERRUPTED"  # the process in which Ctrl-C arrives once
+
+
+def interrupt(value, at):
+    if value == at and os.environ.get(INTERRUPTED) == str(os.getpid()):
+        del os.environ[INTERRUPTED]
+        raise KeyboardInterrupt
+    return value
+
+
+class InterruptedWhenUnpickled:
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __reduce__(self):
+        return interrupt, (self.samples, [2, 3])
+
+
+class InterruptedReads:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return interrupt(index, 3)
+
+
+def fail_at_three(index):
+    if index == 3:
+        raise Mine(index)
+    return index
+
+
+def skip(failure):
+    interrupt(failure.index, 3)
+    return "skip"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Numbers(8), {"num_workers": 1, "collate_fn": InterruptedWhenUnpickled}),
+        (InterruptedReads(), {}),
+        (Numbers(8), {"transform": fail_at_three, "on_error": skip}),
+        (Numbers(8), {}),
+    ],
+    ids=["unpickling", "reading", "on_error", "subscriber"],
+)
+def test_no_batch_is_lost_to_ctrl_c_in_next(dataset, options, request, monkeypatch):
+    if "subscriber" in request.node.name:
+        request.addfinalizer(Counters.subscribe(lambda counters, fields: interrupt(fields[1], 1)))
+    taken, states = [], []
+    with hr.DataLoader(dataset, batch_size=2, **{"collate_fn": list, **options}) as loader:
+        running = iter(loader)
+        monkeypatch.setenv(INTERRUPTED, str(os.getpid()))
+        while True:
+            try:
+                taken.append(next(running))
+                states.append(loader.state_dict())
+            except KeyboardInterrupt:
+                assert taken == [[0, 1]]
+            except StopIteration:
+                break
+        assert taken == [[0, 1], [2] if "on_error" in options else [2, 3], [4, 5], [6, 7]]
+        assert INTERRUPTED not in os.environ
+        for batch, state in zip(taken, states, strict=True):
+            assert len(json.dumps(state)) < 1000
+            loader.load_state_dict(state)
+            assert next(iter(loader), None) == next((each for each in taken if each > batch), None)
 
 
 @pytest.mark.parametrize(("error", "num_workers"), [(Mine, 0), (Mine, 1), *((stop, 0) for stop in STOPS)])

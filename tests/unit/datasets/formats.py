@@ -139,6 +139,7 @@ def video_file(
     options: Mapping[str, str] | None = None,
     movflags: str = "faststart",
     container: str = "mp4",
+    pixels: str = "yuv420p",
 ) -> bytes:
     """A video of PyAV, of 30 frames a second (or at `times`, in 120ths), with key frames 12 apart and B-frames."""
     random = np.random.default_rng(count)
@@ -148,7 +149,7 @@ def video_file(
         tempfile.NamedTemporaryFile() as file,  # faststart reads it again by its name
         av.open(file.name, "w", format=container, options=flags) as output,
     ):
-        video = output.add_stream(codec, rate=30, options={**(options or {})}, width=64, height=48, pix_fmt="yuv420p")
+        video = output.add_stream(codec, rate=30, options={**(options or {})}, width=64, height=48, pix_fmt=pixels)
         video.codec_context.gop_size, video.codec_context.max_b_frames = 12, 2
         video.codec_context.time_base = fractions.Fraction(1, 120)
         if rotation:
@@ -157,7 +158,7 @@ def video_file(
         for number in range(count):
             picture = np.roll(noise, (2 * number, number), (0, 1))
             picture[:8, :8] = number % 256
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format="yuv420p")
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format=pixels)
             frame.pts, frame.time_base = times[number] if times else 4 * number, fractions.Fraction(1, 120)
             output.mux(video.encode(frame))
             for sound in sounds if number % 2 else ():

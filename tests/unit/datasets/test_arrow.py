@@ -4,7 +4,9 @@ import datetime
 import decimal
 import io
 import shutil
+import struct
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -121,3 +123,16 @@ def test_files_that_are_cut_or_no_arrow_files_are_refused():
     ]:
         with pytest.raises(error, match=rf"{says}.*0\.arrow"):
             arrow(data)
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_buffer_that_is_said_to_unpack_to_very_much_is_refused(tmp_path, new):
+    table = pa.table({"x": np.zeros(10_000, np.int64), "d": pa.array(["a"] * 10_000).dictionary_encode()})
+    with new(tmp_path / "a.arrow", table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    data = (tmp_path / "a.arrow").read_bytes()
+    assert len(list(hr.ArrowDataset(tmp_path))) == 10_000
+    assert data.count(struct.pack("<q", 80_000)) == 1
+    (tmp_path / "a.arrow").write_bytes(data.replace(struct.pack("<q", 80_000), struct.pack("<q", 8 << 30)))
+    with pytest.raises(ShardError, match=r"said to unpack to 8,589,9\d\d,\d\d\d, and 268,435,456 are the most"):
+        list(hr.ArrowDataset(tmp_path))

@@ -1,7 +1,9 @@
-"""`hr.decode.audio` gives what libsndfile decodes, and refuses truncated files."""
+"""`hr.decode.audio` gives what libsndfile decodes, whole streams of unknown length, and refuses truncated files."""
 
 import io
+import struct
 
+import av
 import numpy as np
 import pytest
 import soundfile
@@ -27,9 +29,76 @@ def test_whole_files_are_decoded_as_by_soundfile_and_truncated_ones_refused(form
     with soundfile.SoundFile(io.BytesIO(data)) as file:
         wanted = file.read(dtype="float32", always_2d=True).T
     assert torch.equal(hr.decode.audio(16_000)(data), torch.from_numpy(wanted))
-    for size in (len(data) // 2, len(data) * 9 // 10, 10, 0):
+    for size in (len(data) - 5, len(data) // 2, len(data) * 9 // 10, 10, 0):
         with pytest.raises(ValueError):
             hr.decode.audio()(data[:size])
+
+
+def mp3(xing=0, rate=44_100, **options):
+    """MP3 of PyAV, with or without a frame that states its length."""
+    data = io.BytesIO()
+    with av.open(data, "w", format="mp3", options={"write_xing": str(xing), "id3v2_version": "0"}) as container:
+        stream = container.add_stream("libmp3lame", rate=rate, layout="mono", options=options)
+        frame = av.AudioFrame.from_ndarray(WAVE[:, :1].T.copy(), format="fltp", layout="mono")
+        frame.sample_rate = rate
+        for each in (frame, None):
+            container.mux(stream.encode(each))
+    return data.getvalue()
+
+
+def decoded(*parts):
+    return hr.decode.audio()(b"".join(parts))
+
+
+STATED, UNSTATED = mp3(xing=1), mp3(b="64000")
+TAG = b"TAG" + bytes(125)
+
+
+@pytest.mark.parametrize("options", [{"b": "128000"}, {"b": "32000"}, {"abr": "1", "b": "96000"}, {"q": "4"}])
+def test_mp3_that_states_no_length_is_decoded_whole(options):
+    data = mp3(**options)
+    with av.open(io.BytesIO(data)) as container:
+        count = sum(frame.samples for frame in container.decode(audio=0))
+    assert decoded(data).shape == decoded(data, TAG).shape == (1, count)
+    assert decoded(data, data).shape == (1, 2 * count)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (STATED, STATED),
+        (STATED, TAG, UNSTATED),
+        [written("OGG", "VORBIS"), written("OGG", "VORBIS", WAVE[:9000]), written("OGG", "VORBIS")],
+        [written("OGG", "OPUS"), written("OGG", "OPUS")],
+    ],
+)
+def test_joined_streams_are_decoded_one_after_the_other(parts):
+    assert torch.equal(decoded(*parts), torch.cat([decoded(part) for part in parts if part != TAG], 1))
+    with pytest.raises(ValueError, match=r"truncated|damaged"):
+        decoded(*parts, parts[0][:-300])
+
+
+@pytest.mark.parametrize("first", [STATED, UNSTATED, written("OGG", "VORBIS")])
+def test_joined_streams_of_several_rates_are_refused(first):
+    other = written("OGG", "VORBIS", rate=8000) if first[:4] == b"OggS" else mp3(rate=22_050)
+    with pytest.raises(ValueError, match="joined streams of several"):
+        decoded(first, other)
+
+
+def test_wrong_and_unknown_sizes_of_whole_files_are_no_error():
+    data = written()
+    riff, samples = struct.unpack_from("<I", data, 4)[0], decoded(data)
+    for size, inner in ((riff + 1, None), (riff + 8, None), (riff - 36, None), (0xFFFFFFFF, 0xFFFFFFFF)):
+        changed = bytearray(data)
+        struct.pack_into("<I", changed, 4, size)
+        struct.pack_into("<I", changed, 40, inner or len(data) - 44)
+        assert torch.equal(decoded(bytes(changed)), samples)
+    assert decoded(written(subtype="GSM610", wave=WAVE[:, 0], rate=8000)).shape == (1, 40_320)
+    flac = written("FLAC")
+    assert torch.equal(decoded(flac[:21], bytes([flac[21] & 0xF0]), bytes(4), flac[26:]), decoded(flac))
+    for claims in (flac[:22] + b"\xff" * 4 + flac[26:], data[:40] + bytes(4) + data[44:]):
+        with pytest.raises(ValueError, match="truncated, empty"):
+            decoded(claims)
 
 
 def test_label_is_kept_channels_are_averaged_and_another_rate_is_refused():

@@ -74,16 +74,43 @@ def test_images_without_annotations_or_boxes():
     assert target.keys() == {"image_id", "size", "ids", "caption"}
 
 
+@pytest.mark.parametrize(("orientation", "upright"), [(3, False), (6, False), (6, True)])
+def test_box_and_pixels_are_both_stored_or_both_upright(tmp_path, orientation, upright):
+    picture, exif = Image.new("RGB", (16, 8), "black"), Image.Exif()
+    picture.paste("white", (0, 0, 4, 2))
+    exif[0x112] = orientation
+    picture.save(tmp_path / "0.png", exif=exif)
+    width, height, box = (8, 16, [6, 0, 2, 4]) if upright else (16, 8, [0, 0, 4, 2])
+    image = {"id": 1, "file_name": "./0.png", "width": width, "height": height}
+    content = {**CONTENT, "images": [image], "annotations": [{**ANNOTATIONS[0], "image_id": 1, "bbox": box}]}
+    pixels, target = hr.decode.image()(hr.CocoDataset(tmp_path, content)[0])
+    left, top, right, bottom = target["boxes"][0].int()
+    assert pixels[:, top:bottom, left:right].min() == 255
+    assert pixels.sum() == 3 * 8 * 255
+
+
+def test_ids_and_masks_of_other_writers():
+    mask = {"size": [30, 40], "counts": b"P2"}
+    own = {**ANNOTATIONS[0], "area": None, "bbox": [1, 2, 3, 4]}
+    content = {**CONTENT, "annotations": [{**own, "image_id": n, "id": 1.0, "segmentation": mask} for n in (90, 89)]}
+    targets = [hr.CocoDataset("s3://bucket", content).target(number) for number in range(2)]
+    assert [(each["ids"].tolist(), each["area"].tolist()) for each in targets] == [([1], [12.0])] * 2
+    assert targets[0]["segmentation"] == [{"size": [30, 40], "counts": "P2"}]
+    content["annotations"][1]["id"] = "a"
+    assert hr.CocoDataset("s3://bucket", content).target(1)["ids"] == ["a"]
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (changed(bbox=[1, 2, 0, 4]), "1 boxes without width or height"),
         (changed(image_id=5), "1 annotations of unknown images"),
-        (changed(id=ANNOTATIONS[1]["id"]), "1 annotations with the id of an earlier one"),
-        (changed(category_id=7), "category, 7"),
-        (changed(bbox=None), "'bbox'"),
-        (changed(bbox=[1, 2, 3, 4, 5]), "inhomogeneous"),
-        (changed(bbox=[float("nan"), 2, 3, 4]), "not finite"),
+        (changed(id=ANNOTATIONS[1]["id"], image_id=ANNOTATIONS[1]["image_id"]), "1 annotations with the id of an earl"),
+        (changed(category_id=7), r"1 annotations of unknown categories \(first annotations\[0\]: {'id': 1000"),
+        *((changed(bbox=box), "1 annotations with a field that is") for box in (None, [], [1, 2, 3, 4, 5])),
+        ({**CONTENT, "annotations": [None, *ANNOTATIONS[1:]]}, "1 annotations with a field that is"),
+        (changed(bbox=[float("nan"), 2, 3, 4]), "1 boxes or areas that are not finite"),
+        ({**CONTENT, "categories": []}, "no annotation is right: 100 annotations of unknown categories"),
         ({**CONTENT, "images": [*IMAGES, IMAGES[0]]}, "same id"),
         ({"images": IMAGES}, "'annotations'"),
     ],

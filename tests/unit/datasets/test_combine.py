@@ -2,10 +2,12 @@
 
 import asyncio
 import itertools
+import math
 from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 import headrace as hr
 from headrace.testing import DatasetContract, StreamContract
@@ -49,6 +51,15 @@ def test_concat_of_different_kinds_is_an_error():
         hr.concat([])
     with pytest.raises(TypeError, match="make must be a function"):
         hr.from_async_iterable(aiter(stream(1)))
+    for combine in (hr.DataLoader, lambda d: hr.concat([d]), lambda d: hr.mix([d], [1])):
+        for read_once in (aiter(stream(1)), iter([1]), map(str, [1]), (i for i in [1])):
+            with pytest.raises(TypeError, match="can be read only once"):
+                combine(read_once)
+    begun = aiter(stream(1))
+    same = hr.from_async_iterable(lambda: begun)
+    assert list(same) == [1]
+    with pytest.raises(TypeError, match="an async generator that has ended"):
+        list(same)
     for combine in (lambda d: hr.mix([d], [1]), lambda d: hr.batch_by_tokens(d, 4)):
         with pytest.raises(TypeError, match="streams"):
             combine(SlowDataset(2, 0.0))
@@ -58,11 +69,17 @@ def test_wrong_arguments_are_errors():
     for wrong in (
         lambda: stream().shuffle(0),
         lambda: stream().take(-1),
+        lambda: stream().repeat(-1),
         lambda: stream().split(remainder="odd"),
         lambda: hr.mix([stream()], [0]),
         lambda: hr.mix([stream()], [1, 1]),
         lambda: hr.mix([stream()], [1], stop="odd"),
         lambda: hr.mix([stream()], [1], temperature=0),
+        lambda: hr.mix([stream()], [1], temperature=math.nan),
+        lambda: hr.mix([stream()] * 2, [1, math.nan]),
+        lambda: hr.mix([stream()], [1], seed=-1),
+        lambda: stream().shuffle(2, seed=2**64),
+        lambda: stream().shuffle(2).set_epoch(-1),
         lambda: hr.mix({"a": stream()}, {"b": 1}),
         lambda: hr.mix([stream()], [(1, [1])]),
         lambda: hr.mix([stream()], [(0, [1]), (0, [2])]),
@@ -76,6 +93,16 @@ def test_wrong_arguments_are_errors():
         lambda: stream().pack(4, fields=("tokens", "labels"), labels="next"),
     ):
         with pytest.raises(ValueError):
+            wrong()
+    for wrong in (
+        lambda: stream().repeat(1.5),
+        lambda: stream().shuffle(True),
+        lambda: stream().pack(4, window=None),
+        lambda: hr.batch_by_tokens(stream(), "4"),
+        lambda: hr.batch_by_tokens(stream(), 4, boundaries=[1.5]),
+        lambda: hr.mix([stream()], [1], seed=np.float32(1)),
+    ):
+        with pytest.raises(TypeError, match="must be an int, but got"):
             wrong()
 
 
@@ -186,6 +213,24 @@ def test_batch_is_as_full_as_its_budget_allows():
             cost = max(map(len, batch)) * len(batch) if padded else sum(map(len, batch))
             more = [*batch, following[0]]
             assert cost <= 30 < (max(map(len, more)) * len(more) if padded else sum(map(len, more)))
+
+
+@pytest.mark.parametrize("kind", [np.int16, np.uint8, torch.tensor])
+def test_lengths_may_be_numbers_of_numpy_and_torch(kind):
+    batches = hr.batch_by_tokens(stream(*range(900)), 32_000, length=lambda _: kind(100), padded=False)
+    assert [len(batch) for batch in batches] == [320, 320, 260]
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_empty_samples_fill_a_batch(padded):
+    batches = hr.batch_by_tokens(stream("").repeat(), 4, padded=padded)
+    assert list(batches.take(2)) == [[""] * 4] * 2
+
+
+@pytest.mark.parametrize("length", [-1, 1.0, True, None])
+def test_wrong_length_is_an_error(length):
+    with pytest.raises((TypeError, ValueError), match=r"length\(sample\)"):
+        list(hr.batch_by_tokens(stream("a"), 4, length=lambda _: length))
 
 
 def test_bucket_has_samples_of_similar_length():

@@ -79,9 +79,35 @@ def test_version_stays_in_every_copy(path):
 def test_what_is_not_there_is_an_error(path):
     with pytest.raises(ValueError, match="no column 'x'; it has 'id', 'text', 'pair'"):
         hr.LanceDataset(path, columns=["id", "x"])
+    for name in ("pair.z", "pair.a.b", "id.a", "pair.", "ID", ""):  # of most of these lance's Rust code panics
+        with pytest.raises(ValueError, match=f"no column '{name}'; it has 'id'"):
+            hr.LanceDataset(path, columns=[name])
     for place, options in ((path / "no", {}), (path, {"version": 7})):
         with pytest.raises(StoreError, match=f"cannot open Lance dataset {place}"):
             hr.LanceDataset(place, **options)
+    for manifest in (path / "_versions").glob("*.manifest"):
+        whole = manifest.read_bytes()
+        for content in (b"", whole[:-20], b"\xff" * 500 + b"LANC", b"\x55" * 60 + whole[60:]):
+            manifest.write_bytes(content)
+            with pytest.raises(StoreError, match="cannot open Lance dataset"):
+                hr.LanceDataset(path)
+
+
+def test_panic_of_a_take_is_an_error(path, monkeypatch):
+    dataset = hr.LanceDataset(path)
+    dataset._columns = ["pair.z"]  # a name that the constructor refuses
+    with pytest.raises(StoreError, match="cannot read LanceDataset"):
+        dataset[0]
+
+
+def test_user_and_password_are_shown_nowhere(path):
+    said = repr(hr.LanceDataset(f"file://{path}?sig=hidden"))
+    for url in (f"file://someone:hidden@{path}", "s3://someone:hidden@bucket/table.lance?sig=hidden"):
+        with pytest.raises(StoreError, match=r"cannot open Lance dataset \w+://[/b]") as caught:
+            hr.LanceDataset(url, storage_options={"aws_secret_access_key": "hidden"})
+        said += str(caught.value)
+    assert "hidden" not in said
+    assert "someone" not in said
 
 
 def test_loader_that_ends_waits_for_takes(path, monkeypatch):

@@ -55,6 +55,47 @@ def test_line_endings(tmp_path, content, format, lines):
     assert list(hr.LinesDataset(tmp_path / "a.txt", format=format)) == lines
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+PAGE = b"\n<!DOCTYPE html>\n<html></html>\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what", "lines"),
+    [
+        ("a.json", b'[{"a": 0}, {"a": 1}]', "one JSON document", 1),
+        ("a.jsonl", b"[[0], [1]]\n", "one JSON document", 1),
+        ("a.json", b'{"data": [{"a": 0}]}\n\n', "one JSON document", 1),
+        ("a.json", b'{"a": {"0": 1, "1": 2}}', "one JSON document", 1),
+        ("a.json", b'[\n {"a": 0},\n {"a": 1}\n]', "if the file is one JSON document", 4),
+        ("a.jsonl", LFS, "Git LFS pointer", 1),
+        ("a.txt", LFS, "Git LFS pointer", 1),
+        ("a.txt.gz", LFS, "Git LFS pointer", 1),
+        ("a.jsonl.gz", PAGE, "web page", 1),
+        ("a.txt", PAGE, "web page", 1),
+        ("a.csv", b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "web page", 1),
+    ],
+)
+def test_file_that_is_not_lines_is_an_error_that_says_what_the_file_is(tmp_path, name, content, what, lines):
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "whole.txt").write_bytes(b"line")
+    with hr.DataLoader(hr.LinesDataset(tmp_path), batch_size=None, on_error="skip") as loader:
+        assert list(loader) == ["line"]
+        assert loader.stats().skipped_samples == lines
+    with pytest.raises(ShardError, match=what):
+        list(hr.LinesDataset(tmp_path))
+
+
+def test_lines_that_look_like_a_document_or_a_page_are_samples(tmp_path):
+    (tmp_path / "a.json").write_bytes(b'{"m": [{"a": 0}]}\n{"m": [{"a": 1}]}\n')
+    (tmp_path / "b.json").write_bytes(b'{"boxes": [[0, 1]], "label": 2}')
+    (tmp_path / "c.json").write_bytes(b'[{"a": 0}, {"a": 1}]')
+    (tmp_path / "d.txt").write_bytes(b"<html>\n")
+    assert list(hr.LinesDataset(tmp_path / "a.json")) == [{"m": [{"a": 0}]}, {"m": [{"a": 1}]}]
+    assert list(hr.LinesDataset(tmp_path / "b.json")) == [{"boxes": [[0, 1]], "label": 2}]
+    assert list(hr.LinesDataset(tmp_path / "c.json", format="json")) == [[{"a": 0}, {"a": 1}]]
+    assert list(hr.LinesDataset(tmp_path / "d.txt", format="text")) == ["<html>"]
+
+
 def test_utf_16_is_one_error_with_that_reason(tmp_path):
     (tmp_path / "a.jsonl").write_bytes("1\n2\n".encode("utf-16"))
     samples = iter(hr.LinesDataset(tmp_path))

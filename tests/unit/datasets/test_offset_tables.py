@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import struct
 import sys
 
 import cramjam
@@ -19,6 +20,7 @@ from tests.unit.datasets.formats import files_in, plain
 from tests.unit.shards.resuming import in_memory
 
 MDS = files_in("mds/zstd")
+ENCODINGS = json.loads(MDS["index.json"])["shards"][0]["column_encodings"]
 OBJECTS = {f"mds/{key}": data for key, data in MDS.items()}
 OBJECTS |= {f"arrow/{key}": data for key, data in files_in("litdata/arrow").items()}
 
@@ -78,7 +80,17 @@ def test_corrupt_shard_is_requested_twice_however_many_samples_it_has(server):
             {"raw_data": {"basename": "x", "bytes": 4000, "hashes": {}}},
             "not zstd of 4,000 bytes|and 4,000 in its index",
         ),
-        ({"column_encodings": ["pkl", *json.loads(MDS["index.json"])["shards"][0]["column_encodings"][1:]]}, "pickled"),
+        (
+            {"raw_data": {"basename": "x", "bytes": 400 << 20, "hashes": {}}},
+            "are said to unpack to 419,430,400, and 268,435,456 are the most|419,430,400 in its index",
+        ),
+        ({"column_sizes": None}, "no index of such shards: TypeError"),
+        (
+            {"column_encodings": ["ndarray:int7", *ENCODINGS[1:]]},
+            "encoding 'ndarray:int7' is of an unknown type; uint8",
+        ),
+        ({"column_encodings": ["tensor", *ENCODINGS[1:]]}, "encoding 'tensor' is unknown"),
+        ({"column_encodings": ["pkl", *ENCODINGS[1:]]}, "pickled"),
     ],
 )
 def test_index_that_lies_is_refused(change, message):
@@ -94,6 +106,12 @@ def test_index_that_lies_is_refused(change, message):
     ("change", "message"),
     [
         ({"data_format": ["pickle"], "item_loader": "PyTreeLoader"}, "leaf 'pickle' is pickled"),
+        ({"data_format": ["opus"], "item_loader": "PyTreeLoader"}, "leaf 'opus' is unknown; str, text, int"),
+        ({"data_format": ["no_header_numpy:99"]}, "leaf 'no_header_numpy:99' is of an unknown type"),
+        (
+            {"data_spec": json.dumps([1, {"type": "OrderedDict", "children_spec": []}]), "item_loader": "PyTreeLoader"},
+            "samples with 'OrderedDict' are not read; dict, list and tuple are",
+        ),
         ({"data_format": ["no_header_numpy:5", "int"]}, "leaf 'int' has no place|too many values"),
         ({"encryption": {"algorithm": "fernet"}}, "encrypted or not, are not read"),
         ({"compression": "zstd", "compression_level": "sample"}, "compression_level='sample'"),
@@ -109,6 +127,24 @@ def test_chunks_that_cannot_be_read_are_refused(change, message):
         hr.LitDataset(in_memory(files | {"index.json": json.dumps(index).encode()}), seq_len=9 if tokens else None)[0]
     with pytest.raises(ValueError, match="chunks of tokens need one"):
         hr.LitDataset(in_memory(files))
+
+
+@pytest.mark.parametrize(("offset", "what"), [(5, "bytes unpacked, and 17 by its offsets"), (60 << 23, "are the most")])
+def test_frames_that_unpack_to_more_than_their_offsets_say_are_refused(offset, what):
+    size, count = 8 << 20 if offset > 5 else 1000, 60
+    packed = bytes(cramjam.zstd.compress(bytes(size)))
+    head = struct.pack("<8sHHIII2I", b"LDFZ01\0\0", 1, 0, 1, 1, count, 0, offset)
+    frame = struct.pack("<IIQII", 0, 1, len(head) + 24 * count, len(packed), size)
+    chunk = head + count * frame + packed
+    leaf = {"type": None, "context": None, "children_spec": []}
+    config = {"compression": "zstd", "compression_level": "batch", "data_format": ["bytes"], "encryption": None}
+    config |= {"data_spec": json.dumps([1, leaf]), "item_loader": "PyTreeLoader"}
+    chunks = [{"chunk_bytes": len(chunk), "chunk_size": 1, "dim": None, "filename": "c.bin"}]
+    index = json.dumps({"chunks": chunks, "config": config}).encode()
+    with pytest.raises(ShardError, match=f"no chunk of compressed frames: .*{what}"):
+        hr.LitDataset(in_memory({"index.json": index, "c.bin": chunk}))[0]
+    with pytest.raises(ShardError, match="no index of such shards: it has no 'config'"):
+        hr.LitDataset(in_memory({"index.json": b'{"chunks": []}'}))
 
 
 @pytest.mark.parametrize(

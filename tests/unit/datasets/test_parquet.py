@@ -185,3 +185,14 @@ def test_columns_of_one_name_are_an_error_and_never_one_of_them(tmp_path):
     assert list(hr.ParquetDataset(tmp_path, columns=["id"])) == [{"id": 1}]
     (table,) = hr.ParquetDataset(tmp_path, format="arrow")
     assert table.column_names == ["id", "value", "value"]
+
+
+def test_column_whose_name_begins_as_another_is_not_that_column(tmp_path):
+    columns = {"foo.ints": [1], "user": [2], "user.id": [3], "s": [{"a": 4, "b": 5}], "s.c": [6]}
+    pq.write_table(pa.table(columns), tmp_path / "0.parquet")
+    for name in ("foo", "user.name", "s.d", "foo.ints.x"):
+        with pytest.raises(ValueError, match=f"has no column '{name}'; it has 'foo.ints'"):
+            hr.ParquetDataset(tmp_path, columns=[name])
+    rows = {"user": {"user": 2}, "s": {"s": {"a": 4, "b": 5}}, "s.a": {"s": {"a": 4}}, "s.c": {"s.c": 6}}
+    for name, row in rows.items():
+        assert list(hr.ParquetDataset(tmp_path, columns=[name])) == [row]

@@ -15,7 +15,6 @@ import headrace as hr
 from headrace.errors import ShardError, StateError
 from object_server import ObjectServer
 from tests.unit.shards.resuming import resumes_at_every_position
-from tests.unit.shards.test_division import read_in_stages
 
 X = pc.field("x")
 FILTERS = [
@@ -94,16 +93,6 @@ def test_stream_continues_at_every_position(folder, options):
     assert resumes_at_every_position(make)
 
 
-@pytest.mark.parametrize("worlds", [(2, 3), (3, 1)], ids=str)
-def test_rows_left_are_given_once_by_another_number_of_ranks(folder, worlds):
-    def make(rank, world):
-        return hr.ParquetDataset(folder, filters=X > 20, shuffle=True, rank=rank, world_size=world, remainder="keep")
-
-    for step in range(0, 12, 3):
-        stages = read_in_stages(make, worlds, [step])
-        assert sorted(row["x"] for stage in stages for rank in stage for row in rank) == [*range(21, 60)]
-
-
 def test_ranks_of_unknown_length_are_refused(folder, monkeypatch):
     make = functools.partial(hr.ParquetDataset, folder, filters=X > 20)
     with pytest.raises(ValueError, match=r"unequal numbers of samples.*\.split\(\).*coordinated=True"):
@@ -132,6 +121,12 @@ def test_state_refuses_another_filter(folder):
     assert len(texts) == 1
 
 
+def test_one_condition_is_a_list_of_one(folder):
+    expected = list(hr.ParquetDataset(folder, filters=[("x", ">", 30)]))
+    for filters in (("x", ">", 30), ["x", ">", 30], [[("x", ">", 30)]], (("x", ">", 30),)):
+        assert list(hr.ParquetDataset(folder, filters=filters)) == expected != []
+
+
 def test_filters_that_do_not_fit_are_errors(folder, tmp_path):
     for filters, says in [
         ([("z", ">", 3)], r"No match for FieldRef.Name\(z\)"),
@@ -139,6 +134,7 @@ def test_filters_that_do_not_fit_are_errors(folder, tmp_path):
         (X + 1, "must evaluate to bool"),
         (pc.field(0) > 3, "must name columns"),
         ([("x", "like", 3)], "is not a valid operator"),
+        *((bad, "must be an expression of pyarrow.compute, or") for bad in ([], [[]], "x", [("x", ">")], {"x": 3})),
     ]:
         with pytest.raises(ValueError, match=says):
             hr.ParquetDataset(folder, filters=filters)

@@ -141,7 +141,10 @@ def test_window_is_one_request_and_opening_is_one_per_shard_and_one_for_an_index
         ("a.bin", llmc(20240801, np.zeros(100, "<u4")), "not a header of llm.c's tokens: kind 20240801, version 1"),
         ("a.bin", llmc(20240522, np.zeros(100, "<u2")), "not a header of llm.c's tokens: kind 20240522"),
         ("a.bin", llmc(20240520, np.zeros(100, "<u2"))[:1000], "not a header of llm.c's tokens.*1000 bytes"),
-        ("a.bin", np.arange(100_000, 100_100, dtype="<u4").tobytes(), "look like tokens of 32 bits.*give dtype="),
+        ("a.bin", np.arange(100_000, 100_100, dtype="<u4").tobytes(), "tokens of 32 bits.*give dtype='int32'"),
+        ("a.bin", np.arange(100_000, 100_100, dtype="<u8").tobytes(), "tokens of 64 bits.*give dtype='int64'"),
+        ("a.bin", np.arange(-100, 100, dtype="<i4").tobytes(), "tokens of 32 bits.*give dtype='int32'"),
+        ("a.bin", b"LITPKDS" + bytes(17) + np.arange(100, dtype="<u2").tobytes(), "a packed dataset of lit-gpt"),
         ("a.ds", bytes(20), r"its \.index or \.metadata is missing; .*give dtype="),
     ],
 )
@@ -275,10 +278,11 @@ def test_dtype_has_to_agree_with_an_index_and_does_without_an_unusable_one(tmp_p
     assert len(hr.TokenDataset(tmp_path / "4.ds", seq_len=1, dtype="uint32")) == 100
 
 
-def test_raw_tokens_of_32_bits_that_are_read_as_16_warn(tmp_path):
-    np.arange(70_000, 70_100, dtype="<u4").tofile(tmp_path / "a.npy")
-    with pytest.warns(UserWarning, match=r"look like tokens of 32 bits, but are read as 16: .*a\.npy"):
-        hr.TokenDataset(tmp_path / "a.npy", seq_len=1, dtype="uint16")
+@pytest.mark.parametrize(("written", "read"), [(32, 16), (64, 16), (64, 32)])
+def test_raw_tokens_that_are_read_as_fewer_bits_warn(tmp_path, written, read):
+    np.arange(70_000, 70_100, dtype=f"<u{written // 8}").tofile(tmp_path / "a.npy")
+    with pytest.warns(UserWarning, match=rf"look like tokens of {written} bits, but are read as {read}: .*a\.npy"):
+        hr.TokenDataset(tmp_path / "a.npy", seq_len=1, dtype=f"uint{read}")
 
 
 def test_shard_without_documents_gives_none_and_alone_is_an_error(tmp_path):

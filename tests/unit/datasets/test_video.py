@@ -48,6 +48,9 @@ MAKE = {
     "hevc, open groups": lambda: video_file(60, codec="libx265", options=OPEN_HEVC),
     "mpeg4": lambda: video_file(60, codec="mpeg4"),
     "av1": lambda: video_file(60, codec="libsvtav1", options={"preset": "12"}),
+    "png": lambda: video_file(60, codec="png", container="mov", pixels="rgb24"),
+    "qtrle": lambda: video_file(60, codec="qtrle", container="mov", pixels="rgb24"),
+    "raw": lambda: video_file(60, codec="rawvideo", container="mov", pixels="uyvy422"),
     "vp9": lambda: video_file(60, codec="libvpx-vp9", options={"deadline": "realtime"}),
 }
 
@@ -84,6 +87,7 @@ def test_clips_have_the_frames_of_the_whole_file_at_their_times(name):
         for number, clip in enumerate(clips):
             assert same(decoded(clip.data), frames[stride * number :][:length])
             assert (clip.key, clip.start) == ("a.mp4", clip.times[0])
+        assert torch.equal(hr.decode.video(24)(clip), hr.decode.video(24)(file(name))[stride * number :][:length])
 
 
 @pytest.mark.parametrize("name", ["h264", "h264, variable rate, begins late", "edit begins and ends within groups"])
@@ -191,13 +195,23 @@ def patched(old, new):
     return PLAIN.replace(old, new)
 
 
+def with_numbers(kind, at, *numbers):
+    """The file with other numbers in a table, without its edit list."""
+    data = bytearray(with_edit(PLAIN))
+    struct.pack_into(f">{len(numbers)}I", data, data.index(kind) + at, *numbers)
+    return bytes(data)
+
+
 @pytest.mark.parametrize(
     ("data", "what"),
     [
         (video_file(20, movflags="frag_keyframe+empty_moov"), "fragmented"),
         (PLAIN[: len(PLAIN) // 2], "its video ends at"),
         (video_file(20, movflags="")[:-9], "whole index"),
-        (patched(b"vide", b"soun"), "no video that can be read"),
+        (patched(b"vide", b"soun"), r"no video that can be read.*no track of video, but \[b'soun"),
+        (b"\x1aE\xdf\xa3" + bytes(500), "begins as Matroska or WebM"),
+        (b"<!DOCTYPE html><html>", "begins as b'<!DOCTYPE"),
+        (with_numbers(b"stsz", 8, 1, 1 << 24), "16777216 frames"),
         (patched(b"avc1\0", b"encv\0"), "encrypted"),
         (patched(b"stts", b"sttz"), "KeyError.b'stts"),
         (with_edit(PLAIN, -1, 100), "edit list"),
@@ -207,6 +221,20 @@ def patched(old, new):
 def test_file_that_cannot_be_read_by_ranges_is_one_error_with_its_name(data, what):
     with pytest.raises(ShardError, match=rf"{what}.*a\.mp4"):
         opened(data, frames=5)
+
+
+def test_times_that_are_only_stated_make_no_millions_of_clips():
+    with pytest.raises(ShardError, match=r"clips of 60 frames.*a\.mp4"):
+        opened(with_numbers(b"stts", 16, 1 << 29), clip_seconds=1)
+
+
+def test_broken_files_are_left_out_with_a_warning():
+    store = in_memory({"a.mp4": PLAIN, "b.mp4": PLAIN[:900], "c.mp4": PLAIN})
+    with pytest.raises(ShardError, match=r"b\.mp4"):
+        hr.VideoDataset(store, frames=30)
+    with pytest.warns(UserWarning, match=r"1 of 3 files cannot be opened.*b\.mp4"):
+        clips = hr.VideoDataset(store, frames=30, on_error="skip")
+    assert [clip.key for clip in clips] == ["a.mp4", "a.mp4", "c.mp4", "c.mp4"]
 
 
 @pytest.mark.parametrize(

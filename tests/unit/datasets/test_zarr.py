@@ -4,6 +4,7 @@ import json
 import warnings
 
 import icechunk
+import numcodecs
 import numpy as np
 import pytest
 import torch
@@ -107,6 +108,36 @@ def test_a_missing_chunk_is_an_error_unless_fill_values_are_asked_for(root, layo
         assert (opened(server, f"{layout}/images", missing="fill")[0][:, :2] == 0).all()
 
 
+@pytest.mark.parametrize("location", ["start", "end"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_missing_chunk_of_a_shard_is_an_error_unless_fill_values_are_asked_for(tmp_path, location, axis):
+    codec = zarr.codecs.ShardingCodec(chunk_shape=(2, 2), index_location=location)
+    path = str(tmp_path / "x")
+    array = zarr.create_array(path, shape=(10, 4), chunks=(8, 4), dtype="i4", serializer=codec, compressors=None)
+    array[:] = np.arange(1, 41).reshape(10, 4)
+    dataset = hr.ZarrDataset(path, axis=axis)
+    assert same(torch.stack([*dataset]).numpy(), np.moveaxis(array[:], axis, 0))
+    array[2:4, 2:] = 0  # not written
+    hole = {0: {2, 3}, 1: {2, 3}}[axis]
+    dataset = hr.ZarrDataset(path, axis=axis)
+    for index in range(len(dataset)):
+        if index in hole:
+            with pytest.raises(ShardError, match=r"no such chunk.*missing='fill'.*c/0/0"):
+                dataset[index]
+        else:
+            assert same(dataset[index].numpy(), np.take(array[:], index, axis))
+    assert (hr.ZarrDataset(path, axis=axis, missing="fill")[2] == 0).any()
+
+
+@pytest.mark.parametrize("codec", [numcodecs.Zstd(), numcodecs.Blosc(), numcodecs.LZ4()], ids=str)
+def test_a_chunk_that_unpacks_to_very_much_is_refused(tmp_path, codec):
+    zarr.create_array(tmp_path / "x", shape=(4,), chunks=(4,), dtype="i4", zarr_format=2, compressors=codec)[:] = 1
+    packed = codec.encode(bytes(400 << 20))
+    (tmp_path / "x/0").write_bytes(packed)
+    with pytest.raises(ShardError, match=rf"is damaged: .*{len(packed):,} bytes are said to unpack to 419,430,400"):
+        hr.ZarrDataset(tmp_path / "x")[0]
+
+
 def test_a_shard_that_was_overwritten_is_an_error(server, root):
     dataset = opened(server, "sharded/images")
     dataset[0]  # its index is kept
@@ -166,6 +197,12 @@ def test_types_that_torch_lacks_stay_numpys(tmp_path):
         group.create_array("texts", data=texts)
     dataset = hr.ZarrDataset(tmp_path, arrays=["dates", "texts"])
     assert same(dataset[1], {"dates": dates[1], "texts": "bb"})
+    with zarr.storage.ZipStore(tmp_path / "s.zip", mode="w") as store, warnings.catch_warnings(action="ignore"):
+        zarr.create_array(store, shape=(4,), chunks=(2,), dtype=str)[:] = ["a", "é", "", "long"]
+    dataset = hr.ZarrDataset(zarr.storage.ZipStore(tmp_path / "s.zip", mode="r"))
+    assert [*dataset] == ["a", "é", "", "long"]
+    with hr.DataLoader(dataset, 4, num_workers=1) as loader:
+        assert [[*map(str, batch)] for batch in loader] == [["a", "é", "", "long"]]
 
 
 def test_attributes_that_change_the_values_cause_a_warning(tmp_path):

@@ -43,6 +43,12 @@ def test_many_small_tensors_are_one_copy(copier, streams):
     assert all(torch.equal(claimed[number], batch[number]) for number in batch)
 
 
+def test_label_that_is_kept_does_not_keep_the_memory_of_the_images(copier, streams):
+    images, label = arrived(copier, streams, [torch.rand(64, 64), torch.arange(64)])
+    assert label.untyped_storage().nbytes() == label.nbytes < images.nbytes
+    assert label.tolist() == [*range(64)]
+
+
 def test_tensors_of_a_batch_have_separate_version_counters(copier, streams):
     first, second = arrived(copier, streams, [torch.ones(3), torch.ones(3)])
     before = second._version

@@ -12,11 +12,13 @@ def admitted(budget, plans, at_once=64):
     return next((count for count, plan in enumerate(plans) if not budget.take(plan, at_once)), len(plans))
 
 
-def test_before_a_batch_is_assembled_no_more_is_fetched_than_at_once():
+def test_before_sizes_are_known_few_samples_are_admitted_and_then_no_more_than_are_fetched_at_once():
     sizes = SampleSizes()
-    sizes.on_fetched(RawBatch(PLANS[0], [bytes(SIZE)] * 2))
     budget = MemoryBudget(10**9, sizes)
-    assert admitted(budget, PLANS) == 33, "64 at once, and one batch more"
+    assert admitted(budget, PLANS) == 2, "four samples"
+    assert budget.load(FetchLoad(), 1).held_plans == 0, "it does not wait for memory"
+    sizes.on_fetched(RawBatch(PLANS[0], [bytes(SIZE)] * 2))
+    assert admitted(budget, PLANS[2:]) == 31, "64 at once, and one batch more"
     for number in range(33):
         budget.on_fetched(number)
     assert not budget.take(PLANS[33], 64)

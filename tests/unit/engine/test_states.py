@@ -6,7 +6,6 @@ import signal
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
-from torch.utils.data.datapipes.iter import IterableWrapper
 
 import headrace as hr
 
@@ -208,11 +207,6 @@ def test_worker_that_dies_with_the_state_of_its_dataset_is_not_replaced():
         first, *others = outcomes(iter(loader))
     assert first == [(0, 1), (1, 2)]
     assert {type(error) for error in others} == {hr.errors.WorkerDiedError}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_data_pipe_that_shuffles_continues_in_the_same_order(workers):
-    check_continues(lambda: new(IterableWrapper(range(9)).shuffle().sharding_filter(), num_workers=workers, seed=3))
 
 
 def without_the_last(samples):

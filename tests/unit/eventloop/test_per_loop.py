@@ -141,6 +141,31 @@ async def test_error_of_make_is_raised_and_the_next_call_tries_again():
             per_loop(*arguments)
 
 
+@pytest.mark.parametrize(
+    "make", [asyncio.Lock, lambda: asyncio.Semaphore(1), asyncio.Condition, lambda: anyio.CapacityLimiter(1)]
+)
+async def test_lock_is_the_resource_and_is_not_entered(make):
+    lock = await per_loop(make)()
+    assert type(lock) is type(make())
+    with anyio.fail_after(5):
+        async with lock:
+            pass
+
+
+class Pool(contextlib.AsyncExitStack):
+    """A pool of connections, which can be closed, as asyncpg's."""
+
+    def acquire(self): ...
+
+
+async def test_pool_is_entered(log):
+    pool = Pool()
+    pool.callback(log.events.append, ("close", "pool", None))
+    assert await per_loop(lambda: pool)() is pool
+    await end_tasks(1.0)
+    assert log.order == [("close", "pool")]
+
+
 async def test_one_task_opens_and_closes(log):
     tasks = []
 

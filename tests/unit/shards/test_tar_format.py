@@ -140,8 +140,9 @@ def test_single_zero_block_does_not_end_an_archive_and_nothing_follows_its_end()
     data = archive(SMALL)
     with pytest.raises(ShardError, match="after the end"):
         parse(data + data)
-    with pytest.raises(ShardError, match="600 bytes is more than member_limit=500"):
-        list(TarParser("x.tar", member_limit=500).members(data[: 3 * TAR_BLOCK]))
+    first, second = parse(data, member_limit=500)
+    assert (first.error, first.data) == (None, b"first")
+    assert "600 bytes is more than member_limit=500" in str(second.error)
     with pytest.raises(TruncatedShardError):
         parse(data[: 5 * TAR_BLOCK + TAR_BLOCK])
     with pytest.raises(ShardError, match="single zero block"):
@@ -212,27 +213,55 @@ def test_fast_path_equals_general_path(field, noise, at, right, header, options)
 # What no training data has
 
 
+def refused(member):
+    """The only error in an archive of three members, and that of its sample; the members beside it are read."""
+    data = archive([("good.txt", b"1"), member, ("after.txt", b"2")], tarfile.GNU_FORMAT)
+    good, bad, after = parse(data)
+    assert contents([good, after]) == [("good.txt", b"1"), ("after.txt", b"2")]
+    for pieces in (len(data), 100):
+        (first, error, last), _, end = outcome(data, pieces, uniform=True)
+        assert ("b'1'" in first, "b'2'" in last, end) == (True, True, None)
+        assert str(bad.error.args[0].split(" (")[0]) in error
+    return bad.error
+
+
 @pytest.mark.parametrize(
-    "name", ["../x.txt", "a/../../x.txt", "/etc/passwd", "..", "a\\..\\..\\x.txt", "C:x.txt", "./../x.txt"]
+    "name", ["../x.txt", "a/../../x.txt", "/etc/passwd", "..", "a\\..\\..\\x.txt", "C:x.txt", "./../x.txt", "../d/"]
 )
 @pytest.mark.parametrize("format", FORMATS)
-def test_names_that_lead_outside_are_refused(name, format):
-    data = archive([("good.txt", b""), (name, b"x")], FORMATS[format])
-    with pytest.raises(UnsafeMemberError, match="leads outside") as caught:
-        parse(data)
-    assert outcome(data, len(data))[1:] == (UnsafeMemberError, str(caught.value))
-    assert caught.value.member is not None
-    assert caught.value.member.endswith(name.removeprefix("./"))
+def test_names_that_lead_outside_are_refused_and_end_no_shard(name, format):
+    (member,) = parse(archive([(name, b"x")], FORMATS[format]))
+    assert (member.data, type(member.error)) == (None, UnsafeMemberError)
+    error = refused((name, b"x"))
+    assert isinstance(error, UnsafeMemberError)
+    assert "leads outside" in str(error)
+    assert error.member.endswith(name.removeprefix("./").rstrip("/"))
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"),
-    [(tarfile.SYMTYPE, "symbolic link"), (tarfile.LNKTYPE, "hard link"), (tarfile.CHRTYPE, "device")],
+    ("kind", "what", "error"),
+    [
+        (tarfile.SYMTYPE, "symbolic link", UnsafeMemberError),
+        (tarfile.LNKTYPE, "hard link", UnsafeMemberError),
+        (tarfile.CHRTYPE, "device", UnsafeMemberError),
+        (tarfile.GNUTYPE_SPARSE, "sparse files are not read", ShardError),
+        (b"Z", "type b'Z' is not read", ShardError),
+    ],
 )
-def test_links_devices_and_pipes_are_refused(kind, what):
-    data = archive([("good.txt", b"x"), ("bad", typed(kind, linkname="good.txt"))])
-    with pytest.raises(UnsafeMemberError, match=what) as caught:
-        parse(data)
-    assert (caught.value.member, caught.value.offset) == ("bad", 1024)
-    with pytest.raises(ShardError, match="sparse files are not read"):
-        parse(archive([("a.txt", typed(tarfile.GNUTYPE_SPARSE))], tarfile.GNU_FORMAT))
+@pytest.mark.parametrize("name", ["bad", "bad.txt"])
+def test_links_devices_and_pipes_are_refused_and_end_no_shard(kind, what, error, name):
+    found = refused((name, typed(kind, linkname="good.txt")))
+    assert type(found) is error
+    assert what in str(found)
+    assert (found.member, found.offset) == (name, 1024)
+
+
+@pytest.mark.parametrize("name", ["9:30.jpg", "a\nb/1.jpg", "a\nb/c/1.seg\n.jpg", "\n.jpg"])
+def test_names_of_any_characters_are_samples(name):
+    data = archive([("first.jpg", b"1"), (name, b"2"), ("last.jpg", b"3")], tarfile.GNU_FORMAT)
+    field = name.rpartition("/")[2].partition(".")[2]
+    samples = outcome(data, len(data))
+    assert samples == outcome(data, 100)
+    assert len(samples[0]) == 3
+    assert repr(name[: -len(field) - 1]) in samples[0][1]
+    assert repr(field) in samples[0][1]

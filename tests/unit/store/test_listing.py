@@ -1,5 +1,6 @@
 """A listing in parts gives what one from end to end gives, and costs hardly more requests."""
 
+import contextlib
 import random
 
 import obstore
@@ -10,8 +11,9 @@ from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.store import Store
 from headrace.datasets.lines import LinesDataset
 from headrace.datasets.objects import ObjectDataset
-from headrace.errors import StoreError
+from headrace.errors import StoreError, StoreUnreachableError
 from object_server import Fault, ObjectServer
+from tests.answers import answering
 
 PAGE = 1000
 
@@ -105,6 +107,32 @@ def test_a_store_that_fails_for_good_is_one_error():
         server.misbehave(Fault("status", method="LIST", skip=4, status=403))
         with pytest.raises(StoreError, match=r"listing: .*credentials"):
             ObjectDataset(Store(server.url, options=server.store_options))
+
+
+@contextlib.contextmanager
+def endless(keys, *, name="endpoint"):
+    """Options of a store that answers every listing with the same page, and the token of one that follows."""
+    more = "<Size>1</Size><LastModified>2020-01-01T00:00:00Z</LastModified>"
+    page = "".join(f"<Contents><Key>{key}</Key>{more}</Contents>" for key in keys)
+    page = f"<ListBucketResult><NextContinuationToken>n</NextContinuationToken>{page}</ListBucketResult>"
+    with answering(lambda request: request.send(200, page.encode())) as url:
+        yield {"skip_signature": True, name: url}
+
+
+SEVERAL = [f"{place}{number:03}" for place in "ab" for number in range(600)]
+
+
+@pytest.mark.parametrize("keys", [["a"] * 500, SEVERAL, SEVERAL[:1000], ["b", "a"] * 250])
+@pytest.mark.parametrize(("url", "name"), [("s3://c", "endpoint"), ("gs://c", "base_url")])
+def test_a_continuation_token_that_repeats_is_an_error(url, name, keys):
+    with endless(keys, name=name) as options, pytest.raises(StoreError, match=r"no end: .*, and so this key: '[ab]"):
+        ObjectDataset(Store(url, options=options))
+
+
+@pytest.mark.parametrize(("place", "keys"), [("", []), ("*.txt", ["a.txt"])])
+def test_pages_without_end_that_the_client_reads_by_itself_are_an_error(place, keys):
+    with endless(keys) as options, pytest.raises(StoreUnreachableError, match="no end of a listing, came within"):
+        LinesDataset(place, store=Store("s3://c", options=options, timeout=0.3, retry=RetryPolicy(deadline=0.3)))
 
 
 def test_a_store_whose_keys_do_not_come_in_order_is_listed_from_end_to_end():

@@ -5,6 +5,7 @@ from obstore.store import AzureStore, HTTPStore, MemoryStore, S3Store
 
 import headrace as hr
 from object_server import Fault, ObjectServer
+from tests.answers import answering
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,24 @@ def test_containers_of_one_azure_account_are_two_stores():
     first, other = (hr.Store(f"abfss://{name}@account.dfs.core.windows.net/data") for name in ("train", "val"))
     assert (first.url, first.store_id != other.store_id) == ("abfss://train@account.dfs.core.windows.net/data", True)
     assert len(hr.TarDataset([first.name("0.tar"), other.name("0.tar")]).shards) == 2
+
+
+def test_host_may_be_an_ipv6_address(tmp_path):
+    def answer(request):
+        key = request.path.partition("?")[0].rpartition("/")[2]
+        request.send_object(f"{key}\n".encode()) if key.endswith(".txt") else request.send(404, b"/k?sig=canary")
+
+    with answering(answer, host="[::1]") as url:
+        shards = hr.LinesDataset(f"{url}/d/{{0..1}}.txt")
+        assert list(shards) == ["0.txt", "1.txt"]
+        assert shards.shards == (f"{url}/d/0.txt", f"{url}/d/1.txt")
+        objects = hr.ObjectDataset(hr.Store(url.replace("[", "me:canary@[")), keys=["0.txt", "other"]).cache(tmp_path)
+        assert [bytes(objects[0].data) for _ in range(2)] == [b"0.txt\n"] * 2
+        with pytest.raises(hr.StoreError, match="not found") as caught:
+            objects[1]
+        assert "canary" not in f"{caught.value} {objects!r}"
+        of_s3 = hr.Store("s3://bucket", options={"endpoint": url, "skip_signature": True})
+        assert bytes(hr.ObjectDataset(of_s3, keys=["1.txt"])[0].data) == b"1.txt\n"
 
 
 def test_repr_and_url_have_no_secrets():

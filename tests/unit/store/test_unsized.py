@@ -9,8 +9,9 @@ from obstore.store import MemoryStore
 from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.store import LARGE, PART, Store
 from headrace.datasets.objects import ObjectDataset
-from headrace.errors import ChecksumError, ObjectChangedError
+from headrace.errors import ChecksumError, ObjectChangedError, StoreError
 from object_server import Fault, ObjectServer
+from tests.answers import answering
 
 QUICK = RetryPolicy(initial_backoff=0.001)
 BODY = hashlib.shake_128(b"large").digest(LARGE + 2 * PART + 5)  # no two parts of it are alike
@@ -92,3 +93,23 @@ def test_a_checksum_is_of_the_whole(server):
     server.misbehave(Fault("flip", skip=2, at=1))
     with pytest.raises(ChecksumError):
         read(server, "large", "sha256:" + hashlib.sha256(BODY).hexdigest())
+
+
+@pytest.mark.parametrize("size", [200 * 10**12, 7 * 2**60, 2**64 - 1])
+def test_a_size_beyond_memory_is_an_error_with_key_and_size(size):
+    listing = f"<ListBucketResult><Contents><Key>a</Key><Size>{size}</Size>"
+    listing += "<LastModified>2020-01-01T00:00:00Z</LastModified></Contents></ListBucketResult>"
+
+    def answer(request):
+        if "list-type" in request.path:
+            request.send(200, listing.encode())
+        else:
+            request.send(206, bytes(LARGE), {"Content-Range": f"bytes 0-{LARGE - 1}/{size}"})
+
+    with answering(answer) as url:
+        options = {"endpoint": url, "skip_signature": True, "region": "x"}
+        listed = ObjectDataset(Store("s3://bucket", options=options))
+        for dataset in (listed, ObjectDataset(f"{url}/d", keys=["a"])):
+            with pytest.raises(StoreError, match=rf"'a' .*: {min(size, 2**63 - 1):,} bytes are claimed") as caught:
+                dataset[0]
+            assert (caught.value.key, caught.value.index) == ("a", 0)

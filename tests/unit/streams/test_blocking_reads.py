@@ -1,12 +1,15 @@
 """Blocking reads of async datasets (`dataset[i]`, `for`, torch's own loader), and `map`."""
 
 import asyncio
+import contextlib
 import os
+import signal
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from headrace._core.streams import blocking
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.map_style import AsyncDataset
@@ -54,16 +57,19 @@ def test_undefined_method_error_names_the_method():
         iter(AsyncIterableDataset())
 
 
-def test_forked_process_has_its_own_background_loop():
+@pytest.mark.parametrize("held", [contextlib.nullcontext(), blocking._lock], ids=["", "while it is started"])
+def test_forked_process_has_its_own_background_loop(held):
     assert SQUARES[2] == 4
     parents_loop = background_loop()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            status = 0 if SQUARES[2] == 4 and background_loop() is not parents_loop else 2
-        finally:
-            os._exit(status)
+    with held:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            status = 1
+            try:
+                status = 0 if SQUARES[2] == 4 and background_loop() is not parents_loop else 2
+            finally:
+                os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 

@@ -4,6 +4,7 @@ import collections
 import itertools
 import json
 import logging
+import math
 import re
 
 import pytest
@@ -43,9 +44,29 @@ def test_function_gives_weights_every_1024_steps():
     assert drawn(samples[1024:])[1] > 1950
 
 
-@pytest.mark.parametrize(("temperature", "share"), [(1, 0.9), (2, 0.75), (1e9, 0.5)])
-def test_temperature_evens_out_sizes(temperature, share):
-    assert abs(drawn(mix([9e6, 1e6], temperature=temperature).take(4000))[0] / 4000 - share) < 0.03
+@pytest.mark.parametrize(
+    ("temperature", "share"), [(1, 0.9), (2, 0.75), (1e9, 0.5), (math.inf, 0.5), (0.5, 0.99), (0.001, 1)]
+)
+@pytest.mark.parametrize("scale", [1, 1e301, 1e-307])
+def test_temperature_evens_out_sizes_of_any_scale(temperature, share, scale):
+    assert abs(drawn(mix([9e6 * scale, 1e6 * scale], temperature=temperature).take(4000))[0] / 4000 - share) < 0.03
+    assert drawn(mix([(0, [scale, 0])], temperature=temperature).take(50)) == {0: 50}
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts"),
+    [
+        ([(0, [1, 0])], {0: 30}),
+        (lambda step: [1, 0], {0: 30}),
+        ([(0, [1, 1]), (10, [1, 0])], None),  # the second stream does not end before
+        ([(0, [1, 0]), (40, [0, 1])], {0: 40, 1: 30}),
+        (lambda step: [step < 1024, step >= 1024], {0: 1024, 1: 30}),
+        (lambda step: {0: [1, 0]}[step], {0: 30}),
+    ],
+)
+def test_stream_without_a_weight_now_or_later_is_not_waited_for(weights, counts):
+    found = drawn(mix(weights, length=30, stop="all"))
+    assert counts is None or found == counts
 
 
 def test_each_stream_is_read_once():

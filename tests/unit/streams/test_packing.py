@@ -85,12 +85,7 @@ def test_positions_of_a_batch_give_cu_seqlens_with_padding_as_a_document():
 
 def test_fields_of_dicts_are_packed_beside_their_tokens():
     documents = [
-        {
-            "ids": torch.tensor([1, 2, 3]),
-            "labels": np.uint16([1, 2, 3]),
-            "weight": np.float32([0.5, 1, 1]),
-            "text": "abc",
-        },
+        {"ids": torch.tensor([1, 2, 3]), "labels": np.uint16([1, 2, 3]), "weight": np.float32([0.5, 1, 1])},
         {"ids": np.uint16([4, 5]), "labels": np.uint16([4, 5]), "weight": np.array([2, 2], ">f4")},
     ]
     (packed,) = stream(*documents).pack(6, "best_fit", fields=("ids", "labels", "weight"))
@@ -113,6 +108,7 @@ async def test_documents_that_cannot_be_packed_are_errors_of_theirs():
         ({"ids": [[1]], "mask": [[1]]}, r"\(1, 1\)"),
         ({"ids": [1], "mask": ["text"]}, "'mask': <U4"),
         ([1, 2], "of one length"),
+        ({**good, "text": "a"}, r"would leave out \['text'\]"),
     ):
         packed = aiter(stream(good, document, good).pack(2, fields=("ids", "mask")))
         with pytest.raises(ValueError, match=found):

@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import warnings
 
+import cloudpickle
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -137,14 +138,26 @@ def test_collate_fn_wrapped_and_set_again_applies_the_transform_once(num_workers
             assert numbers(rebuilt(loader, num_workers=0)) == list(range(0, -100, -10))
 
 
-def test_attributes_of_the_collate_fn_are_read_through():
-    collate = Negated(sum)
-    shown = hr.DataLoader(Numbers(10), collate_fn=collate, transform=tenfold).collate_fn
-    assert pickle.loads(pickle.dumps(shown)).transform is tenfold
-    hr.DataLoader(Numbers(10)).collate_fn = shown
-    padded = Negated(sum)
-    padded.pad_token = 7
-    assert hr.DataLoader(Numbers(10), collate_fn=padded).collate_fn.pad_token == 7
+def test_attributes_of_the_collate_fn_are_those_of_the_users():
+    class Scaled:
+        transform, warn = "the user's", 2  # names of headrace's own parts too
+
+        def __init__(self, factor):
+            self.factor = factor
+
+        def __call__(self, samples):
+            return [sample * self.factor for sample in samples]
+
+    with hr.DataLoader(Numbers(10), batch_size=5, collate_fn=Scaled(1), transform=tenfold) as loader:
+        shown = loader.collate_fn
+        assert (shown.factor, shown.transform, shown.warn) == (1, "the user's", 2)
+        shown.factor, shown.collate = 3, "added"
+        assert numbers(loader) == list(range(0, 300, 30))
+        assert shown.collate == "added"
+        del shown.collate
+        assert not hasattr(shown, "collate")
+    hr.DataLoader(Numbers(10)).collate_fn = pickle.loads(cloudpickle.dumps(shown))
+    assert pickle.loads(cloudpickle.dumps(shown)).factor == 3
 
 
 # Streams
@@ -164,8 +177,10 @@ def test_stream_adapter_has_the_attributes_and_length_of_the_stream():
     stream = SizedDuckStream()
     shown = hr.DataLoader(stream).dataset
     assert (shown.name, len(shown)) == ("duck", 10)
-    shown.name = "goose"
+    shown.name = shown.other = "goose"
+    del shown.other
     assert stream.name == "goose"
+    assert not hasattr(stream, "other")
     assert not hasattr(shown, "set_epoch")
     assert not hasattr(type(hr.DataLoader(DuckStream()).dataset), "__len__")
     again = pickle.loads(pickle.dumps(shown))

@@ -252,11 +252,39 @@ def always_fails(samples):
     raise Mine("no generator")
 
 
+async def yield_and_fail(samples=None):
+    yield 0
+    raise Mine
+
+
 def test_function_or_stream_that_always_fails_ends():
-    once = pytest.raises(hr.errors.TooManySkippedError, match="1 samples of this epoch were skipped")
-    for stream, raised in ((Count(6).pipe(always_fails), once), (OnlyFails().pipe(in_pairs), pytest.raises(Mine))):
-        with hr.DataLoader(stream, batch_size=None, on_error="skip") as loader, raised:
+    fails_later = hr.from_async_iterable(yield_and_fail).pipe(in_pairs)
+    fails_again = Count(6).pipe(yield_and_fail)
+    for stream in (Count(6).pipe(always_fails), OnlyFails().pipe(in_pairs), fails_later, fails_again):
+        with hr.DataLoader(stream, batch_size=None, on_error="skip") as loader, pytest.raises(Mine):
             list(loader)
+
+
+async def yield_nothing(samples):
+    async for _ in samples:
+        pass
+    yield 0
+
+
+DROPPED = {
+    "filter": lambda stream: stream.filter(lambda sample: False),
+    "pack": lambda stream: stream.map(lambda sample: []).pack(4),
+    "pipe": lambda stream: stream.pipe(yield_nothing),
+    "mix": lambda stream: hr.mix([stream, stream], [1, 2], stop="all").filter(lambda sample: False),
+}
+
+
+@pytest.mark.parametrize("drop", DROPPED.values(), ids=DROPPED)
+def test_repeated_stream_of_which_nothing_is_left_is_an_error(drop):
+    stream = drop(Count(3).repeat())
+    for read in (iter(stream), iter(hr.DataLoader(stream))):
+        with pytest.raises(ValueError, match="repeated without end"):
+            next(read)
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 1, "placement": "thread"}])
@@ -302,12 +330,6 @@ def test_repeated_shuffled_stream_has_another_order_each_time_and_in_each_epoch(
     assert all(sorted(order) == list(range(30)) for order in orders)
     with hr.DataLoader(Count(30).shuffle(10, seed=3), batch_size=30) as loader:
         assert tuple(next(iter(loader)).tolist()) == orders[0], "the first is as without repeat"
-
-
-@pytest.mark.parametrize(("times", "error"), [(-1, ValueError), (1.5, TypeError)])
-def test_wrong_numbers_of_times_are_errors(times, error):
-    with pytest.raises(error):
-        Count(3).repeat(times)
 
 
 async def test_abandoned_wait_before_batching_loses_nothing():

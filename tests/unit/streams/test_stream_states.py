@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,34 +114,40 @@ def rank_of(stream, rank, world_size=3, remainder="drop"):
     return stream.split(rank=rank, world_size=world_size, remainder=remainder)
 
 
+N = np.int64  # states have plain values, whatever the types of parameters
+
 COMPOSITIONS = {
     "user": lambda: Count(7),
     "user, errors": lambda: Count(7, bad=[0, 3, 6]),
     "user, without state": lambda: Stateless(6),
     "user, without state, errors": lambda: Plain(5, bad=[1]),
     "user, state of the dataset": lambda: OwnState(6),
-    "take": lambda: Count(9).take(5),
+    "take": lambda: Count(9).take(N(5)),
     "filter": lambda: Count(9, bad=[2, 5]).filter(odd),
     "map, filter": lambda: Count(12, bad=[2]).map(fail_at(5, 7)).filter(odd).map(str),
     "concat": lambda: hr.concat([Count(3), Count(0), Count(4, bad=[0, 3]), Count(2)]),
-    "mix": lambda: hr.mix([Count(5), Count(20, 10, bad=[12])], [1, 2], seed=3),
+    "mix": lambda: hr.mix(
+        {np.str_("a"): Count(5), N(1): Count(20, 10, bad=[12])}, {"a": N(1), 1: np.float32(2)}, seed=N(3)
+    ),
     "mix, all": lambda: hr.mix([Count(3, bad=[1]), Count(16, 10)], [2, 1], stop="all"),
     "mix, all, filtered": lambda: hr.mix(
         [Count(4).filter(lambda sample: False), Count(3), Count(0), Count(12, 10, bad=[11])], [2, 1, 1, 2], stop="all"
     ),
     "mix, all, only errors": lambda: hr.mix([Count(2, bad=[0, 1]), Count(6, 10)], [1, 1], stop="all"),
     "mix, once, by a schedule": lambda: hr.mix(
-        [Count(5, bad=[2]), Count(14, 10), Count(100, 100)], [(0, [1, 0, 1]), (4, [1, 2, 0])], stop="once"
+        [Count(5, bad=[2]), Count(14, 10), Count(100, 100)],
+        [(0, [1, 0, 1]), (N(4), np.array([1, 2, 0]))],
+        stop=np.str_("once"),
     ),
     "mix, a dataset twice": lambda: (lambda part: hr.mix([part, part], lambda step: [1, 2]))(Count(9).shuffle(4)),
     "mix of mixes": lambda: hr.mix(
         [hr.mix([Count(3).shuffle(2), Count(14, 10)], [1, 1], stop="all"), Count(106, 100)], [1, 1], stop="all"
     ),
-    "repeat": lambda: Count(3, bad=[1]).repeat(3),
+    "repeat": lambda: Count(3, bad=[1]).repeat(N(3)),
     "repeat, endless": lambda: Count(3).repeat().take(10),
     "repeat of nothing, three times": lambda: hr.concat([Count(0).repeat(3), Count(2)]),
     "repeat of shuffle": lambda: Count(7).shuffle(3).repeat(3),
-    "shuffle, errors": lambda: Count(14, bad=[0, 3, 4, 9, 13]).shuffle(4),
+    "shuffle, errors": lambda: Count(14, bad=[0, 3, 4, 9, 13]).shuffle(N(4), N(1)),
     "shuffle of map of filter": lambda: Count(20, bad=[6]).filter(odd).map(fail_at(7)).shuffle(3),
     "shuffle of shuffle": lambda: Count(13, bad=[5]).shuffle(3).shuffle(4),
     "take of shuffle": lambda: Count(13).shuffle(4).take(6),
@@ -150,17 +158,19 @@ COMPOSITIONS = {
         for remainder in ("drop", "keep")
         for rank in range(3)
     },
-    "split of concat of filter": lambda: rank_of(hr.concat([Count(9).filter(odd), Count(20, 10)]), 1),
-    "tokens, errors": lambda: hr.batch_by_tokens(Count(15, 1, bad=[2, 7]), 12, length=int),
+    "split of concat of filter": lambda: rank_of(hr.concat([Count(9).filter(odd), Count(20, 10)]), N(1), N(3)),
+    "tokens, errors": lambda: hr.batch_by_tokens(Count(15, 1, bad=[2, 7]), N(12), length=N),
     "tokens, buckets": lambda: hr.batch_by_tokens(
-        Count(30).map(lambda i: i * 7 % 10 + 1), 14, length=int, boundaries=[3, 6], padded=False
+        Count(30).map(lambda i: i * 7 % 10 + 1), 14, length=int, boundaries=np.array([3, 6]), padded=np.bool_(False)
     ),
     "tokens of filter, errors, drop last": lambda: hr.batch_by_tokens(
         Count(40, bad=[4, 21]).filter(odd).map(lambda i: i * 7 % 10), 20, length=int, boundaries=[4], drop_last=True
     ),
     "split of tokens": lambda: rank_of(hr.batch_by_tokens(Count(20, 1), 30, length=int, boundaries=[5]), 1, 2, "keep"),
     "pack, errors": lambda: Count(30, bad=[2, 7]).map(document).pack(9).map(listed),
-    "pack of filter": lambda: Count(30, bad=[4]).filter(odd).map(document).pack(9, "first_fit", window=3).map(listed),
+    "pack of filter": lambda: (
+        Count(30, bad=[4]).filter(odd).map(document).pack(N(9), np.str_("first_fit"), window=N(3)).map(listed)
+    ),
     "split of pack": lambda: rank_of(Count(40, bad=[6]).map(document).pack(9, "best_fit", window=2).map(listed), 1, 2),
     "pipe, failing": lambda: Count(12, bad=[3, 10]).pipe(failing_pairs),
     "pipe, state": lambda: Count(9, bad=[2, 3, 8]).pipe(PairsWithState),
@@ -201,9 +211,16 @@ def in_a_loader(dataset):
         return start_stream(dataset)
 
 
+def is_plain(value):
+    parts = value.values() if type(value) is dict else value if type(value) is list else ()
+    return type(value) in (dict, list, str, int, float, bool, type(None)) and all(map(is_plain, parts))
+
+
 def saved(iterator):
     """A state that was written to a file and read again."""
-    text = json.dumps(iterator.state_dict())
+    state = iterator.state_dict()
+    assert is_plain(state)
+    text = json.dumps(state)
     assert len(text) < 1024
     return json.loads(text)
 
@@ -448,6 +465,29 @@ async def test_damaged_state_raises_or_restores_but_never_fails_otherwise():
                 continue
             with contextlib.suppress(TypeError):  # of CountIterator
                 await asyncio.wait_for(outcomes(restored, 30), 10)
+
+
+def test_error_while_a_filter_reads_again_is_a_state_error(tmp_path):
+    (tmp_path / "0.txt").write_text("".join(f"{number}\n" for number in range(60)))
+    lost = []
+
+    def keep(line):
+        if lost:
+            raise Unprintable
+        return int(line) % 3
+
+    loader, restored = (hr.DataLoader(hr.LinesDataset(tmp_path, format="text").filter(keep), 3) for _ in range(2))
+    with loader, restored:
+        assert list(itertools.islice(loader, 4))[3] == ["14", "16", "17"]
+        restored.load_state_dict(loader.state_dict())
+        lost.append(True)
+        with pytest.raises(hr.StateError, match=r"cannot be read again.*Unprintable: \(no message"):
+            next(iter(restored))
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -1,6 +1,7 @@
 """What limits a loader, from records of batches whose times are known."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -102,8 +103,6 @@ def report(setup=SETUP, **steps):
         ("event-loop", {"fetch": 0.02, "load": FULL, "cpu": 0.3, "queued": 0.6}),
         ("source", {"fetch": 0.02, "load": FULL, "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01}),
         ("source", {"fetch": 0.02, "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01}),
-        # Fetches are in flight, and by Little's law only one at a time, though the loop hardly computes.
-        ("blocked-loop", {"loop": 0.02, "fetch_seconds": 0.003, "load": FULL._replace(limit=64), "queued": 0.5}),
         ("bandwidth", {"fetch": 0.02, "load": FULL, "request": (0.01, 0.1)}),
         ("order", {"fetch": lambda number: 0.001 if number % 10 else 0.5, "load": IDLE}),
         ("event-loop", {"loop": 0.02, "cpu": 0.95}),
@@ -283,6 +282,53 @@ def test_work_inside_next_asks_for_workers(placement, searched):
     found = make_report(at_end, SETUP._replace(num_workers=0, placement=placement))
     assert found.limit == "workers"
     assert found.advice == f"num_workers=4{searched}"  # 30 ms of work for each 10 ms of the loop, with a fifth to spare
+
+
+def contradictions(found, setup):
+    """What the figures of a report say against its verdict."""
+    loop, workers = found.engine_cpu + found.engine_queued, found.workers_busy / max(1, setup.num_workers)
+    with_gil = found.engine_cpu + found.consumer_cpu if setup.placement == "thread" else 0.0
+    fast = found.wait_share < 0.05 or found.waited < 50e-6 * found.batches
+    allowed = {
+        "consumer": fast,
+        "start-up": found.start_up > found.waited,
+        "event-loop": loop > 0.85 or with_gil > 0.85,
+        "blocked-loop": found.start_blocked + found.blocked * found.seconds >= 0.1 * (found.start_up + found.seconds),
+        "workers": workers > 0.7 or found.waits["work"] + found.waits["worker queue"] > found.waited / 3,
+        "copy": found.waits["delivery"] > found.waited / 3,
+    }
+    if not allowed.get(found.limit, True):
+        yield f"the figures do not show it: loop {loop:.2f}, workers {workers:.2f}, {found.waits}"
+    other = found.limit in ("workers", "event-loop", "start-up") or loop > 0.85
+    if workers > 0.9 and not fast and not other:
+        yield f"the workers are busy {workers:.2f} of the time"
+    if found.advice and found.predicted is not None and found.limit != "start-up" and not fast:
+        before, after = found.period, found.compute / (1 - found.predicted)
+        if before < 1.04 * after:
+            yield f"{found.advice}: {before} s for a batch would become {after}"
+    if found.change and not found.advice:
+        yield f"{found.change} without advice"
+
+
+@pytest.mark.parametrize("placement", ["thread", "process"])
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_no_verdict_contradicts_the_figures_beside_it(placement, workers):
+    loads = FULL, IDLE, IDLE._replace(held_plans=2), FetchLoad(in_flight=64, limit=64)
+    steps = ["plan", "queue", "fetch", "worker_queue", "work", "loop", "hand_over", "delivery"]
+    pairs = [{step: 0.02, other: seconds} for step in steps for other in steps for seconds in (0.015, 0.1)]
+    grid = itertools.product(pairs, loads, (0.05, 0.95), (0.0, 0.03, 0.5), ((2, "auto"), (16, 8)))
+    for lengths, load, cpu, blocked, (cores, concurrency) in grid:
+        setup = SETUP._replace(num_workers=workers, placement=placement, cores=cores, concurrency=concurrency)
+        found = report(setup, count=12, load=load, cpu=cpu, blocked=blocked, fetch_seconds=0.002, **lengths)
+        wrong = list(contradictions(found, setup))
+        assert not wrong, f"{lengths}, {load}, cpu {cpu}, blocked {blocked}, {setup}: {found} {wrong}"
+
+
+def test_workers_that_are_busy_all_the_time_are_the_limit_beside_calls_that_wait():
+    load = FetchLoad(in_flight=80, limit=128)
+    steps = {"work": 0.2, "loop": 0.003, "fetch_seconds": 0.02, "cpu": 0.03, "work_cpu": 1.0, "load": load}
+    found = report(SETUP._replace(num_workers=1, concurrency="auto"), **steps)
+    assert (found.limit, found.change) == ("workers", {"num_workers": 16})
 
 
 def test_shares_of_a_stage_add_up_to_one():

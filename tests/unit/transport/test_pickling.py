@@ -1,6 +1,7 @@
 """Pickling restores values, types, shapes, and the identity of classes."""
 
 import copy
+import itertools
 import json
 import pickle
 
@@ -157,6 +158,32 @@ def test_tensors_of_a_batch_are_independent(count):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         assert tensor.storage_offset() == 0
     assert len(pickle.dumps(batch["column 1"])) == len(pickle.dumps(torch.full((4, 2), 1.0)))
+
+
+LABELS = {
+    "tensor": torch.arange(2048),
+    "array": np.arange(2048),
+    "memoryview": memoryview(bytes(range(256)) * 64),
+    "one of many": [torch.full((2, 512), number) for number in range(20)],
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_label_that_is_kept_does_not_keep_the_memory_of_its_batch(kind):
+    payload = PickledPayload.dumps({"images": torch.zeros(1 << 18), "labels": LABELS[kind]})
+    region = np.concatenate([np.frombuffer(buffer, np.uint8) for buffer in payload.buffers])
+    parts = np.split(region, np.cumsum([buffer.nbytes for buffer in payload.buffers])[:-1])
+    batch = PickledPayload(payload.pickled, *(part.data for part in parts)).loads()
+    assert np.shares_memory(batch["images"].numpy(), region)
+    label, expected = (each[-1] if kind == "one of many" else each for each in (batch["labels"], LABELS[kind]))
+    assert np.array_equal(label, expected)
+    assert not np.shares_memory(np.asarray(label), region)
+
+
+def test_small_tensor_does_not_keep_the_memory_of_the_small_tensors_it_travels_with():
+    batch = as_a_batch([torch.full((512,), number) for number in range(100)])
+    addresses = sorted(tensor.data_ptr() for tensor in batch)
+    assert any(after - before != batch[0].nbytes for before, after in itertools.pairwise(addresses))
 
 
 # Errors

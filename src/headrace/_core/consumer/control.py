@@ -50,7 +50,7 @@ from headrace._core.streams.resumable import is_stateful
 from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import warn_user
 from headrace._core.torchcompat.private import batches_skipped_by_hook
-from headrace.errors import StateError
+from headrace.errors import LoaderClosedError, StateError
 from headrace.telemetry.counters import Counters
 
 E = TypeVar("E", bound=Epoch)
@@ -100,6 +100,7 @@ class LoaderControl:
 
     def _reset(self) -> None:
         self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = weakref.WeakKeyDictionary()  # and their numbers
+        self._closings = 0  # number of calls of `close_epochs`
         self._agreements: list[StepGroup] = []  # one at most
         weakref.finalize(self, close_all, self._agreements)
         self._epoch_set = False  # whether the next epoch's number was set since the last session was opened
@@ -288,16 +289,22 @@ class LoaderControl:
         Engine and workers are given the `rank`, from `ranked`, and do not determine it again. With `late_epoch` a
         trainer's number of the epoch may reach samplers later than this.
         """
-        agreement = None
+        agreement, closings = None, self._closings
         if self.spec.options["coordinated"] and rank.world_size > 1:
             agreement = begin_agreement(self._agreements, rank, self.group, loader.timeout or None)
         try:
             spec = self.next_spec(loader, rank, late_epoch=late_epoch)
-            return self.open(kind, loader, spec, agreement)
+            epoch = self.open(kind, loader, spec, agreement)
         except Exception as error:
             if agreement is not None:  # the other ranks would wait for it
                 agreement.leave(error)
-            raise
+            if closings == self._closings:
+                raise
+        if closings != self._closings:  # by another thread, which has not seen what was opened since
+            self.close_epochs()
+            self.close_engine()
+            raise LoaderClosedError
+        return epoch
 
     def next_spec(self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool) -> EpochSpec:
         seed, stream = self.spec.options["seed"], self.spec.kind.is_iterable
@@ -331,7 +338,7 @@ class LoaderControl:
         drawn = self._seeds.draw(loader, epoch, order, resumed)
         base_seed = drawn[1] if seed is None else None
         if continued is None:
-            seeds = {"base_seed": base_seed, "kept_seed": kept_seed, "pipe_seed": drawn[2]}
+            seeds = {"base_seed": base_seed, "kept_seed": kept_seed}
             begun = self._fresh(loader, order, epoch, **seeds, sampler=order.sampler_at_start)
             if resumed is not None:
                 begun = begun._replace(streams=resumed.streams, found=resumed.found)
@@ -409,11 +416,13 @@ class LoaderControl:
     @property
     def open_epochs(self) -> list[tuple[Epoch, int]]:
         """The iterations of this loader that were begun and are still there, with the numbers of their epochs."""
-        return list(self._open_epochs.items())
+        epochs = [reference() for reference in self._open_epochs.keyrefs()]  # another thread may begin one meanwhile
+        return [(epoch, self._open_epochs[epoch]) for epoch in epochs if epoch is not None]
 
     def close_epochs(self) -> None:
         """Close the open epochs; does not wait."""
-        for epoch in list(self._open_epochs):
+        self._closings += 1
+        for epoch, _ in self.open_epochs:
             epoch.close()
 
     def close_engine(self) -> None:

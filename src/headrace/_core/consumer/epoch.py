@@ -97,6 +97,7 @@ class Epoch:
         self._agreement = agreement
         self._agreed_epoch = 0 if agreement is None else agreement.epoch
         self._next: Any = None  # the next step, as of `_take_next`, which the ranks have not agreed on
+        self._undecided: HostBatch | None = None  # a batch of which some samples failed, until `on_error` has decided
         self._ended = True  # whether this rank has nothing left at the end of the epoch
         self._iteration = counters.epochs
         self._skipped = counters.skipped_samples  # at the batch before
@@ -154,10 +155,9 @@ class Epoch:
             if agreement is not None:  # it has announced more
                 raise self._cut_short()
             self._finish_epoch()
-        self._next, self._called = None, 0.0
+        self._next, self._called = step, 0.0  # until it is returned: Ctrl-C in user code must not lose the batch
         host, error, called, taken, refilled, ready = step
         if agreement is not None:
-            agreement.granted -= 1
             now = time.perf_counter()  # until now the other ranks were waited for
             taken, refilled = taken + now - refilled, now
         plan, batch, size, failures, _, _, requests, _, _, times, fetches = host
@@ -175,6 +175,7 @@ class Epoch:
                 self._stop(raised)  # the position stays the restored one; later batches would leave out samples
             else:
                 self._progress.on_batch(host, counts, given=True)
+                self._on_returned()
             raise
         self._progress.on_batch(host, counts, given=True)
         skipped = counters.skipped_samples
@@ -201,7 +202,13 @@ class Epoch:
             fetches,
         )
         self._skipped = skipped
+        self._on_returned()
         return batch
+
+    def _on_returned(self) -> None:
+        if self._agreement is not None:
+            self._agreement.granted -= 1
+        self._next = None
 
     def _agree(self, agreement: StepGroup) -> bool:
         """Whether the ranks have agreed on further steps; False while that takes a wait."""
@@ -255,7 +262,7 @@ class Epoch:
         while True:
             if not ahead.under_way:
                 self._fill()
-            host = session.take()
+            host = self._undecided or session.take()
             if host is None:
                 if not ahead.under_way:
                     return None
@@ -266,14 +273,16 @@ class Epoch:
                     raise self._cut_short()
             called, taken, self._called = self._called, time.perf_counter(), 0.0
             delivers, error, times = True, None, host.times
-            if times.worker_deaths:
-                self._counters.worker_deaths += times.worker_deaths
             if failures.skips or host.failures or host.empty:
+                self._undecided = host  # Ctrl-C in a function of `on_error` must not lose the batch
                 try:
                     with provided_rank(self._rank):
                         delivers = failures.delivers(host)
                 except Exception as raised:  # at this batch's turn, when the ranks have agreed on the step
                     error = raised
+                self._undecided = None
+            if times.worker_deaths:
+                self._counters.worker_deaths += times.worker_deaths
             ready = session.ready()
             step = host, error, called, taken, taken, ready
             if failures.lost and self._agreement is not None:
@@ -350,7 +359,7 @@ class Epoch:
     def close(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""
         self.closed = True
-        self._next = None
+        self._next = self._undecided = None
         self._finalizer()
 
     # The wait for a batch, or for the other ranks.

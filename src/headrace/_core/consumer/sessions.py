@@ -25,8 +25,7 @@ from headrace._core.ranks.rankinfo import ranks_on_host
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import capabilities, walk_datasets
-from headrace._core.torchcompat.datapipes import divide_pipe
-from headrace._core.torchcompat.portable_collate import PortableCollate
+from headrace._core.torchcompat.portable_collate import without_transform
 from headrace.collate import destined
 from headrace.options import engine_options
 from headrace.telemetry.counters import Counters
@@ -138,11 +137,9 @@ class LoaderSessions:
         self._placements.set_epoch(self.spec.source, start.epoch, only_wanted=only_wanted)
         start = start._replace(set_epoch=set_epoch)
         options, automatic = self.spec.options, is_automatic(loader)
-        transforms, collate_fn = self.spec.maps, loader.collate_fn
+        transforms, collate_fn = self.spec.maps, without_transform(loader.collate_fn)
         if options["transform"] is not None:
             transforms = (*transforms, options["transform"])
-        if isinstance(collate_fn, PortableCollate):
-            collate_fn = collate_fn.collate
         tolerance = self.spec.policy.tolerance
         assembler = Assembler(transforms, destined(collate_fn), loader._auto_collation, tolerance)
         in_thread = self.spec.placement in ("auto", "thread") and not loader.num_workers
@@ -166,11 +163,9 @@ class LoaderSessions:
             worker_init_fn=loader.worker_init_fn,
             context=loader.multiprocessing_context,
             rank=rank,
-            pipe_seed=spec.pipe_seed,
         )
         if not self.spec.kind.is_async and loader.num_workers == 0:
             self.counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
-            divide_pipe(self.spec.source, rank)
             link = InlineLink(config, start)
             return Session(link, inline_state=link.state_dict)
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from headrace._core.device.pinning import REGISTRY, Registry
 from headrace._core.device.streams import Streams
-from headrace._core.transport.slabs import ALIGNMENT, Slab, aligned, slab_at
+from headrace._core.transport.slabs import ALIGNMENT, SMALL_PART, Slab, aligned, slab_at
 
 
 class DeviceBatch(NamedTuple):
@@ -51,14 +51,14 @@ class Copier:
         placed: list[Any] = []
         kept = [batch]
         try:
-            in_slab, others = self._sorted(list(found["region"].values()))
+            in_slab, loose = self._sorted(list(found["region"].values()))
             for slab, tensors in in_slab.items():
                 offsets = [tensor.data_ptr() - slab.address for tensor in tensors]
                 first = min(offsets) // ALIGNMENT * ALIGNMENT
                 end = max(offset + _size(tensor) for offset, tensor in zip(offsets, tensors, strict=True))
                 host = torch.frombuffer(slab.memory, dtype=torch.uint8, count=end - first, offset=first)
                 placed.append(self._copy(host, tensors, [offset - first for offset in offsets], moved))
-            if others:
+            for others in _by_size(loose):
                 ends = [0, *accumulate(aligned(_size(tensor)) for tensor in others)]
                 memory = self._streams.pinned(max(ends[-1], ALIGNMENT))  # torch's allocator keeps it for later ones
                 kept.append(memory)
@@ -166,6 +166,13 @@ def _travels_in_a_region(tensor: torch.Tensor) -> bool:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     return tensor.device.type == "cpu" and not tensor.is_quantized and not tensor.is_nested
+
+
+def _by_size(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors that are small beside all of them, and the others: a label that is kept does not keep the images."""
+    small = SMALL_PART * sum(map(_size, tensors))
+    groups = [[tensor for tensor in tensors if (_size(tensor) < small) is part] for part in (True, False)]
+    return list(filter(None, groups))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -31,7 +31,6 @@ class EngineConfig(NamedTuple):
     worker_init_fn: Callable[[int], Any] | None
     context: Any  # a `multiprocessing` context the user asked for
     rank: RankInfo  # of the consumer's process; another needs another engine, whose processes get it at their start
-    pipe_seed: int | None = None  # of a data pipe's random pipes in this epoch
     engine: int = 0  # its number
     engines: int = 1
 
@@ -102,7 +101,7 @@ class EngineConfig(NamedTuple):
 
     def same_engine(self, other: EngineConfig) -> bool:
         """Whether one engine can run both: they differ in nothing but what belongs to an epoch."""
-        of_epoch: dict[str, Any] = {"dataset": None, "base_seed": 0, "pipe_seed": None}
+        of_epoch: dict[str, Any] = {"dataset": None, "base_seed": 0}
         mine, theirs = (
             (config.without_functions() if config.functions_of_epoch else config)._replace(**of_epoch)
             for config in (self, other)

@@ -75,9 +75,9 @@ class Engine:
             return False
         return self.executor.broken is None
 
-    def start(self, session: Session, pipe_seed: int | None = None) -> None:
-        """Run a session as a task of the running loop; `pipe_seed` as in `StartEpoch`."""
-        prepare = functools.partial(self._prepare, session.start, pipe_seed)
+    def start(self, session: Session) -> None:
+        """Run a session as a task of the running loop."""
+        prepare = functools.partial(self._prepare, session.start)
         task = asyncio.get_running_loop().create_task(session.run(prepare))
         self._running[session] = task
         if self.config.kind.is_async:  # otherwise no user code runs on the loop
@@ -89,7 +89,7 @@ class Engine:
         if self.config.kind.is_async:
             self.watch.end()
 
-    async def _prepare(self, start: SessionStart, pipe_seed: int | None) -> None:
+    async def _prepare(self, start: SessionStart) -> None:
         # In the context of the session's task, which its fetchers' contexts are copied from.
         session_epoch.set(start.epoch)
         session_seed.set(self.config.options["seed"])
@@ -101,7 +101,7 @@ class Engine:
             running = frozenset(session.start.epoch for session in self._running)
             states = {worker: PickledPayload.dumps(state) for worker, state in start.streams.items()}
             self.executor.broadcast(
-                lambda worker: StartEpoch(start.epoch, running, start.set_epoch, pipe_seed, states.get(worker))
+                lambda worker: StartEpoch(start.epoch, running, start.set_epoch, states.get(worker))
             )
 
     async def close(self, deadline: float) -> None:

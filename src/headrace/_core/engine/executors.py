@@ -46,7 +46,7 @@ class ThreadExecutor:
         self._rank = rank
         # Calls with their answers; to end the thread, no call, and what is set then.
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        run = contextvars.copy_context().run  # in the caller's context, which has the settings of `numpy.seterr`
+        run = contextvars.copy_context().run  # in the caller's context, as `numpy.errstate` is one of its variables
         thread = threading.Thread(target=run, args=(self._work,), name="headrace-assemble", daemon=True)
         self._thread = None if deferred else thread
 

@@ -9,9 +9,7 @@ from typing import Any
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, Rows
 from headrace._core.failure import Failure
 
-# Bytes of a sample before one has arrived: much for an image, little for a volume.
-# A budget of 1 GiB begins with 1,024 samples, a budget of 8 MiB with 8.
-FIRST_GUESS = 1 << 20
+FIRST_SAMPLES = 4  # before the size of one is known: one that is slow, or waits for another, does not hold up all
 MEASURED_SAMPLES = 8  # of a batch; their mean stands for all
 MEASURED_BATCHES = 7  # the first so many are measured, and then one in so many (odd: sizes may repeat), or in
 MEASURED_RARELY = 64  # where only reports need it: pyarrow gives Python's lock away, and may wait long for it
@@ -56,8 +54,9 @@ class MemoryBudget:
     also says it when it waits, if it has taken one since the last plan, and with each batch that left plans waiting
     here. The next batch that it can take is always admitted, whatever its size.
 
-    Until the first batch is assembled, no more is admitted than is fetched at once: what a transform makes of a sample
-    is not known before.
+    Until the first batch is fetched, it alone is admitted, or a few samples in smaller batches: the size of a sample is
+    not known. Until the first batch is assembled, no more is admitted than is fetched at once: what a transform makes
+    of a sample is not known.
     """
 
     def __init__(self, nbytes: int, sizes: SampleSizes) -> None:
@@ -72,8 +71,9 @@ class MemoryBudget:
     def take(self, plan: BatchPlan, at_once: int | None) -> bool:
         """Count the memory of a plan, if it may be admitted; `at_once` samples are fetched at once."""
         held, samples = sum(self._samples.values()), len(plan.indices)
-        self._short = (held + samples) * (self._sizes.larger or FIRST_GUESS) > self._nbytes
-        waits = self._short or (not self._assembled and at_once is not None and held > at_once)
+        self._short = (held + samples) * self._sizes.larger > self._nbytes
+        unknown = self._sizes.fetched is None and held + samples > FIRST_SAMPLES
+        waits = self._short or unknown or (not self._assembled and at_once is not None and held > at_once)
         if held and waits and plan.number > min(self._samples):  # an engine that has ended may have had it first
             return False
         self._samples[plan.number] = samples

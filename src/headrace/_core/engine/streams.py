@@ -150,12 +150,15 @@ def _ended_a_generator(error: BaseException) -> bool:
     """Whether `error` came out of a generator function of the user's, which gives nothing more then.
 
     It is found by the first frame outside of headrace that the error passed through. A generator further inside may
-    have served a single sample. `pipe` calls its function again.
+    have served a single sample. `pipe` calls its function again, unless the function fails without reading.
     """
+    caller: object = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if isinstance(frame.f_locals.get("self"), Pipe):
-            return False
-        if frame.f_globals.get("__name__", "").partition(".")[0] != "headrace":
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == "headrace":
+            caller = frame.f_locals.get("self")
+        elif type(caller) is Pipe:
+            return caller.ended_early
+        else:
             return bool(frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR))
     return False
 

@@ -32,7 +32,6 @@ from headrace._core.streams.resumable import (
     restore_user,
     user_state,
 )
-from headrace._core.torchcompat.datapipes import divide_pipe, seed_pipe
 from headrace._core.torchcompat.private import become_worker, numpy_seed
 from headrace._core.transport.pickling import PickledPayload, format_error, picklable_error
 from headrace.collate import is_default, output, stacks_tensors
@@ -74,7 +73,6 @@ class StartEpoch(NamedTuple):
     epoch: int
     running: frozenset[int]  # the passes still being read
     set_epoch: bool  # whether to call `set_epoch` of every dataset, or only of those with `wants_epoch`
-    pipe_seed: int | None  # of a data pipe's random pipes; None for other datasets
     # Of the worker's stream, or of a stateful dataset; pickled, so that the worker reports an error of a class in it.
     state: PickledPayload | None
 
@@ -99,14 +97,12 @@ class ReadTask(AssembleTask):
         seed = self.base_seed + worker
         self._seed(self.base_seed)
         become_worker(worker, workers, seed=seed, dataset=self.dataset)
-        divide_pipe(self.dataset, self.rank, worker=worker, workers=workers)
         super().start(worker, workers)
 
     def __call__(self, request: Any) -> Any:
         """Start an epoch, or read and assemble one batch, sent flat, of the epoch that its plan names."""
         if type(request) is StartEpoch:
             self._readers = {epoch: self._readers[epoch] for epoch in request.running & self._readers.keys()}
-            seed_pipe(self.dataset, request.pipe_seed)
             self._readers[request.epoch] = self._reader(request.epoch, request.state, set_epoch=request.set_epoch)
             return None
         plan = RawBatch.from_flat(request).plan

@@ -140,10 +140,12 @@ class LoopThread:
 
         Returns what did not end in time, in words. A thread that user code blocks stays, as a daemon.
         """
+        if self._pid != os.getpid():  # a fork has no such thread, and another thread may have held the lock
+            return None
         with self._lock:
             first = not self._closing
             self._closing = True
-        if self._pid != os.getpid() or not self._thread.is_alive():
+        if not self._thread.is_alive():
             return None
         if first:
             with contextlib.suppress(RuntimeError):  # it has ended by itself, and is closed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import inspect
 import os
 import warnings
@@ -20,6 +21,7 @@ from typing import Any, Generic, TypeVar, overload
 from headrace._core.failure import as_exception
 
 T = TypeVar("T")
+L = TypeVar("L", bound=asyncio.Lock | asyncio.Semaphore | asyncio.Condition)
 
 _Owners = dict[asyncio.AbstractEventLoop, "Owner[Any]"]
 _owners: dict[asyncio.AbstractEventLoop, list[Owner[Any]]] = {}
@@ -142,7 +144,7 @@ async def _made(make: Callable[[], Any], close: Callable[[Any], object] | None) 
             resource = await resource
     except StopAsyncIteration as error:  # which would end the generator
         raise as_exception(error) from error
-    if close is None and hasattr(resource, "__aexit__"):
+    if close is None and hasattr(resource, "__aexit__") and not _is_lock(resource):
         async with resource as entered:
             yield entered
         return
@@ -153,6 +155,14 @@ async def _made(make: Callable[[], Any], close: Callable[[Any], object] | None) 
         await closing
 
 
+def _is_lock(resource: object) -> bool:
+    """Whether user code enters `resource` for moments: a lock, a semaphore, a limiter; a pool can be closed."""
+    named = functools.partial(hasattr, resource)
+    return any(map(named, ("acquire", "wait"))) and not any(map(named, ("aclose", "close")))
+
+
+@overload
+def per_loop(make: Callable[[], L]) -> PerLoop[L]: ...
 @overload
 def per_loop(make: Callable[[], AbstractAsyncContextManager[T]]) -> PerLoop[T]: ...
 @overload
@@ -171,7 +181,9 @@ def per_loop(make: Callable[[], object], close: Callable[[T], object] | None = N
 
     Args:
         make: opens it; a plain or an async function without arguments, called on the loop. Where it gives an async
-            context manager and there is no `close`, it is entered, and the resource is the result of entering.
+            context manager and there is no `close`, it is entered, and the resource is the result of entering. A lock,
+            semaphore, condition or limiter (with `acquire` or `wait`, without `close`) is not entered: it is the
+            resource.
         close: closes it; a plain or an async function of the resource. By default, an async context manager is left,
             and of anything else `aclose()` or `close()` is called where there is one.
 

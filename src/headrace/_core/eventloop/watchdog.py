@@ -2,14 +2,12 @@
 
 While a session runs, a callback on the loop (the beat) notes the time every 25 ms. A thread wakes when
 a beat is late by 25 ms, and samples the stack of the loop's thread every 10 ms until the beat comes. A late beat alone
-is no evidence, since the process may have been stopped, other processes may use the cores, or another thread may hold
-the GIL. Of each interval between two samples in one function of user code only this counts:
+is no evidence: the process may have been stopped, other processes may use the cores, or another thread may hold
+the GIL. Of the time between two samples in one function of user code, only two things count:
 
-- CPU time of the loop's thread, if both samples are in one step of the loop (the same frame, and no beat between);
-- time in which it neither ran nor waited for a core, if it slept at both samples, less the time by which the watchdog
-  itself was late without waiting for a core (the process was stopped), and, if it was late at all, less 6 ms for each
-  voluntary context switch of the loop's thread: a thread that waits for the GIL wakes every 5 ms
-  (`sys.getswitchinterval`), one that sleeps or waits for a socket does not.
+- CPU time of the loop's thread, in one step of the loop (the same frame, and no beat between);
+- all of the time, if the thread slept at both samples, and the watchdog woke on time. A watchdog that has to wait
+  for the GIL wakes late.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ TICK = 0.01  # seconds between samples
 STILL_BLOCKED = 1.0  # seconds after which a block is reported before it has ended
 REPORTED = 0.1  # seconds: shorter blocks are not reported
 PROVEN = 0.075  # seconds of them that samples must show; the first part passes before the first sample
-PROMPT = 0.0025  # seconds by which the watchdog is late at most where no thread holds the GIL for long
-GIL_WAIT = 1.2  # switch intervals for each voluntary context switch; timers are late
+PROMPT = 0.004  # seconds by which the watchdog is late at most where no thread holds the GIL, for 5 ms at least
 WARNING = (
     "%s: %s blocked the loader's event loop for %.2f s%s, in which nothing else was fetched. Instead, use an async "
     "client, await anyio.sleep(seconds), or await anyio.to_thread.run_sync(function); do CPU work in transform= (or "
@@ -59,26 +56,22 @@ class Spot(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The loop's thread at one moment: its stack, and what it has done since it started; 0 where that is unknown."""
+    """The loop's thread at one moment: its stack, and what it has done since it started."""
 
     time: float
     spot: Spot | None
-    own_queued: float  # seconds in which the watchdog has waited for a core
-    ran: float  # seconds on a core
-    queued: float  # seconds in which it waited for a core, without a wait that has not ended
-    switches: int  # voluntary context switches
-    sleeps: bool  # whether it now waits for something else than a core
+    ran: float  # seconds on a core; 0 if unknown
+    sleeps: bool  # whether the thread waits for something else than a core
 
 
-def _usage(native_id: int) -> tuple[float, float, int, bool]:
-    """The last four of these, of a thread of this process."""
+def _usage(native_id: int) -> tuple[float, bool]:
+    """`Sample.ran` and `Sample.sleeps` of a thread of this process."""
     try:
-        status = Path(f"/proc/self/task/{native_id}/status").read_bytes()
-        ran, queued, _ = map(int, Path(f"/proc/self/task/{native_id}/schedstat").read_bytes().split())
-        switches = int(status.rpartition(b"\nvoluntary_ctxt_switches:")[2].split()[0])
-        return ran / 1e9, queued / 1e9, switches, status.partition(b"\nState:")[2].split()[0] in (b"S", b"D")
+        ran = Path(f"/proc/self/task/{native_id}/schedstat").read_bytes().split()[0]
+        state = Path(f"/proc/self/task/{native_id}/stat").read_bytes().rpartition(b")")[2].split()[0]
+        return int(ran) / 1e9, state in (b"S", b"D")
     except (OSError, ValueError, IndexError):  # not Linux, or the thread has ended
-        return 0.0, 0.0, 0, False
+        return 0.0, False
 
 
 @dataclass(slots=True)
@@ -108,7 +101,6 @@ class LoopWatch:
         self._by_code: dict[types.CodeType, float] = {}
         # Of a late beat, on the watchdog's thread:
         self._late: float | None = None  # when it was due
-        self._contended = False  # whether the watchdog was late: another thread may hold the GIL
         self._blocks: dict[types.CodeType, Block] = {}
         self._last: Sample
 
@@ -174,12 +166,10 @@ class LoopWatch:
         if top is None:  # its loop has died
             self.due = math.inf
             return math.inf
-        own_queued = _usage(threading.get_native_id())[1]
-        sample = Sample(now, find_user_code(top), own_queued, *_usage(self._native_id))
+        sample = Sample(now, find_user_code(top), *_usage(self._native_id))
         del top
         if self.due != due:  # it has gone on: the stack may be of something else
             return self.due + GRACE
-        self._contended |= late > PROMPT
         if self._late is not None:
             self._add(self._last, sample, late, now - due)
         self._last, self._late = sample, due
@@ -190,21 +180,17 @@ class LoopWatch:
         spot = sample.spot
         if spot is None or before.spot is None or spot.code is not before.spot.code:
             return
-        ran, queued = sample.ran - before.ran, sample.queued - before.queued
-        switches = (sample.switches - before.switches) if self._contended else 0
-        late = max(0.0, late - (sample.own_queued - before.own_queued))
-        waited = sample.time - before.time - ran - queued - late - switches * GIL_WAIT * sys.getswitchinterval()
+        computed = sample.ran - before.ran if spot.step is before.spot.step else 0.0
+        asleep = before.sleeps and sample.sleeps and late < PROMPT
         block = self._blocks.setdefault(spot.code, Block(spot))
         block.spot = spot
-        block.seconds += ran if spot.step is before.spot.step else 0.0
-        block.seconds += max(0.0, waited) if sample.sleeps and before.sleeps else 0.0
+        block.seconds += sample.time - before.time - late if asleep else computed
         if block.seconds >= PROVEN and since >= REPORTED:
             self._count(block, " so far" if block.seconds >= STILL_BLOCKED else None)
 
     def _finish(self, resumed: float) -> None:
         """The late beat has come, or will never come: warn of what has blocked it."""
         late, self._late, blocks, self._blocks = self._late, None, self._blocks, {}
-        self._contended = False
         worst = max(blocks.values(), key=lambda each: each.seconds, default=None)
         if late is not None and worst is not None and worst.seconds >= PROVEN and resumed - late >= REPORTED:
             self._count(worst, "")

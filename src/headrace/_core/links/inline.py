@@ -53,7 +53,8 @@ class InlineLink(Link):
         self._sample_key = functools.partial(sample_key, config.dataset)
         self.messages: deque[Answer] = deque()
         self._plans: deque[BatchPlan] = deque()
-        self._interrupted: BatchPlan | None = None
+        self._streams = config.kind.is_iterable
+        self._interrupted: BatchPlan | None = None  # of a stream
 
     def state_dict(self) -> State | None:
         """The state of a stateful dataset, or of its iterator; None if there is none."""
@@ -72,8 +73,8 @@ class InlineLink(Link):
             return
         try:
             host = self._in_context(self._read, plan)
-        except BaseException:  # Ctrl-C: the consumer may continue after this batch
-            self._interrupted = plan
+        except BaseException:  # Ctrl-C: a batch of a map-style dataset is read again, a stream's samples are gone
+            self._interrupted = plan if self._streams else None
             self._plans.appendleft(plan)
             raise
         self.messages.append(host.located(self._sample_key) if host.failures else host)

@@ -79,9 +79,7 @@ class SidecarProcess:
     """A sidecar process, started without waiting until it runs; `modules` are imported before it is forked."""
 
     def __init__(self, task: SidecarTask, modules: tuple[str, ...]) -> None:
-        settings = Settings.here()
-        modules = tuple(dict.fromkeys((*settings.modules, *modules)))
-        message = BootMessage(ProcessEnvironment.here(), settings, modules, task, None, 0)
+        message = BootMessage(ProcessEnvironment.here(), Settings.here(), modules, task, None, 0)
         self.process, self._connection = launch_with_control(modules)
         try:
             BlockingChannel(self._connection).send(message)

@@ -109,7 +109,7 @@ class ThreadPlacement(Placement):
         functions = shipped if config.has_processes else config.assembler
         session = EngineSession(self._engine, link.put, functions, start, config.steps_seed(start.epoch), steps)
         link.session = session
-        self._loop.call_soon(self._engine.start, session, config.pipe_seed)
+        self._loop.call_soon(self._engine.start, session)
         return Session(
             link,
             work=WorkOnConsumersThread(config) if config.deferred or steps is not None else None,

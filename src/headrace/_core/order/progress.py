@@ -153,7 +153,9 @@ class EpochProgress(Iterator[BatchPlan]):
         self._before_first = None
         plan, _, _, _, _, _, _, worker, state, times, _ = host
         number = plan.number
-        drawn = self._drawn.pop(number)
+        drawn = self._drawn.get(number)
+        if drawn is None:  # recorded already, by a call of `next()` that Ctrl-C has interrupted
+            return
         batches, _, streams, last_worker, _, _, _ = self._last
         if number == batches and worker is None and not self._beyond:
             if state is not None:
@@ -161,6 +163,7 @@ class EpochProgress(Iterator[BatchPlan]):
             self._last = number + 1, drawn, streams, last_worker, (), skipped, times
         else:
             self._last = self._after(host, drawn, skipped)
+        del self._drawn[number]
         if given:
             self._points.append(self._last)
 

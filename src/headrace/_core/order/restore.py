@@ -16,11 +16,9 @@ from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.order.state import Fingerprint, LoaderState
 from headrace._core.ranks.distributed import check_given_rank
 from headrace._core.ranks.rankinfo import RankInfo
-from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import DatasetKind, splits_by_rank
 from headrace._core.streams.resumable import expect
 from headrace._core.text import warn_user
-from headrace._core.torchcompat.datapipes import PipeSeeds, seed_pipe
 from headrace.errors import StateError
 
 
@@ -31,7 +29,6 @@ class EpochSpec(NamedTuple):
     order: EpochOrder
     draws: Iterator[Any]  # of the loader's sampler, from there on
     base_seed: int  # that the batches' seeds derive from
-    pipe_seed: int | None  # of a datapipe's shuffles; None of another dataset
     rank: RankInfo  # of this process
     session: SessionStart  # where it begins in the engine
     origin: int  # the cursor before this epoch's sample 0
@@ -88,13 +85,15 @@ def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: s
     name, workers = type(spec.source).__name__, loader.num_workers
     if workers > 1 and spec.kind is DatasetKind.ITERABLE and "workers" not in done:
         done.add("workers")
-        if not isinstance(spec.source, IterableDataset):  # torch's loader takes no other stream
+        # torch's loader takes no other stream, and divides a data pipe.
+        if isinstance(spec.source, IterDataPipe) or not isinstance(spec.source, IterableDataset):
             warn_user(
                 f"each of {workers} workers reads all of {name}, so that each sample comes {workers} times: use "
                 f"num_workers=0. If {name} divides itself by torch.utils.data.get_worker_info(), say so by the base "
-                f"class torch.utils.data.IterableDataset"
+                f"class torch.utils.data.IterableDataset. Data pipes of torch are not divided"
             )
-    checked = spec.kind.is_async or (spec.kind is DatasetKind.MAP and spec.options["data_parallel"] is not None)
+    several = spec.kind is DatasetKind.MAP and spec.options["data_parallel"] is not None
+    checked = several or spec.kind.is_async or isinstance(spec.source, IterDataPipe)
     if rank.world_size > 1 and checked and "ranks" not in done:
         done.add("ranks")
         if (spec.kind.is_iterable or _draws_all(loader)) and not splits_by_rank(spec.source):
@@ -141,27 +140,22 @@ class EpochSeeds:
     """
 
     def __init__(self, spec: LoaderSpec) -> None:
-        self._source = spec.source
         self._seed = spec.options["seed"]
         self._is_async = spec.kind.is_async
-        self._pipe_seeds = PipeSeeds()
         self.kept: int | None = None
 
     def draw(
         self, loader: TorchLoader, epoch: int, order: EpochOrder, resumed: LoaderState | None
-    ) -> tuple[Iterator[Any], int, int | None]:
-        """The sampler's draws, the seed of the batches' seeds, and that of a datapipe; from `resumed` on."""
-        pipe_seed = self._draw_for_pipe(loader, epoch, order.resumed)
+    ) -> tuple[Iterator[Any], int]:
+        """The sampler's draws and the seed of the batches' seeds, from `resumed` on."""
         try:
-            return *self._draw(loader, epoch, order, resumed), pipe_seed
+            return self._draw(loader, order, resumed)
         except StateError:
             raise
         except Exception as error:  # user code: the sampler
             raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
 
-    def _draw(
-        self, loader: TorchLoader, epoch: int, order: EpochOrder, resumed: LoaderState | None
-    ) -> tuple[Iterator[Any], int]:
+    def _draw(self, loader: TorchLoader, order: EpochOrder, resumed: LoaderState | None) -> tuple[Iterator[Any], int]:
         saved = None if resumed is None else resumed.base_seed
         if resumed is not None and loader.persistent_workers:
             self.kept = resumed.kept_seed
@@ -171,7 +165,6 @@ class EpochSeeds:
                 return draws, self._base_seed(loader, saved)
             base_seed = self._base_seed(loader, saved)
             draws = order.draws()  # torch does so too; it shows where a sampler draws in `__iter__`
-            self._draw_for_pipe(loader, epoch, None)  # as does torch, which uses the first
             return draws, base_seed
         order.restore_generator(resumed)
         # With a generator of the user's it is drawn as then, so that later epochs draw what they would have drawn.
@@ -183,15 +176,6 @@ class EpochSeeds:
         if loader.persistent_workers and not self._is_async:
             self.kept = saved
         return draws, saved
-
-    def _draw_for_pipe(self, loader: TorchLoader, epoch: int, resumed: LoaderState | None) -> int | None:
-        if not isinstance(self._source, IterDataPipe):
-            return None
-        drawn = self._pipe_seeds.draw(loader.generator) if self._seed is None else batch_seed(self._seed, epoch, 0) >> 1
-        if resumed is not None and resumed.pipe_seed is not None:
-            drawn = resumed.pipe_seed
-        seed_pipe(self._source, drawn)
-        return drawn
 
     def _base_seed(self, loader: TorchLoader, saved: int | None = None) -> int:
         if self._seed is not None:
@@ -207,9 +191,7 @@ class EpochSeeds:
         return self.kept
 
 
-def epoch_spec(
-    begun: LoaderState, order: EpochOrder, drawn: tuple[Iterator[Any], int, int | None], rank: RankInfo
-) -> EpochSpec:
+def epoch_spec(begun: LoaderState, order: EpochOrder, drawn: tuple[Iterator[Any], int], rank: RankInfo) -> EpochSpec:
     """The epoch with the state `begun`, of what `EpochSeeds` has drawn."""
     origin, ranks, streams = 0, 1, begun.streams
     place, stride, block = rank.rank, rank.world_size, 1

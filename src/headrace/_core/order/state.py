@@ -106,7 +106,6 @@ class LoaderState(NamedTuple):
     ranks: int = 1  # the number of ranks
     base_seed: int | None = None  # of the batches' seeds, if it was drawn; None with `seed=`
     order_seed: int | None = None  # that torch's RandomSampler drew; None of any other order
-    pipe_seed: int | None = None  # of a DataPipe; None of any other dataset
     kept_seed: int | None = None  # that persistent workers began with, of a state before an epoch; None without
     sampler_epoch: int | None = None  # of a sampler with `set_epoch`, which derives its order from it; None without
     generator: str | None = None  # state of the sampler's generator at the epoch's start, in base64

@@ -76,12 +76,17 @@ def launch_worker(
     ours, theirs = Connection.pair()
 
     def start(task: WorkerTask | bytes | None) -> BaseProcess:
-        process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+        process: object = context.Process(  # type: ignore[attr-defined]
             target=serve,
             args=(theirs, task, worker, workers),
             name=f"headrace-worker-{worker}",
             daemon=True,
         )
+        if not isinstance(process, BaseProcess):  # a thread, for example, has no descriptor that says when it ends
+            raise ValueError(
+                f"multiprocessing_context={context!r} starts a {type(process).__name__}, which is no process of "
+                f"multiprocessing. Workers are processes: leave the argument out, or name a start method."
+            )
         process.start()
         return process
 
@@ -201,7 +206,16 @@ class _Zygote:
     def start(cls) -> _Zygote:
         # A worker may spawn a process, which imports a main module without a guard: it would start workers again.
         multiprocessing.spawn._check_not_importing_main()  # type: ignore[attr-defined]
-        executable = sys.executable or multiprocessing.spawn.get_executable()
+        frozen = getattr(sys, "frozen", False)  # by PyInstaller, for example
+        configured = os.fsdecode(multiprocessing.spawn.get_executable() or b"")
+        if frozen and configured == sys.executable:
+            raise OSError(
+                "this program is frozen (sys.frozen), so that sys.executable would start the program again in place of "
+                "a worker. Call multiprocessing.freeze_support() at the start of the program, and give the loader "
+                "multiprocessing_context='spawn' and placement='thread'; or give multiprocessing.set_executable() the "
+                "path of a Python interpreter that has the program's packages"
+            )
+        executable = configured if frozen or not sys.executable else sys.executable
         if not executable:
             raise OSError(
                 "sys.executable is empty: give multiprocessing.set_executable() the path of a Python interpreter"

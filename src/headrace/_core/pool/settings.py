@@ -1,4 +1,4 @@
-"""Settings of the training process, applied in workers and in the loader's process as if these were forked."""
+"""Settings of Python and torch that workers and the loader's process get from the training process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import cloudpickle
-import numpy as np
 import torch
 
 from headrace._core.torchcompat.private import set_deterministic_algorithms
-from headrace._core.transport.preload import modules_named_in
 
 
 class Settings(NamedTuple):
@@ -39,10 +37,6 @@ class Settings(NamedTuple):
                 value = cloudpickle.loads(self.pickled[name])
                 if read() != value:
                     write(value)
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        return modules_named_in(self.pickled.get(_FLAGS_OF_PILLOW, b""))
 
 
 def _warning_filters() -> list[tuple[str, bytes]]:
@@ -85,28 +79,6 @@ def _deterministic() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-_FLAGS_OF_PILLOW = "flags of Pillow"
-# Flags of modules that may not be imported, with their defaults.
-_FLAGS: dict[tuple[str, str], object] = {
-    ("PIL.Image", "MAX_IMAGE_PIXELS"): 1024**3 // 4 // 3,
-    ("PIL.Image", "WARN_POSSIBLE_FORMATS"): False,
-    ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"): False,
-    ("PIL.ImageFile", "MAXBLOCK"): 64 * 1024,
-    ("PIL.PngImagePlugin", "MAX_TEXT_CHUNK"): 1024**2,
-    ("PIL.PngImagePlugin", "MAX_TEXT_MEMORY"): 64 * 1024**2,
-}
-
-
-def _flags() -> dict[tuple[str, str], object]:
-    now = {flag: getattr(sys.modules.get(flag[0]), flag[1], usual) for flag, usual in _FLAGS.items()}
-    return {flag: value for flag, value in now.items() if value != _FLAGS[flag]}
-
-
-def _set_flags(flags: dict[tuple[str, str], object]) -> None:
-    for (module, flag), value in flags.items():
-        setattr(sys.modules[module], flag, value)
-
-
 # The settings: a function that reads each, and one that sets it if it differs.
 _SETTINGS: dict[str, tuple[Callable[[], object], Callable[[Any], object]]] = {
     "recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
@@ -119,7 +91,4 @@ _SETTINGS: dict[str, tuple[Callable[[], object], Callable[[Any], object]]] = {
         _deterministic,
         lambda value: set_deterministic_algorithms(value[0], warn_only=value[1]),
     ),
-    "floating-point errors of NumPy": (np.geterr, lambda value: np.seterr(**value)),
-    "print options of NumPy": (np.get_printoptions, lambda value: np.set_printoptions(**value)),
-    _FLAGS_OF_PILLOW: (_flags, _set_flags),
 }

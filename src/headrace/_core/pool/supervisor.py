@@ -171,11 +171,8 @@ class Pool:
             raise
 
     def _start(self, number: int) -> tuple[WorkerProcess, Connection]:
-        modules = () if self._latest is None else self._modules(self._latest)
+        modules = () if self._latest is None else self._latest.modules
         return launch_worker(self._context, self._inherited, number, self._numbers.stop, modules)
-
-    def _modules(self, task: SharedPickle) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self._settings.modules, *task.modules)))
 
     async def open(self) -> None:
         for worker in list(self._workers.values()):
@@ -211,7 +208,7 @@ class Pool:
         worker.channel = channel = EngineChannel(worker.connection, on_object, on_lost)
         if (task := self._latest) is not None:
             place = worker.number, self._numbers.stop
-            boot = BootMessage(ProcessEnvironment.here(), self._settings, self._modules(task), task, *place)
+            boot = BootMessage(ProcessEnvironment.here(), self._settings, task.modules, task, *place)
             channel.send(dump_message(boot))
             worker.loaded.add(task.number)
         self._next_job(worker)

@@ -146,6 +146,7 @@ def serve(connection: Connection, task: WorkerTask | bytes, number: int, workers
 
 def _begin_process(name: str) -> None:
     current_process().name = name
+    torch.set_num_threads(1)  # as in torch's workers: processes and their threads have the cores
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a launcher may have blocked SIGTERM
     # Ctrl-C goes to the whole process group; the consumer decides, and closes the channel.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -164,7 +165,6 @@ class Worker:
     def begin(self, prepare: Callable[[], None], number: int, make: Callable[[], WorkerTask]) -> None:
         """Make this process a worker, prepare it, and add the first task, as `add` does."""
         _begin_process(f"headrace-worker-{self._position[0]}")
-        torch.set_num_threads(1)
         # Existing objects are the parent's, or modules. In a forked process a collection would copy each of their
         # pages: once in the first seconds, 165 ms in which no batch is made (170,000 objects after importing torch;
         # benchmarks/drop_in.py).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ SUFFIXES = tuple(suffix for suffix in _FORMATS if suffix not in TAR_SUFFIXES)
 """Suffixes of compressed files."""
 
 _UNSUPPORTED = (".bz2", ".xz", ".lz4", ".snappy", ".br", ".tbz", ".tbz2", ".txz")
+_LOOKED_AT = 400  # bytes
+_HTML = (b"<!doctype html", b"<html")
 _BEGINNINGS = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\0": "xz", b"BZh91AY&SY": "bzip2"}
 
 
@@ -38,8 +41,9 @@ class Codec:
     Several compressed streams in a row unpack to one; checksums are verified.
     """
 
-    def __init__(self, key: str, shard: str) -> None:
+    def __init__(self, key: str, shard: str, *, pages: bool = False) -> None:
         name = key.lower()
+        self._pages = pages
         self._format = next((format for suffix, format in _FORMATS.items() if name.endswith(suffix)), None)
         # Whether `feed` computes long enough to be worth a thread, and bytes are read from the start of the object on.
         self.compressed = self._format is not None
@@ -59,6 +63,8 @@ class Codec:
     def feed(self, data: Buffer) -> Iterator[Buffer]:
         """Unpack the next bytes, in pieces of at most `MAX_OUTPUT`. The iterator must be exhausted."""
         view = memoryview(data).cast("B")
+        if not self.taken:
+            check_content(view, self._shard, pages=self._pages)
         if not self.compressed:
             if not self.taken:
                 self._check_beginning(bytes(view[:10]))
@@ -104,6 +110,24 @@ class Codec:
                 self._stream, self._complete_streams = None, self._complete_streams + 1
             else:
                 rest = getattr(self._stream, "unconsumed_tail", b"")
+
+
+def check_content(data: Buffer, shard: str, *, pages: bool = False) -> None:
+    """Raise `ShardError` for a Git LFS pointer or a web page in place of a file.
+
+    Args:
+        data: the first bytes of the object.
+        shard: its name.
+        pages: whether web pages are allowed.
+    """
+    first = bytes(memoryview(data)[:_LOOKED_AT]).removeprefix(codecs.BOM_UTF8).lstrip().lower()
+    if first.startswith(b"version https://git-lfs"):
+        what = "a Git LFS pointer in place of the file; run git lfs pull where it was copied from"
+    elif not pages and (first.startswith(_HTML) or (first.startswith(b"<?xml") and b"<error" in first)):
+        what = "a web page, as of an error or a log-in, in place of the file; open its URL in a browser"
+    else:
+        return
+    raise ShardError(what, shard=shard, offset=0)
 
 
 def _require_zstd() -> Any:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+from headrace._core.shards.compression import check_content
 from headrace._core.store.head import Head, InitialRead
 from headrace._core.store.listing import AT_ONCE, list_heads, list_level, nothing_listed
 from headrace._core.store.open import check_shared, traits_of
@@ -59,12 +60,18 @@ class Shard:
     async def read_start(self, stop: int) -> InitialRead:
         """Read bytes up to `stop`, or all if the store ignores ranges: `data`, and `head` with size and version."""
         if self.head is None:
-            return await self.store.read_start(self.key, stop)
-        return InitialRead(await self.read(0, min(stop, self.head.size)), self.head)
+            found = await self.store.read_start(self.key, stop)
+        else:
+            found = InitialRead(await self.read(0, min(stop, self.head.size)), self.head)
+        check_content(found.data, self.name)
+        return found
 
     async def read_end(self, length: int) -> InitialRead:
         """Read the last bytes, or all if the store ignores ranges, and the metadata."""
-        return await self.store.read_end(self.key, length, head=self.head)
+        found = await self.store.read_end(self.key, length, head=self.head)
+        if len(found.data) == found.head.size:
+            check_content(found.data, self.name)
+        return found
 
 
 class HeaderReader:
@@ -242,7 +249,8 @@ def split_url(name: str) -> tuple[str, str]:
     if traits_of(name).bucket:
         bucket, _, key = rest.partition("/")
         return f"{scheme}://{bucket}", key
-    fixed = rest[: match.start()] if (match := _GLOB.search(rest)) else rest
+    path = rest.find("/") + 1  # an IPv6 host has brackets too
+    fixed = rest[: match.start()] if (match := _GLOB.search(rest, path)) else rest
     directory, _, _ = fixed.rpartition("/")
     key = rest[len(directory) + 1 :]
     if scheme == "file" and not quoted:

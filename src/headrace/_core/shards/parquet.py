@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import chain
 from operator import and_
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,7 +28,6 @@ SUFFIXES = (".parquet", ".pq", ".parq")
 # Bytes of the first read. A footer takes about 100 bytes for a column of a row group, so this covers some 600 of them;
 # a larger one takes a second read.
 TAIL = 64 << 10
-_PARALLEL_FOOTERS = 32
 _MAGIC = b"PAR1"
 
 # Rows that become Python objects at once. This holds the interpreter lock, so it is done for a few milliseconds at a
@@ -76,12 +74,15 @@ class Footer(TableFile):
     def selected(self, columns: Sequence[str]) -> Any:
         import pyarrow.parquet
 
-        for column in columns:
-            if not self.leaves([column]):
-                raise KeyError(column)
         source = pyarrow.BufferReader(_MAGIC + self._data)
         file = pyarrow.parquet.ParquetFile(source, metadata=self.metadata)
-        return file.read_row_groups([], columns=[*columns]).schema.remove_metadata()
+        # Pyarrow reads "a.b" for "a", which may be another column.
+        read = file.read_row_groups([], columns=[*columns]).schema
+        given = [field for field in read if any(f"{column}.".startswith(f"{field.name}.") for column in columns)]
+        for column in columns:
+            if not any(f"{column}.".startswith(f"{field.name}.") for field in given):
+                raise KeyError(column)
+        return pyarrow.schema(given)
 
     def row_groups(self, selection: Selection) -> list[RowGroup]:
         """The row groups that have rows, and of which statistics do not show that no row passes the filter."""
@@ -184,23 +185,20 @@ class RowGroup:
         return Ranges.of(ranges)
 
 
-async def read_footers(shards: Sequence[Shard]) -> list[Footer]:
-    """Read the footers of files, each by one request, or by two if it is larger than 64 KiB."""
-    footers = await map_all(_read_footers, shards, _PARALLEL_FOOTERS)
-    return [*chain.from_iterable(footers)]
-
-
-async def _read_footers(shard: Shard) -> list[Footer]:
-    """Of a file, or, if there is none, of those in a directory of that name."""
+async def read_footer_or_list(shard: Shard) -> Sequence[Footer | Shard]:
+    """The footer of a file; if there is none, the files in a directory of that name."""
     try:
-        return [await _read_footer(shard)]
+        return [await read_footer(shard)]
     except ObjectNotFoundError:
         if shard.store.traits.web_server or not (inside := await list_inside(shard.store, shard.key, SUFFIXES)):
             raise
-    return await map_all(_read_footer, inside, _PARALLEL_FOOTERS)
+    return inside
 
 
-async def _read_footer(shard: Shard) -> Footer:
+async def read_footer(shard: Footer | Shard) -> Footer:
+    """Read the footer of a file by one request, or by two if it is larger than 64 KiB."""
+    if isinstance(shard, Footer):
+        return shard
     read = await shard.read_end(TAIL)
     shard, size, tail = replace(shard, head=read.head), read.head.size, bytes(read.data)
     if tail[-4:] != _MAGIC or size < 12:

@@ -336,6 +336,9 @@ class ChunkReader:
 class Decoder(ABC):
     """Makes samples of the unpacked bytes of one shard, which come in pieces of any size. Does no I/O."""
 
+    pages: bool = False
+    """Whether a web page may be a shard; else it is taken for an error page in place of one."""
+
     @abstractmethod
     def feed(self, data: Buffer) -> Iterator[Any]:
         """Parse the next bytes and yield the samples completed by them. The iterator must be exhausted.
@@ -369,7 +372,7 @@ class ShardReader(BlockReader):
         self, shard: Shard, decoder: Decoder, ahead: ReadAhead, position: PartPosition, *, standby: bool = False
     ) -> None:
         self._shard = shard
-        self._codec = Codec(shard.key, shard.name)
+        self._codec = Codec(shard.key, shard.name, pages=decoder.pages)
         self._decoder = decoder
         offset = 0
         if position.decoder is not None:

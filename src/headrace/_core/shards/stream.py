@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from abc import abstractmethod
@@ -19,7 +20,7 @@ from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.kinds import signature_of
 from headrace._core.streams.operators import EqualLength, ShuffleBuffer
 from headrace._core.streams.resumable import ResumableIterator, State, expect
-from headrace._core.text import check_keywords, check_number, share, warn_user
+from headrace._core.text import check_keywords, check_number, warn_user
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -30,7 +31,6 @@ REQUESTS_PER_SHARD = 4
 # of 8 MiB, and one GET streamed for each of 4 shards 2.1 GB/s (`benchmarks/tar_stream.py`); a store with 30 ms to the
 # first byte gives about 0.5 GB/s with the 16 requests of the defaults.
 CHUNK_BYTES = 2 << 20
-LEFT_OUT = 0.1  # of the samples, above which a loss by remainder="drop" is warned of
 # After the first free block of this size, the greatest that counts, glibc keeps up to twice as much of what is freed.
 # Else it returns the memory of chunks and samples to the kernel all the time, for which a sample of 56 KB has 3 page
 # faults, and a loader 0.86 of the rate. The environment's MALLOC_TRIM_THRESHOLD_ and the like take precedence.
@@ -48,6 +48,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     parts_name: ClassVar[str]
     """What the parts are, in errors."""
 
+    _remainder_warned = False
     _counts_remedy = "With filters=, only reading shows them. Apply"
 
     def __init__(
@@ -60,7 +61,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     ) -> None:
         check_remainder(remainder)
         self._ranks = ranks
-        self._shuffle, self._buffer_size, self._seed = shuffle, buffer_size, seed
+        self._shuffle, self._buffer_size, self._seed = bool(shuffle), buffer_size, seed
         self._remainder = remainder
 
     def __aiter__(self) -> AsyncIterator[T_co]:
@@ -139,6 +140,13 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             )
         return counts
 
+    def _check_ranks(self) -> None:
+        """Raise, or warn at the user's line, if the ranks known by now would have unequal numbers of samples."""
+        if self._ranks.given is not None:
+            self._counts_to_equalize(self._ranks.given)
+        with contextlib.suppress(TypeError, ValueError):  # raised where reading starts
+            PartStream.__len__(self)
+
     def _samples_in(self, rank: ShardOptions, shard: ShardOptions, order: list[int], counts: Sequence[int]) -> int:
         """The number of samples of a rank, or of a worker of the rank, by the number in each part."""
         lengths = [sum(counts[part] for part in order[reader :: shard.count]) for reader in range(shard.count)]
@@ -149,11 +157,12 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
                 f"{len(order)} {self.parts_name} cannot be split over {shard.count} "
                 f"{'ranks' if shard.count == rank.count else 'workers'}; apply .split() to the stream"
             )
-        if shard.count * min(lengths) < (1 - LEFT_OUT) * sum(lengths):
+        if shard.count * min(lengths) < sum(lengths) and not self._remainder_warned:
+            self._remainder_warned = True
             # Without numbers, which differ in each epoch: Python shows the same warning once.
             warn_user(
-                f"remainder='drop' leaves out more than {share(LEFT_OUT)} of the samples: each rank gives as many as "
-                f"the one with the fewest, and the {self.parts_name} that ranks read hold different numbers. Apply "
+                f"remainder='drop' leaves out samples in each epoch: every rank gives as many as the rank with the "
+                f"fewest, and the {self.parts_name} that ranks read hold different numbers. Apply "
                 f".split() to the stream, or use remainder='keep' with coordinated=True of the loader"
             )
         return min(lengths)
@@ -293,8 +302,7 @@ class ShardedStream(PartStream[T_co]):
         self._counts = None if counts is None else tuple(counts)
         if self._counts is not None and len(self._counts) != len(self._shards):
             raise ValueError(f"counts= has {len(self._counts)} numbers for {len(self._shards)} shards")
-        if ranks.given is not None:
-            self._counts_to_equalize(ranks.given)
+        self._check_ranks()
 
     @property
     def shards(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import names_digest
 from headrace._core.store.listing import require_pyarrow
+from headrace._core.text import short_repr
 from headrace.errors import ShardError
 
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -45,8 +46,8 @@ class Selection:
 
     columns: tuple[str, ...] | None  # names of the columns to read; None for all
     filters: Any  # a `pyarrow.compute.Expression` that rows must pass; None for all
-    names: tuple[str, ...] | None  # the columns to give; None for all that are read
     added: Mapping[str, Any]  # columns of one value (an Arrow scalar), which are not in the file
+    given: Any  # the schema of what is given, with the types of the file
     schema: Any = None  # the types to give, in order; None for those of the file
 
     def apply(self, batch: Any) -> Any:
@@ -58,8 +59,9 @@ class Selection:
             table = table.append_column(name, pyarrow.repeat(value, batch.num_rows))
         if self.filters is not None:
             table = filter_rows(table, self.filters).combine_chunks()
-        if self.names is not None:
-            table = table.select([number for number, name in enumerate(table.column_names) if name in self.names])
+        if self.columns is not None:
+            names = self.given.names
+            table = table.select([number for number, name in enumerate(table.column_names) if name in names])
         return table if self.schema is None else table.select(self.schema.names).cast(self.schema)
 
 
@@ -71,14 +73,27 @@ def as_expression(filters: Any) -> Any:
     from pyarrow.compute import Expression
 
     if not isinstance(filters, Expression):
-        lists = [filters] if isinstance(filters[0][0], str) else filters
-        # The order of a set changes with the process, and with it the text of the expression.
-        filters = parquet.filters_to_expression(
-            [[(n, op, sorted(v, key=repr) if isinstance(v, set) else v) for n, op, v in each] for each in lists]
-        )
+        filters = parquet.filters_to_expression(_conditions(filters))
     if "FieldPath(" in str(filters):
         raise ValueError(f"filters={filters} must name columns; their numbers change with columns=")
     return filters
+
+
+def _conditions(filters: Any) -> list[list[tuple[str, str, Any]]]:
+    """Lists of conditions; a row passes all of one list. A condition alone, or one list, is taken for these."""
+    lists = filters
+    try:
+        for _ in range(2):
+            if isinstance(lists[0], str) or isinstance(lists[0][0], str):
+                lists = [lists]
+        # The order of a set changes with the process, and with it the text of the expression.
+        found = [[(n, op, sorted(v, key=repr) if isinstance(v, set) else v) for n, op, v in each] for each in lists]
+        if isinstance(filters, str) or not all(isinstance(n, str) for each in found for n, _, _ in each):
+            raise TypeError("no conditions")
+    except (TypeError, ValueError, LookupError):
+        what = "an expression of pyarrow.compute, or conditions as [('x', '>', 3)]; None for all rows"
+        raise ValueError(f"filters={short_repr(filters)} must be {what}") from None
+    return found
 
 
 def filter_text(filters: Any) -> str | None:
@@ -104,15 +119,16 @@ def select_columns(
     """What to read and to give of each file; for tables, whose types are unified, not `as_rows`."""
     import pyarrow
 
-    found: list[tuple[Selection, Any]] = []
-    made: dict[Any, tuple[Selection, Any]] = {}  # by the columns of a file and its directories
+    found: list[Selection] = []
+    made: dict[Any, Selection] = {}  # by the columns of a file and its directories
     first = unified = None
     for file, values in zip(files, _hive_values([file.shard.key for file in files]), strict=True):
         added = {name: value for name, value in values.items() if name not in file.schema.names}
         fields = [pyarrow.field(name, value.type) for name, value in added.items()]
         there = pyarrow.schema([*file.schema, *fields])
         if there not in made:
-            selection, given = made[there] = _select(file, there, added, columns, filters)
+            made[there] = _select(file, there, added, columns, filters)
+            given = made[there].given
             if as_rows and (twice := [name for name, times in Counter(given.names).items() if times > 1]):
                 what = f"{file.shard.name} has several columns called {twice[0]!r}, of which a dict could have one"
                 raise ValueError(f"{what}; use format='arrow', or leave it out of columns=")
@@ -129,23 +145,23 @@ def select_columns(
                 of_types = ", of types that can be one, or read rows (format='rows')" if same_names else ""
                 remedy = f"give columns= that all files have{of_types}"
                 raise ShardError(f"{what}; {remedy}", shard=file.shard.name) from None
-        selection, given = made[there]
-        found.append((replace(selection, added={name: added[name] for name in selection.added}), given))
-    if unified is not None and any(given != unified for _, given in found):
+        selection = made[there]
+        found.append(replace(selection, added={name: added[name] for name in selection.added}))
+    if unified is not None and any(selection.given != unified for selection in found):
         unified = unified.with_metadata(files[0].schema.metadata)
-        return [replace(selection, schema=unified) for selection, _ in found]
-    return [selection for selection, _ in found]
+        return [replace(selection, schema=unified) for selection in found]
+    return found
 
 
 def _select(
     file: TableFile, there: Any, added: Mapping[str, Any], columns: tuple[str, ...] | None, filters: Any
-) -> tuple[Selection, Any]:
-    """What to read of files with the columns `there`, and the schema of what is given of it."""
+) -> Selection:
+    """What to read of files with the columns `there`."""
     import pyarrow
 
     needed = [] if filters is None else _columns_of(filters, there, file.shard.name)
     if columns is None:
-        return Selection(None, filters, None, added), there
+        return Selection(None, filters, added, there)
     needed = [name for name in needed if name not in columns]
     wanted = {name: value for name, value in added.items() if name in columns or name in needed}
     read = tuple(name for name in (*columns, *needed) if name not in added)
@@ -159,7 +175,7 @@ def _select(
         raise ValueError(f"{file.shard.name} has no column {error.args[0]!r}; it has {names}") from None
     fields = [*selected, *(pyarrow.field(name, value.type) for name, value in wanted.items())]
     given = pyarrow.schema([field for field in fields if field.name not in needed])
-    return Selection(read, filters, tuple(given.names) if needed else None, wanted), given
+    return Selection(read, filters, wanted, given)
 
 
 def _columns_of(filters: Any, there: Any, name: str) -> list[str]:

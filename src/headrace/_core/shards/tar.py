@@ -35,11 +35,11 @@ _BLANKS = 8 * ord(" ")  # of the checksum field, which counts as blanks in the s
 _FILE = frozenset((b"0", b"\0", b"7"))
 _NO_FILE = frozenset((b"5", b"D", b"V"))  # a directory, that of an incremental dump, the label of a volume
 _EXTENSION = frozenset((b"x", b"g", b"L", b"K"))
+_MORE_SPARSE = 482  # byte of a header, set if blocks with more places of a sparse file follow
 _REFUSED = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
 _PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=]+)=")
 
-# WebDataset's rule: the key is the path up to the first dot of the file name, the field is the rest after the dot.
-_NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
+_DRIVE = re.compile(r"[A-Za-z]:")  # of Windows
 # Of names that lead to no other place, without "..": what the fast path takes. A field ends before the header's zeros.
 _PLAIN_KEY = re.compile(rb"(?!.*\.\.)[^./\\:\0\n][^\\:\0\n]*(?<!/)")
 _PLAIN_FIELD = re.compile(rb"(?![^\0]*\.\.)([^./\\:\0][^/\\:\0]*)(?:\0|\Z)")
@@ -54,6 +54,7 @@ class Member(NamedTuple):
     offset: int  # position of its header in the archive, in bytes
     data_offset: int  # position of its content
     size: int  # length of the content in bytes
+    error: ShardError | None = None  # why this member is not read; the members after it are
 
     @property
     def end(self) -> int:
@@ -69,6 +70,7 @@ class _Pending(NamedTuple):
     offset: int
     size: int
     wanted: bool
+    error: ShardError | None = None
 
 
 class TarParser:
@@ -123,6 +125,8 @@ class TarParser:
         """Raise `TruncatedShardError` if the archive is incomplete."""
         member = _text(self._last)
         if self._pending is not None:
+            if self._pending.error is not None:
+                raise self._pending.error
             member = self._pending.name or member
             what = f"it ends {self._pending.size - self._missing} bytes into a content of {self._pending.size}"
         elif self._header:
@@ -167,19 +171,37 @@ class TarParser:
         raw_name = raw_name.split(b"\0", 1)[0]
         if magic == b"ustar\0" and prefix[0]:
             raw_name = prefix.split(b"\0", 1)[0] + b"/" + raw_name
+        is_sparse = kind == b"S" or any(keyword.startswith(b"GNU.sparse") for keyword in self._pax)
+        if kind == b"S" and header[_MORE_SPARSE]:
+            self._fail("sparse files are not read", offset)
         name, size = self._apply_extensions(raw_name, size, offset)
+        if kind in (b"0", b"\0") and name.endswith("/"):
+            kind = b"5"
+        try:
+            checked = self._checked_name(name, kind, size, offset, is_sparse)
+        except ShardError as error:
+            held = 0 if kind in _REFUSED else size
+            return _Pending(name, b"0", offset, held, wanted=False, error=error)
+        if kind in _NO_FILE:
+            return _Pending(name, b"5", offset, size, wanted=False)
+        wanted = self._wanted is None or self._wanted(checked)
+        return _Pending(checked, b"0", offset, size, wanted)
+
+    def _checked_name(self, name: str, kind: bytes, size: int, offset: int, is_sparse: bool) -> str:
+        """The safe name of a member that is read; raises `ShardError` for one that is not."""
         if kind in _REFUSED:
             what = f"unsafe tar: {_REFUSED[kind]} is not read"
             raise UnsafeMemberError(what, shard=self._shard, member=name, offset=offset)
-        if kind in _NO_FILE or (kind in (b"0", b"\0") and name.endswith("/")):
-            safe_name(name.rstrip("/") if kind != b"V" else "label", self._shard, offset)
-            return _Pending(name, b"5", offset, size, wanted=False)
+        if is_sparse:
+            self._fail("sparse files are not read", offset, name)
+        if kind in _NO_FILE:
+            return safe_name(name.rstrip("/") if kind != b"V" else "label", self._shard, offset)
         if kind not in _FILE:
-            self._fail("sparse files are not read" if kind == b"S" else f"type {kind!r} is not read", offset, name)
+            self._fail(f"type {kind!r} is not read", offset, name)
         name = safe_name(name, self._shard, offset)
         if size > self._member_limit:
             self._fail(f"a member of {size} bytes is more than member_limit={self._member_limit}", offset, name)
-        return _Pending(name, b"0", offset, size, wanted=self._wanted is None or self._wanted(name))
+        return name
 
     def _take_content(self, view: memoryview, position: int) -> Member | None:
         """Take the pending content as far as it has come; returns the member if it is a file and complete."""
@@ -197,7 +219,8 @@ class TarParser:
         self._pending, self._parts, self._padding = None, [], -pending.size % TAR_BLOCK
         if pending.kind == b"0":
             self._last = pending.name
-            return Member(pending.name, data, pending.offset, pending.offset + TAR_BLOCK, pending.size)
+            begin = pending.offset + TAR_BLOCK
+            return Member(pending.name, data, pending.offset, begin, pending.size, pending.error)
         if data is not None:
             self._take_extension(pending.kind, data, pending.offset)
         return None
@@ -208,8 +231,6 @@ class TarParser:
             self._long_name = data.split(b"\0", 1)[0]
         elif kind in (b"x", b"g"):
             records = self._pax_records(data, offset)
-            if any(keyword.startswith(b"GNU.sparse") for keyword in records):
-                self._fail("sparse files are not read", offset)
             if kind == b"x":
                 self._pax = records
             elif records.keys() & {b"path", b"size"}:
@@ -250,7 +271,7 @@ def safe_name(name: str, shard: str, offset: int | None = None) -> str:
     # Both separators: the name may be unpacked on Windows.
     if (
         name[:1] in ("", "/", "\\")
-        or name[1:2] == ":"
+        or _DRIVE.match(name)
         or "\0" in name
         or (".." in name and ".." in re.split(r"[/\\]", name))
     ):
@@ -294,13 +315,16 @@ def sum_with_checksum_field(field: bytes) -> int:
 def split_name(name: str) -> tuple[str, str] | None:
     """Key and field of a member's name; None if the file name has no dot or starts with one.
 
+    WebDataset's rule: the key is the path up to the first dot of the file name, the field the rest.
+
     Example:
         >>> split_name("train.v1/0001.seg.PNG")
         ('train.v1/0001', 'seg.png')
         >>> split_name("README")
     """
-    match = _NAME.fullmatch(name)
-    return (match[1], match[2].lower()) if match else None
+    folder, slash, file = name.rpartition("/")
+    stem, _, field = file.partition(".")
+    return (folder + slash + stem, field.lower()) if stem and field else None
 
 
 class TarSamples(TarParser, Decoder):
@@ -326,19 +350,22 @@ class TarSamples(TarParser, Decoder):
         self._complete = 0  # the end of the last complete sample
         self._seen: set[bytes] = set()
         self._others = 0  # members that belong to no sample
+        self._broken: ShardError | None = None  # why the current sample cannot be given
 
     def feed(self, data: Buffer) -> Iterator[Any]:
         for found in self.members(data):
             if type(found) is not Member:
                 yield found
-            elif (split := split_name(found.name)) is None:
+            elif (split := split_name(found.name)) is None and found.error is None:
                 self._others += 1
             else:
-                name, key = (text.encode("utf-8", "surrogateescape") for text in (found.name, split[0]))
+                stem, field = split or (found.name, "")
+                name, key = (text.encode("utf-8", "surrogateescape") for text in (found.name, stem))
                 if key != self._key and (sample := self._begin(key, name, found.offset)) is not None:
                     yield sample
                 content = None if found.data is None else self._content(memoryview(found.data), found.data_offset)
-                self._add(split[1], content, name, found.offset)
+                self._add(field, content, name, found.offset)
+                self._broken = self._broken or found.error
                 self._end = found.end
 
     def position(self) -> State:
@@ -434,14 +461,17 @@ class TarSamples(TarParser, Decoder):
 
     def _add(self, field: str, content: Any, name: bytes, offset: int) -> None:
         if field in self._contents:
-            raise self._error(f"sample {_text(self._key)!r} has field {field!r} twice", name, offset)
+            self._broken = self._error(f"sample {_text(self._key)!r} has field {field!r} twice", name, offset)
         self._contents[field] = content
         self._latest = name, offset
 
     def _take(self) -> Any:
         """The current sample as complete, or its error if it lacks a field, or has one too many."""
         key, contents, required = _text(self._key), self._contents, self._required
+        broken, self._broken = self._broken, None
         self._complete, self._key, self._contents = self._end, None, {}
+        if broken is not None:
+            return BadRecord(broken)
         if required is None and self._exact:
             required = self._required = frozenset(contents)
         if required is not None and required != contents.keys():

@@ -17,6 +17,7 @@ from headrace._core.eventloop.per_loop import end_all
 from headrace.errors import MissingExtraError, ShardError
 
 UNPACKED_BYTES = 256 << 20
+_MOST_RATIO = 100  # of unpacked to stored bytes, above `UNPACKED_BYTES`
 FORMATS = ("br", "bz2", "gz", "snappy", "zstd")
 
 
@@ -30,12 +31,32 @@ def unpacker(format: str) -> Callable[[Any, Any], int]:
     return cramjam.snappy.decompress_raw_into if format == "snappy" else modules[format].decompress_into
 
 
-def unpack(data: memoryview, format: str, size: int, shard: str) -> NDArray[np.uint8]:
+def is_panic(error: BaseException) -> bool:
+    """Whether an exception is a panic of Rust code, which `except Exception` lets pass."""
+    return type(error).__name__ == "PanicException"
+
+
+def check_unpacked(size: int, stored: int, largest: int = 0) -> None:
+    """Raise `ValueError` if few stored bytes are said to unpack to very many.
+
+    Args:
+        size: unpacked bytes.
+        stored: bytes of the object.
+        largest: unpacked bytes that are allowed in any case, if more than `UNPACKED_BYTES`.
+    """
+    if size > (limit := max(largest, UNPACKED_BYTES, _MOST_RATIO * stored)):
+        raise ValueError(f"{stored:,} bytes are said to unpack to {size:,}, and {limit:,} are the most")
+
+
+def unpack(data: memoryview, format: str, size: int, shard: str, largest: int) -> NDArray[np.uint8]:
     """Unpack bytes of which an index says that they are `size` bytes unpacked; raises `ShardError` if they are not."""
     try:
+        check_unpacked(size, len(data), largest)
         output = np.empty(size, np.uint8)
         found = unpacker(format)(data, output)
-    except (Exception, MemoryError) as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         what = f"not {format} of {size:,} bytes unpacked, as its index says: {error}"
         raise ShardError(what, shard=shard) from None
     if found != size:

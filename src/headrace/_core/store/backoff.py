@@ -15,11 +15,12 @@ import time
 
 from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.errors import Cause, RequestFailure
+from headrace.errors import StoreUnreachableError
 
-# Before the first success the URL is probably wrong: fail fast.
-FIRST_CONTACT_ATTEMPTS = 3
+# Before the first success the URL is probably wrong.
 # A length or a checksum that is wrong each time is wrong in the store.
-DAMAGE_ATTEMPTS = 3
+DOUBTFUL_ATTEMPTS = 3
+_DOUBTFUL = (Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.WRONG_RANGE)
 # Not the module's functions: transforms seed those, and two loaders with one seed would then retry in step.
 _dice = random.Random()
 
@@ -87,11 +88,9 @@ class RetryGate:
         tries.attempts += 1
         cause, most = failure.cause, tries.policy.max_attempts
         renew = cause is Cause.EXPIRED and not tries.renewed
-        if cause in (Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.WRONG_RANGE):
-            most = min(most, DAMAGE_ATTEMPTS)
-        elif cause in (Cause.UNREACHABLE, Cause.UNRESOLVED, Cause.TIMED_OUT):
-            answered = self.successes > 0 or failure.status is not None
-            most = most if answered else min(most, FIRST_CONTACT_ATTEMPTS)
+        never_answered = not self.successes and failure.status is None
+        if cause in _DOUBTFUL or (never_answered and cause.error is StoreUnreachableError):
+            most = min(most, DOUBTFUL_ATTEMPTS)
         if tries.attempts >= most or not (cause.transient or renew):
             return False
         tries.renewed = tries.renewed or renew

@@ -73,7 +73,7 @@ class Cause(enum.Enum):
 
     THROTTLED = "throttled (HTTP 429 or 503)", True
     SERVER = "the store failed", True
-    TIMED_OUT = "no byte came within the time-out", True, StoreUnreachableError
+    TIMED_OUT = "no byte, or no end of a listing, came within the time-out", True, StoreUnreachableError
     UNREACHABLE = "no connection to the store", True, StoreUnreachableError, "Check endpoint and port, and that it runs"
     UNRESOLVED = "the host name of the store does not resolve", True, StoreUnreachableError, "Check endpoint and region"
     UNTRUSTED = (
@@ -85,6 +85,7 @@ class Cause(enum.Enum):
     )
     NOT_TLS = "the server does not speak TLS on this port", False, StoreUnreachableError, "Without TLS, write http://"
     PLAIN_HTTP = "the endpoint is http://, allow_http is off", False, StoreUnreachableError, "Set allow_http: True"
+    ENDLESS = ("the listing has no end: the server repeats a continuation token, and so this key",)
     CUT = "the body was cut short", True
     WRONG_RANGE = "the store sent another range than requested", True
     WRONG_LENGTH = "the body has another length", True, ObjectChangedError, "It has changed: make the dataset again"
@@ -99,11 +100,11 @@ class Cause(enum.Enum):
     REFUSED = "refused", False, StoreError, _CREDENTIALS
     WRONG_REGION = "the bucket is in another region", False, StoreError, "Set the option region, or AWS_REGION"
     REDIRECTED = (
-        "the server redirects to another host",
+        "the server redirects",
         False,
         StoreError,
-        f"It was not followed. If that host can be trusted with everything that is sent to this one, set "
-        f"options={{{ALLOW_REDIRECTS!r}: True, ...}}",
+        f"Not followed: another host or port would get what is sent to this one. "
+        f"If you trust it, set options={{{ALLOW_REDIRECTS!r}: True, ...}}",
     )
     OTHER = ("failed",)
 
@@ -117,6 +118,7 @@ _CLASSES = (
     ((ValueError,), Cause.NO_KEY),
 )
 _STATUSES = {
+    Cause.REDIRECTED: (301, 302, 303, 307, 308),
     Cause.REFUSED: (401, 403),
     Cause.NOT_FOUND: (404, 410),
     Cause.TIMED_OUT: (408,),
@@ -131,8 +133,10 @@ _IN_DUMPS = {
     '"dns error"': Cause.UNRESOLVED,
     "InvalidCertificate(": Cause.UNTRUSTED,
     "InvalidContentType": Cause.NOT_TLS,
+    "Parse(": Cause.UNUSABLE,
 }
-_BY_STATUS = {status: cause for cause, statuses in _STATUSES.items() for status in statuses}
+CAUSES = {status: cause for cause, statuses in _STATUSES.items() for status in statuses}
+"""What the HTTP status of a refusal means."""
 
 
 class RequestFailure(Exception):
@@ -179,7 +183,7 @@ def classify_error(error: BaseException) -> RequestFailure:
             return RequestFailure(Cause.EXPIRED if expired else cause, status)
     if status is not None:
         expired = status in (400, 401, 403) and _EXPIRED.search(text)
-        return RequestFailure(Cause.EXPIRED if expired else _BY_STATUS.get(status, Cause.OTHER), status)
+        return RequestFailure(Cause.EXPIRED if expired else CAUSES.get(status, Cause.OTHER), status)
     if "non-partial response" in text:
         return RequestFailure(Cause.RANGE_IGNORED)
     if "Requested " in text and ", got " in text:

@@ -17,6 +17,9 @@ _LENGTHS = {"sha256": 64, "sha1": 40, "md5": 32, "crc32": 8}  # hexadecimal digi
 _FORM = re.compile(r"(\w+):([0-9a-f]+)")
 
 
+LARGEST = 2**63 - 1  # bytes; a server may claim twice as many
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     key: str  # the object's
@@ -28,7 +31,8 @@ class Head:
     def of(cls, key: str, meta: ObjectMeta) -> Head:
         when = meta["last_modified"]
         # obstore gives 1970 where a server gives no time.
-        return cls(key, meta["size"], meta["e_tag"], when.isoformat() if when.timestamp() > 0 else None)
+        modified = when.isoformat() if when.timestamp() > 0 else None
+        return cls(key, min(meta["size"], LARGEST), meta["e_tag"], modified)
 
     @property
     def version(self) -> str | None:

@@ -20,7 +20,7 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from headrace._core.store.errors import NO_LISTING
-from headrace._core.store.head import Head, check_form, strong
+from headrace._core.store.head import LARGEST, Head, check_form, strong
 from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import PAGE, Store
@@ -134,7 +134,7 @@ class Catalog:
 def catalog_of_page(page: Sequence[ObjectMeta]) -> Catalog:
     return Catalog(
         StringArray([entry["path"] for entry in page]),
-        array("q", [entry["size"] for entry in page]),
+        array("q", [min(entry["size"], LARGEST) for entry in page]),
         StringArray([strong(entry["e_tag"]) or "" for entry in page]),
     )
 
@@ -185,9 +185,6 @@ def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
     """
     if labels is None:
         return None
-    if isinstance(labels, str) and labels == "folder":
-        numbers = {name: number for number, name in enumerate(folders_of(keys))}
-        return compact(numbers[key.partition("/")[0]] for key in keys)
     if callable(labels):
         return compact(labels(key) for key in keys)  # not `map`, which a StopIteration would end
     if isinstance(labels, Mapping):
@@ -228,6 +225,20 @@ class KeyedSamples:
     """The public methods of a dataset whose samples have keys."""
 
     _keys: Sequence[str]
+    _classes: tuple[str, ...] | None = None  # that labels are numbers of
+    _labels: Sequence[Any] | None
+
+    def _set_labels(self, labels: Labels, classes: Sequence[str] | None) -> None:
+        if isinstance(labels, str) and labels == "folder":
+            self._classes = tuple(folders_of(self._keys) if classes is None else classes)
+            numbers = {name: number for number, name in enumerate(self._classes)}
+            try:
+                labels = compact(numbers[key.partition("/")[0]] for key in self._keys)
+            except KeyError as name:
+                raise ValueError(f"classes= does not name the folder {name}") from None
+        elif classes is not None:
+            raise ValueError('classes= are the names of folders, for labels="folder"')
+        self._labels = align_labels(labels, self._keys)
 
     @property
     def keys(self) -> Sequence[str]:
@@ -236,12 +247,12 @@ class KeyedSamples:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The folders that keys begin with, sorted: the names of the labels of ``labels="folder"``.
+        """Names of the numbers in labels: `classes=`, or the folders that keys begin with, sorted.
 
         Raises:
             ValueError: a key is in no folder.
         """
-        return folders_of(self._keys)
+        return folders_of(self._keys) if self._classes is None else self._classes
 
     def __len__(self) -> int:
         return len(self._keys)

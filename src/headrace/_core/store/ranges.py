@@ -46,7 +46,7 @@ class Ranges(NamedTuple):
 
     @classmethod
     def joined(cls, several: Sequence[Ranges]) -> Ranges:
-        return several[0] if len(several) == 1 else cls(*map(np.concatenate, zip(*several, strict=True)))
+        return cls(*map(np.concatenate, zip(*several, strict=True)))
 
     def at(self, positions: NDArray[np.intp]) -> Ranges:
         """Some of them."""

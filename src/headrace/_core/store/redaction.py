@@ -7,11 +7,26 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-# scheme://authority, path, and from the first ? or # on; all up to white space or what quotes a URL within a text.
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)([^\s/?#\"'<>`]*)([^\s?#\"'<>`]*)([?#][^\s\"'<>`]*)?")
+# Up to white space or what quotes a URL in a text.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^\s\"'<>`]*")
 _SECRET_NAME = re.compile(
-    r"key|token|secret|passw|credential|sas|signature|auth|cookie|header|client_id|service_account",
+    r"key|token|secret|passw|credential|sas|\bsig\b|signature|auth|cookie|header"
+    r"|client_id|service_account",
     re.IGNORECASE,
+)
+_QUERY = re.compile(r"(?i)(?<=[^\s\"'<>`?])\?[^\s\"'<>`?]*(?:=|%3D)[^\s\"'<>`]*")
+_USER = re.compile(r"(?<![^\s/@:\"'<>`])[^\s/@:\"'<>`]+:[^\s/\"'<>`]+@(?=[\w\[])")
+_NAME = (
+    r"(?:[\w-]*(?:signature|credential|token|secret|passw|authorization|cookie"
+    r"|(?:api|access)[-_]?key)[\w-]*|sig)"
+)
+# A credential after its name: in a header, in JSON, and elsewhere.
+_CREDENTIALS = (
+    r"(?i)((?<![\w-])(?:[\w-]*(?:authorization|cookie)|x-[\w-]*(?:key|token|secret|signature)"
+    r"[\w-]*)\s*:\s*)[^\r\n\"'<>]+",
+    rf"(?i)([\"']{_NAME}[\"']\s*:\s*[\"'])[^\"']+",
+    rf"(?i)((?<![\w-]){_NAME}\s*(?:=|%3D)\s*[\"']?)[^\s&\"'<>,;]+",
+    r"(?i)(\bbearer\s+)\S{16,}",
 )
 _TOO_COMMON = frozenset({"true", "false", "none", "null"})
 
@@ -30,30 +45,34 @@ def check_path(path: str) -> None:
     if not path:
         raise ValueError("the URL, or path, is empty")
     if short := re.match(r"(?i)(s3a?|gs|gcs|az|abfss?|https?):/*", path):
-        raise ValueError(f"{path!r} is no path. Did you mean {short[1].lower()}://{path[short.end() :]}?")
+        meant = redact_url(f"{short[1].lower()}://{path[short.end() :]}")
+        raise ValueError(f"this is neither a URL nor a path. Did you mean {meant}?")
 
 
 def redact_url(url: str) -> str:
     """A URL without user name, password, query string and fragment."""
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return re.split(r"[?#]", url, maxsplit=1)[0]
-    authority, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
-    return f"{scheme}://{_place(scheme, authority)}{slash}{path}"
+    scheme, separator, rest = re.split(r"[?#]", url, maxsplit=1)[0].partition("://")
+    authority, slash, path = rest.partition("/")
+    if ":" in authority or not scheme.lower().startswith(("abfs", "adl", "az")):
+        # Of Azure's URLs the container is before the "@".
+        authority = authority.rpartition("@")[2]
+    return f"{scheme}{separator}{authority}{slash}{path}"
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """A text with every URL in it redacted, and each of `secrets` masked."""
+    """Redact URLs and credentials in a text, and mask `secrets`.
+
+    Credentials are known by their names. The text is cut at 4,096 characters.
+    """
     # The longest first, since one secret may begin with another.
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
-    return _URL.sub(lambda match: match[1] + _place(match[1], match[2]) + match[3], text)
-
-
-def _place(scheme: str, authority: str) -> str:
-    """The authority of a URL without user name and password; Azure's have the container before the ``@``."""
-    is_azure = scheme.lower().startswith(("abfs", "adl", "az")) and ":" not in authority
-    return authority if is_azure else authority.rpartition("@")[2]
+    text = text[:4096]  # a server may answer with any number
+    text = _URL.sub(lambda match: redact_url(match[0]), text)
+    text = _USER.sub("", _QUERY.sub("", text))
+    for pattern in _CREDENTIALS:
+        text = re.sub(pattern, r"\1***", text)
+    return text
 
 
 def is_secret(name: str) -> bool:
@@ -64,9 +83,12 @@ def is_secret(name: str) -> bool:
 def secrets_in(options: Mapping[str, object]) -> tuple[str, ...]:
     """The values in a store's options, at any depth, whose names say that they are credentials.
 
-    Values of one or two characters are left out: masking them would only garble the text around them.
+    The parts of such a value are secrets too. Values of one or two characters are left out: masking
+    them would only garble the text around them.
     """
-    return tuple(_secrets(options, named=False))
+    values = {*_secrets(options, named=False)}
+    parts = {part for value in values for part in re.split(r"[\s;=&]+", value) if len(part) > 6}
+    return tuple(values | parts)
 
 
 def _secrets(value: object, *, named: bool) -> Iterable[str]:

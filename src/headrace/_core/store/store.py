@@ -20,6 +20,7 @@ import obstore
 from obstore import get_range_async
 from obstore.store import LocalStore
 
+from headrace._core.cgroup import CgroupLimits, available_memory
 from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.store import errors
 from headrace._core.store.backoff import RetryGate, Tries
@@ -258,13 +259,16 @@ class Store:
         stats.retries += 1
 
     def _error(self, failure: RequestFailure, tries: Tries) -> StoreError:
-        secrets, cause = secrets_in(self._options), failure.cause
+        cause, password = failure.cause, unquote(urlsplit(self._url).password or "")
+        secrets = secrets_in({"password": password, **self._options})
         kind, remedy = cause.error, cause.remedy
         answer = "" if failure.error is None else describe_error(failure.error, secrets)
         if errors.CREDENTIAL_HOST in answer:
             kind, remedy = StoreUnreachableError, errors.NO_CREDENTIALS
             if self.traits.prefix == "aws_":
                 remedy += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
+        elif cause is Cause.REDIRECTED:
+            pass
         elif tries.doing == "listing" and self.traits.web_server and kind is StoreError:
             remedy = f"This server cannot list; {errors.NO_LISTING}"
         elif cause is Cause.REFUSED and self.traits.commit:
@@ -278,7 +282,7 @@ class Store:
             url=self.url,
             key=tries.key,
             index=tries.index,
-            attempts=tries.attempts,
+            attempts=max(1, tries.attempts),
             elapsed=time.monotonic() - tries.began,
             status=failure.status,
         )
@@ -434,7 +438,7 @@ class Store:
         if first is None and unknown and not self.traits.commit:  # what all parts must share is asked for
             found = await self.head(key, index=index)
             size, etag, modified = size or found.size, etag or found.etag, modified or found.modified
-        view = np.empty(stop - start, np.uint8).data  # in huge pages: a fifth of the time of a `bytearray`
+        view = self._allocate(stop - start, tries)
         done = len(first or b"")
         view[:done] = first or b""
         offsets = iter(range(start + done, stop, PART))
@@ -451,6 +455,15 @@ class Store:
             return data
         # It came complete, by many requests. As many again would most likely give the same damaged bytes.
         raise self._error(RequestFailure(Cause.DAMAGED), tries)
+
+    def _allocate(self, length: int, tries: Tries) -> memoryview:
+        memory = min(available_memory(), CgroupLimits.here().memory)
+        with contextlib.suppress(MemoryError, ValueError):
+            if length <= memory:
+                # In huge pages: a fifth of the time of a `bytearray`.
+                return np.empty(length, np.uint8).data
+        detail = f"{length:,} bytes are claimed, and {memory:,.0f} bytes of memory are available"
+        raise self._error(RequestFailure(Cause.UNUSABLE, detail=detail), tries)
 
     async def read_all(
         self, key: str, *, index: object = None, etag: str | None = None, checksum: str | None = None
@@ -505,10 +518,11 @@ class Store:
 
         Raises:
             StoreUnreachableError: no page came within the time-out, on every attempt.
-            StoreError: the store refused or failed.
+            StoreError: the store refused or failed, or lists without end.
         """
         tries = self._tries("listing")
         last = after
+        count, landmark, returns = 0, "", 0
         while True:
             self.stats.requests += 1
             offset = last if self.traits.remote and not self.traits.web_server else None
@@ -518,25 +532,36 @@ class Store:
                     async with asyncio.timeout(self._timeout):
                         page = await anext(pages, None)
                 except TimeoutError:
-                    failure = RequestFailure(Cause.TIMED_OUT, detail=f"no page came within {self._timeout} s")
+                    detail = f"no page with keys within {self._timeout} s"
+                    failure = RequestFailure(Cause.TIMED_OUT, detail=detail)
                     break
                 except NATIVE_ERRORS as caught:
                     failure = failure_of(caught)
                     break
-                if page is None:
+                if not page:
                     return
                 self._gate.successes += 1
                 tries.progress()
                 tries.attempts = 0
-                if page:
-                    last = page[-1]["path"]
-                    yield page
+                if count & (count + 1) == 0:  # at powers of two: Brent's search for a cycle
+                    landmark, returns = page[0]["path"], 0
+                count += 1
+                returns += sum(entry["path"] == landmark for entry in page)
+                if returns > 3:  # a page may be delivered twice
+                    failure = RequestFailure(Cause.ENDLESS, detail=repr(landmark))
+                    break
+                last = page[-1]["path"]
+                yield page
             await self._retry_or_raise(failure, tries)
 
     async def level(self, folder: str) -> ListResult[Sequence[ObjectMeta]]:
         """List the objects and the directories in a directory, but not what is below; raises `StoreError`."""
-        request = partial(obstore.list_with_delimiter_async, prefix=folder or None)
-        return await self._attempt(request, self._tries("listing"))
+        prefix, tries = folder or None, self._tries("listing")
+        # The client reads all pages, which may have no end.
+        seconds = max(self._timeout, tries.policy.deadline)
+        return await self._attempt(
+            lambda store: asyncio.wait_for(obstore.list_with_delimiter_async(store, prefix), seconds), tries
+        )
 
     async def head(self, key: str, *, index: object = None) -> Head:
         """Request an object's size and version; `index` is the sample's, for errors; raises `StoreError`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 from collections.abc import AsyncIterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -18,6 +19,8 @@ T_co = TypeVar("T_co", covariant=True)
 _END = object()
 _lock = threading.Lock()  # for `_loop`
 _loop: LoopThread | None = None
+# Another thread of the parent may hold the lock at a fork.
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def background_loop() -> LoopThread:

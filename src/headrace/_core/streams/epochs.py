@@ -10,6 +10,7 @@ from typing import NamedTuple
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import children, propagate_epoch
+from headrace._core.text import whole_number
 
 session_epoch: ContextVar[int | None] = ContextVar("headrace_epoch", default=None)
 """The epoch of the loader that the running code reads for."""
@@ -22,6 +23,11 @@ counted_epoch: ContextVar[int | None] = ContextVar("headrace_counted_epoch", def
 
 current_repetition: ContextVar[int] = ContextVar("headrace_repetition", default=0)
 """A number that differs for each repetition of a stream within one epoch; 0 for the first."""
+
+
+def checked_seed(seed: int | None) -> int | None:
+    """Return a seed as a plain int of 64 bits; None stays None."""
+    return None if seed is None else whole_number("seed", seed, 0, 2**64 - 1)
 
 
 class Order(NamedTuple):
@@ -49,7 +55,7 @@ class FollowsEpoch:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, of the streams inside, too; loaders call this."""
-        self._epoch = epoch
+        self._epoch = epoch = whole_number("epoch", epoch)
         for part in children(self):
             propagate_epoch(part, epoch)
 

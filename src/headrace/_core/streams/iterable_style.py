@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar, get_args
 
@@ -14,13 +13,13 @@ from headrace._core.ranks.distributed import RankChoice, Remainder, check_remain
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.blocking import SyncStream
 from headrace._core.streams.composition import ConcatComposition, MapComposition, plan
-from headrace._core.streams.epochs import FollowsEpoch
+from headrace._core.streams.epochs import FollowsEpoch, checked_seed
 from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.streams.operators import Concat, Pipe, Repeat, ShuffleBuffer, Split, Take
 from headrace._core.streams.packing import Pack, PackLabels, PackStrategy
 from headrace._core.streams.resumable import InContext, start_stream
 from headrace._core.streams.steps import Step, Steps
-from headrace._core.text import check_function, dataset_repr, function_name
+from headrace._core.text import check_function, dataset_repr, function_name, whole_number
 
 T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
@@ -86,8 +85,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             >>> list(from_async_iterable(letters).repeat(2))
             ['a', 'b', 'a', 'b']
         """
-        if times is not None and operator.index(times) < 0:
-            raise ValueError(f"times={times} must not be negative")
+        times = None if times is None else whole_number("times", times)
         return OperatedStream(self, f"{{}}.repeat({'' if times is None else times})", Repeat, times=times)
 
     def take(self, count: int) -> AsyncIterableDataset[T_co]:
@@ -96,8 +94,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         Raises:
             ValueError: `count` is negative.
         """
-        if count < 0:
-            raise ValueError(f"count={count} must not be negative")
+        count = whole_number("count", count)
         return OperatedStream(self, f"{{}}.take({count})", Take, count=count)
 
     def shuffle(self, buffer_size: int, seed: int | None = None) -> AsyncIterableDataset[T_co]:
@@ -111,7 +108,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             seed: seed of the order, combined with the epoch; None for that of the loader, else 0.
 
         Raises:
-            ValueError: `buffer_size` is not positive.
+            ValueError: `buffer_size` is not positive, or `seed` is out of range.
 
         Example:
             >>> from headrace import from_async_iterable
@@ -120,8 +117,8 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             >>> sorted(from_async_iterable(numbers).shuffle(4)) == list(range(8))
             True
         """
-        if buffer_size < 1:
-            raise ValueError(f"buffer_size={buffer_size} must be at least 1")
+        buffer_size = whole_number("buffer_size", buffer_size, 1)
+        seed = checked_seed(seed)
         shown = f"{{}}.shuffle({buffer_size}, seed={seed})"
         return OperatedStream(self, shown, ShuffleBuffer, buffer_size=buffer_size, seed=seed)
 
@@ -213,11 +210,13 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             window: number of sequences open for them. If all lack room, the fullest is given out; each is after
                 4 × `window` others.
             fields: keys of the per-token values of a dict, the first of them that of the tokens.
+                A dict may have no other keys: remove other keys by `map` before.
             labels: ``"next"`` adds ``"labels"``: the token that follows in the document; ``"same"``: the token itself,
                 but for a document's first, for models that shift them, as those of transformers. -100 elsewhere.
 
         Raises:
-            ValueError: an argument is out of range; at a document that is not made of integers, or lacks a field.
+            ValueError: an argument is out of range; at a document that is not made of integers,
+                lacks a field, or has other keys.
 
         Example:
             >>> from headrace import from_async_iterable
@@ -229,16 +228,17 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             >>> packed[0]["segment_ids"].tolist(), packed[0]["positions"].tolist()
             ([1, 1, 1, 2], [0, 1, 2, 0])
         """
-        if seq_len < 1 or window < 1:
-            raise ValueError(f"seq_len={seq_len} and window={window} must be at least 1")
+        seq_len = whole_number("seq_len", seq_len, 1)
+        window = whole_number("window", window, 1)
         if strategy not in get_args(PackStrategy) or labels not in (None, *get_args(PackLabels)):
             words = f"{get_args(PackStrategy)}, and {get_args(PackLabels)} or None"
             raise ValueError(f"strategy={strategy!r} and labels={labels!r} must be of {words}")
         made = {"segment_ids", "positions", *(("labels",) if labels else ())}
         if isinstance(fields, str) or not fields or made & {*fields}:
             raise ValueError(f"fields={fields!r} must be keys, that of the tokens first, without {sorted(made)}")
-        options = {"seq_len": seq_len, "strategy": strategy, "window": window, "names": tuple(fields), "labels": labels}
-        return OperatedStream(self, f"{{}}.pack({seq_len}, {strategy!r})", Pack, **options)
+        options = {"seq_len": seq_len, "strategy": str(strategy), "window": window, "labels": labels}
+        shown = f"{{}}.pack({seq_len}, {strategy!r})"
+        return OperatedStream(self, shown, Pack, **options, names=tuple(fields))
 
     def __iter__(self) -> Iterator[T_co]:
         return SyncStream(*plan(self))

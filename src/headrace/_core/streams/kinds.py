@@ -9,6 +9,7 @@ import asyncio
 import enum
 import inspect
 import sys
+import types
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.ranks.rankinfo import RankInfo
+from headrace._core.text import short_repr
 from headrace.errors import DatasetTypeError
 
 
@@ -80,6 +82,13 @@ def kind_of(dataset: object) -> DatasetKind:
     can = capabilities(dataset)
     if can.aget:
         return DatasetKind.ASYNC_MAP
+    advance = getattr(type(dataset), "__next__", getattr(type(dataset), "__anext__", None))
+    if isinstance(advance, types.WrapperDescriptorType):  # a built-in iterator: a generator, a file
+        raise DatasetTypeError(
+            f"{short_repr(dataset)} can be read only once: each later epoch would be empty. "
+            f"Give a list of the samples, an object whose __iter__ starts anew, "
+            f"or headrace.from_async_iterable(function) of an async generator function"
+        )
     if can.aiter:
         return DatasetKind.ASYNC_ITERABLE
     if isinstance(dataset, IterableDataset):

@@ -24,7 +24,7 @@ from headrace._core.streams.kinds import (
     fetch_all,
     sample_key,
 )
-from headrace._core.text import check_function, dataset_repr, function_name
+from headrace._core.text import check_function, dataset_repr, function_name, short_repr
 from headrace.errors import ShardError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -222,6 +222,12 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
     def __init__(self, sources: Sequence[Any]) -> None:
         self.sources = tuple(sources)
         self._ends = list(itertools.accumulate(map(len, self.sources)))
+        # A mapped dataset has no classes: its function may have changed the labels.
+        known = {getattr(source, "_classes", None) for source in self.sources} - {None}
+        if len(known) > 1:
+            what = "the same label means different classes; give folders the same classes="
+            raise ValueError(f"{what}: {short_repr(known)}")
+        self._classes = next(iter(known), None)
 
     def __repr__(self) -> str:
         return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
@@ -250,8 +256,6 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
 
     def _by_part(self, indices: Sequence[object]) -> list[tuple[int, Sequence[int], list[object]]]:
         """For each part that has any of the samples: its number, their slots in `indices`, their indices in it."""
-        if len(self.sources) == 1:
-            return [(0, range(len(indices)), [self.locate(index)[1] for index in indices])] if len(indices) else []
         parts: dict[int, tuple[int, list[int], list[object]]] = {}
         for slot, index in enumerate(indices):
             part, inner = self.locate(index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import itertools
 import logging
@@ -60,7 +61,7 @@ class Mix(StreamOperation[object]):
         count = len(datasets)
         self._datasets = datasets
         self._names = list(names)
-        self._schedule = weights
+        self._schedule: Any = weights
         self._weights = function_name(weights) if callable(weights) else weights
         self._stop = stop
         self._strict = strict
@@ -102,11 +103,11 @@ class Mix(StreamOperation[object]):
             weights = self._schedule(block * _BLOCK)
             self._weighed_until = (block + 1) * _BLOCK
         else:
-            at = bisect.bisect_right(self._schedule, self._drawn, key=operator.itemgetter(0))
-            weights = self._schedule[at - 1][1]
-            self._weighed_until = self._schedule[at][0] if at < len(self._schedule) else math.inf
+            (_, weights), *later = self._schedule[self._entry() :]
+            self._weighed_until = later[0][0] if later else math.inf
         kept = [0.0 if out else weight for weight, out in zip(weights, self._left_out, strict=True)]
-        self._ends = list(itertools.accumulate(kept))
+        largest = max(kept) or 1.0  # sums of shares of it neither overflow nor vanish
+        self._ends = list(itertools.accumulate(weight / largest for weight in kept))
         self._last = bisect.bisect_left(self._ends, self._ends[-1])
 
     async def __anext__(self) -> object:
@@ -134,13 +135,11 @@ class Mix(StreamOperation[object]):
 
     async def _on_end(self, chosen: int) -> None:
         again = self._gave[chosen] and self._stop != "once"  # one without a sample would be started again for ever
-        ended_before = self._passes[chosen] > 0
         if again:
             self._passes[chosen] += 1
         else:
             self._left_out[chosen] = True
-        all_ended = not ended_before and all(map(operator.or_, self._left_out, map(bool, self._passes)))
-        if self._stop == "first" or all_ended:
+        if self._stop == "first" or not any(map(self._is_awaited, range(len(self._names)))):
             await self._end()
             return
         ended = self._inner[chosen]
@@ -150,6 +149,22 @@ class Mix(StreamOperation[object]):
         else:
             self._weighed_until = 0
         await close_all(ended)
+
+    def _is_awaited(self, number: int) -> bool:
+        """Whether a stream has not ended yet, and has a weight now or later."""
+        if self._left_out[number] or self._passes[number]:
+            return False
+        if not callable(self._schedule):
+            return any(weights[number] for _, weights in self._schedule[self._entry() :])
+        block = self._drawn // _BLOCK
+        with contextlib.suppress(Exception):  # user code, which may not know steps so late
+            blocks = (block + (1 << doubled) - 1 for doubled in range(32))
+            return any(self._schedule(later * _BLOCK)[number] for later in blocks)
+        return False
+
+    def _entry(self) -> int:
+        """The number of the entry of the schedule that holds now."""
+        return bisect.bisect_right(self._schedule, self._drawn, key=operator.itemgetter(0)) - 1
 
     async def _end(self) -> None:
         self._over = True

@@ -55,30 +55,25 @@ class Take(StreamOperation[T]):
         return sample
 
 
-class EqualLength(StreamOperation[T]):
+class EqualLength(Take[T]):
     """A given number of samples; raises `ShortStreamError` where the stream ends early."""
 
     operation = "equal length"
     options = ("length",)
-    fields = ("left",)
-    same_numbers = True
 
     def __init__(self, source: AsyncIterable[T], length: int) -> None:
-        super().__init__(source)
-        self._length = self._left = length
+        super().__init__(source, int(length))  # of counts, which may be an array
+        self._length = self._count
 
     async def __anext__(self) -> T:
-        if self._closed or self._left <= 0:
-            await self.aclose()  # stops its read-ahead
-            raise StopAsyncIteration
         try:
-            sample: T = await anext(self._inner)
+            return await super().__anext__()
         except StopAsyncIteration:
+            if self._closed:
+                raise
             given, self._left = self._length - self._left, 0
             remedy = "Correct the number, or apply .split() to the stream."
             raise ShortStreamError(given=given, declared=self._length, remedy=remedy) from None
-        self._left -= 1
-        return sample
 
 
 class Concat(StreamOperation[Any]):
@@ -140,6 +135,8 @@ class Repeat(Concat):
         return not self._gave if self._times is None else self._begun == self._times
 
     def _open(self, *_: object) -> ResumableIterator[object]:
+        if self._times is None:
+            self.endless_passes = self._begun - 1
         start = functools.partial(start_stream, self._datasets[0])
         with child_seeds(self._key, self._begun):
             if self._begun == 1:
@@ -265,6 +262,7 @@ class Pipe(ReplayOperation[T]):
 
     operation = "pipe"
     fields = ("over", "exhausted", "taken")
+    most_dropped = 100_000  # the function may hold samples
 
     def __init__(
         self, source: AsyncIterable[object], function: Callable[[AsyncIterator[Any]], AsyncIterator[T]]
@@ -278,6 +276,11 @@ class Pipe(ReplayOperation[T]):
         self._over = False  # the function has ended
         self._exhausted = False  # the stream has ended
         self._taken = 0  # samples that the function has read since its last error
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether the function has failed without reading, before the end of the stream."""
+        return self._over and not self._exhausted
 
     async def _rest(self) -> T:
         if self._pending is NOTHING and not (self._over or self._source_errors):
@@ -346,5 +349,6 @@ class _Source(AsyncIterator[object]):
                 pipe._source_errors.append(error)
             else:
                 pipe._taken += 1
+                pipe._drop(1)
                 return sample
         return await anext(pipe._inner)

@@ -71,6 +71,10 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
     def _put(self, sample: object) -> Any:
         columns, size, used = self._columns(sample), self._seq_len, self._used
         start, end = 0, len(columns[0])
+        if end:
+            self._dropped = 0
+        else:
+            self._drop(1)
         while start < end:
             count = min(end - start, size - used[0] if self._strategy == "concat" and used else size)
             place = self._place(size - count)
@@ -122,6 +126,12 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
             raise ValueError(
                 f"a document needs {list(names)} of one length, the first of integers, but has {', '.join(found)}: "
                 f"tokenise before pack(), and set its fields="
+            )
+        if isinstance(sample, Mapping) and len(sample) > len(names):
+            raise ValueError(
+                f"pack() would leave out {[name for name in sample if name not in names]} of a document: "
+                f"add keys with a value for each token to fields=, "
+                f"and remove other keys by map() before pack()"
             )
         return columns
 

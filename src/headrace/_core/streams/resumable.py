@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard, TypeVar, runt
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.epochs import Order, keys_within, spawn_key, stream_seeds
 from headrace._core.streams.kinds import has_method, signature_of
-from headrace._core.text import dataset_repr, warn_user
+from headrace._core.text import dataset_repr, error_message, warn_user
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -88,6 +88,14 @@ def start_stream(dataset: AsyncIterable[T]) -> ResumableIterator[T]:
     with keys_within(key) as seeds:
         iterator = aiter(dataset)
     return iterator if isinstance(iterator, ResumableIterator) else _UserIterator(dataset, iterator, key, seeds)
+
+
+def passes_of(stream: Any) -> int:
+    """Completed passes of a stream that repeats without end, or of each in a list; else 0."""
+    if type(stream) is list:
+        return min(map(passes_of, stream), default=0)
+    inner = getattr(stream, "_inner", None)
+    return getattr(stream, "endless_passes", 0) or (0 if inner is None else passes_of(inner))
 
 
 async def close_all(*iterators: object) -> None:
@@ -181,7 +189,7 @@ class Reread:
         elif not self._errors:
             self._failed = StateError(
                 f"a sample that was read before the state was saved cannot be read again, so the samples after it are "
-                f"unknown: {type(error).__name__}: {error}. Restore the state once more"
+                f"unknown: {type(error).__name__}: {error_message(error)}. Restore the state once more"
             )
         self.check()
         self._errors -= 1
@@ -299,7 +307,7 @@ def expect(state: object, name: str, kind: type[T], *, length: int | None = None
 
 
 def expect_same(state: Mapping[str, object], name: str, now: object) -> None:
-    value = state.get(name) if isinstance(state, Mapping) else None
+    value = state.get(name)
     if value != now:
         raise StateError(f"the state was saved with {name}={value!r}, but now there is {name}={now!r}")
 
@@ -401,7 +409,9 @@ class Origins(deque[tuple[int, Callable[[int], Any] | None]]):
     def of(self, number: int) -> Any:
         for first, origin in reversed(list(self)):  # a copy, which another thread cannot change
             if first <= number:
-                return origin and origin(number - first)
+                with contextlib.suppress(LookupError):  # an error came before it was read again
+                    return origin and origin(number - first)
+                break
         return None
 
 
@@ -423,6 +433,10 @@ class ReplayOperation(StreamOperation[T]):
     are given before the stream is read on.
     """
 
+    # Dropped samples in a row, from which on the passes of a repeated stream are counted.
+    # A random function that keeps 1 of 1,000 samples drops 10,000 in a row once in 20,000 times.
+    most_dropped: ClassVar[int] = 10_000
+
     def __init__(self, source: AsyncIterable[Any]) -> None:
         super().__init__(source)
         self._ended = False
@@ -430,6 +444,8 @@ class ReplayOperation(StreamOperation[T]):
         self._read = 0  # samples and errors of the stream
         self._given = 0  # samples and errors, since the start or the restored position
         self._errors = 0  # of those
+        self._dropped = 0  # samples in a row that were read for nothing
+        self._passes = 0  # of a repeated stream, when they became too many
         self._mark: Mark | None = None
         self._reread = Reread()
         self._saved: State = {}  # the state while samples are read again
@@ -473,10 +489,26 @@ class ReplayOperation(StreamOperation[T]):
                 reread.error(error, self.operation)
             else:
                 self._given += 1
+                self._dropped = 0
                 if not reread.left:
                     given: T = sample
                     return given
                 reread.left -= 1
+
+    def _drop(self, count: int) -> None:
+        """Count dropped samples; raise if nothing is left of a stream that repeats without end."""
+        self._dropped += count
+        if self._dropped < self.most_dropped:
+            return
+        passes = passes_of(self._inner)
+        if self._dropped - count < self.most_dropped:
+            self._passes = passes
+        elif passes > self._passes + 1:
+            raise ValueError(
+                f"{self.operation}: nothing is left of {self._dropped:,} samples in a row. "
+                f"The stream is repeated without end, and every sample of it is dropped: "
+                f"correct the function, or apply repeat() after it"
+            )
 
     def state_dict(self) -> State:
         if self._reread.left:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception, key_in
 from headrace._core.streams.resumable import NOTHING, Mark, ReplayOperation, State, close_all
-from headrace._core.text import add_note
+from headrace._core.text import add_note, function_name
 
 # Most samples in one request to a worker. A request takes some 150 µs besides the functions, and a few ms on a busy
 # machine, where 64 take a third of the time of 16.
@@ -60,9 +60,10 @@ def apply_steps(
                 return NOTHING
     except catch as error:  # user code
         raised = as_exception(error)
-        name = getattr(step.function, "__qualname__", type(step.function).__name__)
-        key = f", key {key_in(read)!r}" if key_in(read) else ""
-        add_note(raised, f"headrace: in {'filter' if step.is_filter else 'map'}({name}), before batching{key}")
+        key = key_in(read)
+        where = f", key {key!r}" if key else ""
+        kind = "filter" if step.is_filter else "map"
+        add_note(raised, f"headrace: in {kind}({function_name(step.function)}), before batching{where}")
         return Raised(raised)
     return sample
 
@@ -105,7 +106,10 @@ class Steps(ReplayOperation[Any]):
         self._ended = self._run is not None  # a task reads the stream
 
     def _put(self, sample: object) -> object:
-        return _raised_or(apply_steps(self._steps, sample))
+        outcome = apply_steps(self._steps, sample)
+        if outcome is NOTHING:
+            self._drop(1)
+        return _raised_or(outcome)
 
     async def _rest(self) -> object:
         if self._run is not None and self._reader is None:
@@ -125,6 +129,8 @@ class Steps(ReplayOperation[Any]):
                     self._outcomes.extend(outcomes[place] for place in kept)
                     self._held -= len(chunk.samples)
                     self._changed.set()
+                    if not kept:
+                        self._drop(len(outcomes))
             else:
                 await self._change()
         return _raised_or(self._outcomes.popleft())

@@ -79,7 +79,7 @@ class SubsetView(IndexedParts):
     """`Subset`; its `indices` are read for each sample, since the user may change them."""
 
     def __init__(self, subset: Subset[object], sources: Sequence[Any]) -> None:
-        self.sources = sources
+        super().__init__(sources)
         self._subset = subset
 
     def __len__(self) -> int:
@@ -148,6 +148,9 @@ class _Adapter:
 
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self._adapted, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._adapted, name)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._adapted,)

@@ -11,7 +11,7 @@ import mmap
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
@@ -39,46 +39,66 @@ def collating(applied: tuple[Transform, ...]) -> Iterator[None]:
         _current.applied = outer
 
 
+class _Parts(NamedTuple):
+    """What a `PortableCollate` is made of."""
+
+    collate: Callable[[Any], Any]
+    transform: Transform | None
+    batched: bool
+    warn: Callable[[], object] | None
+
+
 class PortableCollate:
     """The value of `loader.collate_fn` if a plain torch loader would need the transform too.
 
     In headrace's own workers samples have been transformed when it is called. Anywhere else it transforms them first,
-    and warns once that the loader was rebuilt, or calls `warn`. Attributes of `collate` can be read through it. Where
-    not `batched`, that is given a sample in place of a list of samples.
+    and warns once that the loader was rebuilt, or calls `warn`. Attributes are those of `collate`, to read, set and
+    delete. Where not `batched`, `collate` is given a sample in place of a list of samples.
     """
+
+    portable_parts: _Parts
 
     def __init__(
         self,
-        collate: Callable[[object], object],
+        collate: Callable[[Any], Any],
         transform: Transform | None,
         *,
         batched: bool,
         warn: Callable[[], object] | None = None,
     ) -> None:
-        self.collate = collate
-        self.transform = transform
-        self.batched = batched
-        self.warn = warn
+        self.__dict__["portable_parts"] = _Parts(collate, transform, batched, warn)
 
     def __call__(self, samples: Any) -> Any:
         """Transform the samples, unless that has been done, and collate them."""
+        collate, transform, batched, warn = self.portable_parts
         applied = _current.applied
         if applied is None:
-            (self.warn or _warn_once)()
-        transform = self.transform
+            (warn or _warn_once)()
         if transform is None or (applied is not None and any(done is transform for done in applied)):
-            return self.collate(samples)
-        transformed = [transform(sample) for sample in samples] if self.batched else transform(samples)
+            return collate(samples)
+        transformed = [transform(sample) for sample in samples] if batched else transform(samples)
         with collating((*(applied or ()), transform)):
-            return self.collate(transformed)
+            return collate(transformed)
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("__") or name == "collate":  # not set while it is being unpickled
+        if name.startswith("__") or name == "portable_parts":  # not set while it is being unpickled
             raise AttributeError(name)
-        return getattr(self.collate, name)
+        return getattr(self.portable_parts.collate, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self.portable_parts.collate, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.portable_parts.collate, name)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.collate!r}, transform={self.transform!r})"
+        parts = self.portable_parts
+        return f"{type(self).__name__}({parts.collate!r}, transform={parts.transform!r})"
+
+
+def without_transform(collate_fn: Any) -> Any:
+    """The user's collate function, also of a `PortableCollate`."""
+    return collate_fn.portable_parts.collate if isinstance(collate_fn, PortableCollate) else collate_fn
 
 
 def same() -> None:

@@ -29,9 +29,9 @@ import numpy as np
 import torch
 
 from headrace._core.descriptors import Descriptor, received, received_descriptor
-from headrace._core.text import set_cause
+from headrace._core.text import error_message, set_cause
 from headrace._core.transport.exceptions import reduce_exception, with_text, without_unpicklable_parts
-from headrace._core.transport.slabs import SMALL, aligned
+from headrace._core.transport.slabs import SMALL, SMALL_PART, aligned
 from headrace.collate import NUMPY_DTYPES, tensor_of
 from headrace.errors import RemoteError
 
@@ -91,7 +91,7 @@ def format_error(error: BaseException) -> str:
     try:
         return "".join(part for part in traceback.format_exception(error) if not part.startswith("headrace: "))
     except BaseException:  # user code: an exception whose notes or class cannot be printed
-        return f"{type(error).__name__}: {_message(error)}\n"
+        return f"{type(error).__name__}: {error_message(error)}\n"
 
 
 def picklable_error(error: E) -> E | RemoteError:
@@ -99,15 +99,15 @@ def picklable_error(error: E) -> E | RemoteError:
 
     Both directions are tried here, in the worker, which can still report a failure.
     """
-    text = _message(error)
+    text = error_message(error)
     for cause in dict.fromkeys((error.__cause__, None)):
         set_cause(error, cause)
         if (copied := _copied(error)) is not _LOST:
-            return error if _message(copied) == text else _keeping(error, text)
+            return error if error_message(copied) == text else _keeping(error, text)
     with contextlib.suppress(BaseException):  # user code: __str__, __setstate__
         reduced = without_unpicklable_parts(error, lambda part: _copied(part) is not _LOST)
         if type(reduced) is type(error) and (copied := _copied(reduced)) is not _LOST:
-            return reduced if _message(copied) == text else _keeping(reduced, text)
+            return reduced if error_message(copied) == text else _keeping(reduced, text)
     return _as_text(error, text)
 
 
@@ -115,7 +115,7 @@ def _keeping(error: E, text: str) -> E | RemoteError:
     """`error` with its text, which its copy in another process would not have."""
     with contextlib.suppress(BaseException):  # user code, or a class without subclasses
         kept = with_text(error, text)
-        if _message(_copied(kept)) == text:
+        if error_message(_copied(kept)) == text:
             return cast(E, kept)
     return _as_text(error, text)
 
@@ -134,13 +134,6 @@ def _copied(obj: object) -> Any:
         return pickle.loads(dump_parts(obj, found.append, []), buffers=found)
     except BaseException:  # user code: __reduce__, __init__, __setstate__ of a user's exception, or of its cause
         return _LOST
-
-
-def _message(error: Any) -> str:
-    try:
-        return str(error)
-    except Exception as broken:
-        return f"<str() of it raised {type(broken).__name__}>"
 
 
 _CLOUDPICKLES = cloudpickle.Pickler._dispatch_table
@@ -420,6 +413,7 @@ class SmallTensors:
         return memoryview(buffer)
 
 
+_KEPT = 64 * 1024  # bytes of a buffer of small tensors that each of them may keep; copying 100 takes 0.1 ms
 _SIZE = 4  # bytes that hold the size of the table of groups
 
 
@@ -450,6 +444,9 @@ def _unstacked(buffer: memoryview) -> dict[int, Iterator[torch.Tensor]]:
     groups: dict[int, Iterator[torch.Tensor]] = {}
     for number, (dtype, shape, offset) in pickle.loads(buffer[-_SIZE - size : -_SIZE]).items():
         rows: Any = np.ndarray(shape, dtype, buffer, offset)
+        if rows[:1].nbytes < SMALL_PART * len(buffer) and len(buffer) > _KEPT:
+            groups[number] = map(torch.clone, torch.from_numpy(rows))
+            continue
         tensor_of: Callable[[Any], torch.Tensor] = torch.from_numpy
         groups[number] = map(tensor_of, rows if rows.ndim > 1 else [rows[row, ...] for row in range(len(rows))])
     return groups
@@ -487,7 +484,10 @@ class PickledPayload:
         return len(self.pickled) + sum(buffer.nbytes for buffer in self.buffers)
 
     def loads(self) -> object:
-        return pickle.loads(self.pickled, buffers=self.buffers)  # any objects, to pickle
+        """The object: small buffers copied, others views of the region that holds all of them."""
+        small = SMALL_PART * sum(buffer.nbytes for buffer in self.buffers)
+        buffers = [copy_of(buffer) if buffer.nbytes < small else buffer for buffer in self.buffers]
+        return pickle.loads(self.pickled, buffers=buffers)  # any objects, to pickle
 
     def __reduce__(self) -> tuple[object, ...]:
         return _restore_payload, (self.pickled, *map(out_of_band, self.buffers))

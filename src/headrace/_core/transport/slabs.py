@@ -38,6 +38,9 @@ SMALLEST = 32 * 1024
 # Up to this, a tensor is packed together with other small ones, which copies its bytes twice: some 4 µs for as many,
 # where a buffer of its own takes 8 µs on the way from a worker to the consumer (benchmarks/many_tensors.py).
 SMALL = 16 * 1024
+# A view keeps the memory of its whole region. One of less than this part of its region is copied, so that a program
+# that keeps the view does not keep the region.
+SMALL_PART = 1 / 8
 # Sent with the descriptor of a slab: its number, its size, the number it replaces. With other descriptors: the number
 # of the first, 0, how many.
 _ANNOUNCEMENT = struct.Struct("<IQI")
@@ -209,6 +212,15 @@ class Allocator:
 _received: weakref.WeakSet[Slab] = weakref.WeakSet()  # of all mappers, for an allocator that forwards one
 _forwards = False
 _reserve: Reserve | None = None  # one for the process, for its life
+
+
+def _after_fork() -> None:
+    """Leave the parent's reserve, whose lock another thread of the parent may hold."""
+    global _reserve
+    _reserve = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def enable_forwarding() -> None:

@@ -1,8 +1,7 @@
 """`engines=`: the rate of several engines of one, with transforms that wait, and the time until the first batch.
 
-The same of a stream of shards, which they read by lanes. A transform that sleeps stands for one that takes a core, so
-that a machine with few cores can show how dealing scales. Rates are compared within each round; each epoch's samples
-are checked.
+A transform that sleeps stands for one that takes a core, so that a machine with few cores can show how dealing scales.
+Rates are compared within each round; each epoch's samples are checked.
 
     python benchmarks/engines.py
 """
@@ -12,13 +11,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from contents import check_order, check_set
+from contents import check_order
 from harness import claim, describe_machine, interleave, parse_arguments
 
 import headrace as hr
@@ -26,7 +22,6 @@ import headrace as hr
 BATCH = 4
 TRANSFORM = 0.01  # seconds
 ENGINES = (1, 2, 4, 8)
-SHARDS = 32
 
 
 class Numbers(hr.AsyncDataset[int]):
@@ -50,24 +45,7 @@ def new(engines: int, batches: int) -> hr.DataLoader[Any]:
     return hr.DataLoader(dataset, BATCH, engines=engines, placement="process", transform=wait, concurrency=256)
 
 
-def write_shards(folder: Path, batches: int) -> None:
-    """Lines of numbers in shards that are as many for each lane."""
-    size = batches * BATCH // SHARDS
-    for shard in range(SHARDS):
-        lines = "".join(f"{number}\n" for number in range(shard * size, (shard + 1) * size))
-        (folder / f"{shard:02}.txt").write_text(lines)
-
-
-def wait_for_line(line: str) -> int:
-    return wait(int(line))
-
-
-def new_stream(engines: int, folder: Path) -> hr.DataLoader[Any]:
-    dataset = hr.LinesDataset(folder)
-    return hr.DataLoader(dataset, BATCH, engines=engines, placement="process", transform=wait_for_line)
-
-
-def rate(loader: hr.DataLoader[Any], batches: int, check: Callable[[Any, int], None] = check_order) -> float:
+def rate(loader: hr.DataLoader[Any], batches: int) -> float:
     """Samples/s of the second half of an epoch: engines have started."""
     received, began = [], 0.0
     for number, batch in enumerate(loader):
@@ -75,7 +53,7 @@ def rate(loader: hr.DataLoader[Any], batches: int, check: Callable[[Any, int], N
             began = time.perf_counter()
         received.append(batch.tolist())
     seconds = time.perf_counter() - began
-    check(received, batches * BATCH)
+    check_order(received, batches * BATCH)
     return batches * BATCH / 2 / seconds
 
 
@@ -103,23 +81,11 @@ def main() -> None:
         contestants = {name: functools.partial(rate, loaders[engines], batches) for engines, name in names.items()}
         rates = interleave(contestants, rounds=arguments.rounds, unit="samples/s")
     rates.show(against=names[min(names)])
-    with contextlib.ExitStack() as open_now:
-        folder = Path(open_now.enter_context(tempfile.TemporaryDirectory()))
-        write_shards(folder, batches)
-        loaders = {engines: open_now.enter_context(new_stream(engines, folder)) for engines in names}
-        contestants = {
-            f"{name}, stream": functools.partial(rate, loaders[engines], batches, check_set)
-            for engines, name in names.items()
-        }
-        streams = interleave(contestants, rounds=arguments.rounds, unit="samples/s")
-    streams.show(against=f"{names[min(names)]}, stream")
     contestants = {name: functools.partial(first_batch, engines, batches) for engines, name in names.items()}
     starts = interleave(contestants, rounds=arguments.rounds, unit="s to the first batch")
     starts.show(against=names[min(names)])
     if {1, 8} <= set(names):
         claim("8 engines, transforms that wait", rates.share(names[8], names[1], "of one engine", at_least=7))
-        share = streams.share(f"{names[8]}, stream", f"{names[1]}, stream", "of one engine", at_least=7)
-        claim("8 engines, 8 lanes of a stream, transforms that wait", share)
     if {1, 4} <= set(names):
         claim("first batch of 4 engines", starts.share(names[4], names[1], "of one engine's time", at_most=1.5))
 

@@ -512,7 +512,6 @@ CONTESTANTS = {
             {"concurrency": 128},
             {"concurrency": 256},
             {"concurrency": 128, "placement": "thread"},
-            {"concurrency": 128, "executor": "thread"},
             hedge="auto",
         ),
     ),
@@ -521,10 +520,8 @@ CONTESTANTS = {
         reads="tar",
         settings=given(
             {},
-            {"executor": "thread"},
             {"placement": "thread"},
             {"shards_in_parallel": 8},
-            {"shards_in_parallel": 8, "executor": "thread"},
         ),
     ),
     TORCH: Contestant(torch_blocking),

@@ -78,7 +78,6 @@ class DataLoader(TorchDataLoader[T_co]):
     Placement:
         placement: where fetching runs: ``"thread"``, ``"process"``, ``"auto"``, or a `RayPlacement`.
         engines: number of processes that fetch, for more objects/s than one interpreter serves.
-        executor: kind of the workers of an async dataset: ``"process"`` or ``"thread"``.
     Results:
         transform: CPU work for each sample, done in the workers.
         on_error: ``"raise"``, ``"skip"``, a `SkipErrors` with limits, or a function of a `headrace.types.Failure`.
@@ -146,16 +145,8 @@ class DataLoader(TorchDataLoader[T_co]):
         if workers == "auto":
             check_automatic(kind, checked, multiprocessing_context)
             workers = self._control.sessions.search.number
-        check_engines(
-            checked["engines"],
-            checked["placement"],
-            kind,
-            workers,
-            divided=kind is DatasetKind.ASYNC_MAP or self._control.reads_lanes,
-        )
+        check_engines(checked["engines"], checked["placement"], kind, workers)
         seed = checked["seed"]
-        if (executor := checked["executor"]) != "process" and not kind.is_async:
-            raise ValueError(f"executor={executor!r} needs an async dataset: workers read a torch dataset in processes")
         shown = torch_readable(dataset, kind)
         draws_order = shuffle and sampler is None and batch_sampler is None and not kind.is_iterable
         if draws_order and seed is not None and generator is None:
@@ -279,11 +270,10 @@ class DataLoader(TorchDataLoader[T_co]):
         """The number of batches of the iteration under way; without one, of that which the next `iter()` begins."""
         # One inside a dataset that has a `set_epoch` of its own has the length of the epoch begun last.
         with self._control.counted():
-            if not self._control.reads_lanes and self._control.spec.options["data_parallel"] is None:
+            if self._control.spec.options["data_parallel"] is None:
                 return super().__len__()
             with self._control.ranked():
-                batches = self._control.batches(self)
-                return super().__len__() if batches is None else batches
+                return super().__len__()
 
     def _get_iterator(self) -> Iterator[T_co]:  # type: ignore[override]
         """The iterator of an epoch: torch's loader calls it in `__iter__`, and subclasses call and replace it."""

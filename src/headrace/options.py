@@ -32,7 +32,6 @@ from headrace._core.ray_placement import RayPlacement
 from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.text import check_function, check_keywords
 
-ExecutorKind = Literal["process", "thread"]
 Hedge = Literal["auto"]
 Placement = Literal["auto", "thread", "process"] | RayPlacement
 
@@ -129,7 +128,6 @@ class LoaderOptions(TypedDict, total=False):
     # Placement.
     placement: Annotated[Placement, Option("auto", _placement)]
     engines: Annotated[int, Option(1, _integer("an int of at least 1", 1))]
-    executor: Annotated[ExecutorKind, Option("process", _one_of(*get_args(ExecutorKind)), for_engine=True)]
     # Results.
     transform: Annotated[Callable[[Any], object] | None, Option(None, _callable_or_none)]
     on_error: Annotated[OnError, Option("raise", _on_error)]

@@ -1,4 +1,4 @@
-"""States of the loaders of several ranks as one, to continue with another number of ranks."""
+"""States of the loaders of several ranks as one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ __all__ = ["gather_state", "merge_states"]
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state of the states of all ranks, to be loaded on every rank, also of another number.
+    """One state that holds the state of each rank, to be loaded on every rank.
 
-    Needed for streams of which each rank reads other samples: those split by shards, and your own. As many ranks
-    continue exactly, each its own part. Among another number what is left of the epoch is divided: in the order in
-    which the old ranks would have given out the samples, each to the next rank in turn. Where the new number of ranks
-    is no divisor of the old one, some ranks read more than they give out, until the end of that epoch. States that are
-    the same on all ranks (map-style datasets with ``seed=`` or an `ElasticSampler`, streams split by samples) need not
-    be merged; one of them is returned.
+    For streams of which each rank reads other samples: streams of shards, and your own. The same number of ranks
+    continues, each its own part; another number is a `StateError` at `iter()`. States that are the same on all ranks
+    (map-style datasets with ``seed=`` or an `ElasticSampler`, streams with ``.split()``) need not be merged: one of the
+    states is returned, which any number of ranks can continue.
 
     Args:
         states: from `DataLoader.state_dict`, of each rank after the same number of batches, in any order. A rank whose

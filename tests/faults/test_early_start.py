@@ -110,7 +110,6 @@ def test_a_daemon_that_was_forked_after_the_loader_was_made_has_a_process_of_its
 def test_a_loader_without_processes_of_the_helper_starts_none(monkeypatch):
     monkeypatch.setattr(launch, "_zygote", None)
     loader(num_workers=0)
-    loader(placement="thread", executor="thread")
     loader(multiprocessing_context="fork")
     hr.DataLoader(torch.arange(4), num_workers=1)
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)

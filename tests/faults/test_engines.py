@@ -1,4 +1,4 @@
-"""`engines=`: the batches of one engine, from several, also of streams by lanes; any of them may die."""
+"""`engines=`: the batches of one engine, from several; any of them may die. A stream is read by one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import os
 import pathlib
 import pickle
 import random
-import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -57,7 +56,7 @@ def killing(loader: hr.DataLoader, kills: dict[int, list[int]]) -> Iterator[Any]
             kill(*(pids[engine] for engine in kills[number]))
 
 
-# Two datasets of 360 samples: by index, and shards of very unequal length, read by lanes
+# Two datasets of 360 samples: by index, and shards of very unequal length
 
 
 @pytest.fixture
@@ -73,35 +72,32 @@ def noisy(sample: Any) -> torch.Tensor:
     return float(sample) + torch.rand(2)
 
 
-def by_index(folder: str, lanes: int = 0, **options: Any) -> hr.DataLoader:
+def by_index(folder: str, **options: Any) -> hr.DataLoader:
     return hr.DataLoader(Slow(360, 0.001), 4, shuffle=True, seed=7, transform=noisy, **options)
 
 
-def by_lanes(folder: str, lanes: int = 4, **options: Any) -> hr.DataLoader:
-    """Of a number of lanes; 0 leaves it to the loader or its state."""
+def stream(folder: str, **options: Any) -> hr.DataLoader:
     data = hr.LinesDataset(f"{folder}/*.txt", shuffle=True, buffer_size=16, chunk_bytes=64)
-    loader = hr.DataLoader(data, 4, seed=7, transform=noisy, **options)
-    loader._control._lanes.wanted = lanes or loader._control._lanes.wanted
-    return loader
+    return hr.DataLoader(data, 4, seed=7, transform=noisy, **options)
 
 
-@pytest.mark.parametrize("new", [by_index, by_lanes])
+@pytest.mark.parametrize("new", [by_index, stream])
 @run_by("case")
 def test_batches_are_the_same_bytes_for_any_number_of_engines(folder: str, new: Any) -> None:
     found = []
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # of torch: few cores here
-    for engines, workers in ((1, 2), (2, 3), (4, 0)):
+    for engines, workers in ((1, 2), (4, 0), (3, 2 if new is stream else 3)):
         with new(folder, engines=engines, num_workers=workers) as loader:
             found.append([digest(loader), digest(loader)])
             assert loader.stats().samples == 2 * 360
-            lanes = ", 4 lanes" if new is by_lanes else ""
-            where = f"engines={engines}{lanes}" if engines > 1 else "an async dataset with workers"
-            assert where in loader.stats().placement, loader.stats()
+            where = "an async dataset with workers" if workers else "num_workers=0"
+            where = f"engines={engines}" if engines > 1 and new is by_index else where
+            assert where in loader.stats().placement
     assert found == found[:1] * 3
     assert found[0][0] != found[0][1], "epochs differ"
 
 
-@pytest.mark.parametrize("new", [by_index, by_lanes])
+@pytest.mark.parametrize("new", [by_index, stream])
 @run_by("case")
 def test_states_continue_with_another_number_of_engines(folder: str, new: Any) -> None:
     """Of which each continues the one before."""
@@ -109,7 +105,7 @@ def test_states_continue_with_another_number_of_engines(folder: str, new: Any) -
         whole = [batch.tolist() for batch in loader]
     given, state = [], None
     for engines in (4, 1, 2, 3):
-        with new(folder, engines=engines, lanes=0 if engines == 1 else 4) as loader:
+        with new(folder, engines=engines) as loader:
             if state is not None:
                 loader.load_state_dict(state)
             for batch in loader:
@@ -120,20 +116,14 @@ def test_states_continue_with_another_number_of_engines(folder: str, new: Any) -
     assert given == whole
 
 
-@pytest.mark.parametrize(
-    ("new", "options"),
-    # A small look-ahead: what is ready when an engine dies would else be consumed before it has been replaced.
-    [
-        (by_index, {"concurrency": 24}),
-        (by_index, {"concurrency": 24, "memory_budget": 1}),  # a batch of each engine at a time
-        (by_lanes, {"lanes": 5}),
-    ],
-)
+@pytest.mark.parametrize("memory_budget", [None, 1])  # 1: a batch of each engine at a time
 @run_by("case")
-def test_order_and_bytes_survive_random_kills(folder: str, new: Any, options: dict[str, Any]) -> None:
+def test_order_and_bytes_survive_random_kills(folder: str, memory_budget: int | None) -> None:
     """With `HEADRACE_ENGINE_KILLS=50`: 50 in 25 epochs of 90 batches."""
     draw = random.Random(KILLS)
-    with new(folder, **options) as expected, new(folder, engines=3, **options) as loader, ignored_deaths():
+    # A small look-ahead: what is ready when an engine dies would else be consumed before it has been replaced.
+    options: dict[str, Any] = {"concurrency": 24, "memory_budget": memory_budget}
+    with by_index(folder, **options) as expected, by_index(folder, engines=3, **options) as loader, ignored_deaths():
         for _ in range(KILLS // 2):
             moments = {draw.randrange(start, start + 30): [draw.randrange(3)] for start in (0, 40)}
             assert digest(killing(loader, moments)) == digest(expected)
@@ -307,17 +297,6 @@ def test_workers_of_all_engines_have_numbers_of_their_own() -> None:
         assert set(samples_of(loader)) == {0, 1, 2}
 
 
-@run_by("case")
-def test_stream_is_read_by_one_engine() -> None:
-    async def numbers():
-        for number in range(20):
-            yield number
-
-    with hr.DataLoader(hr.from_async_iterable(numbers), 4, engines=2) as loader:
-        assert samples_of(loader) == list(range(20))
-        assert "of which one reads the stream" in loader.stats().placement
-
-
 @pytest.mark.parametrize(
     ("dataset", "arguments", "match"),
     [
@@ -330,57 +309,3 @@ def test_stream_is_read_by_one_engine() -> None:
 def test_arguments_that_exclude_each_other(dataset: Any, arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         hr.DataLoader(dataset, **arguments)
-
-
-# By lanes
-
-
-def killing_later(iterator: Any, engine: int) -> Iterator[Any]:
-    for number, batch in enumerate(iterator):
-        yield batch
-        if number == 10:
-            kill(engine)
-
-
-@run_by("case")
-def test_restored_epoch_survives_a_kill(folder: str) -> None:
-    """Also that of fewer lanes than engines: one lane is read by one of them."""
-    for lanes in (1, 3):
-        with by_lanes(folder, lanes=lanes) as loader:
-            iterator = iter(loader)
-            samples_of(next(iterator) for _ in range(20))
-            state, expected = loader.state_dict(), digest(iterator)
-        with by_lanes(folder, lanes=0, engines=4) as loader, ignored_deaths():
-            loader.load_state_dict(state)
-            iterator = iter(loader)
-            assert loader.stats().placement.endswith("3 lanes" if lanes == 3 else "one reads the stream")
-            assert digest(killing_later(iterator, engines_of(loader)[0])) == expected
-
-
-def new_deadly(folder: str, line: int, *paths: str) -> hr.DataLoader:
-    shards = [f"{folder}/{shard}.txt" for shard in (0, 2)]  # one for each lane
-    data = hr.LinesDataset(shards, chunk_bytes=64).filter(DeadlyLine(line, *paths))
-    return hr.DataLoader(data, 4, transform=int, engines=2)
-
-
-@run_by("case")
-def test_line_that_ends_every_engine_is_named(folder: str) -> None:
-    """By the batch that its lane came to: a filter is applied to samples ahead of those in the batch."""
-    with ignored_deaths(), new_deadly(folder, 21) as loader:
-        samples: list[int] = []
-        with pytest.raises(hr.errors.EngineDiedError, match=r"they made batch \d+ and nothing else: .*code 3") as error:
-            samples.extend(sample for batch in loader for sample in batch.tolist())
-        number = int(re.search(r"batch (\d+)", str(error.value))[1])
-        assert number % 2 == 0
-        assert len(samples) == 4 * number
-
-
-@pytest.mark.parametrize("deaths", [1, 3])
-@run_by("case")
-def test_lane_goes_on_in_the_replacement_or_in_another_engine(folder: str, deaths: int) -> None:
-    paths = [f"{folder}/died {death}" for death in range(deaths)]
-    message = "it is started again|is not started again in this epoch. Its batches are made again"
-    with new_deadly(folder, 0, *paths) as loader, pytest.warns(RuntimeWarning, match=message):
-        samples = samples_of(loader)
-    assert sorted(samples) == [*range(90), *range(94, 254)]
-    assert samples[:8] == [0, 1, 2, 3, 94, 95, 96, 97]

@@ -50,7 +50,7 @@ def tar(server):
 
 
 def loader_of(dataset, *, batch_size=20, **more):
-    more = {"placement": "thread", "executor": "thread", "concurrency": 8, "retry": QUICK, **more}
+    more = {"placement": "thread", "concurrency": 8, "retry": QUICK, **more}
     return hr.DataLoader(dataset, batch_size=batch_size, num_workers=1, prefetch_factor=10, **more)
 
 

@@ -1,4 +1,4 @@
-"""Jobs that SIGKILL ends at random, continued by other ranks, workers and batches, read each sample once.
+"""Jobs that SIGKILL ends at random, continued by other workers, batches and ranks, read each sample once.
 
 Each run is one epoch. `HEADRACE_RESUME_RUNS` is the number of runs of each kind of dataset.
 """
@@ -57,7 +57,7 @@ class Epoch:
     def __init__(self, name: str, number: int, forks: Forks, shards: Path, folder: Path) -> None:
         self.name = name
         self.kind: Kind = KINDS[name]
-        # Whether the states of all ranks are merged into one, which any number of ranks can load.
+        # Whether the states of all ranks are put together into one, which as many ranks load.
         self.is_merged = not self.kind.global_cursor and self.kind.workers is None
         self.draw = random.Random(f"{name} {number}")
         self.forks = forks
@@ -83,13 +83,13 @@ class Epoch:
                 raise
         count, every = collections.Counter(self.given), collections.Counter(range(N))
         twice, missing = count - every, every - count
-        again = min(max(self.kind.unequal, 0), most - 1) + KILLS * most * self.kind.buffer
+        again = min(max(self.kind.unequal, 0), most - 1)
         assert twice.total() <= again, (twice, self.story)
         assert missing.total() <= min(max(-self.kind.unequal, 0), most - 1), (missing, self.story)
 
     def number_of_ranks(self) -> int:
-        if self.states[0] is not None and fields_of(self.states[0])["rank"] is not None and not self.is_merged:
-            return len(self.states)  # batches out of order: only the same ranks can continue
+        if self.states[0] is not None and fields_of(self.states[0])["rank"] is not None:
+            return len(self.states)  # a stream, or batches out of order: only the same ranks can continue
         return self.draw.randint(1, self.kind.ranks)
 
     def options(self, ranks: int) -> dict[str, Any]:

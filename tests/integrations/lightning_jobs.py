@@ -217,7 +217,9 @@ def with_fabric(folder: str, pattern: str, resume: str | None = None) -> dict[st
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     fabric = lightning.Fabric(accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto")
     fabric.launch()
-    made = {kind: ON_RANKS[kind](pattern) for kind in ("seeded", "shards")}
+    # A stream of shards that two ranks read is not continued by one.
+    kinds = ("seeded",) if resume and world_size == 1 else ("seeded", "shards")
+    made = {kind: ON_RANKS[kind](pattern) for kind in kinds}
     dataset = made["seeded"].dataset
     loaders = dict(zip(made, fabric.setup_dataloaders(*made.values()), strict=True))
     model = Weight()
@@ -227,7 +229,8 @@ def with_fabric(folder: str, pattern: str, resume: str | None = None) -> dict[st
     seen: dict[str, list[list[list[int]]]] = {name: [] for name in loaders}
     if resume:
         fabric.load(f"{folder}/{resume}.ckpt", parts)
-        made["shards"].load_state_dict(parts["shards"])
+        if "shards" in made:
+            made["shards"].load_state_dict(parts["shards"])
     for epoch in range({None: 0, "middle": 1, "end": 2}[resume], EPOCHS):
         for epochs in seen.values():
             epochs.append([])

@@ -52,7 +52,7 @@ def test_transform_is_applied_once_by_a_rebuilt_loader_with_another_sampler(kind
 def test_rebuilt_loader_keeps_every_option():
     others = {
         "transform": tenfold, "concurrency": 3, "memory_budget": 1 << 20, "placement": "process", "retry": 2,
-        "on_error": "skip", "hedge": "auto", "executor": "thread", "seed": 5, "device": "cpu", "device_prefetch": 1,
+        "on_error": "skip", "hedge": "auto", "seed": 5, "device": "cpu", "device_prefetch": 1,
         "coordinated": True, "engines": 2,
     }  # fmt: skip
     assert others.keys() | {"data_parallel"} == OPTIONS.keys()  # which needs a process group

@@ -61,6 +61,9 @@ def test_one_rank_continues_the_epoch_of_two(runs, kind):
         if kind == "unseeded":
             assert "sampler was DistributedSampler" in resumed
             continue
+        if kind == "shards":
+            assert "saved with 2 ranks, and there are 1 now" in resumed
+            continue
         first = step // EPOCH
         given = [
             sample for run in on_two for _, batch in run["whole"]["seen"][first * EPOCH : step] for sample in batch
@@ -136,11 +139,10 @@ def test_loader_restored_by_fabric_continues_and_has_the_orders_that_would_have_
 
 
 @pytest.mark.proves(FABRIC, "resume on another number of ranks")
-@pytest.mark.parametrize("kind", ["seeded", "shards"])
-def test_loader_restored_by_fabric_on_one_rank_gives_the_rest_of_two(by_fabric, kind):
+def test_loader_restored_by_fabric_on_one_rank_gives_the_rest_of_two(by_fabric):
     (resumed,) = by_fabric["two by one"]
-    given = [sample for run in by_fabric["whole"] for batch in run["seen"][kind][1][:2] for sample in batch]
-    rest = [sample for batch in resumed["seen"][kind][0] for sample in batch]
+    given = [sample for run in by_fabric["whole"] for batch in run["seen"]["seeded"][1][:2] for sample in batch]
+    rest = [sample for batch in resumed["seen"]["seeded"][0] for sample in batch]
     assert sorted(given + rest) == TENFOLD
 
 

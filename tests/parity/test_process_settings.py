@@ -88,7 +88,6 @@ LOADERS = {
     "transform": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen)",
     "aget": "hr.DataLoader(AsyncSeen(), None, num_workers=2)",
     "thread placement": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen, placement='thread')",
-    "threads": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen, executor='thread')",
     "threads of no workers": "hr.DataLoader(Numbers(), None, transform=seen, placement='process')",
     "forked": "hr.DataLoader(Numbers(), None, num_workers=2, transform=seen, multiprocessing_context='fork')",
 }

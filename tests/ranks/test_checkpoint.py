@@ -11,7 +11,8 @@ from tests.ranks.jobs import outputs
 
 PROGRAM = Path(job.__file__)
 WHOLE = list(range(job.LENGTH))
-ELASTIC = ["ElasticSampler", "lines by samples", "lines by shards, gathered"]
+ELASTIC = ["ElasticSampler", "lines by samples"]
+GATHERED = "lines by shards, gathered"
 SAME_ON_ALL = ["shuffled by seed", "sequential"]
 
 
@@ -45,6 +46,14 @@ def test_ranks_together_are_given_exactly_the_rest(runs, name, ranks):
     assert repeated < ranks if name == "ElasticSampler" else not repeated
 
 
+def test_gathered_states_of_a_stream_continue_on_as_many_ranks_and_are_refused_on_others(runs):
+    saved, loaded = runs
+    assert sorted(samples(saved, GATHERED) + samples(loaded[4], GATHERED)) == WHOLE
+    for ranks in (2, 8):
+        for rank in loaded[ranks]:
+            assert f"saved with 4 ranks, and there are {ranks} now" in rank[GATHERED]
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", SAME_ON_ALL)
 def test_order_that_is_not_divided_continues_on_each_rank(runs, name, ranks):
@@ -69,7 +78,8 @@ def test_other_sampler_continues_on_the_same_number_of_ranks_and_is_refused_on_o
 def test_state_of_one_rank_is_refused_on_the_others(runs, name, ranks):
     saved, loaded = runs
     refused = [rank[name] for rank in loaded[ranks] if isinstance(rank[name], str)]
-    assert all("headrace.gather_state(loader)" in message for message in refused)
+    says = "headrace.gather_state(loader)" if ranks == 4 else "saved with 4 ranks"
+    assert all(says in message for message in refused)
     if ranks != 4:
         assert len(refused) == ranks
         return

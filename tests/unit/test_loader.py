@@ -198,7 +198,7 @@ def made_anew(loader):
 
 
 def test_loader_rebuilt_from_attributes_keeps_headraces_options():
-    options = {"transform": str, "concurrency": 7, "placement": "thread", "on_error": "skip", "executor": "thread"}
+    options = {"transform": str, "concurrency": 7, "placement": "thread", "on_error": "skip"}
     loader = hr.DataLoader(Numbers(8), batch_size=4, num_workers=1, **options)
     other = made_anew(loader)
     assert {name: getattr(other, name) for name in options} == options

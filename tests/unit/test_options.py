@@ -45,7 +45,6 @@ from headrace.options import MEMORY_BUDGET, OPTIONS, checked_options
         ({"on_error": SkipErrors}, ValueError, "class .*SkipErrors"),
         ({"on_error": asyncio.sleep}, ValueError, "a plain function"),
         ({"placement": "moon"}, ValueError, "'moon'"),
-        ({"executor": "gpu"}, ValueError, "'gpu'"),
         ({"seed": -1}, ValueError, "-1"),
         ({"seed": 2**63}, ValueError, "between"),
         ({"seed": "1"}, TypeError, "'1'"),

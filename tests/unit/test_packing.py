@@ -162,7 +162,7 @@ def test_transform_runs_in_workers_and_skipped_samples_are_left_out(tmp_path):
             raise ValueError("no b")
         return upper(sample)
 
-    options = {"num_workers": 1, "executor": "thread", "transform": transform, "on_error": "skip"}
+    options = {"num_workers": 1, "transform": transform, "on_error": "skip"}
     packed = hr.pack(hr.ObjectDataset(source), tmp_path / "shards", **options)
     assert packed.samples == 2
     assert [sample["txt"] for sample in hr.TarDataset(tmp_path / "shards")] == [b"A", b"C"]

@@ -21,7 +21,6 @@ PLACES = [
     {},
     {"num_workers": 1},
     {"num_workers": 2},
-    {"num_workers": 2, "executor": "thread"},
     {"num_workers": 2, "placement": "thread"},
     {"placement": "process"},
     {"num_workers": 2, "in_order": False},

@@ -52,8 +52,6 @@ class BatchPlan(NamedTuple):
             of all its samples until the batch is read.
         random_key: the key of the epoch's `randomized` functions, a number of 128 bits.
         planned: when it was sampled, by `time.perf_counter`, as in `StageTimes`.
-        lane: the part of a stream that it is read from; None where the stream is not divided.
-        resume: the state of the lane before it, for an engine that takes the lane over from another; None otherwise.
         taken: when it was sampled, the consumer had taken the batches up to this number; out of order, so many.
     """
 
@@ -64,14 +62,12 @@ class BatchPlan(NamedTuple):
     positions: Sequence[int] = ()
     random_key: int = 0
     planned: float = 0.0
-    lane: int | None = None
-    resume: StreamState | None = None
     taken: int = -1
 
     @property
     def is_plain(self) -> bool:
         """Whether it holds no object of the user's: its indices are numbers, strings or None."""
-        return self.resume is None and _PLAIN.issuperset(map(type, self.indices))
+        return _PLAIN.issuperset(map(type, self.indices))
 
 
 _PLAIN = frozenset({int, str, type(None)})
@@ -136,19 +132,18 @@ class SessionStart(NamedTuple):
     """The epoch of a session, and where it begins within that."""
 
     batch: int = 0  # the number of its first batch
-    # The state of the stream, by the worker or the lane that reads it (None: the engine, or the consumer's thread).
+    # The state of the stream, by the worker that reads it (None: the engine, or the consumer's thread).
     # Empty where the dataset is map-style, or the session begins with the epoch.
     streams: Mapping[int | None, Mapping[str, object]] = {}
-    next_worker: int = 0  # the worker or lane that gets the first plan, where each reads a stream
+    next_worker: int = 0  # the worker that gets the first plan, where each reads a stream
     delivered: tuple[range, ...] = ()  # positions delivered out of order, ascending: they are read and dropped
-    lanes: int = 1  # the number of parts of a stream that is read by lanes; 1 for any other dataset
     epoch: int = 0
     concurrency: int = 0  # fetches in flight with which a search of their number begins; 0 if none was found before
     set_epoch: bool = False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
 
     @property
     def ended(self) -> set[int | None]:
-        """Workers or lanes whose streams have ended."""
+        """Workers whose streams have ended."""
         return {reader for reader, state in self.streams.items() if state.get("ended") is True}
 
     def state_of(self, worker: int | None) -> dict[str, object] | None:
@@ -264,8 +259,8 @@ class HostBatch(NamedTuple):
     end: bool = False  # the stream this came from has nothing more
     empty: bool = False  # there is nothing to deliver; a batch of no samples, of a batch sampler, is delivered
     requests: RequestCounts | None = None  # requests to stores since the batch before it; None for none
-    worker: int | None = None  # that read it, where each reads a copy of the dataset, or the lane
-    # Of the stream, or of that worker's or lane's, after this batch; ``"ended"`` is in it if it has nothing more. Of a
+    worker: int | None = None  # that read it, where each reads a copy of the dataset
+    # Of the stream, or of that worker's, after this batch; ``"ended"`` is in it if it has nothing more. Of a
     # map-style dataset only where that is stateful.
     stream_state: StreamState | None = None
     times: StageTimes = NO_TIMES  # when it passed the stages

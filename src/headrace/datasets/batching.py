@@ -76,7 +76,7 @@ class _TokenBatchIterator(MarkingOperation[list[object]]):
     """
 
     operation = "batch_by_tokens"
-    same_by_lanes = True
+    works_on_parts = True
     options = ("max_tokens", "padded", "boundaries")
     fields = ("counts", "longest", "tokens", "ended")
 

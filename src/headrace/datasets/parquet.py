@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 
 from headrace._core.ranks.distributed import RankChoice, Remainder
 from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.division import Part
 from headrace._core.shards.parquet import SUFFIXES, RowGroup, RowGroupStream, read_footer, read_footer_or_list
 from headrace._core.shards.stream import PartStream
 from headrace._core.shards.tables import TableFile, as_expression, filter_text, select_columns
@@ -102,7 +101,7 @@ class TableStream(PartStream[Any]):
         own = {"format": self._format, "table_rows": self._table_rows, "filters": self._filters}
         return {**super()._options(), **own}
 
-    def _read(self, parts: Sequence[Part]) -> RowGroupStream:
+    def _read(self, parts: Sequence[int]) -> RowGroupStream:
         return RowGroupStream(
             self._groups,
             parts,

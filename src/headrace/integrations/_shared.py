@@ -22,7 +22,6 @@ from headrace.errors import StateError
 from headrace.loader import DataLoader
 from headrace.options import LoaderOptions
 from headrace.samplers import ElasticSampler
-from headrace.state import merge_states
 
 State = Mapping[str, Any]
 _AT_ONCE = 4096  # indices computed by one call
@@ -159,7 +158,7 @@ def save_state(state: State, folder: str | Path, name: str, rank: int) -> None:
 
 
 def load_state(folder: str | Path, name: str, rank: RankInfo) -> State | None:
-    """The state for this rank, or of another number of ranks the states of all as one; None if the folder has none.
+    """The state for this rank, or else that of rank 0, which may be the same on all; None if the folder has none.
 
     The folder may have files of more ranks, of an earlier run.
     """
@@ -168,15 +167,8 @@ def load_state(folder: str | Path, name: str, rank: RankInfo) -> State | None:
     if found is None:
         return None
     first = _read(found)
-    saved = LoaderState.from_dict(first)
-    if saved.ranks == rank.world_size and own.exists():
-        return _read(own)
-    if saved.rank is None:
-        return first  # the same on all ranks
-    files = [_path(folder, name, number) for number in range(saved.ranks)]
-    if missing := [file.name for file in files if not file.exists()]:
-        raise StateError(f"{folder} has no {', '.join(missing)}: every rank has to save, and to find the files of all")
-    return merge_states(map(_read, files))
+    as_many = LoaderState.from_dict(first).ranks == rank.world_size
+    return _read(own) if as_many and own.exists() else first
 
 
 def _path(folder: str | Path, name: str, rank: int) -> Path:

@@ -65,8 +65,6 @@ class Setup(NamedTuple):
     most_concurrency: int  # fetches that the descriptors allow
     fixed_look_ahead: bool = False  # whether `prefetch_factor` was given, so that it does not follow `concurrency`
     engines: int = 1
-    by_engines: bool = True  # whether several engines can divide the dataset
-    executor: str = "process"
     chosen: tuple[str, ...] = ()  # see `Report.chosen`
     remedies: frozenset[str] = frozenset()  # that not every dataset has: "cache", "hedge", options to read more at once
 
@@ -208,13 +206,10 @@ def _of_stage(stage: str, figures: Figures, setup: Setup, model: _Model) -> Diag
             model.without("delivery"),
         )
     change: dict[str, Any] = {}
-    if setup.num_workers and setup.is_async and setup.executor != "thread":
-        change["executor"] = "thread"
+    advice = "return fewer and larger tensors from collate_fn, or move less: decode later, use smaller dtypes"
     if setup.placement == "process" and setup.engines == 1:
         change["placement"] = "thread"
-    advice = "return fewer and larger tensors from collate_fn, or move less: decode later, use smaller dtypes"
-    if change:
-        advice = ", ".join(f'{name}="thread"' for name in change) + f", if transforms release the GIL; or {advice}"
+        advice = f'placement="thread"; or {advice}'
     engine = "the loader's process" if setup.placement == "process" else "the engine's thread"
     source = "the workers" if setup.num_workers else engine
     evidence = f"{part} of the waiting is for batches that are assembled, on their way from {source}"
@@ -306,7 +301,7 @@ def _busy_loop(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | Non
             f"are read together, or shards"
         )
         change: dict[str, Any] = {}
-        if setup.cores > MANY_CORES and setup.by_engines:
+        if setup.cores > MANY_CORES and not setup.stream:
             engines = min(setup.cores // 2, math.ceil(setup.engines * factor))
             advice += f"; or engines={engines}, which spreads it over cores"
             change = {"engines": engines}

@@ -96,7 +96,7 @@ def read_objects(wire, store, folder, expected, epochs, cache_options):
 def read_windows(wire, store, folder, seq_len):
     """Read cached windows of the shard "0.bin"; sends them, and hits, misses and damaged entries."""
     dataset = hr.TokenDataset("0.bin", seq_len=seq_len, store=store).cache(folder)
-    options = {"num_workers": 1, "prefetch_factor": 10, "concurrency": 8, "placement": "thread", "executor": "thread"}
+    options = {"num_workers": 1, "prefetch_factor": 10, "concurrency": 8, "placement": "thread"}
     with hr.DataLoader(dataset, batch_size=20, **options) as loader:
         wire.send("ready")
         wire.recv()

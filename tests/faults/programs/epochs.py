@@ -105,11 +105,10 @@ class Kind:
     Attributes:
         make: makes the dataset and the sampler, None for `DataLoader`'s own, from the folder of the shards.
         ranks: the greatest number of ranks.
-        global_cursor: whether the state of one rank is enough for all; otherwise the states of all are merged.
+        global_cursor: whether the state of one rank is enough for all; otherwise each rank continues from its own.
         workers: the number of workers, where it must stay the same.
         state_bytes: the state is shorter than this; 0 where it grows with the ranks or readers.
         unequal: number of samples by which an epoch may differ from the dataset: given twice (positive) or dropped.
-        buffer: samples that each rank may give again, where their number changes.
     """
 
     make: Callable[[Path], tuple[Any, Any]]
@@ -118,7 +117,6 @@ class Kind:
     workers: int | None = None
     state_bytes: int = 0
     unequal: int = 0
-    buffer: int = 0
 
 
 def elastic(folder):
@@ -142,7 +140,7 @@ KINDS = {
         lambda folder: (tars(folder).split(remainder="keep"), None), global_cursor=True, state_bytes=2000
     ),
     "tar, split by shards": Kind(lambda folder: (tars(folder), None)),
-    "tar, shuffled": Kind(lambda folder: (tars(folder, shuffle=True, buffer_size=8), None), buffer=8),
+    "tar, shuffled": Kind(lambda folder: (tars(folder, shuffle=True, buffer_size=8), None)),
     "lines": Kind(lambda folder: (lines(folder), None)),
     "parquet": Kind(lambda folder: (rows(folder), None)),
     "torch iterable": Kind(lambda folder: (TorchStream(N), None), ranks=1, workers=2),

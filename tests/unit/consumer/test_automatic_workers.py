@@ -210,8 +210,7 @@ def test_errors_of_workers_that_were_added_are_the_users(numbers):
     ("arguments", "message"),
     [
         ({"dataset": np.arange(8)}, "needs an async dataset"),
-        ({"executor": "thread"}, "leave out executor="),
-        ({"multiprocessing_context": "spawn"}, "leave out executor= and multiprocessing_context="),
+        ({"multiprocessing_context": "spawn"}, "leave out multiprocessing_context="),
         ({"placement": hr.RayPlacement()}, "RayPlacement exclude each other"),
     ],
 )

@@ -218,7 +218,7 @@ def test_merged_states_of_given_ranks_continue_each_its_own_part():
         assert sorted(batch.tolist() for batch in restored) == left[rank]
     other = loader(0, ranks=3)
     other.load_state_dict(merged)
-    with pytest.raises(hr.StateError, match="batches out of order"):
+    with pytest.raises(hr.StateError, match=r"rank 0 of 2, and this is rank 0 of 3.*in_order=True"):
         iter(other)
 
 

@@ -122,8 +122,9 @@ def test_state_of_another_rank_is_refused(as_rank):
         return saved_after(DataLoader(Remembering(), 2), 2)[1]
 
     first, second = state_of(0, 2), state_of(1, 2)
-    for state, message in ((first, "rank 0 of 2, and this is rank 1 of 3.*merge_states"), (second, "rank 1 of 2")):
-        as_rank(1, 3)
+    here, fewer = "rank 0 of 2, and this is rank 1 of 2.*merge_states", "with 2 ranks, and there are 3 now"
+    for state, ranks, message in ((first, 2, here), (second, 3, fewer)):
+        as_rank(1, ranks)
         restored = DataLoader(Remembering(), 2)
         restored.load_state_dict(state)
         with pytest.raises(StateError, match=message):

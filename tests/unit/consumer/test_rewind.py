@@ -62,7 +62,7 @@ def test_steps_are_computed_again_since_the_number_of_ranks_changed_last(kind, a
     before = [step for step in sorted(delivered) if step[:2] < run]
     since = [step for step in sorted(delivered) if step[:2] >= run]
     as_rank(0, 1)
-    with loader_of(kind, num_workers=1, executor="thread") as loader:
+    with loader_of(kind, num_workers=1) as loader:
         loader.load_state_dict(state)
         for epoch, step, rank in draw.sample(since, min(50, len(since))):
             assert digest(loader.batch_at(epoch, step, rank=rank)) == delivered[epoch, step, rank]

@@ -15,7 +15,6 @@ import headrace as hr
 from headrace.errors import ShardError, StateError
 from object_server import ObjectServer
 from tests.unit.shards.resuming import resumes_at_every_position
-from tests.unit.shards.test_division import read_in_stages
 
 X = pc.field("x")
 FILTERS = [
@@ -92,16 +91,6 @@ def test_row_groups_and_columns_that_the_filter_does_not_need_are_not_read(tmp_p
 def test_stream_continues_at_every_position(folder, options):
     make = functools.partial(hr.ParquetDataset, folder, filters=pc.bit_wise_and(X, 3) == 0, shuffle=True, **options)
     assert resumes_at_every_position(make)
-
-
-@pytest.mark.parametrize("worlds", [(2, 3), (3, 1)], ids=str)
-def test_rows_left_are_given_once_by_another_number_of_ranks(folder, worlds):
-    def make(rank, world):
-        return hr.ParquetDataset(folder, filters=X > 20, shuffle=True, rank=rank, world_size=world, remainder="keep")
-
-    for step in range(0, 12, 3):
-        stages = read_in_stages(make, worlds, [step])
-        assert sorted(row["x"] for stage in stages for rank in stage for row in rank) == [*range(21, 60)]
 
 
 def test_ranks_of_unknown_length_are_refused(folder, monkeypatch):

@@ -103,7 +103,7 @@ def test_windows_are_read_together_and_a_request_that_is_never_answered_holds_no
         )
         dataset = windows.cache(tmp_path / "cache") if is_cached else windows
         server.misbehave(Fault("silence", key=f"{SLOW}.bin", times=1))
-        options = {"num_workers": 1, "prefetch_factor": 8, "executor": "thread"} if placement == "thread" else {}
+        options = {"num_workers": 1, "prefetch_factor": 8} if placement == "thread" else {}
         with hr.DataLoader(
             dataset, batch_size=20, hedge="auto", placement=placement, concurrency=8, **options
         ) as loader:

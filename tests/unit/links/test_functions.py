@@ -19,7 +19,6 @@ from tests.unit.streams.reading import stream
 PLACEMENTS = [
     {"num_workers": 2, "placement": "process"},
     {"num_workers": 2, "placement": "thread"},
-    {"num_workers": 2, "executor": "thread"},
     {"num_workers": 0, "placement": "process"},
     {"num_workers": 0},
     {"num_workers": 1, "multiprocessing_context": "fork"},

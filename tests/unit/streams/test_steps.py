@@ -18,8 +18,7 @@ from headrace._core.streams.steps import CHUNK
 from tests.unit.consumer.test_skipping import Mine, lists
 from tests.unit.streams.reading import Count
 
-THREADS = {"num_workers": 2, "executor": "thread", "placement": "thread"}
-WHERE = pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2}, THREADS])
+WHERE = pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2}, {"placement": "process"}])
 
 
 def even(sample):

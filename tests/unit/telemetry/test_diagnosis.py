@@ -224,11 +224,11 @@ def test_fetches_that_take_longer_the_more_are_in_flight_share_a_link():
     assert report(fetch=0.02, load=load, fetch_seconds=0.02, request=(0.001, 0.02)).limit == "latency"
 
 
-@pytest.mark.parametrize("by_engines", [True, False])
-def test_busy_loop_is_divided_where_several_engines_can_read(by_engines):
-    found = report(SETUP._replace(stream=True, by_engines=by_engines), loop=0.02, load=IDLE, cpu=0.95)
+@pytest.mark.parametrize("stream", [True, False])
+def test_busy_loop_is_divided_where_several_engines_can_read(stream):
+    found = report(SETUP._replace(stream=stream), loop=0.02, load=IDLE, cpu=0.95)
     assert found.limit == "event-loop"
-    assert ("engines=" in found.advice) is by_engines
+    assert ("engines=" in found.advice) is not stream
 
 
 def test_engine_that_shares_the_gil_with_the_loop_is_sent_to_a_process():

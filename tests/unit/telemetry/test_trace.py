@@ -65,9 +65,7 @@ def all_loaders():
         "Photos": hr.DataLoader(Photos(LENGTH), transform=double, num_workers=2, concurrency=16, **options),
         "Photos 2": hr.DataLoader(Photos(LENGTH), transform=double, concurrency=16, **options),
         "Photos 3": hr.DataLoader(Photos(LENGTH), placement="process", hedge="auto", memory_budget=1 << 20, **options),
-        "Joined": hr.DataLoader(
-            Joined(LENGTH), executor="thread", placement="thread", num_workers=2, transform=double, **options
-        ),
+        "Joined": hr.DataLoader(Joined(LENGTH), placement="thread", num_workers=2, transform=double, **options),
         "Numbers": hr.DataLoader(Numbers(), in_order=False, **options),
         "Squares": hr.DataLoader(Squares(), **options),
         "Halves": hr.DataLoader(Halves(), num_workers=2, **options),
@@ -122,7 +120,7 @@ def test_work_is_in_the_process_that_did_it(path):
         for event in events
         if event["name"] == "transform and collate" and event["ph"] == "X"
     }
-    workers = {f"worker {number} of {name}" for name in ("Photos", "Halves") for number in (0, 1)}
+    workers = {f"worker {number} of {name}" for name in ("Photos", "Joined", "Halves") for number in (0, 1)}
     assert {name for _, name in worked} - {"consumer", "loader of Photos 3"} <= workers
     assert {("Photos 2", "consumer"), ("Squares", "consumer"), ("Photos 3", "loader of Photos 3")} <= worked
     assert names[os.getpid()] == "consumer"

@@ -27,7 +27,6 @@ from headrace._core.device.pinning import pin
 from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
 from headrace._core.links.session import Session
-from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import (
@@ -47,7 +46,6 @@ from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
 from headrace._core.streams.epochs import counted_epoch, session_seed
 from headrace._core.streams.kinds import DatasetKind, given_rank, propagate_epoch, translates_epochs
-from headrace._core.streams.other_ranks import remainder_of
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import warn_user
@@ -89,8 +87,7 @@ class LoaderControl:
     """
 
     def __init__(self, spec: LoaderSpec) -> None:
-        self._lanes = LaneChoice(spec)
-        self.sessions = LoaderSessions(spec, Counters(type(spec.source).__qualname__), self._lanes)
+        self.sessions = LoaderSessions(spec, Counters(type(spec.source).__qualname__))
         self.resumed: tuple[LoaderState, ...] = ()
         self.progress: EpochProgress | None = None
         self._next_epoch = 0
@@ -120,7 +117,7 @@ class LoaderControl:
     def with_spec(self, spec: LoaderSpec) -> LoaderControl:
         """A copy with another `spec` of the same dataset."""
         clone = copy.copy(self)
-        clone.sessions = LoaderSessions(spec, clone.counters, clone._lanes, clone.sessions.search.number)
+        clone.sessions = LoaderSessions(spec, clone.counters, clone.sessions.search.number)
         return clone
 
     @property
@@ -227,7 +224,7 @@ class LoaderControl:
     def batches_left(self, loader: TorchLoader, rank: RankInfo) -> int | None:
         """The number of batches of the restored epoch that are left on this rank; None if it is unknown."""
         order = self.order(loader)
-        state = of_rank(self.resumed, order.rank_of(rank), remainder_of(self.spec.source))
+        state = of_rank(self.resumed, order.rank_of(rank))
         with self.counted():
             before = batches_before(loader, order, state, rank)
             return None if before is None else len(loader) - before
@@ -321,8 +318,7 @@ class LoaderControl:
             self.skip(loader, skipped, rank)
         if self.spec.options["data_parallel"] is not None:
             check_data_parallel(loader, rank, seed)
-        remainder = remainder_of(self.spec.source)
-        resumed = of_rank(self.resumed, self.order(loader).rank_of(rank), remainder) if self.resumed else None
+        resumed = of_rank(self.resumed, self.order(loader).rank_of(rank)) if self.resumed else None
         epoch = self._next_epoch if resumed is None else resumed.epoch
         check_reading(self.spec, loader, rank, self._checked)
         # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in the state.
@@ -330,9 +326,7 @@ class LoaderControl:
         keeps = skipped > 0 or (between and not late_epoch and (resumed is None or not self._epoch_set))
         saved = None if resumed is None or between else resumed.sampler_epoch
         propagate_epoch(loader._index_sampler, epoch if saved is None else saved, only_wanted=keeps)
-        renumbered = False  # a stream continues with other readers than before: its samples are numbered anew
-        if resumed is not None and stream:
-            renumbered = (bool(resumed.merged) and not resumed.streams) or resumed.ranks != rank.world_size
+        renumbered = stream and resumed is not None and resumed.ranks != rank.world_size
         order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered, at_once=late_epoch)
         if resumed is not None:
             self.past = resumed.past
@@ -350,7 +344,6 @@ class LoaderControl:
                 begun = begun._replace(streams=resumed.streams, found=resumed.found)
         else:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=base_seed)
-        begun = begun._replace(lanes=self._lanes.of_epoch(continued))
         begun = begun.noted(self.past, order.rank_of(rank).world_size, loader.batch_size or 0)
         self.past = begun.past
         self.sampler_epochs[epoch] = begun.sampler_epoch
@@ -373,8 +366,8 @@ class LoaderControl:
         progress = EpochProgress(
             spec,
             batched=loader._auto_collation,
-            readers=(spec.session.lanes if kind.is_async else loader.num_workers) or 1,
-            of_rank=kind.is_iterable and not getattr(self.spec.source, "divides_samples", False),
+            readers=(0 if kind.is_async else loader.num_workers) or 1,
+            of_rank=kind.is_iterable and self.is_of_rank(loader),
             keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
             before_first=session.inline_state,
             searches=kind is DatasetKind.ASYNC_MAP and self.spec.options["concurrency"] == "auto",
@@ -419,15 +412,6 @@ class LoaderControl:
         epoch, seed = under_way[-1] if under_way else self.next_epoch, self.spec.options["seed"]
         with bound(counted_epoch, epoch), bound(session_seed, seed):
             yield
-
-    @property
-    def reads_lanes(self) -> bool:
-        """Whether the dataset is a stream that is read by lanes, if it has the shards."""
-        return self._lanes.possible and self._lanes.wanted > 1
-
-    def batches(self, loader: TorchLoader) -> int | None:
-        """The number of batches of an epoch of a stream that is read by lanes; None of any other dataset."""
-        return self._lanes.batches(loader.dataset, loader.batch_size, drop_last=loader.drop_last)
 
     @property
     def open_epochs(self) -> list[tuple[Epoch, int]]:

@@ -292,9 +292,8 @@ class Epoch:
             elif not delivers:
                 progress.on_batch(host, failures.counts, given=False)
             progress.taken += 1
-            end = host.end if progress.turns is None else progress.turns.on_batch(host)
             nbytes = host.data.nbytes if self._in_workers and type(host.data) is PickledPayload else times.nbytes
-            if ahead.on_batch(host.plan.number, end, times, ready, nbytes):
+            if ahead.on_batch(host.plan.number, host.end, times, ready, nbytes):
                 if delivers:  # Ctrl-C while plans are drawn and sent must not lose the batch
                     self._next = step
                 self._fill()  # before the consumer computes, so that fetching goes on meanwhile

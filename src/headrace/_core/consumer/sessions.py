@@ -18,7 +18,6 @@ from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import Session
 from headrace._core.look_ahead import LookAheadSize, most_concurrency
 from headrace._core.messages import WorkersRequest
-from headrace._core.order.lanes import LaneChoice
 from headrace._core.order.restore import EpochSpec
 from headrace._core.order.spec import LoaderSpec, TorchLoader, is_automatic
 from headrace._core.pool.launch import start_early
@@ -44,18 +43,17 @@ class LoaderSessions:
         search: of the number of workers, with ``num_workers="auto"``.
     """
 
-    def __init__(self, spec: LoaderSpec, counters: Counters, lanes: LaneChoice, workers: int = 0) -> None:
+    def __init__(self, spec: LoaderSpec, counters: Counters, workers: int = 0) -> None:
         self.spec = spec
         self.counters = counters
         self.search = WorkerSearch(spec.engines, max(spec.engines, workers))  # engines divide the workers
-        self._lanes = lanes
         self._ahead = LookAheadSize(0, 0)  # before the first epoch
         self._placements = PlacementSelector(spec.placement, spec.engines)
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self._placements.drop).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LoaderSessions, (self.spec, copy.copy(self.counters), self._lanes, self.search.number)
+        return LoaderSessions, (self.spec, copy.copy(self.counters), self.search.number)
 
     def begin_with(self, loader: TorchLoader, found: Mapping[str, int]) -> None:
         """Begin with the number of workers that an earlier run has found, as far as there are cores for them."""
@@ -84,13 +82,12 @@ class LoaderSessions:
         placement = self.spec.placement
         if not self.spec.kind.is_async or isinstance(placement, RayPlacement) or loader.multiprocessing_context:
             return
-        with_workers = placement == "auto" or self.spec.options["executor"] == "process"
-        if placement == "process" or (loader.num_workers > 0 and with_workers):
+        if placement == "process" or loader.num_workers > 0:
             start_early()
 
     def look_ahead(self, loader: TorchLoader) -> tuple[int, int]:
         """How many batches are planned before the one that is delivered: at least, and at most."""
-        return self.spec.look_ahead(loader, self._lanes.own)
+        return self.spec.look_ahead(loader)
 
     def setup(self, loader: TorchLoader) -> Setup:
         """The arguments that decide on the loader's speed."""
@@ -114,8 +111,6 @@ class LoaderSessions:
             cores=self._cores(loader),
             most_concurrency=self.spec.engines * most_concurrency(),
             engines=self.spec.engines,
-            by_engines=not self.spec.kind.is_iterable or self._lanes.possible,
-            executor=options["executor"],
             fixed_look_ahead=vars(loader)["prefetch_factor"] is not None,
             chosen=tuple(self.search.chosen),
             remedies=frozenset(("hedge",) * hedged).union(
@@ -168,7 +163,6 @@ class LoaderSessions:
             worker_init_fn=loader.worker_init_fn,
             context=loader.multiprocessing_context,
             rank=rank,
-            lanes=self._lanes.own,
         )
         if not self.spec.kind.is_async and loader.num_workers == 0:
             self.counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
@@ -178,7 +172,7 @@ class LoaderSessions:
         with explained("start the loader"):
             anew = resumed and self.spec.reads_in_persistent_workers(loader)  # whose dataset and generators are others
             session = self._placements.open(config, start, persistent=loader.persistent_workers, anew=anew)
-        self.counters.placement = self._placements.where + self._lanes.describe()
+        self.counters.placement = self._placements.where
         if automatic:
             session.send(WorkersRequest(self.search.number))
         return session

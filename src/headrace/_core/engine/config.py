@@ -33,7 +33,6 @@ class EngineConfig(NamedTuple):
     rank: RankInfo  # of the consumer's process; another needs another engine, whose processes get it at their start
     engine: int = 0  # its number
     engines: int = 1
-    lanes: int = 1  # in which a stream is read that begins anew; no more engines than that read it
 
     def part(self, engine: int, engines: int) -> EngineConfig:
         """The configuration of one of several engines, which divide workers, fetches and memory.
@@ -55,7 +54,7 @@ class EngineConfig(NamedTuple):
 
     @property
     def has_processes(self) -> bool:
-        return len(self.workers) > 0 and self.options["executor"] == "process"
+        return self.num_workers > 0
 
     @property
     def steps_on_consumers_thread(self) -> bool:
@@ -91,12 +90,11 @@ class EngineConfig(NamedTuple):
         return self.has_processes and self.context is not None and self.context.get_start_method() == "fork"
 
     def work(self) -> Any:
-        """The assembly of batches outside this thread: a task for workers, or a function for threads."""
+        """The assembly of batches outside this thread: a task for workers, or a function for a thread."""
         task = self.worker_task()
         if self.has_processes:
             return task
-        # A thread does not wait until a batch is sent, and seeds only if it is alone.
-        return replace(task, copies=not is_default(self.assembler.collate), seeds=len(self.workers) <= 1)
+        return replace(task, copies=not is_default(self.assembler.collate))  # a thread does not wait until it is sent
 
     def without_functions(self) -> EngineConfig:
         return self._replace(assembler=replace(self.assembler, transforms=(), collate=list), worker_init_fn=None)

@@ -50,12 +50,10 @@ class Engine:
     """Runs sessions on one event loop. Its placement owns it: makes it, opens it on the loop, closes it.
 
     Worker processes are started by the constructor, before any loop or thread of the engine exists. `first_task` is
-    their first task, already pickled. Where nothing else runs in the process, a helper thread may seed its generators.
+    their first task, already pickled.
     """
 
-    def __init__(
-        self, config: EngineConfig, first_task: SharedPickle | None = None, *, owns_process: bool = False
-    ) -> None:
+    def __init__(self, config: EngineConfig, first_task: SharedPickle | None = None) -> None:
         self.config = config
         self.watch = LoopWatch(type(config.dataset).__qualname__)  # how long user code has blocked the loop, and where
         self._control: AdaptiveLimit | None = None  # the last epoch's
@@ -65,8 +63,7 @@ class Engine:
         if config.has_processes:
             self.executor = ProcessExecutor(config, first_task)
         else:
-            threads = 0 if config.deferred else max(1, len(config.workers))
-            self.executor = ThreadExecutor(threads, config.rank, seeds=owns_process and threads == 1)
+            self.executor = ThreadExecutor(config.rank, deferred=config.deferred)
         self._opening: asyncio.Task[None] | None = None
         self._running: dict[Session, asyncio.Task[None]] = {}
 
@@ -164,7 +161,7 @@ class _Assembly:
 
     def parallel(self) -> int:
         """How many calls of `apply` it makes at once."""
-        return 1 if self._steps else max(1, self.executor.workers)
+        return self.executor.workers
 
     async def apply(self, task: StepsTask, chunk: Chunk) -> list[object]:
         outcomes = await (self._steps or self.executor.apply)(task, chunk)
@@ -200,8 +197,7 @@ class Session:
         common_seed = batch_seed(config.options["seed"] or 0, start.epoch, 0)
         self._compute = session_compute(self._assembly.apply, self._assembly.parallel, seed, common_seed)
         self._send = send
-        # Lanes take turns; those of several engines where their batches arrive.
-        self._in_order = config.in_order or (start.lanes > 1 and config.engines == 1)
+        self._in_order = config.in_order
         self._next_number = start.batch
         self._held: dict[int, HostBatch] = {}  # batches that wait for earlier ones
         self._sample_key = functools.partial(sample_key, config.dataset)

@@ -27,51 +27,43 @@ from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import NotPicklableError, WorkerDiedError
 
 Work = Callable[[RawBatch], HostBatch] | SharedPickle | None
-"""The assembly of a batch: a function for threads; for processes a task, or None for their first task."""
+"""The assembly of a batch: a function for a thread; for processes a task, or None for their first task."""
 
 _STEPS = "on samples that are not yet in a batch"  # a worker's task, for `WorkerDiedError`
 
 
 class ThreadExecutor:
-    """Threads beside the loop: one without workers, or several for decoders that release the GIL.
+    """A thread beside the loop, of an engine without workers.
 
-    They share the process's random generators; the functions they call seed them where that is right. With 0 threads,
-    the CPU work is deferred to the consumer's thread: a batch's data is the `RawBatch` itself.
+    If `deferred`, there is no thread: the CPU work is left to the consumer's thread, and a batch's data is the
+    `RawBatch` itself.
     """
 
     broken = None
+    workers = 1
 
-    def __init__(self, threads: int, rank: RankInfo, *, seeds: bool) -> None:
+    def __init__(self, rank: RankInfo, *, deferred: bool) -> None:
         self._rank = rank
-        self._seeds = seeds
-        # Calls with their answers; to end a thread, no call, and what is set then.
+        # Calls with their answers; to end the thread, no call, and what is set then.
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.workers = threads
-        self._threads = [
-            # In the caller's context: `numpy.errstate`, for example, is a context variable.
-            threading.Thread(
-                target=contextvars.copy_context().run,
-                args=(self._work,),
-                name=f"headrace-assemble-{number}",
-                daemon=True,
-            )
-            for number in range(threads)
-        ]
+        run = contextvars.copy_context().run  # in the caller's context, as `numpy.errstate` is one of its variables
+        thread = threading.Thread(target=run, args=(self._work,), name="headrace-assemble", daemon=True)
+        self._thread = None if deferred else thread
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        for thread in self._threads:
-            thread.start()
+        if self._thread is not None:
+            self._thread.start()
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
-        if not self._threads:
+        if self._thread is None:
             return HostBatch(raw.plan, raw, len(raw.plan.indices), end=raw.end)
         assert callable(work)
         host: HostBatch = await self._call(functools.partial(work, raw))
         return host
 
     async def apply(self, task: StepsTask, chunk: Chunk) -> Outcomes:
-        outcomes: Outcomes = await self._call(functools.partial(task.apply, chunk, seeds=self._seeds))
+        outcomes: Outcomes = await self._call(functools.partial(task.apply, chunk))
         return outcomes
 
     async def _call(self, work: Callable[[], object]) -> Any:
@@ -80,15 +72,13 @@ class ThreadExecutor:
         return await answer
 
     async def close(self, deadline: float) -> None:
-        """Let the threads finish their current work; after the deadline they remain, as daemons."""
-        if not self._threads or self._threads[0].ident is None:
+        """Let the thread finish its current work; after the deadline it remains, as a daemon."""
+        if self._thread is None or self._thread.ident is None:
             return
-        ends = [self._loop.create_future() for _ in self._threads]
-        for end in ends:
-            self._requests.put((None, end))
-        if not (await asyncio.wait(ends, timeout=deadline))[1]:  # otherwise user code holds one of them
-            for thread in self._threads:
-                thread.join()
+        end = self._loop.create_future()
+        self._requests.put((None, end))
+        if (await asyncio.wait([end], timeout=deadline))[0]:  # otherwise user code holds the thread
+            self._thread.join()
 
     def worker_of(self, batch: int) -> int | None:
         return None
@@ -97,9 +87,8 @@ class ThreadExecutor:
         return 0
 
     def kill(self) -> None:
-        """Let each thread end at its next request; a thread cannot be killed."""
-        for _ in self._threads:
-            self._requests.put((None, None))
+        """Let the thread end at its next request; a thread cannot be killed."""
+        self._requests.put((None, None))
 
     def release(self) -> None:
         pass  # there are no descriptors

@@ -92,19 +92,15 @@ class StepsTask:
                 outcomes.of_samples[place] = Raised(error)
         return outcomes
 
-    def apply(self, chunk: Chunk, *, seeds: bool = True, catch: Catch = BaseException) -> Outcomes:
-        """The outcome of each sample; errors of the kinds in `catch` are.
-
-        With `seeds`, random generators are seeded for each sample.
-        """
+    def apply(self, chunk: Chunk, *, catch: Catch = BaseException) -> Outcomes:
+        """The outcome of each sample, before which random generators are seeded; errors of the kinds in `catch` are."""
         current, began = CurrentSample(chunk.seed), time.perf_counter()
         outcomes: list[object] = []
         token = current_sample.set(current)
         try:
             for position, sample in enumerate(chunk.samples, chunk.position):
                 current.position, current.calls = position, 0
-                if seeds:
-                    self._generators.seed(batch_seed(chunk.seed, 0, position))
+                self._generators.seed(batch_seed(chunk.seed, 0, position))
                 outcomes.append(apply_steps(self._steps, sample, catch))
             return Outcomes(outcomes, time.perf_counter() - began)
         finally:

@@ -12,17 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart, load_state
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
 from headrace._core.engine.assemble import Catch
 from headrace._core.engine.fetch import FetchContext, FetchStage
 from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
 from headrace._core.pool.supervisor import PINNED_AHEAD
-from headrace._core.ranks.distributed import ShardOptions, current_lane
-from headrace._core.seeding import batch_seed
 from headrace._core.streams.epochs import keys_within
 from headrace._core.streams.operators import Pipe
-from headrace._core.streams.other_ranks import resume_stream
 from headrace._core.streams.resumable import ResumableIterator, State, expect, start_stream
 from headrace.errors import StateError
 
@@ -33,7 +30,6 @@ class Progress:
     failures_in_a_row: int = 0  # since the last sample
     ended: bool = False
     lost: bool = False  # the position could not be restored
-    drawn: int | None = None  # of a lane, samples that its batches were planned with; None of any other stream
     delivered: list[range] = field(default_factory=list)  # positions to be dropped, ascending; those passed are removed
 
     @classmethod
@@ -42,7 +38,6 @@ class Progress:
         return cls(
             expect(state, "position", int),
             ended=state.get("ended") is True,
-            drawn=expect(state, "drawn", int) if "drawn" in state else None,
             delivered=list(delivered),
         )
 
@@ -50,8 +45,6 @@ class Progress:
         state: State = {"position": self.position, "stream": stream}
         if self.ended:
             state["ended"] = True
-        if self.drawn is not None:
-            state["drawn"] = self.drawn
         return state
 
     def next_is_delivered(self) -> bool:
@@ -171,55 +164,29 @@ def _ended_a_generator(error: BaseException) -> bool:
 
 
 class StreamFetch(FetchStage):
-    """Reads each lane of an async iterable by a coroutine of its own; a plan says which lane it is of."""
+    """Reads an async iterable, by one coroutine."""
 
     def __init__(
         self, context: FetchContext, start: SessionStart, dataset: Any, drop_last: bool, tolerance: Tolerance
     ) -> None:
         super().__init__(context)
-        self._start = start
-        self.dataset, self.drop_last, self.tolerance = dataset, drop_last, tolerance
-        self._lanes: dict[int | None, LaneReader] = {}
-
-    def admit(self, plan: BatchPlan) -> None:
-        # A state comes with the first plan of a lane that another engine has read since, if this one ever did.
-        if plan.resume is not None or plan.lane not in self._lanes:
-            start, lane = self._start, None if plan.lane is None else ShardOptions(plan.lane, self._start.lanes)
-            if plan.resume is not None:
-                start = start._replace(streams={**start.streams, plan.lane: load_state(plan.resume)})
-            self._lanes[plan.lane] = LaneReader(self, start, lane)
-        self._lanes[plan.lane].admit(plan)
-
-    def missing(self, plan: BatchPlan) -> Sequence[object]:
-        lane = self._lanes.get(plan.lane)
-        return () if lane is None else (lane.progress.position,)
-
-    def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
-        return host if raw.plan.lane is None else host._replace(worker=raw.plan.lane)
-
-
-class LaneReader:
-    """Reads one lane; None is this rank's whole part of the stream."""
-
-    def __init__(self, stage: StreamFetch, start: SessionStart, lane: ShardOptions | None) -> None:
-        self._stage = stage
-        self._lane = lane
+        self._dataset, self._drop_last, self._tolerance = dataset, drop_last, tolerance
         self._plans: deque[BatchPlan] = deque()
         self._admitted = asyncio.Event()
         self._stream: ResumableIterator[Any] | None = None
-        self._state = start.state_of(None if lane is None else lane.index)  # to be restored
-        self.progress = Progress.restored(self._state or {"position": 0}, start.delivered)
-        if lane is not None:
-            self.progress.drawn = self.progress.drawn or 0
-        stage.context.spawn(self._read)
+        self._state = start.state_of(None)  # to be restored
+        self._progress = Progress.restored(self._state or {"position": 0}, start.delivered)
+        context.spawn(self._read)
 
     def admit(self, plan: BatchPlan) -> None:
         """Queue the plan; after the stream's end its batch is empty."""
         self._plans.append(plan)
         self._admitted.set()
 
+    def missing(self, plan: BatchPlan) -> Sequence[object]:
+        return (self._progress.position,)
+
     async def _read(self) -> None:
-        current_lane.set(self._lane)  # in this task's context, which the tasks that it starts copy
         task: Any = asyncio.current_task()
         try:
             # User code may have caught the cancellation. `stopping` is set before it, and it would interrupt `_close`.
@@ -228,38 +195,36 @@ class LaneReader:
                     self._admitted.clear()
                     await self._admitted.wait()
                 plan = self._plans.popleft()
-                progress = self.progress
+                progress = self._progress
                 if progress.ended:
-                    self._stage.context.deliver(RawBatch(plan._replace(indices=()), (), end=True))
+                    self.context.deliver(RawBatch(plan._replace(indices=()), (), end=True))
                     continue
-                if progress.drawn is not None:
-                    progress.drawn += len(plan.indices)
-                batch = StreamBatch(plan, progress, self._stage.tolerance)
+                batch = StreamBatch(plan, progress, self._tolerance)
                 stream = self._stream = self._stream or self._start(batch)
                 while stream is not None and batch.room:
                     await self._read_batch(stream, batch)
                 state = None if stream is None else stream.state_dict
-                raw = batch.raw(state, drop_last=self._stage.drop_last)
-                self._stage.context.deliver(raw._replace(origin=partial(_origin, stream, self._first)))
+                raw = batch.raw(state, drop_last=self._drop_last)
+                self.context.deliver(raw._replace(origin=partial(_origin, stream, self._first)))
                 del batch, raw  # which a wait for the next plan would hold
-                if self.progress.ended:
+                if self._progress.ended:
                     await self._close()
         finally:
             await self._close()
 
     def _start(self, batch: StreamBatch) -> ResumableIterator[Any] | None:
         state, self._state = self._state, None
-        self._first = self.progress.position
-        key = 0 if self._lane is None else batch_seed(0, 0, self._lane.index)
+        self._first = self._progress.position
         try:
-            with keys_within(key):
-                if state is None:
-                    return start_stream(self._stage.dataset)
-                return resume_stream(self._stage.dataset, expect(state, "stream", dict))
+            with keys_within(0):
+                stream = start_stream(self._dataset)
+                if state is not None:
+                    stream.load_state_dict(expect(state, "stream", dict))
+                return stream
         except BaseException as error:  # user code
             if state is None:
                 batch.fail(error)
-                self.progress.ended = True
+                self._progress.ended = True
             else:
                 batch.fail_restoring(error)
             return None
@@ -269,9 +234,9 @@ class LaneReader:
             for _ in range(batch.room):
                 batch.add(await anext(stream))
         except StopAsyncIteration:
-            self.progress.ended = True
+            self._progress.ended = True
         except BaseException as error:  # user code
-            if self._stage.context.stopping:
+            if self.context.stopping:
                 raise asyncio.CancelledError from None
             batch.fail(error)
 
@@ -281,9 +246,9 @@ class LaneReader:
             if stream is not None:
                 await stream.aclose()
         except BaseException as error:  # user code; its samples are delivered, or no longer needed
-            if self._stage.context.stopping and isinstance(error, asyncio.CancelledError):
+            if self.context.stopping and isinstance(error, asyncio.CancelledError):
                 raise
-            message = f"closing a stream of {type(self._stage.dataset).__name__} failed"
+            message = f"closing a stream of {type(self._dataset).__name__} failed"
             asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
 
 

@@ -47,7 +47,6 @@ class AssembleTask:
     assembler: Assembler
     rank: RankInfo  # of the consumer's process
     worker_init_fn: Callable[[int], Any] | None = None
-    seeds: bool = True  # whether this task seeds the process's random generators
     copies: bool = False  # whether the next batch may be made, in memory that `collate_fn` keeps, before this is sent
 
     def start(self, worker: int, workers: int) -> None:
@@ -63,8 +62,7 @@ class AssembleTask:
     def __call__(self, request: Any) -> Any:
         in_thread = type(request) is RawBatch
         raw = request if in_thread else RawBatch.from_flat(request)
-        if self.seeds:
-            self._generators.seed(raw.plan.seed)
+        self._generators.seed(raw.plan.seed)
         host = self.assembler(raw)
         return to_wire(host, copied=self.copies) if in_thread else _flat(host, raw.plan)
 
@@ -86,6 +84,7 @@ class ReadTask(AssembleTask):
     Random generators are seeded as torch does it when the worker starts, and with `seeds` before each batch is read.
     """
 
+    seeds: bool
     dataset: Any
     iterable: bool
     drop_last: bool

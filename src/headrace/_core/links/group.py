@@ -26,7 +26,7 @@ DEATHS_WITHOUT_BATCH = 3  # after which an engine is not replaced any more
 
 
 class EngineGroup(Link):
-    """The link to several engines: a stream's plans are dealt by lanes, which take turns, others by batches."""
+    """The link to several engines, among which plans are dealt."""
 
     guarded = True
 
@@ -47,10 +47,10 @@ class EngineGroup(Link):
             engines,
             first=first,
             in_order=config.in_order,
-            stream=config.kind.is_iterable,
-            chunked=not config.kind.is_iterable and capabilities(config.dataset).ranges,
+            chunked=capabilities(config.dataset).ranges,
         )
         self._cluster = cluster
+        self._is_stream = config.kind.is_iterable
         self._shortage = f"`ray status` shows what is free for {cluster!r}"
         self._least = 1 if cluster is None else min(cluster.least, engines)  # engines without which no plan is dealt
         self._deadline: float | None = None  # for that many
@@ -208,10 +208,13 @@ class EngineGroup(Link):
             link.leave()
             link.close()
         batch, deaths = self._dealer.take_back(lost)
-        # Those of a cluster are lost with their nodes, and replaced even if all are.
-        none_left = not self._links and self._cluster is None
+        # Engines of a cluster are lost with their nodes, and replaced even if all are. The position that an engine had
+        # in a stream is lost with the engine.
+        none_left = not self._links and (self._cluster is None or self._is_stream)
         if none_left or deaths >= DEATHS_ALONE:
             why = f"all of its {self._engines} processes have ended"
+            if self._is_stream:
+                why = "the only engine that reads the stream has ended"
             if deaths > 1:
                 why = f"{deaths} of its processes have ended while they made batch {batch} and nothing else"
             ends = "; ".join(f"engine {number} {how}" for number, how in sorted(self._ends.items()))

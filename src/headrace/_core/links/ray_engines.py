@@ -44,7 +44,7 @@ _MOMENTS = ("admitted", "began", "fetched", "work_began", "work_ended", "assembl
 
 
 class RayEngines(Placement):
-    """The engines of a loader on a Ray cluster; fewer than the placement's where they read a stream of few lanes."""
+    """The engines of a loader on a Ray cluster."""
 
     def __init__(self, config: EngineConfig, placement: RayPlacement, engines: int) -> None:
         _check_connected()

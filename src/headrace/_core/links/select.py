@@ -19,10 +19,8 @@ from headrace.errors import DeadlockError, NotPicklableError
 from headrace.options import LoaderOptions
 
 
-def check_engines(
-    engines: int, placement: str | RayPlacement, kind: DatasetKind, num_workers: int, *, divided: bool
-) -> None:
-    """Raise ValueError where `engines` and `placement` exclude other arguments; `divided`: all engines read."""
+def check_engines(engines: int, placement: str | RayPlacement, kind: DatasetKind, num_workers: int) -> None:
+    """Raise ValueError where `engines` and `placement` exclude other arguments."""
     asked = f"engines={engines}"
     if isinstance(placement, RayPlacement):
         if engines != 1:
@@ -34,7 +32,7 @@ def check_engines(
         raise ValueError(f"{asked} needs an async dataset: a torch dataset is read by num_workers")
     if placement == "thread":
         raise ValueError(f"{asked} and placement='thread' exclude each other: engines are processes")
-    if divided and 0 < num_workers < engines:
+    if kind is DatasetKind.ASYNC_MAP and 0 < num_workers < engines:
         raise ValueError(
             f"{asked}: engines divide the workers, so num_workers must be 0 or at least {engines}, but got "
             f"{num_workers}"
@@ -48,8 +46,8 @@ def check_automatic(kind: DatasetKind, options: LoaderOptions, context: object) 
         why = "needs an async dataset: a torch dataset is read by a number of workers that is given"
     elif isinstance(options["placement"], RayPlacement):
         why = "and RayPlacement exclude each other: cpus_per_engine says how many workers an engine has room for"
-    elif options["executor"] != "process" or context is not None:
-        why = "starts processes, in its own way: leave out executor= and multiprocessing_context="
+    elif context is not None:
+        why = "starts processes, in its own way: leave out multiprocessing_context="
     if why is not None:
         raise ValueError(f'num_workers="auto" {why}')
 
@@ -141,7 +139,6 @@ class PlacementSelector:
 
     def _functions(self, config: EngineConfig) -> SharedPickle | None:
         """The current functions, pickled, if they go to another process."""
-        wants_process = self._placement == "process" or (self._placement == "auto" and config.num_workers > 0)
         if isinstance(self._placement, RayPlacement):  # which pickles them for other machines
             if config.context is not None:
                 raise ValueError(
@@ -153,7 +150,7 @@ class PlacementSelector:
                     "placement='process' and multiprocessing_context='fork' exclude each other: workers forked from "
                     "this process have their engine in a thread of it. Leave out one of the two."
                 )
-        elif config.kind.is_async and (config.has_processes or wants_process):
+        elif config.kind.is_async and (config.has_processes or self._placement == "process"):
             try:
                 self._pickled = SharedPickle.dumps(config.work(), self._pickled)
             except Exception as error:
@@ -162,12 +159,11 @@ class PlacementSelector:
         return None
 
     def _place(self, config: EngineConfig, work: SharedPickle | None) -> Placement:
-        engines = min(self._asked, config.lanes) if config.kind.is_iterable else self._asked
         if isinstance(self._placement, RayPlacement):
             from headrace._core.links.ray_engines import RayEngines
 
             self.where = f"ray: {self._placement!r}"
-            return RayEngines(config, self._placement, engines)
+            return RayEngines(config, self._placement, self._asked)
         if not config.kind.is_async:
             why = "a torch dataset's workers do the reading"
         elif work is None:
@@ -180,7 +176,7 @@ class PlacementSelector:
             asked = "placement='process'" if self._asked == 1 else f"engines={self._asked}"
             self.where = f"process: {'an async dataset with workers' if self._placement == 'auto' else asked}"
             try:
-                return ProcessPlacement(config, work, engines)
+                return ProcessPlacement(config, work, self._asked)
             except NotPicklableError as error:
                 if self._placement == "process":
                     raise

@@ -148,7 +148,7 @@ class _Sidecar:
             raise config
         if not self._engines or not self._engines[-1].usable:
             with explained("start the workers"):
-                self._engines.append(Engine(config, begin.work, owns_process=True))
+                self._engines.append(Engine(config, begin.work))
         engine = self._engines[-1]
         propagate_epoch(config.dataset, begin.start.epoch, only_wanted=not begin.start.set_epoch)
         session = Session(engine, server.send, self._functions(config, begin.work), begin.start, begin.seed)

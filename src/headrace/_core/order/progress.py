@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, StageTimes, StreamState, load_state
-from headrace._core.order.lanes import LaneTurns
 from headrace._core.order.order import Scattered
 from headrace._core.order.restore import EpochSpec
 from headrace._core.order.state import LoaderState, checksum, encoded
@@ -30,7 +29,7 @@ class _Point(NamedTuple):
 
     batches: int  # number of the epoch's batches that were given out without a gap
     drawn: _Drawn  # the plan of the last of them, with what was drawn for them
-    streams: Mapping[int | None, StreamState]  # after them, of each worker or lane, or the loader's (None)
+    streams: Mapping[int | None, StreamState]  # after them, of each worker, or the loader's (None)
     last_worker: int  # that of the last batch
     delivered: tuple[_Drawn, ...]  # batches given out after the gap
     skipped: tuple[Any, ...]  # counts of `on_error`, and the lost batches
@@ -48,7 +47,7 @@ class EpochProgress(Iterator[BatchPlan]):
         spec: EpochSpec,
         *,
         batched: bool,  # whether the sampler gives sequences of indices, and not one at a time
-        readers: int,  # workers that each read a copy of the dataset, or lanes; 1 where there are none
+        readers: int,  # workers that each read a copy of the dataset; 1 where there are none
         of_rank: bool,  # whether the state is of this rank alone; otherwise it depends on the order
         keeps_dataset: bool,  # whether a dataset with a state of its own is used for the next epoch too
         before_first: Callable[[], State | None] | None,  # the dataset's state before the first batch
@@ -62,7 +61,6 @@ class EpochProgress(Iterator[BatchPlan]):
         self._keeps_dataset = keeps_dataset
         self._before_first = before_first
         self._searches = searches
-        self.turns = LaneTurns(spec.session) if spec.session.lanes > 1 else None  # of a stream that is read by lanes
         # Number of the last batch that was taken; out of order, one less than their number. Set by the consumer.
         self.taken = begun.batches - 1
         self.over = False  # whether the epoch has ended, which is a call of `next()` too
@@ -70,8 +68,7 @@ class EpochProgress(Iterator[BatchPlan]):
         self._drawn: dict[int, _Drawn] = {}  # plans that were not given out
         self._beyond: dict[int, _Drawn] = {}  # those given out after a gap
         first = self._samples = spec.order.first_sample
-        # Of a restored stream, numbered as by the session; those of merged states are divided only there.
-        streams = begun.streams if begun.merged else spec.session.streams or begun.streams
+        streams = spec.session.streams or begun.streams  # of a restored stream, numbered as by the session
         drawn = None, first, first, begun.sampler
         skipped = *begun.skipped, begun.lost
         self._last: tuple[Any, ...] = begun.batches, drawn, streams, begun.next_worker - 1, (), skipped, NO_TIMES
@@ -98,7 +95,7 @@ class EpochProgress(Iterator[BatchPlan]):
     def __next__(self) -> BatchPlan:
         before = self._samples
         try:
-            if self._spec.over or (self.turns is not None and not self.turns.active):
+            if self._spec.over:
                 raise StopIteration
             drawn = next(self._spec.draws)
         except StopIteration:
@@ -128,15 +125,7 @@ class EpochProgress(Iterator[BatchPlan]):
         """Plan a batch; `before` it so many samples had been drawn."""
         spec, order, number = self._spec, self._order, self._number
         seeded_by = positions[0] if positions else self._position(self._samples)
-        lane: int | None = None
-        if self.turns is not None:
-            lane, of_lane = self.turns.take(len(indices))
-            seeded_by = self._position(of_lane * self.turns.lanes + lane)
-            # Sample n of lane k of K is number n * K + k of this rank, whenever the other lanes end.
-            step = spec.stride * self.turns.lanes
-            start = self._position(lane)
-            positions = range(start, start + _SAMPLES_AT_MOST * step, step)
-        elif order.is_stream:  # which of its samples are in the batch is known when it is read
+        if order.is_stream:  # which of its samples are in the batch is known when it is read
             positions = self._positions(0, _SAMPLES_AT_MOST)
         plan = BatchPlan(
             number=number,
@@ -146,7 +135,6 @@ class EpochProgress(Iterator[BatchPlan]):
             positions=positions,
             random_key=self._random_key,
             planned=time.perf_counter(),
-            lane=lane,
             taken=self.taken,
         )
         self._number = number + 1
@@ -274,8 +262,6 @@ class EpochProgress(Iterator[BatchPlan]):
             sampler=self._sampler_at_end if over and not self._begun.over else sampler,
             last_indices=self._begun.last_indices if checked is None else checked,
             streams=streams,
-            # What they were restored from; a lane that has given no batch begins there.
-            merged=self._begun.merged if len(streams) < (self._begun.lanes or 1) else (),
             next_worker=(point.last_worker + 1) % self._readers,
             delivered=(*earlier, *since),
             skipped=point.skipped[:3],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,9 @@ from headrace._core.order.order import EpochOrder
 from headrace._core.order.samplers import SeededRandomSampler
 from headrace._core.order.spec import LoaderSpec, TorchLoader
 from headrace._core.order.state import Fingerprint, LoaderState
-from headrace._core.ranks.distributed import Remainder, ShardOptions, check_given_rank
-from headrace._core.ranks.rankinfo import OF_STATE, RankInfo
+from headrace._core.ranks.distributed import check_given_rank
+from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.kinds import DatasetKind, splits_by_rank
-from headrace._core.streams.other_ranks import divided_state
 from headrace._core.streams.resumable import expect
 from headrace._core.text import warn_user
 from headrace.errors import StateError
@@ -59,6 +58,13 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
     rank = order.rank_of(rank)
     if (saved.rank, saved.ranks) == (rank.rank, rank.world_size):
         return
+    if saved.rank is not None and saved.ranks != rank.world_size and order.is_stream:
+        raise StateError(
+            f"the state was saved with {saved.ranks} ranks, and there are {rank.world_size} now: each rank reads its "
+            f"part of the stream, and continues only among as many ranks. Use {saved.ranks} ranks until the end of "
+            f"epoch {saved.epoch}. Any number of ranks can continue a stream with .split() as its last operation "
+            f"and in_order=True, and map-style data, as shards with an index are (headrace.TarDataset.index(...))."
+        )
     if saved.rank is not None:
         raise StateError(
             f"the state was saved by rank {saved.rank} of {saved.ranks}, and this is rank {rank.rank} of "
@@ -187,7 +193,7 @@ class EpochSeeds:
 
 def epoch_spec(begun: LoaderState, order: EpochOrder, drawn: tuple[Iterator[Any], int], rank: RankInfo) -> EpochSpec:
     """The epoch with the state `begun`, of what `EpochSeeds` has drawn."""
-    origin, ranks = 0, 1
+    origin, ranks, streams = 0, 1, begun.streams
     place, stride, block = rank.rank, rank.world_size, 1
     if order.shared:
         block = order.sampler.dealt_at_once
@@ -195,18 +201,17 @@ def epoch_spec(begun: LoaderState, order: EpochOrder, drawn: tuple[Iterator[Any]
         ranks = stride
     elif order.is_stream:
         origin, ranks = begun.cursor - begun.samples * begun.ranks, stride
-        if order.first_sample != begun.samples:
-            of_rank = max(1, len(begun.merged) // begun.ranks)  # its lanes
-            read = max(map(_position, begun.merged or begun.streams.values()), default=0)
-            origin = max(begun.cursor, origin + read * of_rank * begun.ranks)
+        if order.first_sample != begun.samples:  # other ranks than before number the samples from here on
+            read = max((expect(state, "position", int) for state in streams.values()), default=0)
+            origin = max(begun.cursor, origin + read * begun.ranks)
+            streams = {reader: {**state, "position": 0} for reader, state in streams.items()}
     session = SessionStart(
         batch=begun.batches,
-        streams=_streams(begun, order, rank),
+        streams=streams,
         next_worker=begun.next_worker,
         delivered=tuple(
             sorted((range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3), key=min)
         ),
-        lanes=begun.lanes or 1,
         epoch=begun.epoch,
         concurrency=begun.found.get("concurrency", 0),
     )
@@ -214,14 +219,12 @@ def epoch_spec(begun: LoaderState, order: EpochOrder, drawn: tuple[Iterator[Any]
     return EpochSpec(begun, order, *drawn, rank, session, origin, ranks, first, stride, block)
 
 
-def of_rank(states: Sequence[LoaderState], rank: RankInfo, remainder: Remainder) -> LoaderState:
-    """The state to continue from on this rank: that of all ranks, its own, or those of other numbers of ranks merged.
+def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
+    """The state to continue from on this rank: the state of all ranks, or its own, which `check_rank` checks.
 
-    Without the last batch's indices, where those are another rank's. `remainder` is as for `merged`.
+    Without the last batch's indices, where those are another rank's.
     """
-    saved = states[0]
-    if saved.rank is not None and len(states) == saved.ranks:
-        saved = states[rank.rank] if saved.ranks == rank.world_size else merged(states, remainder)
+    saved = states[rank.rank] if len(states) == rank.world_size else states[0]
     if saved.last_indices is not None and (saved.last_indices[2], saved.ranks) != (rank.rank, rank.world_size):
         saved = saved._replace(last_indices=None)
     return saved
@@ -259,7 +262,7 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
     first = begun[0]
     ended = [  # with the states of users' datasets, for later epochs
         state._replace(
-            **{name: getattr(first, name) for name in ("epoch", "batches", "cursor", "samples", "lanes", "base_seed")},
+            **{name: getattr(first, name) for name in ("epoch", "batches", "cursor", "samples", "base_seed")},
             over=not state.streams,
             streams={reader: {**stream, "ended": True} for reader, stream in state.streams.items()},
         )
@@ -271,7 +274,6 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
         for name, old, new in (
             ("epoch", state.epoch, first.epoch),
             ("world size", state.ranks, first.ranks),
-            ("number of lanes, which that of engines= gives,", state.lanes, first.lanes),
         ):
             if old != new:
                 differences.append(f"{name} was {old}, and is {new}")
@@ -291,81 +293,13 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
     ranks = [state.rank for state in ordered]
     if ranks != list(range(first.ranks)):
         raise StateError(f"states of all {first.ranks} ranks are needed, but these are of the ranks {ranks}")
-    if not any(state.delivered for state in ordered):  # batches out of order continue on as many ranks
-        merged(ordered)  # or an error, while it can still be corrected
+    if not (_of_stream(first) or any(state.delivered for state in ordered)):
+        raise StateError(
+            "these states cannot be merged: each rank had an order of its own. Load each on its own rank; or use "
+            "seed= or an ElasticSampler"
+        )
     return tuple(ordered)
 
 
 def _of_stream(state: LoaderState) -> bool:
     return state.fingerprint.order == "stream"
-
-
-def merged(states: Sequence[LoaderState], remainder: Remainder = "keep") -> LoaderState:
-    """One state for any number of ranks, of the states of all ranks, in their order.
-
-    `remainder` is a stream's policy for samples that cannot be divided equally.
-    """
-    first = next((state for state in states if not state.over), states[0])
-    if not _of_stream(first) or first.fingerprint.readers is not None or any(state.delivered for state in states):
-        raise StateError(
-            "these states cannot be merged: each rank had an order of its own, batches out of order, or a torch "
-            "IterableDataset. Load each on its own rank; or use seed=, an ElasticSampler or a stream of headrace, with "
-            "in_order=True"
-        )
-    if not any(state.streams or state.over for state in states):  # nothing was read since it began, or was restored
-        return first._replace(rank=None)
-    streams: list[Mapping[str, object]] = []
-    lanes = first.lanes or 1
-    read = [_divided(state, RankInfo(rank, first.ranks, OF_STATE)) for rank, state in enumerate(states)]
-    for reader in _readers(lanes):
-        for state, of_rank in zip(states, read, strict=True):
-            stream = of_rank.get(reader, {"stream": None})
-            if state.over or stream.get("ended") is True:
-                stream = {"position": _position(stream), "stream": None, "ended": True}
-            streams.append({**stream, "ranks": first.ranks, "remainder": remainder})
-    from headrace._core.shards.division import is_part_state, merge_part_states  # with the stores, for restoring only
-
-    parts: list[Any] = [stream["stream"] for stream in streams]
-    if any(parts) and all("ended" in stream or is_part_state(stream["stream"]) for stream in streams):
-        position = max(map(_position, streams)) * lanes
-        streams = [{"position": position, "stream": merge_part_states(parts)}]
-    return first._replace(
-        rank=None,
-        cursor=max(state.cursor for state in states),
-        batches=max(state.batches for state in states),
-        streams={},
-        lanes=None,
-        next_worker=0,
-        merged=tuple(streams),
-        skipped=tuple(map(max, zip(*(state.skipped for state in states), strict=True))),
-    )
-
-
-def _readers(lanes: int) -> Sequence[int | None]:
-    """What reads a stream: its lanes, or the loader itself."""
-    return range(lanes) if lanes > 1 else (None,)
-
-
-def _streams(begun: LoaderState, order: EpochOrder, rank: RankInfo) -> Mapping[int | None, Mapping[str, object]]:
-    if begun.merged or order.first_sample == begun.samples:
-        return _divided(begun, rank)
-    return {worker: {**state, "position": 0} for worker, state in begun.streams.items()}
-
-
-def _divided(begun: LoaderState, rank: RankInfo) -> Mapping[int | None, Mapping[str, object]]:
-    """The states of the streams of one rank; its part of those that were merged where it has read nothing since."""
-    if not begun.merged:
-        return begun.streams
-    readers = _readers(begun.lanes or 1)
-    divided: dict[int | None, Mapping[str, object]] = {}
-    for number, reader in enumerate(readers):
-        new = ShardOptions(number * rank.world_size + rank.rank, len(readers) * rank.world_size)
-        one_for_all = "ranks" not in begun.merged[0]
-        state = expect(begun.merged[0], "stream", dict) if one_for_all else divided_state(begun.merged, new)
-        divided[reader] = {"position": 0, "stream": state}
-    return {**divided, **begun.streams}
-
-
-def _position(stream: Mapping[str, object]) -> int:
-    position = stream.get("position", 0)
-    return position if isinstance(position, int) else 0

@@ -58,7 +58,8 @@ class LoaderSpec(NamedTuple):
 
     @property
     def engines(self) -> int:
-        return number_of_engines(self.options)
+        """The number of engines; a stream is read by one."""
+        return number_of_engines(self.options) if self.kind is DatasetKind.ASYNC_MAP else 1
 
     @property
     def placement(self) -> str | RayPlacement:
@@ -70,7 +71,7 @@ class LoaderSpec(NamedTuple):
         """Whether workers keep a torch dataset: what they have read ahead when an epoch is left changes the next."""
         return loader.persistent_workers and not self.kind.is_async
 
-    def look_ahead(self, loader: TorchLoader, lanes: int) -> tuple[int, int]:
+    def look_ahead(self, loader: TorchLoader) -> tuple[int, int]:
         """How many batches are planned before the one that is delivered: at least, and at most."""
         options, fetches = self.options, most_fetches(self.options)
         # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
@@ -86,8 +87,6 @@ class LoaderSpec(NamedTuple):
         samples = getattr(loader.sampler, "samples_ahead", 0) if capabilities(self.source).ranges else 0
         if given is None:
             least = max(least, samples // (batch_size or 1))
-        if lanes > 1:  # so that each of them reads while a batch of it is ready
-            least = max(least, 2 * lanes)
         if self.device is not None:  # what waits there has left the workers nothing to do: it does not count
             least += options["device_prefetch"]
         if given is None and self.kind is DatasetKind.ASYNC_ITERABLE:

@@ -35,7 +35,6 @@ def decoded(text: str) -> torch.Tensor:
 
 VERSION: Final = 3
 LOST_KEPT = 256  # lost batches that a state knows
-MOST_LANES = 1 << 16  # of a state that is not damaged
 
 # Fields of a state before an epoch; the others have their defaults.
 _BETWEEN = (
@@ -113,13 +112,9 @@ class LoaderState(NamedTuple):
     sampler: object = None  # state of a user's sampler after the samples given out
     # Number and checksum of the last batch's indices, and their rank, of an order that is walked through.
     last_indices: tuple[int, int, int] | None = None
-    # Of each worker or lane that reads a stream (None: the loader itself).
+    # Of each worker that reads a stream (None: the loader itself).
     streams: Mapping[int | None, Mapping[str, object]] = {}
-    # Number of the epoch's lanes, 1 for a stream that is not divided; None of another dataset, and before an epoch.
-    lanes: int | None = None
-    # For each rank, its state of the stream, where states of several ranks were merged.
-    merged: tuple[Mapping[str, object], ...] = ()
-    next_worker: int = 0  # the worker or lane whose batch is next
+    next_worker: int = 0  # the worker whose batch is next
     # Batches given out after others that were not: number, first sample and number of samples of each, and of a stream
     # the first and last position.
     delivered: tuple[tuple[int, int, int] | tuple[int, int, int, int, int], ...] = ()
@@ -174,7 +169,6 @@ class LoaderState(NamedTuple):
             **self._asdict(),
             "fingerprint": tuple(self.fingerprint),
             "streams": tuple((reader, dict(state)) for reader, state in streams),
-            "merged": tuple(map(dict, self.merged)),
             "run": tuple(self.run),
             "excluded": tuple(map(tuple, self.excluded)),
             "found": dict(self.found),
@@ -203,12 +197,12 @@ class LoaderState(NamedTuple):
             if not _fits(values[name], hint):
                 raise StateError(f"the state is damaged: {name} cannot be {values[name]!r:.80}")
             values[name] = _as_tuple(values[name]) if name in _TUPLES else values[name]
-        if not values["ranks"] or (values["lanes"] or 0) > MOST_LANES:
-            raise StateError(f"the state is damaged: it is of {values['ranks']} ranks and {values['lanes']} lanes")
+        if not values["ranks"]:
+            raise StateError("the state is damaged: it is of 0 ranks")
         return cls(**{**values, "fingerprint": Fingerprint(*values["fingerprint"])})
 
 
-_TUPLES = ("last_indices", "merged", "delivered", "run", "excluded", "lost", "skipped")
+_TUPLES = ("last_indices", "delivered", "run", "excluded", "lost", "skipped")
 
 
 def _as_tuple(value: Any) -> Any:

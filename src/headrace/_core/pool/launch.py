@@ -85,8 +85,7 @@ def launch_worker(
         if not isinstance(process, BaseProcess):  # a thread, for example, has no descriptor that says when it ends
             raise ValueError(
                 f"multiprocessing_context={context!r} starts a {type(process).__name__}, which is no process of "
-                f"multiprocessing. Workers are processes: leave the argument out, or name a start method. With an "
-                f'async dataset, executor="thread" has threads.'
+                f"multiprocessing. Workers are processes: leave the argument out, or name a start method."
             )
         process.start()
         return process

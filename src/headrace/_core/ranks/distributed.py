@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import get_worker_info
 
-from headrace._core.ranks.rankinfo import GROUP, OF_STATE, RankInfo, own_rank, rank_from, reader_divides
+from headrace._core.ranks.rankinfo import RankInfo, own_rank, rank_of_group, reader_divides
 
 Remainder = Literal["drop", "keep"]
 """The policy for ranks that would get unequal numbers of samples.
@@ -31,29 +31,11 @@ class ShardOptions:
     count: int
 
     def in_worker(self) -> ShardOptions:
-        """This part, divided again among the loader's lanes, or in a worker of a torch loader among the workers.
-
-        The lanes of a rank together have the shards of the rank: lane n of N has every N-th of them. Workers of a torch
-        loader have other shards than their rank would have alone.
-        """
-        if undivided.get():
-            return self
-        if (lane := current_lane.get()) is not None:
-            return ShardOptions(lane.index * self.count + self.index, self.count * lane.count)
+        """This part, divided again among the workers of a torch loader; each has other shards than its rank alone."""
         worker = get_worker_info()
-        if worker is None:
+        if worker is None or undivided.get():
             return self
         return ShardOptions(self.index * worker.num_workers + worker.id, self.count * worker.num_workers)
-
-    def equalized(self, ranks: int) -> range:
-        """The parts that are given as many samples as this one: lanes of a number on all ranks, or all workers."""
-        if (lane := current_lane.get()) is None:
-            return range(self.count)
-        return range(lane.index * ranks, (lane.index + 1) * ranks)
-
-
-current_lane: ContextVar[ShardOptions | None] = ContextVar("headrace_lane", default=None)
-"""The lane of the loader's epoch that streams that start now are read for; None for all of this rank's part."""
 
 
 class RankChoice:
@@ -88,10 +70,8 @@ class RankChoice:
         return ShardOptions(0, 1)
 
     def _own(self) -> ShardOptions:
-        if (old := rank_from(OF_STATE)) is not None:
-            return ShardOptions(old.rank, old.world_size)
         if self.given is not None:
-            check_given_rank("a stream or sampler", self.given.index, self.given.count, rank_from(GROUP))
+            check_given_rank("a stream or sampler", self.given.index, self.given.count, rank_of_group())
             return self.given
         if self._of_parent is not None:
             return self._of_parent

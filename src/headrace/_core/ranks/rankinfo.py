@@ -20,7 +20,6 @@ from headrace.errors import UnknownRankError
 T = TypeVar("T")
 _SINGLE = "single process"
 GROUP = "data_parallel="
-OF_STATE = "a state of several ranks"  # the rank whose part of a stream is read on
 # Methods that give each rank its part of the stream they read. They must read the whole of it.
 _DIVIDERS = {
     "accelerate.data_loader": ("DataLoaderDispatcher.", "IterableDatasetShard."),
@@ -81,10 +80,10 @@ def get_rank_info() -> RankInfo:
     return _WHOLE if reader_divides() else own_rank()
 
 
-def rank_from(source: str) -> RankInfo | None:
-    """The rank of the loader that runs this code, if it is known from this source: `GROUP` or `OF_STATE`."""
+def rank_of_group() -> RankInfo | None:
+    """The rank of the loader that runs this code, if `data_parallel=` says it."""
     info = _of_context.get() or _of_process
-    return info if info is not None and info.source == source else None
+    return info if info is not None and info.source == GROUP else None
 
 
 def own_rank() -> RankInfo:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace._core.failure import as_exception
 from headrace._core.shards.discovery import Shard, list_inside
-from headrace._core.shards.division import Part, PartPosition
+from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import Block, BlockReader, PartReader
 from headrace._core.shards.tables import Selection, TableFile
 from headrace._core.store.ranges import LARGEST_SPAN, Ranges, map_all, plan_spans
@@ -297,11 +297,6 @@ class _RowGroupReader(BlockReader):
         except Exception as error:
             return Block(deque(), error=as_exception(error))
         block = await asyncio.to_thread(self._decode)
-        stop = self._decoded.stop
-        if stop is not None and self._decoded.given + len(block.samples) >= stop:
-            while self._decoded.given + len(block.samples) > stop:
-                block.samples.pop()
-            return Block(block.samples)
         self._decoded = self._decoded.after(len(block.samples))
         return block if block.after is None else block._replace(after=self._decoded)
 
@@ -365,7 +360,7 @@ class RowGroupStream(PartReader[_RowGroupReader]):
     def __init__(
         self,
         groups: Sequence[RowGroup],
-        parts: Sequence[Part],
+        parts: Sequence[int],
         *,
         rows: int | None,
         as_rows: bool,

@@ -12,7 +12,7 @@ import numpy as np
 
 from headrace._core.failure import as_exception
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.division import Part, PartPosition
+from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import BadRecord, Block, BlockReader, PartReader
 from headrace._core.shards.stream import ShardedStream, StreamOptions
 from headrace._core.store.ranges import map_all, read_ranges
@@ -39,7 +39,7 @@ class RangedStream(ShardedStream[T_co]):
     def __repr__(self) -> str:
         return f"{self._dataset!r}.stream()"
 
-    def _read(self, parts: Sequence[Part]) -> PartReader[_RangedReader]:
+    def _read(self, parts: Sequence[int]) -> PartReader[_RangedReader]:
         def open_part(position: PartPosition, shard: Shard, _standby: bool) -> _RangedReader:
             return _RangedReader(self, position, shard)
 
@@ -52,7 +52,7 @@ class _RangedReader(BlockReader):
     def __init__(self, stream: RangedStream[Any], position: PartPosition, shard: Shard) -> None:
         self._dataset, self._ahead = stream._dataset, stream._ahead
         first, stop = stream._first[position.part : position.part + 2]
-        self._rest = range(first, stop)[position.given : position.stop]  # not requested yet
+        self._rest = range(first, stop)[position.given :]  # not requested yet
         self._position = replace(position, drop=0)  # after the last block that was produced
         super().__init__(self._position, shard.head)
 

@@ -13,7 +13,7 @@ from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
 from headrace._core.shards.compression import Codec
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.division import Part, PartPosition, opened_parts, position_in
+from headrace._core.shards.positions import PartPosition
 from headrace._core.store.head import Head, InitialRead
 from headrace._core.streams.resumable import ORIGINS, Origins, ResumableIterator, State, close_all, expect
 from headrace.errors import HeadraceError, StateError
@@ -115,7 +115,7 @@ class PartReader(ResumableIterator[Any], Generic[R]):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[int],
         shards: Sequence[Shard],
         open_part: Callable[[PartPosition, Shard, bool], R],
         parallel: int = 1,
@@ -203,7 +203,7 @@ class PartReader(ResumableIterator[Any], Generic[R]):
         """Where the part is read that is opened next; None after the last."""
         if self._restored:
             return self._restored[0]
-        return position_in(self._parts[self._opened]) if self._opened < len(self._parts) else None
+        return PartPosition(self._parts[self._opened]) if self._opened < len(self._parts) else None
 
     def _open_next(self) -> R | None:
         """Open the next part; raises `StateError` if its object has another version than that of the position."""
@@ -235,9 +235,13 @@ class PartReader(ResumableIterator[Any], Generic[R]):
         return {"opened": self._opened - len(self._ahead), "open": open}
 
     def load_state_dict(self, state: State) -> None:
-        opened, positions = opened_parts(state, len(self._shards))
-        if opened > len(self._parts):
-            raise StateError(f"the state is damaged: {opened} parts were opened, and there are {len(self._parts)}")
+        opened = expect(state, "opened", int)
+        positions = [PartPosition.from_state(one, len(self._shards)) for one in expect(state, "open", list)]
+        if not len(positions) <= opened <= len(self._parts):
+            raise StateError(
+                f"the state is damaged: {len(positions)} parts are open of {opened} opened, and there are "
+                f"{len(self._parts)}"
+            )
         for position in positions:
             position.version_of(self._shards[position.part])
         self._opened = opened
@@ -376,7 +380,7 @@ class ShardReader(BlockReader):
             offset = expect(position.decoder, "offset", int)
         start = 0 if self._codec.compressed else offset
         self._codec.taken = start
-        self._skip, self._drop, self._stop = offset - start, position.drop, position.stop
+        self._skip, self._drop = offset - start, position.drop
         self._decoded = position  # the position after the last block that was produced
         self._pieces: Iterator[Buffer] = iter(())
         self._chunks = ChunkReader(shard, ahead, standby=standby, start=start)
@@ -392,7 +396,7 @@ class ShardReader(BlockReader):
 
     def differs_from(self, count: int) -> bool:
         """Whether the samples up to the end of the current block show that the shard has not `count` of them."""
-        ended = self.ended and self.error is None and self._stop is None
+        ended = self.ended and self.error is None
         return self.decoded > count or (self.decoded < count and ended)
 
     def reached(self, error: HeadraceError) -> tuple[int, int]:
@@ -419,10 +423,6 @@ class ShardReader(BlockReader):
             while self._drop and samples:
                 samples.popleft()
                 self._drop -= 1
-            if self._stop is not None and not self._drop and self._decoded.given + len(samples) >= self._stop:
-                while self._decoded.given + len(samples) > self._stop:
-                    samples.pop()
-                error, end = None, True
         self.head = self._chunks.head
         if not end:
             last, place = self._decoded, self._decoder.position()

@@ -9,10 +9,10 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
 
-from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions, check_remainder, current_lane
+from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions, check_remainder
 from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.division import Division, Part, PartPosition, Readers, deal_parts, names_digest, reader_of
+from headrace._core.shards.positions import PartPosition, names_digest
 from headrace._core.shards.reading import Decoder, PartReader, ReadAhead, ShardReader
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.epochs import FollowsEpoch, Order
@@ -76,17 +76,12 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             TypeError: it is unknown.
         """
         rank, order = self._ranks.shard(), self._parts_in(self._order_for(self._seed))
-        shard = rank if current_lane.get() is None else rank.in_worker()
         self._counts_to_equalize(rank)
         counts = self._sample_counts()
         if counts is None:
             what = f"the length of this {type(self).__name__} is unknown"
             raise TypeError(f"{what}, since the numbers of samples in its {self.parts_name} are")
-        return self._samples_in(rank, shard, order, counts)
-
-    def most_lanes(self) -> int:
-        """The number of parts that every rank has."""
-        return self._part_count() // self._ranks.shard().count
+        return self._samples_in(rank, rank, order, counts)
 
     def _parts_in(self, order: Order) -> list[int]:
         """The numbers of all parts."""
@@ -125,7 +120,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """The file and the place of the sample with a number in a part, in words."""
 
     @abstractmethod
-    def _read(self, parts: Sequence[Part]) -> PartReader[Any]:
+    def _read(self, parts: Sequence[int]) -> PartReader[Any]:
         """Start reading the samples of some parts."""
 
     def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
@@ -153,25 +148,16 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             PartStream.__len__(self)
 
     def _samples_in(self, rank: ShardOptions, shard: ShardOptions, order: list[int], counts: Sequence[int]) -> int:
-        """The number of samples of a rank, or of a worker or lane of it, by the number in each part."""
-        readers = shard.equalized(rank.count)
-        lengths = [sum(counts[part] for part in order[reader :: shard.count]) for reader in readers]
+        """The number of samples of a rank, or of a worker of the rank, by the number in each part."""
+        lengths = [sum(counts[part] for part in order[reader :: shard.count]) for reader in range(shard.count)]
         if self._remainder == "keep":
-            return lengths[readers.index(shard.index)]
+            return lengths[shard.index]
         if 1 < shard.count > len(order):
             raise ValueError(
                 f"{len(order)} {self.parts_name} cannot be split over {shard.count} "
                 f"{'ranks' if shard.count == rank.count else 'workers'}; apply .split() to the stream"
             )
-        if len(lengths) * min(lengths) < sum(lengths):
-            self._warn_of_remainder(len(lengths), shard.count, order, counts)
-        return min(lengths)
-
-    def _warn_of_remainder(self, equal: int, readers: int, order: list[int], counts: Sequence[int]) -> None:
-        """Warn if samples are left out by all readers; groups of `equal` readers give the same number of samples."""
-        lengths = [sum(counts[part] for part in order[reader::readers]) for reader in range(readers)]
-        kept = equal * sum(min(lengths[first : first + equal]) for first in range(0, readers, equal))
-        if kept < sum(lengths) and not self._remainder_warned:
+        if shard.count * min(lengths) < sum(lengths) and not self._remainder_warned:
             self._remainder_warned = True
             # Without numbers, which differ in each epoch: Python shows the same warning once.
             warn_user(
@@ -179,19 +165,19 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
                 f"fewest, and the {self.parts_name} that ranks read hold different numbers. Apply "
                 f".split() to the stream, or use remainder='keep' with coordinated=True of the loader"
             )
+        return min(lengths)
 
 
 class PartIterator(ResumableIterator[T_co]):
     """The samples of one reader in one epoch; its state says which stream, reader and epoch it is of.
 
     The state of another epoch can be loaded: the iterator then continues in that epoch's order. `shard` is the reader:
-    the rank, or a worker or lane of it.
+    the rank, or a worker of the rank.
     """
 
     def __init__(self, stream: PartStream[T_co], rank: ShardOptions, shard: ShardOptions, order: Order) -> None:
         self._stream, self._rank, self._shard, self._order = stream, rank, shard, order
-        self._readers = Readers(shard.count, rank.count)
-        self._divisions: list[Division] = []
+        self._reader = [shard.index, shard.count, rank.count]
         self._fixed: State | None = None  # the part of the state that stays the same
         self._samples = self._start()
 
@@ -205,10 +191,9 @@ class PartIterator(ResumableIterator[T_co]):
         if self._fixed is None:
             self._fixed = {
                 "of": self._options(),
-                "reader": [self._shard.index, *self._readers],
+                "reader": self._reader,
                 "epoch": self._order.epoch,
                 "repetition": self._order.repetition,
-                "divisions": [division.to_state() for division in self._divisions],
             }
         return {**self._fixed, "stream": self._samples.state_dict()}
 
@@ -224,18 +209,12 @@ class PartIterator(ResumableIterator[T_co]):
         self._order = self._order._replace(
             epoch=expect(state, "epoch", int), repetition=expect(state, "repetition", int)
         )
-        parts = stream._part_count()
-        self._divisions = [Division.from_state(one, parts) for one in expect(state, "divisions", list)]
         self._fixed = None
-        if state.get("reader") is None:  # merged of all readers
-            self._samples = self._start()
-            return
-        index, readers = reader_of(state)
-        if (index, readers) != (self._shard.index, self._readers):
+        if (saved_by := expect(state, "reader", list, length=3)) != self._reader:
             raise StateError(
-                f"the state does not fit this {name}: it was saved by {readers.name(index)}, and this is "
-                f"{self._readers.name(self._shard.index)}. For another number of them, merge the states of all ranks "
-                f"by headrace.merge_states"
+                f"the state does not fit this {name}: it was saved by {_reader_name(*saved_by)}, and this is "
+                f"{_reader_name(*self._reader)}. Use as many as before; or a stream with .split() as its last "
+                f"operation, or shards with an index, which any number of ranks can continue"
             )
         self._samples = self._start()
         self._samples.load_state_dict(expect(state, "stream", dict))
@@ -250,19 +229,19 @@ class PartIterator(ResumableIterator[T_co]):
         """Start to read; nothing is read before the first `anext`."""
         stream, shard = self._stream, self._shard
         order, counts = stream._parts_in(self._order), stream._sample_counts()
-        parts: Sequence[Part] = order[shard.index :: shard.count]
-        if self._divisions:
-            dealt = deal_parts(order, counts, stream._remainder, self._divisions, self._readers)[shard.index]
-            parts, length = dealt.parts, dealt.length
-        else:
-            length = stream._length(self._rank, shard, order)
-
-        reader = stream._read(parts)
+        length = stream._length(self._rank, shard, order)
+        reader = stream._read(order[shard.index :: shard.count])
         reader.counts, reader.name_of = counts, stream._name_of
         samples: ResumableIterator[T_co] = reader if length is None else EqualLength(reader, length)
         if not stream._buffer_size:
             return samples
         return ShuffleBuffer(samples, stream._buffer_size, self._order._replace(number=1 + shard.index))
+
+
+def _reader_name(index: int, count: int, ranks: int) -> str:
+    if count == ranks:
+        return f"rank {index} of {ranks}"
+    return f"reader {index} of {count}, the workers of {ranks} ranks"
 
 
 class StreamOptions(TypedDict, total=False):
@@ -360,7 +339,7 @@ class ShardedStream(PartStream[T_co]):
     def _counts_digest(self) -> str | None:
         return None if self._counts is None else names_digest(map(str, self._counts))
 
-    def _read(self, parts: Sequence[Part]) -> PartReader[Any]:
+    def _read(self, parts: Sequence[int]) -> PartReader[Any]:
         bytes(_KEPT_BYTES)  # freed at once, untouched
 
         def open_part(position: PartPosition, shard: Shard, standby: bool) -> ShardReader:

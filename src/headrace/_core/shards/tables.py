@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.division import names_digest
+from headrace._core.shards.positions import names_digest
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.text import short_repr
 from headrace.errors import ShardError

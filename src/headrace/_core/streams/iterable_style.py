@@ -252,7 +252,7 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
     """
 
     step: ClassVar[str]  # "map" or "filter"
-    same_by_lanes = True  # it does the same to a part of the shards as to all of them
+    works_on_parts = True
 
     def __init__(self, dataset: object, fn: Callable[[Any], object]) -> None:
         check_function(f"the function of {self.step}", fn)
@@ -296,7 +296,7 @@ class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         self.dataset = dataset
         self._shown = shown
         self._operator = operator
-        self.same_by_lanes: bool = operator.same_by_lanes
+        self.works_on_parts: bool = operator.works_on_parts
         self._options = options
 
     def __repr__(self) -> str:
@@ -341,8 +341,6 @@ class SplitStream(OperatedStream[T_co]):
 
 class ConcatenatedStreams(ConcatComposition, AsyncIterableDataset[object]):
     """Streams one after the other; made by `headrace.concat`, and of torch's `ChainDataset`."""
-
-    same_by_lanes = True
 
     def __init__(self, datasets: Sequence[object]) -> None:
         self.sources = tuple(datasets)

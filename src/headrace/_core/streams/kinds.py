@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.ranks.rankinfo import RankInfo
-from headrace._core.text import dataset_repr, short_repr
+from headrace._core.text import short_repr
 from headrace.errors import DatasetTypeError
 
 
@@ -193,24 +193,3 @@ def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False, visited
 def splits_by_rank(stream: Any) -> bool:
     """Whether a stream, or a part of it, reads only its rank's part, as `split`, and streams of shards."""
     return any(getattr(part, "splits_by_rank", False) for part in walk_datasets(stream))
-
-
-def why_not_by_lanes(stream: object) -> str | None:
-    """The reason why a stream is read as a whole; None if each lane can read a part of its shards.
-
-    Lanes are the equal parts, by shards, of a rank's part of a stream, each of which is read by one of several engines.
-    """
-    if not getattr(getattr(type(stream), "__aiter__", None), "__module__", "").startswith("headrace."):
-        return f"{type(stream).__name__} has an __aiter__ of its own"
-    if hasattr(stream, "most_lanes"):
-        return None
-    if not getattr(stream, "same_by_lanes", False):
-        return f"{dataset_repr(stream)} is not a stream of shards"
-    return next(filter(None, map(why_not_by_lanes, children(stream))), None)
-
-
-def most_lanes(stream: object) -> int:
-    """The number of lanes of a stream that is read by lanes, such that each has a shard of every part of the stream."""
-    if hasattr(stream, "most_lanes"):
-        return int(stream.most_lanes())
-    return min(map(most_lanes, children(stream)))

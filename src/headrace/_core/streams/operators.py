@@ -124,7 +124,7 @@ class Repeat(Concat):
 
     operation = "repeat"
     options = ("times",)
-    same_by_lanes = True
+    works_on_parts = True
 
     def __init__(self, dataset: Any, times: int | None) -> None:
         super().__init__([dataset])
@@ -198,7 +198,7 @@ class ShuffleBuffer(ReplayOperation[T]):
 
     operation = "shuffle"
     options = ("size",)
-    same_by_lanes = True
+    works_on_parts = True
     fields = ("order", "window")
 
     def __init__(self, source: AsyncIterable[T], buffer_size: int, order: Order) -> None:

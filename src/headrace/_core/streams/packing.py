@@ -33,7 +33,7 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
     """
 
     operation = "pack"
-    same_by_lanes = True
+    works_on_parts = True
     options = ("seq_len", "strategy", "window")
     fields = ("used", "opened", "filled", "queued", "ended")
 

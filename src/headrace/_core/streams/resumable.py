@@ -329,7 +329,7 @@ class StreamOperation(ResumableIterator[T]):
     operation: ClassVar[str]  # its name in states
     options: ClassVar[tuple[str, ...]] = ()
     fields: ClassVar[tuple[str, ...]] = ()  # ints, bools, lists of them, `Order`s
-    same_by_lanes: ClassVar[bool] = False  # whether it does the same to a part of the shards as to all of them
+    works_on_parts: ClassVar[bool] = False  # whether each worker may apply it to its own part of the shards
     same_numbers = False  # whether its outcomes are numbered as those of the stream
 
     def __init__(self, source: AsyncIterable[Any] | None) -> None:

@@ -204,6 +204,6 @@ class _SizedStreamAdapter(_StreamAdapter):
 
 
 def _splits_over_workers(stream: Any) -> bool:
-    while getattr(stream, "same_by_lanes", False) and hasattr(stream, "dataset"):
+    while getattr(stream, "works_on_parts", False) and hasattr(stream, "dataset"):
         stream = stream.dataset
     return getattr(stream, "splits_over_workers", False)

@@ -127,26 +127,3 @@ def test_a_lambda_and_a_local_function_reach_workers():
     assert drawn(Map(), transform=hr.randomized(local), num_workers=1) == drawn(Map())
     copied = pickle.loads(cloudpickle.dumps(hr.randomized(lambda sample, rng: rng.random())))
     assert copied(0, np.random.default_rng(1)) == np.random.default_rng(1).random()
-
-
-@pytest.mark.parametrize("worlds", [(1, 2), (2, 1), (2, 3)], ids=str)
-def test_another_number_of_ranks_continues_with_the_same_numbers(worlds):
-    def loader(rank, world):
-        sampler = hr.ElasticSampler(range(LENGTH), seed=3, rank=rank, world_size=world)
-        options = {"batch_size": 2, "sampler": sampler, "seed": 3, "transform": noisy, "collate_fn": list}
-        return hr.DataLoader(Map(), **options)
-
-    found, states = [], []
-    for rank in range(worlds[0]):
-        with provided_rank(RankInfo(rank, worlds[0], "test")), loader(rank, worlds[0]) as before:
-            batches = iter(before)
-            found += [next(batches) for _ in range(3)]
-            states.append(before.state_dict())
-    for rank in range(worlds[1]):
-        with provided_rank(RankInfo(rank, worlds[1], "test")), loader(rank, worlds[1]) as after:
-            after.load_state_dict(states[0])
-            found += list(after)
-    with loader(0, 1) as alone:
-        assert sorted(sample for batch in found for sample in batch) == sorted(
-            each for batch in alone for each in batch
-        )

@@ -169,26 +169,6 @@ def test_samples_keep_their_order_and_positions(run):
     assert rest == [list(range(12 + rank, N, 3)) for rank in range(3)]
 
 
-@pytest.mark.filterwarnings("ignore:.* has no state_dict")
-def test_streams_split_by_samples_need_no_merging(run):
-    numbers, state = [], None
-    for world_size, batches in ((3, 2), (2, 2), (4, None)):
-        given, states = run(lambda: stream(*range(N)).split(), world_size, batches, state=state)
-        numbers += itertools.chain(*given)
-        state = states[-1]
-    assert sorted(numbers) == list(range(N))
-
-
-@pytest.mark.filterwarnings("ignore:.* has no state_dict")
-def test_samples_that_cannot_be_divided_equally_are_dropped_as_by_the_stream(run):
-    def make():
-        return stream(*range(N)).split(remainder="drop").shuffle(4)
-
-    _, states = run(make, 2, 1, batch_size=4)
-    rest, _ = run(make, 3, batch_size=4, state=merge_states(states))
-    assert [len(each) for each in rest] == [13, 13, 13]  # of 40
-
-
 def test_dataset_with_a_state_that_cannot_be_copied_is_an_error_where_ranks_are_fewer(run):
     _, states = run(Uncopyable, 2, 1)
     with pytest.raises(TypeError, match="it holds a connection"):

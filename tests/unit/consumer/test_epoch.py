@@ -105,12 +105,6 @@ def test_in_order_decides_the_order_of_delivery(in_order, engine_loop):
         assert lists(loader) == [[i] for i in ([0, 1, 2, 3] if in_order else [3, 1, 0, 2])]
 
 
-@pytest.mark.parametrize("dataset", [Numbers(40), Count(40), range(40)], ids=lambda d: type(d).__name__)
-def test_every_batch_is_delivered_out_of_order(dataset):
-    with hr.DataLoader(dataset, batch_size=3, num_workers=2, in_order=False) as loader:
-        assert sorted(i for batch in loader for i in batch.tolist()) == list(range(40))
-
-
 # Look-ahead
 
 

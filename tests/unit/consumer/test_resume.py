@@ -126,38 +126,6 @@ def test_restored_loader_continues_after_the_last_delivered_batch(make):
         assert epochs(restored, 1)[0] == whole[delivered:]
 
 
-SEEDED = [
-    *("sequential", "shuffled by a generator", "shuffled by seed", "a sampler with a state"),
-    *("elastic", "blocks"),
-]
-
-
-@pytest.mark.parametrize("name", SEEDED)
-def test_epochs_after_the_restored_one_are_those_of_an_uninterrupted_run(name):
-    make = CASES[name]
-    whole = epochs(make(), 3)
-    for delivered in (0, 1, len(whole[1])):
-        loader = make()
-        epochs(loader, 1)
-        _, state = saved_after(loader, delivered)
-        restored = make()
-        restored.load_state_dict(state)
-        assert epochs(restored, 2) == [whole[1][delivered:], whole[2]]
-
-
-@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(N), 2), (range(N), 0), (range(N), 2)])
-def test_workers_and_batch_size_may_be_others(dataset, num_workers):
-    def make(batch_size, workers):
-        return DataLoader(dataset, batch_size, shuffle=True, seed=3, num_workers=workers)
-
-    order = flat(epochs(make(1, 0), 1)[0])
-    given, state = saved_after(make(3, num_workers), 2)
-    assert flat(given) == order[:6]
-    restored = make(5, 2 - num_workers)
-    restored.load_state_dict(state)
-    assert flat(epochs(restored, 1)[0]) == order[6:]
-
-
 class Draws(torch.utils.data.Dataset):
     """Random numbers; the process that draws those of sample 3 dies if a file is not there yet."""
 
@@ -198,23 +166,6 @@ def test_replaced_worker_of_a_torch_dataset_does_not_draw_again_what_the_other_d
     with DataLoader(Draws(tmp_path / "died"), None, num_workers=1, collate_fn=list) as loader:
         numbers = [number for batch in loader for number in batch]
     assert len(set(numbers)) == len(numbers) == 3 * 6
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_later_epochs_with_a_generator_and_workers_are_restored(persistent):
-    def make():
-        generator = torch.Generator().manual_seed(1)
-        return DataLoader(range(9), 2, shuffle=True, generator=generator, num_workers=1, persistent_workers=persistent)
-
-    with make() as loader:
-        list(loader)
-        batches = iter(loader)
-        next(batches)
-        state = loader.state_dict()
-        expected = [[batch.tolist() for batch in each] for each in (batches, loader)]
-    with make() as restored:
-        restored.load_state_dict(state)
-        assert [[batch.tolist() for batch in restored] for _ in range(2)] == expected
 
 
 def test_dataset_in_workers_has_its_state_after_an_epoch_without_batches():

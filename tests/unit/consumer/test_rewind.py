@@ -93,16 +93,6 @@ def test_rank_of_a_job_that_this_process_is_not_part_of(as_rank):
             loader.batch_at(0, 7, rank=3)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_torch_dataset(num_workers):
-    with hr.DataLoader(list(range(40)), 4, shuffle=True, seed=1, transform=noisy, num_workers=num_workers) as loader:
-        epochs = [list(loader), list(loader)]
-        for epoch, step in itertools.product(range(2), (0, 3, 9)):
-            assert torch.equal(loader.batch_at(epoch, step), epochs[epoch][step])
-        with pytest.raises(IndexError, match="epoch 1 ends before step 10"):
-            loader.batch_at(1, 10)
-
-
 def test_torchs_distributed_sampler():
     data = Numbers(40)
     sampler = DistributedSampler(data, num_replicas=2, rank=1, seed=1)

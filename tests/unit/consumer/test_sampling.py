@@ -120,18 +120,6 @@ def run(loader_class, dataset, draw, steps=50, **options):
     ]
 
 
-@pytest.mark.parametrize("batches", [True, False])
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("how", DRAWS)
-def test_sampler_that_draws_from_a_global_generator_gives_torchs_order(how, num_workers, batches):
-    def options():
-        sampler = Episodes(DRAWS[how], batches=batches)
-        return {"num_workers": num_workers, "batch_sampler" if batches else "sampler": sampler}
-
-    expected = run(TorchDataLoader, Numbers100(), DRAWS[how], **options())
-    assert run(hr.DataLoader, Numbers100(), DRAWS[how], **options()) == expected
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 def test_generator_that_the_program_shares_with_torchs_sampler_is_drawn_from_when_torch_does(persistent):
     def drawn(loader_class):

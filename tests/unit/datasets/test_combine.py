@@ -204,17 +204,6 @@ def test_ranks_get_the_same_number_of_batches_by_tokens():
 # Batches
 
 
-def test_batch_is_as_full_as_its_budget_allows():
-    words = ["x" * (1 + i * 7 % 13) for i in range(100)]
-    for padded in (True, False):
-        batches = list(hr.batch_by_tokens(stream(*words), 30, padded=padded))
-        assert list(itertools.chain.from_iterable(batches)) == words
-        for batch, following in itertools.pairwise(batches):
-            cost = max(map(len, batch)) * len(batch) if padded else sum(map(len, batch))
-            more = [*batch, following[0]]
-            assert cost <= 30 < (max(map(len, more)) * len(more) if padded else sum(map(len, more)))
-
-
 @pytest.mark.parametrize("kind", [np.int16, np.uint8, torch.tensor])
 def test_lengths_may_be_numbers_of_numpy_and_torch(kind):
     batches = hr.batch_by_tokens(stream(*range(900)), 32_000, length=lambda _: kind(100), padded=False)
@@ -231,14 +220,6 @@ def test_empty_samples_fill_a_batch(padded):
 def test_wrong_length_is_an_error(length):
     with pytest.raises((TypeError, ValueError), match=r"length\(sample\)"):
         list(hr.batch_by_tokens(stream("a"), 4, length=lambda _: length))
-
-
-def test_bucket_has_samples_of_similar_length():
-    words = ["x" * (1 + i * 7 % 13) for i in range(100)]
-    batches = list(hr.batch_by_tokens(stream(*words), 30, boundaries=[4, 8]))
-    assert Counter(itertools.chain.from_iterable(batches)) == Counter(words)
-    for batch in batches:
-        assert len({(len(word) > 4) + (len(word) > 8) for word in batch}) == 1
 
 
 def test_sample_over_budget_is_an_error_and_the_next_batch_follows():

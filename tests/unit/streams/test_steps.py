@@ -56,15 +56,6 @@ def test_filtered_batches_are_full_and_in_order(options):
 
 
 @WHERE
-def test_map_below_a_filter_comes_first_and_map_above_it_last(options):
-    stream = Count(50).map(square).filter(even).map(lambda x: x + 1).filter(lambda x: x > 100).map(lambda x: -x)
-    expected = [-(i * i + 1) for i in range(50) if i % 2 == 0 and i * i + 1 > 100]
-    with hr.DataLoader(stream, batch_size=7, **options) as loader:
-        assert flat(loader) == expected
-    assert list(stream) == expected
-
-
-@WHERE
 def test_error_of_a_predicate_is_raised_in_order_and_later_samples_follow(options):
     def check(sample):
         if sample == 25:

@@ -257,20 +257,6 @@ def test_restored_stream_continues_from_every_position(name, start, place):
         asyncio.run(check_every_position(COMPOSITIONS[name], start))
 
 
-async def test_stream_is_restored_again_and_again():
-    """After each two samples it is restored from the last state."""
-    for name, make in COMPOSITIONS.items():
-        expected, found = await outcomes(start_stream(make())), []
-        state = start_stream(make()).state_dict()
-        while len(found) < len(expected):
-            iterator = start_stream(make())
-            iterator.load_state_dict(json.loads(json.dumps(state)))
-            found += await outcomes(iterator, 2)
-            state = iterator.state_dict()
-            await iterator.aclose()
-        assert found == expected, name
-
-
 @pytest.mark.parametrize("name", [name for name in COMPOSITIONS if not re.search("without state|pipe|inside", name)])
 async def test_cancelled_wait_keeps_the_position(name):  # of others, a cancelled generator has ended
     make = COMPOSITIONS[name]
@@ -341,30 +327,6 @@ async def test_streams_with_the_same_functions_draw_different_random_numbers():
             assert len(set(drawn)) == len(drawn) > 20
         drawn = [number for _, number in await outcomes(in_a_loader(Count(10).map(jittered).filter(bool).repeat(3)))]
         assert len(set(drawn)) == 30
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (1, 4), (4, 2)])
-async def test_split_continues_with_another_number_of_ranks(before, after):
-    """Between groups the state is the same on all ranks."""
-
-    def ranks(count):
-        return [start_stream(rank_of(Count(48, bad=[6]).shuffle(5), rank, count)) for rank in range(count)]
-
-    (whole,) = ranks(1)
-    expected = [sample for sample in await outcomes(whole) if isinstance(sample, int)]
-    for position in range(6):
-        first, second = ranks(before), ranks(after)
-        given = [await outcomes(iterator, position) for iterator in first]
-        if any(isinstance(sample, str) for sample in given[0]):
-            continue
-        states = [{**saved(iterator)} for iterator in first]
-        assert all(state == states[0] for state in states)
-        for iterator in second:
-            iterator.load_state_dict(states[0])
-        given += [await outcomes(iterator) for iterator in second]
-        samples = [sample for part in given for sample in part if isinstance(sample, int)]
-        assert len(set(samples)) == len(samples) > len(expected) - after
-        assert set(samples) <= set(expected)
 
 
 def test_operations_read_again_only_what_they_held():
@@ -507,67 +469,6 @@ def test_loader_continues_with_the_random_numbers_of_functions_before_batching(n
         with make() as restored:
             restored.load_state_dict(states[number])
             assert list(restored) == batches[number + 1 :]
-
-
-def streams(depth):
-    """Random compositions."""
-    numbers = st.integers(0, 12)
-    leaf = st.builds(lambda stop, bad: lambda: Count(stop, bad=bad), numbers, st.frozensets(numbers, max_size=3))
-    if not depth:
-        return leaf
-    inner, small = streams(depth - 1), st.integers(1, 5)
-    return st.one_of(
-        leaf,
-        st.builds(lambda s, n: lambda: s().take(n), inner, numbers),
-        st.builds(lambda s, n, seed: lambda: s().shuffle(n, seed), inner, small, small),
-        st.builds(lambda s: lambda: s().filter(lambda x: hash(str(x)) != 0), inner),
-        st.builds(lambda s, n: lambda: s().repeat(n), inner, st.integers(0, 3)),
-        st.builds(lambda a, b: lambda: hr.concat([a(), b()]), inner, inner),
-        st.builds(
-            lambda a, b, w, stop: lambda: hr.mix([a(), b()], [1, w], stop=stop),
-            *(inner, inner, small, st.sampled_from(["first", "all"])),
-        ),
-        st.builds(
-            lambda s, n, how: lambda: s().map(lambda x: [*str(x).encode()]).pack(9, how, window=n).map(listed),
-            *(inner, small, st.sampled_from(["concat", "first_fit", "best_fit"])),
-        ),
-        st.builds(
-            lambda s, n: lambda: hr.batch_by_tokens(s(), 9, length=lambda x: len(str(x)), boundaries=[n]), inner, small
-        ),
-    )
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    make=st.one_of(
-        streams(3),
-        st.builds(
-            lambda s, rank, how: lambda: rank_of(s(), rank, 3, how),
-            *(streams(2), st.integers(0, 2), st.sampled_from(["drop", "keep"])),
-        ),
-    ),
-    position=st.integers(0, 40),
-    asked=st.booleans(),
-    where=st.sampled_from([(start_stream, contextlib.nullcontext), (in_a_loader, loader)]),
-)
-def test_random_compositions_continue(make, position, asked, where):
-    start, place = where
-
-    async def run():
-        expected = await outcomes(start(make()), 80)
-        iterator, before = start(make()), []
-        while len(before) < position and (found := await outcomes(iterator, 1)):
-            before += found
-            if asked:
-                iterator.state_dict()
-        restored = start(make())
-        restored.load_state_dict(json.loads(json.dumps(iterator.state_dict())))
-        assert before + await outcomes(restored, 80 - len(before)) == expected
-        await iterator.aclose()
-        await restored.aclose()
-
-    with place():
-        asyncio.run(run())
 
 
 # Iterators of users' streams

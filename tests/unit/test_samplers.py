@@ -32,11 +32,6 @@ def elastic_samplers(length, world_size, seed=3, **options):
     return [hr.ElasticSampler(length, seed=seed, rank=r, world_size=world_size, **options) for r in range(world_size)]
 
 
-def in_turn(orders):
-    """The samples of all ranks, one of each rank in turn."""
-    return list(itertools.chain.from_iterable(zip(*orders, strict=True)))
-
-
 @settings(deadline=None, max_examples=40)
 @given(*SIZES, st.integers(0, 5))
 def test_every_index_is_drawn_once(length, block_size, blocks_at_once, seed):

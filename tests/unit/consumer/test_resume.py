@@ -16,9 +16,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, SubsetRandomSampler
+from torch.utils.data import SubsetRandomSampler
 
-from headrace import BlockShuffleSampler, DataLoader, ElasticSampler, StateError
+from headrace import DataLoader, StateError
 from headrace._core.order.state import _checksum
 from tests.datasets import Numbers
 
@@ -66,23 +66,12 @@ def add_noise(sample):
 CASES = {
     "sequential": lambda **k: DataLoader(Numbers(N), 3, **k),
     "shuffled by torch": lambda **k: DataLoader(Numbers(N), 3, shuffle=True, **k),
-    "shuffled by a generator": lambda **k: DataLoader(
-        Numbers(N), 3, shuffle=True, generator=torch.Generator().manual_seed(5), **k
-    ),
     "shuffled by seed": lambda **k: DataLoader(Numbers(N), 3, shuffle=True, seed=0, **k),
     "torch dataset": lambda **k: DataLoader(range(N), 3, shuffle=True, **k),
     "subset": lambda **k: DataLoader(Numbers(N), 3, sampler=SubsetRandomSampler(range(N)), **k),
-    "single samples": lambda **k: DataLoader(Numbers(N), None, shuffle=True, seed=1, **k),
     "a sampler of the user's": lambda **k: DataLoader(Numbers(N), 3, sampler=Evens(), **k),
     "a sampler with a state": lambda **k: DataLoader(Numbers(N), 3, sampler=Stateful(), **k),
-    "elastic": lambda **k: DataLoader(Numbers(N), 3, sampler=ElasticSampler(N, seed=1), **k),
-    "blocks": lambda **k: DataLoader(
-        Numbers(N), 3, sampler=BlockShuffleSampler(N, block_size=2, blocks_at_once=3), **k
-    ),
     "batches": lambda **k: DataLoader(Numbers(N), batch_sampler=[[1, 2], [3], [0, 7, 8], [4]], **k),
-    "a batch sampler of torch": lambda **k: DataLoader(
-        Numbers(N), batch_sampler=BatchSampler(SubsetRandomSampler(range(N)), 4, False), **k
-    ),
 }
 
 

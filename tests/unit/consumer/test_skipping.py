@@ -7,7 +7,6 @@ import signal
 import warnings
 import weakref
 
-import numpy as np
 import pytest
 import torch
 
@@ -157,18 +156,6 @@ def test_batch_that_lost_all_its_samples_is_skipped(kind, num_workers, in_order)
         assert (loader.stats().batches, loader.stats().lost_batches) == (3, 2)
         assert loader.stats().skipped_samples == 4
         assert sorted(record.index for record in loader.stats().skipped) == [0, 1, 6, 7]
-
-
-@PLACES
-def test_stream_fills_its_batches_up_after_samples_that_cannot_be_read(kind, num_workers):
-    dataset = STREAMS[kind](10, Bad(0, 4, 5))
-    with skipping(dataset, 3, num_workers=num_workers) as loader:
-        assert lists(loader) == [[1, 2, 3], [6, 7, 8], [9]]
-        assert loader.stats().skipped_samples == 3
-        assert [record.index for record in loader.stats().skipped] == [0, 4, 5]
-        assert loader.stats().lost_batches == 0
-    with skipping(dataset, 3, num_workers=num_workers, drop_last=True) as loader:
-        assert lists(loader) == [[1, 2, 3], [6, 7, 8]]
 
 
 @pytest.mark.parametrize(

@@ -135,17 +135,6 @@ def test_mix_draws_by_weight_reproducibly():
     assert drawn != list(mixed.take(2000))
 
 
-def test_mix_ends_with_the_first_stream_or_with_all():
-    short, long = stream(*range(5)), stream(*range(100, 140))
-    first = Counter(hr.mix([short, long], [1, 1], stop="first"))
-    assert set(first) >= set(range(5))
-    assert max(first.values()) == 1
-    every = Counter(hr.mix([short, long], [1, 1], stop="all"))
-    assert set(every) == {*range(5), *range(100, 140)}
-    assert all(every[sample] == 1 for sample in range(100, 140))
-    assert every[0] > 1
-
-
 def test_stream_without_a_sample_is_left_out_of_a_mix_that_ends_with_all():
     rejected = stream(*range(9)).filter(lambda number: False)
     for parts in (

@@ -26,14 +26,6 @@ def even(sample):
     return sample % 2 == 0
 
 
-def square(sample):
-    return sample * sample
-
-
-def flat(batches):
-    return list(itertools.chain.from_iterable(lists(batches)))
-
-
 async def in_pairs(samples):
     pair = []
     async for sample in samples:

@@ -9,8 +9,6 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import headrace as hr
 from headrace._core.engine.stepping import session_compute

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
 RUNS = int(os.environ.get("HEADRACE_RESUME_RUNS", "0"))
 KILLS = 3 if RUNS else 2
+RANKS = 4  # at most
 IN_PROCESS = 4 if RUNS else 12  # the weight of loaders without processes, which are the quickest
 
 
@@ -58,7 +59,7 @@ class Epoch:
         self.name = name
         self.kind: Kind = KINDS[name]
         # Whether the states of all ranks are merged into one, which any number of ranks can load.
-        self.is_merged = not self.kind.global_cursor and self.kind.workers is None
+        self.is_merged = not self.kind.global_cursor
         self.draw = random.Random(f"{name} {number}")
         self.forks = forks
         self.shards = shards
@@ -83,21 +84,21 @@ class Epoch:
                 raise
         count, every = collections.Counter(self.given), collections.Counter(range(N))
         twice, missing = count - every, every - count
-        again = min(max(self.kind.unequal, 0), most - 1) + KILLS * most * self.kind.buffer
+        again = min(self.kind.unequal, most - 1) + KILLS * most * self.kind.buffer
         assert twice.total() <= again, (twice, self.story)
-        assert missing.total() <= min(max(-self.kind.unequal, 0), most - 1), (missing, self.story)
+        assert not missing, (missing, self.story)
 
     def number_of_ranks(self) -> int:
         if self.states[0] is not None and fields_of(self.states[0])["rank"] is not None and not self.is_merged:
             return len(self.states)  # batches out of order: only the same ranks can continue
-        return self.draw.randint(1, self.kind.ranks)
+        return self.draw.randint(1, RANKS)
 
     def options(self, ranks: int) -> dict[str, Any]:
         workers, placement = self.draw.choice(
             [(0, "thread")] * IN_PROCESS + [(0, "process"), (2, "process"), (2, "thread")]
         )
         return {
-            "num_workers": workers if self.kind.workers is None else self.kind.workers,
+            "num_workers": workers,
             "placement": placement,
             # Of ranks that share an order, states of batches out of order could not be loaded by other ranks.
             "in_order": self.is_merged or ranks > 1 or self.draw.random() < 0.5,
@@ -131,9 +132,7 @@ class Epoch:
             return [None] * ranks
         if self.kind.global_cursor and all(fields_of(state)["rank"] is None for state in self.states):
             return [self.draw.choice(self.states)] * ranks
-        if self.is_merged:
-            return [json.loads(json.dumps(hr.merge_states(self.states)))] * ranks
-        return self.states
+        return [json.loads(json.dumps(hr.merge_states(self.states)))] * ranks if self.is_merged else self.states
 
     def start_rank(
         self, prefix: str, rank: int, ranks: int, state: Any, options: dict[str, Any], kill_at: int | None

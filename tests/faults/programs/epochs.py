@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 import headrace as hr
-from tests.datasets import Numbers, TorchStream
+from tests.datasets import Numbers
 from tests.unit.shards.tars import members
 
 SHARDS = (9, 1, 14, 5, 0, 11, 7, 13)  # samples of each
@@ -38,42 +37,6 @@ def write_shards(folder: Path) -> None:
         tar = members(*((f"{value:04}.txt", f"{value:<700}".encode()) for value in values))
         (folder / f"{number}.tar").write_bytes(tar)
     pyarrow.parquet.write_table(pyarrow.table({"x": range(N)}), folder / "rows.parquet", row_group_size=7)
-
-
-async def numbers():
-    for number in range(N):
-        yield number
-
-
-class Counting(hr.AsyncIterableDataset):
-    """A user's stream: each rank reads every n-th number."""
-
-    splits_by_rank = True
-
-    async def __aiter__(self):
-        rank = hr.get_rank_info()
-        for number in range(rank.rank, N, rank.world_size):
-            yield number
-
-
-class Remembering(hr.AsyncIterableDataset):
-    """A user's stream that continues after its state."""
-
-    splits_by_rank = True
-    position = 0
-
-    async def __aiter__(self):
-        rank = hr.get_rank_info()
-        for number in range(self.position, -(-(N - rank.rank) // rank.world_size)):
-            self.position = number + 1
-            yield rank.rank + number * rank.world_size
-        self.position = 0
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
 
 
 def number_of_member(sample):
@@ -104,18 +67,14 @@ class Kind:
 
     Attributes:
         make: makes the dataset and the sampler, None for `DataLoader`'s own, from the folder of the shards.
-        ranks: the greatest number of ranks.
         global_cursor: whether the state of one rank is enough for all; otherwise the states of all are merged.
-        workers: the number of workers, where it must stay the same.
         state_bytes: the state is shorter than this; 0 where it grows with the ranks or readers.
-        unequal: number of samples by which an epoch may differ from the dataset: given twice (positive) or dropped.
+        unequal: number of samples that an epoch may give twice.
         buffer: samples that each rank may give again, where their number changes.
     """
 
     make: Callable[[Path], tuple[Any, Any]]
-    ranks: int = 4
     global_cursor: bool = False
-    workers: int | None = None
     state_bytes: int = 0
     unequal: int = 0
     buffer: int = 0
@@ -125,19 +84,8 @@ def elastic(folder):
     return Numbers(N), hr.ElasticSampler(N, seed=3)
 
 
-def blocks(folder):
-    return Numbers(N), hr.BlockShuffleSampler(N, block_size=4, blocks_at_once=12, seed=3)
-
-
 KINDS = {
-    "map-style, seed": Kind(lambda folder: (Numbers(N), None), ranks=1, global_cursor=True, state_bytes=1000),
     "elastic sampler": Kind(elastic, global_cursor=True, state_bytes=1000, unequal=3),
-    "block sampler": Kind(blocks, global_cursor=True, state_bytes=1000, unequal=-3),
-    "split by samples": Kind(
-        lambda folder: (hr.from_async_iterable(numbers).split(remainder="keep"), None),
-        global_cursor=True,
-        state_bytes=1000,
-    ),
     "tar, split by samples": Kind(
         lambda folder: (tars(folder).split(remainder="keep"), None), global_cursor=True, state_bytes=2000
     ),
@@ -145,9 +93,6 @@ KINDS = {
     "tar, shuffled": Kind(lambda folder: (tars(folder, shuffle=True, buffer_size=8), None), buffer=8),
     "lines": Kind(lambda folder: (lines(folder), None)),
     "parquet": Kind(lambda folder: (rows(folder), None)),
-    "torch iterable": Kind(lambda folder: (TorchStream(N), None), ranks=1, workers=2),
-    "user's stream": Kind(lambda folder: (Counting(), None)),
-    "user's stream with a state": Kind(lambda folder: (Remembering(), None)),
 }
 
 
@@ -162,10 +107,8 @@ def rank(kind: str, shards: Path, prefix: Path, state: Any, options: dict[str, A
         options: of the loader.
         last_step: number of the batch to wait after; 0 for none.
     """
-    warnings.filterwarnings("ignore", ".*has no state_dict|each of .* ranks reads all")
     dataset, sampler = KINDS[kind].make(shards)
-    shuffle = True if kind == "map-style, seed" else None
-    loader: hr.DataLoader[Any] = hr.DataLoader(dataset, sampler=sampler, shuffle=shuffle, seed=3, **options)
+    loader: hr.DataLoader[Any] = hr.DataLoader(dataset, sampler=sampler, seed=3, **options)
     if state is not None:
         loader.load_state_dict(state)
     batches = iter(loader)

@@ -1,4 +1,4 @@
-"""Every dataset of headrace in a loader interrupted after any batch of two epochs: the same batches follow.
+"""Datasets of shards in a loader interrupted after any batch of two epochs: the same batches follow.
 
 A transform that draws random numbers is part of them.
 """
@@ -24,7 +24,7 @@ N = sum(COUNTS)
 
 def write_datasets(folder):
     """Eleven samples in each format."""
-    for name in ("tar", "lines", "parquet", "tokens", "objects"):
+    for name in ("tar", "lines", "parquet"):
         (folder / name).mkdir()
     first = 0
     for shard, count in enumerate(COUNTS):
@@ -32,9 +32,6 @@ def write_datasets(folder):
         first += count
         (folder / "tar" / f"{shard}.tar").write_bytes(tars.shard([f"{value:02}" for value in values]))
         (folder / "lines" / f"{shard}.jsonl").write_text("".join(f'{{"x": {value}}}\n' for value in values))
-        np.arange(count * 4, dtype=np.uint16).tofile(folder / "tokens" / f"{shard}.bin")
-        for value in values:
-            (folder / "objects" / f"{value:02}.txt").write_text(str(value))
     table = pyarrow.table({"x": range(N), "text": [str(value) for value in range(N)]})
     pyarrow.parquet.write_table(table, folder / "parquet" / "0.parquet", row_group_size=3)
 
@@ -44,14 +41,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("datasets")
     write_datasets(folder)
     return folder
-
-
-class Words(hr.AsyncIterableDataset):
-    """A user's stream, without a state."""
-
-    async def __aiter__(self):
-        for number in range(N):
-            yield "x" * (number % 4 + 1)
 
 
 def tar(folder, **options):
@@ -66,36 +55,15 @@ def parquet(folder, **options):
     return hr.ParquetDataset(folder / "parquet", **options)
 
 
-def indexed(folder):
-    return hr.TarDataset.index(folder / "tar")
-
-
-async def neighbours(samples):
-    held = None
-    async for sample in samples:
-        if held is not None:
-            yield held, sample
-        held = sample
-
-
 DATASETS = {
     "tar, shuffled": lambda folder: tar(folder, shuffle=True, buffer_size=4),
-    "tar, indexed": indexed,
     "lines, shuffled": lambda folder: lines(folder, shuffle=True, buffer_size=4),
     "parquet rows, shuffled": lambda folder: parquet(folder, shuffle=True, buffer_size=4),
     "parquet tables": lambda folder: parquet(folder, format="arrow", table_rows=2),
-    "tokens": lambda folder: hr.TokenDataset(folder / "tokens", seq_len=4),
-    "objects": lambda folder: hr.ObjectDataset(folder / "objects"),
-    "cached, indexed": lambda folder: indexed(folder).cache(folder / "cache"),
+    "cached, indexed": lambda folder: hr.TarDataset.index(folder / "tar").cache(folder / "cache"),
     "concat": lambda folder: hr.concat([tar(folder), lines(folder, shuffle=True)]),
     "mix, repeated": lambda folder: hr.mix([tar(folder).repeat(2), lines(folder).repeat()], [1, 1]),
-    "shuffle": lambda folder: lines(folder).shuffle(4),
-    "split": lambda folder: lines(folder, shuffle=True).split(rank=1, world_size=2),
     "map and filter": lambda folder: lines(folder).map(with_noise).filter(is_likely),
-    "batch_by_tokens": lambda folder: hr.batch_by_tokens(Words().shuffle(5), 8, boundaries=(2,)),
-    "pipe": lambda folder: lines(folder, shuffle=True).pipe(neighbours),
-    "repeat": lambda folder: tar(folder, shuffle=True, buffer_size=3).repeat(2),
-    "a user's stream": lambda folder: Words(),
 }
 
 
@@ -109,16 +77,8 @@ def is_likely(sample):
 
 
 def loader_of(dataset):
-    is_batched = "batch_by_tokens" in repr(dataset)
-    is_map_style = hasattr(dataset, "aget")
-    return hr.DataLoader(
-        dataset,
-        None if is_batched else 3,
-        shuffle=True if is_map_style else None,
-        seed=5,
-        transform=with_noise,
-        collate_fn=None if is_batched else list,
-    )
+    shuffle = True if hasattr(dataset, "aget") else None
+    return hr.DataLoader(dataset, 3, shuffle=shuffle, seed=5, transform=with_noise, collate_fn=list)
 
 
 def states_and_batches(loader):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from headrace import AsyncIterableDataset, DataLoader, StateError, from_async_iterable
+from headrace import AsyncIterableDataset, DataLoader, StateError
 from tests.datasets import TorchStream
 from tests.unit.consumer.test_resume import saved_after, values
 
@@ -43,12 +43,7 @@ def noisy(sample):
 
 
 CASES = {
-    "thread": lambda: DataLoader(Remembering(), 3, seed=0, transform=noisy, placement="thread"),
-    "helper process": lambda: DataLoader(Remembering(), 3, seed=0, transform=noisy, placement="process"),
     "workers": lambda: DataLoader(Remembering(), 3, seed=0, transform=noisy, num_workers=1),
-    "noise before a filter": lambda: DataLoader(Numbers().map(noisy).filter(lambda n: n[1] > 0.2), 2, seed=0),
-    "take of a function": lambda: DataLoader(from_async_iterable(Numbers().__aiter__).take(7), 2, seed=0),
-    "torch": lambda: DataLoader(TorchStream(N), 3, seed=0),
     "torch in workers": lambda: DataLoader(TorchStream(N), 2, seed=0, transform=noisy, num_workers=2),
 }
 

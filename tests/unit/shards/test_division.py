@@ -20,7 +20,6 @@ from headrace._core.ranks.distributed import ShardOptions, current_lane
 from headrace._core.shards.division import merge_part_states
 from headrace.errors import HeadraceError, StateError
 from tests.unit.shards.resuming import in_memory, resumes_at_every_position
-from tests.unit.shards.test_parquet_state import OBJECTS as PARQUET
 from tests.unit.shards.test_state import damaged_shards, tar_bytes
 from tests.unit.streams.reading import outcomes
 
@@ -168,28 +167,6 @@ def test_readers_of_a_merged_state_are_resumed_at_every_position(buffer_size):
     assert len(state) < 2048 * (1 + bool(buffer_size))
     for rank in range(3):
         assert resumes_at_every_position(lambda: _Merged(make(rank, 3), state))  # noqa: B023
-
-
-@pytest.mark.parametrize("options", [{}, {"format": "arrow", "table_rows": 2}], ids=str)
-@pytest.mark.parametrize("worlds", [(2, 3), (3, 1)], ids=str)
-def test_row_groups_are_dealt_anew(worlds, options):
-    store = in_memory(PARQUET)
-
-    def make(rank, world):
-        return hr.ParquetDataset(
-            list(PARQUET), columns=["id"], store=store, shuffle=True, rank=rank, world_size=world, **options
-        )
-
-    def ids(stages):
-        samples = [sample for stage in stages for rank in stage for sample in rank]
-        return Counter(i for one in samples for i in ([one["id"]] if isinstance(one, dict) else one["id"].to_pylist()))
-
-    whole = ids(read_in_stages(make, [1], []))
-    for step in range(0, 11, 3):
-        found = ids(read_in_stages(make, worlds, [step]))
-        assert found <= whole
-        if not options:
-            assert len(whole) - len(found) < worlds[1]
 
 
 # States that cannot be merged

@@ -115,7 +115,6 @@ def rank_of(stream, rank, world_size=3, remainder="drop"):
 N = np.int64  # states have plain values, whatever the types of parameters
 
 COMPOSITIONS = {
-    "user": lambda: Count(7),
     "user, errors": lambda: Count(7, bad=[0, 3, 6]),
     "user, without state": lambda: Stateless(6),
     "user, without state, errors": lambda: Plain(5, bad=[1]),
@@ -142,13 +141,11 @@ COMPOSITIONS = {
         [hr.mix([Count(3).shuffle(2), Count(14, 10)], [1, 1], stop="all"), Count(106, 100)], [1, 1], stop="all"
     ),
     "repeat": lambda: Count(3, bad=[1]).repeat(N(3)),
-    "repeat, endless": lambda: Count(3).repeat().take(10),
     "repeat of nothing, three times": lambda: hr.concat([Count(0).repeat(3), Count(2)]),
     "repeat of shuffle": lambda: Count(7).shuffle(3).repeat(3),
     "shuffle, errors": lambda: Count(14, bad=[0, 3, 4, 9, 13]).shuffle(N(4), N(1)),
     "shuffle of map of filter": lambda: Count(20, bad=[6]).filter(odd).map(fail_at(7)).shuffle(3),
     "shuffle of shuffle": lambda: Count(13, bad=[5]).shuffle(3).shuffle(4),
-    "take of shuffle": lambda: Count(13).shuffle(4).take(6),
     **{
         f"split, {remainder}, rank {rank}": (
             lambda rank=rank, remainder=remainder: rank_of(Count(8, bad=[1, 5]).shuffle(3), rank, remainder=remainder)
@@ -156,7 +153,6 @@ COMPOSITIONS = {
         for remainder in ("drop", "keep")
         for rank in range(3)
     },
-    "split of concat of filter": lambda: rank_of(hr.concat([Count(9).filter(odd), Count(20, 10)]), N(1), N(3)),
     "tokens, errors": lambda: hr.batch_by_tokens(Count(15, 1, bad=[2, 7]), N(12), length=N),
     "tokens, buckets": lambda: hr.batch_by_tokens(
         Count(30).map(lambda i: i * 7 % 10 + 1), 14, length=int, boundaries=np.array([3, 6]), padded=np.bool_(False)

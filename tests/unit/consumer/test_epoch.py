@@ -73,38 +73,6 @@ def test_cancelled_anext_loses_no_batch(consumer_loop):
 # Order
 
 
-class InTurn(Numbers):
-    """Its samples come in the order that the test says."""
-
-    def __init__(self, order):
-        super().__init__(len(order))
-        self.order = order
-        self.done = {index: threading.Event() for index in order}
-
-    async def aget(self, index):
-        turn = self.order.index(index)
-        if turn:
-            await asyncio.to_thread(self.done[self.order[turn - 1]].wait)
-        return index
-
-
-class Marked:
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __call__(self, sample):
-        self.dataset.done[sample].set()
-        return sample
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_in_order_decides_the_order_of_delivery(in_order, engine_loop):
-    dataset = InTurn([3, 1, 0, 2])
-    beside = {"num_workers": 1, "executor": "thread", "placement": "thread"}  # the transform runs before next() asks
-    with hr.DataLoader(dataset, transform=Marked(dataset), in_order=in_order, **beside) as loader:
-        assert lists(loader) == [[i] for i in ([0, 1, 2, 3] if in_order else [3, 1, 0, 2])]
-
-
 # Look-ahead
 
 

@@ -2,8 +2,6 @@
 
 import gc
 import itertools
-import os
-import signal
 import warnings
 import weakref
 
@@ -273,17 +271,6 @@ def test_records_are_the_last_hundred_and_hold_no_exception():
 
 
 # Deaths, and subsets
-
-
-def test_batch_that_kills_its_worker_is_skipped():
-    def die(sample):
-        if sample == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return sample
-
-    with skipping(Numbers(6), num_workers=1, transform=die) as loader:
-        assert lists(loader) == [[0, 1], [4, 5]]
-        assert [(record.type_name, record.batch) for record in loader.stats().skipped] == [("WorkerDiedError", 1)]
 
 
 class Dies(hr.AsyncIterableDataset):

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import itertools
 import json
 import pickle
 
@@ -78,15 +77,6 @@ def test_ranks_that_do_not_divide_the_blocks_are_a_warning_once():
     with pytest.warns(UserWarning, match="blocks_at_once=12 is no multiple of 5 ranks"):
         first = list(sampler)
     assert list(sampler) == first
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(1, 300), st.sampled_from([2, 3, 4]))
-def test_ranks_get_equal_numbers_of_distinct_samples(length, world_size):
-    samplers = block_samplers(length, world_size)
-    orders = [list(sampler) for sampler in samplers]
-    assert {len(order) for order in orders} == {len(samplers[0])} == {length // world_size}
-    assert len(set(itertools.chain(*orders))) == sum(map(len, orders))
 
 
 # ElasticSampler

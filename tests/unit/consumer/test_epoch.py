@@ -70,9 +70,6 @@ def test_cancelled_anext_loses_no_batch(consumer_loop):
     assert consumer_loop(scenario) == [[0, 1], [2, 3]]
 
 
-# Order
-
-
 # Look-ahead
 
 

@@ -270,7 +270,7 @@ def test_records_are_the_last_hundred_and_hold_no_exception():
     assert [ref for ref in refs if ref() is not None] == []
 
 
-# Deaths, and subsets
+# Errors that end a stream
 
 
 class Dies(hr.AsyncIterableDataset):

@@ -1,9 +1,7 @@
 """Combined datasets are lazy and reproducible, and give ranks equal numbers of samples."""
 
 import asyncio
-import itertools
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -165,21 +163,6 @@ def test_stream_whose_second_pass_is_empty_is_left_out_of_a_mix():
 
 
 # Ranks
-
-
-@pytest.mark.parametrize(("world_size", "length"), [(2, 0), (3, 1), (3, 6), (7, 20)])
-@pytest.mark.parametrize("policy", ["drop", "keep"])
-def test_split_gives_every_rank_the_same_number(world_size, length, policy):
-    whole = stream(*range(length))
-    ranks = [list(whole.split(rank=rank, world_size=world_size, remainder=policy)) for rank in range(world_size)]
-    got = Counter(itertools.chain.from_iterable(ranks))
-    rounds = length // world_size
-    if policy == "keep":
-        assert got == Counter(range(length))
-        assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
-        return
-    assert [len(rank) for rank in ranks] == [rounds] * world_size
-    assert [sample for turn in zip(*ranks, strict=True) for sample in turn] == list(range(rounds * world_size))
 
 
 def test_ranks_get_the_same_number_of_batches_by_tokens():

@@ -119,12 +119,6 @@ def test_shards_of_unequal_sizes_warn_once_where_ranks_leave_out_samples(counts,
     ] * warns
 
 
-def test_readers_change_several_times():
-    for steps in ((0, 3, 0), (3, 0, 3), (3, 3, 3)):
-        stages = read_in_stages(lambda rank, world: tar_reader(rank, world, counts=COUNTS), [2, 3, 1, 4], steps)
-        check_given(keys(stages), 0, 0, lost=4)
-
-
 def test_errors_are_reported_once():
     objects = damaged_shards()
     store = in_memory(objects)

@@ -39,15 +39,6 @@ async def in_pairs(samples):
 
 
 @WHERE
-def test_filtered_batches_are_full_and_in_order(options):
-    with hr.DataLoader(Count(1000).filter(even), batch_size=64, **options) as loader:
-        for _ in range(2):
-            batches = lists(loader)
-            assert list(itertools.chain.from_iterable(batches)) == list(range(0, 1000, 2))
-            assert [len(batch) for batch in batches] == [64] * 7 + [52]
-
-
-@WHERE
 def test_error_of_a_predicate_is_raised_in_order_and_later_samples_follow(options):
     def check(sample):
         if sample == 25:

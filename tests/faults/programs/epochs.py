@@ -1,14 +1,11 @@
-"""One rank of a job that saves the state of its loader after each batch; run by `test_resume.py`, and killed.
+"""One rank of a job that saves the state of its loader, run by `test_resume.py` and killed; the datasets that it reads.
 
-After each batch the rank writes a file that names the samples it was given in this run, with the state to continue
-after them, and replaces it by its final name. What it is given after the step that all ranks have saved is rolled
-back, as in a trainer.
+What it is given after the state is rolled back, as in a trainer.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,14 +66,12 @@ class Kind:
         make: makes the dataset and the sampler, None for `DataLoader`'s own, from the folder of the shards.
         global_cursor: whether the state of one rank is enough for all; otherwise the states of all are merged.
         state_bytes: the state is shorter than this; 0 where it grows with the ranks or readers.
-        unequal: number of samples that an epoch may give twice.
         buffer: samples that each rank may give again, where their number changes.
     """
 
     make: Callable[[Path], tuple[Any, Any]]
     global_cursor: bool = False
     state_bytes: int = 0
-    unequal: int = 0
     buffer: int = 0
 
 
@@ -85,7 +80,7 @@ def elastic(folder):
 
 
 KINDS = {
-    "elastic sampler": Kind(elastic, global_cursor=True, state_bytes=1000, unequal=3),
+    "elastic sampler": Kind(elastic, global_cursor=True, state_bytes=1000),
     "tar, split by samples": Kind(
         lambda folder: (tars(folder).split(remainder="keep"), None), global_cursor=True, state_bytes=2000
     ),
@@ -96,34 +91,31 @@ KINDS = {
 }
 
 
-def rank(kind: str, shards: Path, prefix: Path, state: Any, options: dict[str, Any], last_step: int) -> None:
-    """Give out batches until the epoch ends, or wait after `last_step` to be killed; print the number of each step.
+def rank(kind: str, shards: Path, path: Path, state: Any, options: dict[str, Any], killed_after: int) -> None:
+    """Give out batches until the epoch ends, or save the state after some of them, go on, and wait to be killed.
 
     Args:
         kind: a key of `KINDS`.
         shards: the folder of the shards.
-        prefix: of the files of saved states.
+        path: the file of the samples that were given out and of the state after them.
         state: the state to continue from; None to begin.
         options: of the loader.
-        last_step: number of the batch to wait after; 0 for none.
+        killed_after: number of the batch to save the state after; 0 to save the state at the end.
     """
     dataset, sampler = KINDS[kind].make(shards)
-    loader: hr.DataLoader[Any] = hr.DataLoader(dataset, sampler=sampler, seed=3, **options)
+    loader: hr.DataLoader[Any] = hr.DataLoader(dataset, 2, sampler=sampler, seed=3, **options)
     if state is not None:
         loader.load_state_dict(state)
-    batches = iter(loader)
     given: list[int] = []
-    save(prefix, 0, given, loader)
-    for step, batch in enumerate(batches, 1):
-        given += torch.as_tensor(batch).tolist()
-        save(prefix, step, given, loader)
-        if step == last_step:
+    for number, batch in enumerate(loader, 1):
+        if number > killed_after > 0:
             signal.pause()
-    print("end", flush=True)
+        given += torch.as_tensor(batch).tolist()
+        if number == killed_after:
+            save(path, given, loader)
+    save(path, given, loader)
 
 
-def save(prefix: Path, step: int, given: list[int], loader: Any) -> None:
-    path = prefix.with_name(f"{prefix.name}-{step}.json")
-    path.with_suffix(".part").write_text(json.dumps({"given": given, "state": loader.state_dict()}))
-    os.replace(path.with_suffix(".part"), path)
-    print(step, flush=True)
+def save(path: Path, given: list[int], loader: Any) -> None:
+    path.write_text(json.dumps({"given": given, "state": loader.state_dict()}))
+    print("saved", flush=True)

@@ -1,0 +1,100 @@
+"""One epoch of shards, interrupted at random, and continued by other ranks, batches, lanes: each sample once.
+
+As `tests/faults/test_resume.py`, in one process and without kills, so that many more are tried. `HEADRACE_RESUME_RUNS`
+is the number of epochs for each kind of dataset.
+"""
+
+import collections
+import itertools
+import json
+import os
+import random
+import time
+
+import pytest
+import torch
+
+import headrace as hr
+from tests.faults.programs import epochs
+from tests.faults.programs.epochs import KINDS, N
+
+RUNS = int(os.environ.get("HEADRACE_RESUME_RUNS", "2"))
+STARTS = 6
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    epochs.write_shards(folder)
+    return folder
+
+
+class Part:
+    """The batches of one rank between two interruptions: the samples, the state after them, whether the epoch ended."""
+
+    def __init__(self, kind, shards, state, steps, lanes, lag, **options):
+        dataset, sampler = KINDS[kind].make(shards)
+        loader = hr.DataLoader(dataset, sampler=sampler, seed=3, executor="thread", **options)
+        loader._control._lanes.wanted = lanes  # as with so many engines, though one reads all of them
+        if state is not None:
+            loader.load_state_dict(state)
+        with loader:
+            batches = iter(loader)
+            read = [torch.as_tensor(batch).tolist() for batch in itertools.islice(batches, steps)]
+            self.given = list(itertools.chain.from_iterable(read))
+            self.ended = len(read) < steps
+            self.state = json.loads(json.dumps(loader.state_dict(lag=lag if self.ended else 0)))
+
+
+def is_of_its_ranks(states, global_cursor):
+    """Whether only as many ranks can continue, each from its own state: batches were given out of order."""
+    fields = [state["state"][0] for state in states]
+    return any(each["delivered"] or (global_cursor and each["rank"] is not None) for each in fields)
+
+
+@pytest.mark.filterwarnings("ignore:.*engines")
+@pytest.mark.parametrize("number", range(RUNS))
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "elastic sampler"])
+def test_each_sample_is_given_once(name, number, shards, as_rank):
+    kind, draw = KINDS[name], random.Random(f"{name} {number}")
+    late = set(draw.sample(range(N), N // 4))
+
+    def transform(sample):
+        if int(sample) in late:
+            time.sleep(0.004)  # the latency of some samples, so that batches arrive in another order
+        return sample
+
+    given, states, parts, story, again, lost = collections.Counter(), [], [], [], 0, 0
+    drop_last = draw.random() < 0.3
+    for start in range(STARTS):
+        alone = is_of_its_ranks(states, kind.global_cursor)
+        ranks = len(states) if alone else draw.choice([1, 1, 2, 3, 4])
+        if states and not alone:
+            merged = json.loads(json.dumps(hr.merge_states(draw.sample(states, len(states)))))
+            of_one = states if kind.global_cursor and not any(part.ended for part in parts) else []
+            states = [draw.choice([merged, *of_one])] * ranks
+        in_order = (ranks > 1 and kind.global_cursor) or draw.random() < 0.4
+        options = {
+            "num_workers": draw.choice([0, 2, 2, 2]),
+            "in_order": in_order,
+            "batch_size": draw.choice([1, 2, 3, 5]),
+            "drop_last": drop_last,
+            "lanes": draw.choice([1, 1, 2, 3]),
+            # A state after the end begins the next epoch, where it is not merged with others.
+            "lag": draw.choice([0, 1]) if in_order and not alone else 1,
+        }
+        steps = N + 1 if start == STARTS - 1 else draw.randrange(5)
+        parts = []
+        for rank, state in enumerate(states or [None] * ranks):
+            as_rank(rank, ranks)
+            parts.append(Part(name, shards, state, steps, transform=transform, **options))
+        given.update(sample for part in parts for sample in part.given)
+        story.append((ranks, options, [part.given for part in parts], states))
+        again += 3 * ranks * kind.buffer  # of the windows of at most 3 lanes
+        lost += drop_last * ranks * options["lanes"] * options["batch_size"]
+        states = [part.state for part in parts]
+        if all(part.ended for part in parts):
+            break
+    every = collections.Counter(range(N))
+    assert (given - every).total() <= again, story
+    assert (every - given).total() <= lost, story

@@ -7,7 +7,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 import headrace as hr
 from tests.datasets import SlowDataset
@@ -44,14 +44,6 @@ class Compose:
         return sample
 
 
-class TorchMap(Dataset):
-    def __len__(self):
-        return LENGTH
-
-    def __getitem__(self, index):
-        return index
-
-
 class TorchStream(IterableDataset):
     def __iter__(self):
         worker = hr.get_worker_info()
@@ -64,14 +56,6 @@ def drawn(dataset, epochs=1, **options):
     with hr.DataLoader(dataset, **options) as loader:
         found = [list(loader) for _ in range(epochs)]
     return sorted(sample for batches in found for batch in batches for sample in batch)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(Map, {"num_workers": 2, "executor": "thread"}), *((kind, {"num_workers": 2}) for kind in (stream, TorchMap))],
-)
-def test_numbers_are_the_same_wherever_the_function_runs(kind, options):
-    assert drawn(kind(), epochs=2, **options) == drawn(kind(), epochs=2)
 
 
 def test_each_sample_epoch_and_seed_has_other_numbers():

@@ -152,16 +152,6 @@ def test_rank_that_continued_from_a_merged_state_is_restored_alone(name, as_rank
 
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")
-def test_states_of_ranks_that_continued_can_be_merged_again(run):
-    numbers, state = [], None
-    for world_size in (4, 6, 3, 1):
-        given, states = run(Own, world_size, 2 if world_size > 1 else None, batch_size=1, state=state)
-        numbers += itertools.chain(*given)
-        state = merge_states(states)
-    assert sorted(numbers) == list(range(N))
-
-
-@pytest.mark.filterwarnings("ignore:.* has no state_dict")
 def test_samples_keep_their_order_and_positions(run):
     given, states = run(Own, 4, 3, batch_size=1)
     assert given == [list(range(rank, 12, 4)) for rank in range(4)]

@@ -188,21 +188,6 @@ def test_merged_states_continue_with_other_ranks_and_lanes(as_rank, before, afte
     assert again <= (before[0] * before[1] * 4 if name == "shuffled" else 0), "of the windows of shuffle buffers"
 
 
-def test_states_before_each_lane_gave_a_batch_are_merged(as_rank):
-    given, states = [], []
-    for rank in range(2):
-        as_rank(rank, 2)
-        with loader_of(lines(remainder="keep"), lanes=3) as loader:
-            given += samples_of([next(iter(loader))])
-            states.append(loader.state_dict())
-    for rank in range(3):
-        as_rank(rank, 3)
-        with loader_of(lines(remainder="keep"), lanes=2) as loader:
-            loader.load_state_dict(hr.merge_states(states))
-            given += samples_of(loader)
-    assert sorted(given) == list(range(N))
-
-
 def failing(line):
     if int(line) in (0, 1, 2, 10, 11, 12):
         raise ValueError(line)

@@ -6,7 +6,6 @@ import json
 import os
 
 import pytest
-from torch.utils.data import Sampler
 
 import headrace as hr
 from tests.datasets import Numbers
@@ -37,34 +36,10 @@ def by_permutation(held, batch_size, in_order):
     return hr.DataLoader(data, batch_size, shuffle=True, seed=0, in_order=in_order)
 
 
-def by_elastic_sampler(held, batch_size, in_order):
-    data = Held(held)
-    return hr.DataLoader(data, batch_size, sampler=hr.ElasticSampler(data, shuffle=False), in_order=in_order)
-
-
 def by_sampler(held, batch_size, in_order):
     return hr.DataLoader(
         Held({N - 1 - each for each in held}), batch_size, sampler=ORDERS[by_sampler], in_order=in_order
     )
-
-
-class Stateful(Sampler):
-    at = 0
-
-    def __iter__(self):
-        while self.at < N // 2:
-            self.at += 1
-            yield [2 * self.at - 2, 2 * self.at - 1]
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
-def by_pairs_with_a_state(held, batch_size, in_order):
-    return hr.DataLoader(Held(held), batch_sampler=Stateful(), in_order=in_order)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +67,7 @@ def of_a_stream(held, batch_size, in_order):
     return hr.DataLoader(stream(*range(N)), batch_size, **options)
 
 
-KINDS = [in_sequence, by_permutation, by_elastic_sampler, by_sampler, by_pairs_with_a_state, of_a_stream]
+KINDS = [in_sequence, by_permutation, by_sampler, of_a_stream]
 
 ORDERS = {by_permutation: hr.Permutation(N, seed=0, epoch=0)[:].tolist(), by_sampler: range(N - 1, -1, -1)}
 

@@ -116,23 +116,6 @@ def test_consumer_that_stops_reading_stops_the_fetching(options, ahead):
             assert dataset.settled_at((ahead + taken) * 4) == (ahead + taken) * 4
 
 
-def test_sampler_is_drawn_on_the_consumers_thread_no_further_than_needed():
-    drawn = []
-
-    class Sampler:
-        def __iter__(self):
-            for i in range(100):
-                drawn.append(threading.current_thread())
-                yield i
-
-    with hr.DataLoader(Numbers(100), sampler=Sampler(), batch_size=4, concurrency=8) as loader:
-        running = iter(loader)
-        assert len(drawn) == 24
-        next(running)
-        assert len(drawn) == 28
-        assert set(drawn) == {threading.current_thread()}
-
-
 # Errors
 
 

@@ -12,12 +12,6 @@ def test_undecoded_memory_stays_a_list_and_missing_labels_none():
     assert default_collate([(view, None) for view in views]) == [views, None]
 
 
-@pytest.mark.parametrize("samples", [[(1, None), (2, 5)], [(1, 5), (2, None)]])
-def test_label_missing_in_some_samples_is_an_error(samples):
-    with pytest.raises((TypeError, RuntimeError), match="None"):
-        default_collate(samples)
-
-
 @pytest.mark.parametrize(
     ("samples", "remedy"),
     [

@@ -7,24 +7,15 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 import headrace as hr
-from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from tests.datasets import SlowDataset
 from tests.unit.streams.reading import Count
 
 LENGTH = 24
 Map = functools.partial(SlowDataset, LENGTH, 0)
 stream = functools.partial(Count, LENGTH)
-PLACES = [
-    {},
-    {"num_workers": 1},
-    {"num_workers": 2},
-    {"num_workers": 2, "placement": "thread"},
-    {"placement": "process"},
-    {"num_workers": 2, "in_order": False},
-]
 
 
 @hr.randomized
@@ -53,14 +44,6 @@ class Compose:
         return sample
 
 
-class TorchMap(Dataset):
-    def __len__(self):
-        return LENGTH
-
-    def __getitem__(self, index):
-        return index
-
-
 class TorchStream(IterableDataset):
     def __iter__(self):
         worker = hr.get_worker_info()
@@ -73,14 +56,6 @@ def drawn(dataset, epochs=1, **options):
     with hr.DataLoader(dataset, **options) as loader:
         found = [list(loader) for _ in range(epochs)]
     return sorted(sample for batches in found for batch in batches for sample in batch)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [*((Map, options) for options in PLACES), *((kind, PLACES[2]) for kind in (stream, TorchMap))],
-)
-def test_numbers_are_the_same_wherever_the_function_runs(kind, options):
-    assert drawn(kind(), epochs=2, **options) == drawn(kind(), epochs=2)
 
 
 def test_each_sample_epoch_and_seed_has_other_numbers():
@@ -126,26 +101,3 @@ def test_a_lambda_and_a_local_function_reach_workers():
     assert drawn(Map(), transform=hr.randomized(local), num_workers=1) == drawn(Map())
     copied = pickle.loads(cloudpickle.dumps(hr.randomized(lambda sample, rng: rng.random())))
     assert copied(0, np.random.default_rng(1)) == np.random.default_rng(1).random()
-
-
-@pytest.mark.parametrize("worlds", [(1, 2), (2, 1), (2, 3)], ids=str)
-def test_another_number_of_ranks_continues_with_the_same_numbers(worlds):
-    def loader(rank, world):
-        sampler = hr.ElasticSampler(range(LENGTH), seed=3, rank=rank, world_size=world)
-        options = {"batch_size": 2, "sampler": sampler, "seed": 3, "transform": noisy, "collate_fn": list}
-        return hr.DataLoader(Map(), **options)
-
-    found, states = [], []
-    for rank in range(worlds[0]):
-        with provided_rank(RankInfo(rank, worlds[0], "test")), loader(rank, worlds[0]) as before:
-            batches = iter(before)
-            found += [next(batches) for _ in range(3)]
-            states.append(before.state_dict())
-    for rank in range(worlds[1]):
-        with provided_rank(RankInfo(rank, worlds[1], "test")), loader(rank, worlds[1]) as after:
-            after.load_state_dict(states[0])
-            found += list(after)
-    with loader(0, 1) as alone:
-        assert sorted(sample for batch in found for sample in batch) == sorted(
-            each for batch in alone for each in batch
-        )

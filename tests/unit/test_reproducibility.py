@@ -163,12 +163,3 @@ def test_torch_datasets_without_a_seed_and_workers_draw_from_the_programs_genera
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     torch.empty((), dtype=torch.int64).random_()  # the seed that is drawn for the epoch
     assert drawn == [draw(index) for index in range(LENGTH)]
-
-
-def test_torch_datasets_without_a_seed_draw_in_workers_by_torchs_seeds():
-    def read(workers):
-        torch.manual_seed(1)
-        with hr.DataLoader(Drawing(draw), batch_size=4, collate_fn=list, num_workers=workers) as loader:
-            return [sample for batch in loader for sample in batch]
-
-    assert read(1) == read(1) != read(2)

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import itertools
 import json
 import pickle
 
@@ -30,11 +29,6 @@ def block_samplers(length, world_size, seed=3, block_size=4, blocks_at_once=12):
 
 def elastic_samplers(length, world_size, seed=3, **options):
     return [hr.ElasticSampler(length, seed=seed, rank=r, world_size=world_size, **options) for r in range(world_size)]
-
-
-def in_turn(orders):
-    """The samples of all ranks, one of each rank in turn."""
-    return list(itertools.chain.from_iterable(zip(*orders, strict=True)))
 
 
 @settings(deadline=None, max_examples=40)
@@ -85,15 +79,6 @@ def test_ranks_that_do_not_divide_the_blocks_are_a_warning_once():
     assert list(sampler) == first
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.integers(1, 300), st.sampled_from([2, 3, 4]))
-def test_ranks_get_equal_numbers_of_distinct_samples(length, world_size):
-    samplers = block_samplers(length, world_size)
-    orders = [list(sampler) for sampler in samplers]
-    assert {len(order) for order in orders} == {len(samplers[0])} == {length // world_size}
-    assert len(set(itertools.chain(*orders))) == sum(map(len, orders))
-
-
 # ElasticSampler
 
 
@@ -111,14 +96,6 @@ def test_without_shuffling_it_deals_as_torchs_distributed_sampler(length, world_
             )
         else:
             assert list(ours) == []
-
-
-def test_shuffled_it_deals_the_permutation_of_seed_and_epoch():
-    samplers = elastic_samplers(41, 4, drop_last=True)
-    for epoch in (0, 5):
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-        assert in_turn(map(list, samplers)) == hr.Permutation(41, 3, epoch)[:40].tolist()
 
 
 def test_an_epoch_of_a_billion_samples_begins_and_continues_at_once():
@@ -148,28 +125,6 @@ def all_kinds(length, world_size, *, drop_last=False, seed=3):
     }
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.data(), st.integers(1, 250), st.booleans())
-def test_ranks_that_change_at_any_batch_give_every_sample_once(data, length, drop_last):
-    """But for those that come twice as padding, or are dropped: fewer than there are ranks."""
-    batch = data.draw(st.integers(1, 20))
-    worlds = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=1, max_size=4))
-    kind = data.draw(st.sampled_from(["elastic", "in order", "blocks"]))
-    given_out, cursor = [], 0
-    for number, world_size in enumerate(worlds):
-        samplers = all_kinds(length, world_size, drop_last=drop_last)[kind]
-        rest = in_turn(list(sampler.indices_from(cursor)) for sampler in samplers)
-        if number < len(worlds) - 1:
-            batches = data.draw(st.integers(0, len(rest) // (batch * world_size)))
-            rest = rest[: batches * batch * world_size]
-        given_out += rest
-        cursor += len(rest)
-    drops = drop_last or kind == "blocks"
-    expected = max(length - worlds[-1] + 1, 0) if drops else length
-    assert len(set(given_out)) == min(len(given_out), length)
-    assert expected <= len(given_out) <= (length if drops else length + max(worlds) - 1)
-
-
 def test_wrong_arguments_are_errors():
     for options in ({"block_size": 0}, {"block_size": 1, "blocks_at_once": 0}):
         with pytest.raises(ValueError, match="must be at least 1"):
@@ -186,25 +141,6 @@ def test_samplers_can_be_copied():
         sampler.set_epoch(2)
         for other in (copy.copy(sampler), copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
             assert list(other) == list(sampler)
-
-
-@pytest.mark.parametrize("kind", ["elastic", "in order", "blocks"])
-def test_loaders_of_another_number_of_ranks_continue_from_the_state_of_any_rank(kind):
-    order = list(all_kinds(100, 1)[kind][0])
-    given_out, states = [], []
-    for sampler in all_kinds(100, 4)[kind]:
-        with hr.DataLoader(Numbers(100), batch_size=3, sampler=sampler, seed=7) as loader:
-            batches = iter(loader)
-            given_out.append(torch.cat([next(batches) for _ in range(5)]).tolist())
-            states.append(json.dumps(loader.state_dict()))
-    assert len(set(states)) == 1
-    assert in_turn(given_out) == order[:60]
-    rest = []
-    for sampler in all_kinds(100, 2)[kind]:
-        with hr.DataLoader(Numbers(100), batch_size=7, sampler=sampler, num_workers=1, seed=7) as loader:
-            loader.load_state_dict(json.loads(states[-1]))
-            rest.append(torch.cat(list(loader)).tolist())
-    assert in_turn(rest) == order[60:]
 
 
 @pytest.mark.parametrize("kind", ["elastic", "length", "blocks", "balanced", "loader"])

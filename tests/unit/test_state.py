@@ -145,16 +145,6 @@ def test_as_many_ranks_continue_each_its_own_part_also_when_some_have_ended(name
 
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")
-def test_streams_split_by_samples_need_no_merging(run):
-    numbers, state = [], None
-    for world_size, batches in ((3, 2), (2, 2), (4, None)):
-        given, states = run(lambda: stream(*range(N)).split(), world_size, batches, state=state)
-        numbers += itertools.chain(*given)
-        state = states[-1]
-    assert sorted(numbers) == list(range(N))
-
-
-@pytest.mark.filterwarnings("ignore:.* has no state_dict")
 @pytest.mark.parametrize("make", [Own, STREAMS["shards"], STREAMS["split in the middle"]])
 def test_states_of_ranks_without_a_batch_since_a_restore(run, make):
     first, states = run(make, 3, 2)

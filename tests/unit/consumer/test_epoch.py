@@ -70,38 +70,6 @@ def test_cancelled_anext_loses_no_batch(consumer_loop):
     assert consumer_loop(scenario) == [[0, 1], [2, 3]]
 
 
-# Order
-
-
-class InTurn(Numbers):
-    """Its samples come in the order that the test says."""
-
-    def __init__(self, order):
-        super().__init__(len(order))
-        self.order = order
-        self.done = {index: threading.Event() for index in order}
-
-    async def aget(self, index):
-        turn = self.order.index(index)
-        if turn:
-            await asyncio.to_thread(self.done[self.order[turn - 1]].wait)
-        self.done[index].set()
-        return index
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_in_order_decides_the_order_of_delivery(in_order, engine_loop):
-    dataset = InTurn([3, 1, 0, 2])
-    with hr.DataLoader(dataset, in_order=in_order) as loader:
-        assert lists(loader) == [[i] for i in ([0, 1, 2, 3] if in_order else [3, 1, 0, 2])]
-
-
-@pytest.mark.parametrize("dataset", [Numbers(40), Count(40), range(40)], ids=lambda d: type(d).__name__)
-def test_every_batch_is_delivered_out_of_order(dataset):
-    with hr.DataLoader(dataset, batch_size=3, num_workers=2, in_order=False) as loader:
-        assert sorted(i for batch in loader for i in batch.tolist()) == list(range(40))
-
-
 # Look-ahead
 
 
@@ -146,23 +114,6 @@ def test_consumer_that_stops_reading_stops_the_fetching(options, ahead):
         for taken in range(1, 4):
             next(running)
             assert dataset.settled_at((ahead + taken) * 4) == (ahead + taken) * 4
-
-
-def test_sampler_is_drawn_on_the_consumers_thread_no_further_than_needed():
-    drawn = []
-
-    class Sampler:
-        def __iter__(self):
-            for i in range(100):
-                drawn.append(threading.current_thread())
-                yield i
-
-    with hr.DataLoader(Numbers(100), sampler=Sampler(), batch_size=4, concurrency=8) as loader:
-        running = iter(loader)
-        assert len(drawn) == 24
-        next(running)
-        assert len(drawn) == 28
-        assert set(drawn) == {threading.current_thread()}
 
 
 # Errors

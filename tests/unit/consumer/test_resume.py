@@ -16,9 +16,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, SubsetRandomSampler
+from torch.utils.data import SubsetRandomSampler
 
-from headrace import BlockShuffleSampler, DataLoader, ElasticSampler, StateError
+from headrace import DataLoader, StateError
 from headrace._core.order.state import _checksum
 from tests.datasets import Numbers
 
@@ -66,23 +66,12 @@ def add_noise(sample):
 CASES = {
     "sequential": lambda **k: DataLoader(Numbers(N), 3, **k),
     "shuffled by torch": lambda **k: DataLoader(Numbers(N), 3, shuffle=True, **k),
-    "shuffled by a generator": lambda **k: DataLoader(
-        Numbers(N), 3, shuffle=True, generator=torch.Generator().manual_seed(5), **k
-    ),
     "shuffled by seed": lambda **k: DataLoader(Numbers(N), 3, shuffle=True, seed=0, **k),
     "torch dataset": lambda **k: DataLoader(range(N), 3, shuffle=True, **k),
     "subset": lambda **k: DataLoader(Numbers(N), 3, sampler=SubsetRandomSampler(range(N)), **k),
-    "single samples": lambda **k: DataLoader(Numbers(N), None, shuffle=True, seed=1, **k),
     "a sampler of the user's": lambda **k: DataLoader(Numbers(N), 3, sampler=Evens(), **k),
     "a sampler with a state": lambda **k: DataLoader(Numbers(N), 3, sampler=Stateful(), **k),
-    "elastic": lambda **k: DataLoader(Numbers(N), 3, sampler=ElasticSampler(N, seed=1), **k),
-    "blocks": lambda **k: DataLoader(
-        Numbers(N), 3, sampler=BlockShuffleSampler(N, block_size=2, blocks_at_once=3), **k
-    ),
     "batches": lambda **k: DataLoader(Numbers(N), batch_sampler=[[1, 2], [3], [0, 7, 8], [4]], **k),
-    "a batch sampler of torch": lambda **k: DataLoader(
-        Numbers(N), batch_sampler=BatchSampler(SubsetRandomSampler(range(N)), 4, False), **k
-    ),
 }
 
 
@@ -126,38 +115,6 @@ def test_restored_loader_continues_after_the_last_delivered_batch(make):
         assert epochs(restored, 1)[0] == whole[delivered:]
 
 
-SEEDED = [
-    *("sequential", "shuffled by a generator", "shuffled by seed", "a sampler with a state"),
-    *("elastic", "blocks"),
-]
-
-
-@pytest.mark.parametrize("name", SEEDED)
-def test_epochs_after_the_restored_one_are_those_of_an_uninterrupted_run(name):
-    make = CASES[name]
-    whole = epochs(make(), 3)
-    for delivered in (0, 1, len(whole[1])):
-        loader = make()
-        epochs(loader, 1)
-        _, state = saved_after(loader, delivered)
-        restored = make()
-        restored.load_state_dict(state)
-        assert epochs(restored, 2) == [whole[1][delivered:], whole[2]]
-
-
-@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(N), 2), (range(N), 0), (range(N), 2)])
-def test_workers_and_batch_size_may_be_others(dataset, num_workers):
-    def make(batch_size, workers):
-        return DataLoader(dataset, batch_size, shuffle=True, seed=3, num_workers=workers)
-
-    order = flat(epochs(make(1, 0), 1)[0])
-    given, state = saved_after(make(3, num_workers), 2)
-    assert flat(given) == order[:6]
-    restored = make(5, 2 - num_workers)
-    restored.load_state_dict(state)
-    assert flat(epochs(restored, 1)[0]) == order[6:]
-
-
 class Draws(torch.utils.data.Dataset):
     """Random numbers; the process that draws those of sample 3 dies if a file is not there yet."""
 
@@ -198,23 +155,6 @@ def test_replaced_worker_of_a_torch_dataset_does_not_draw_again_what_the_other_d
     with DataLoader(Draws(tmp_path / "died"), None, num_workers=1, collate_fn=list) as loader:
         numbers = [number for batch in loader for number in batch]
     assert len(set(numbers)) == len(numbers) == 3 * 6
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_later_epochs_with_a_generator_and_workers_are_restored(persistent):
-    def make():
-        generator = torch.Generator().manual_seed(1)
-        return DataLoader(range(9), 2, shuffle=True, generator=generator, num_workers=1, persistent_workers=persistent)
-
-    with make() as loader:
-        list(loader)
-        batches = iter(loader)
-        next(batches)
-        state = loader.state_dict()
-        expected = [[batch.tolist() for batch in each] for each in (batches, loader)]
-    with make() as restored:
-        restored.load_state_dict(state)
-        assert [[batch.tolist() for batch in restored] for _ in range(2)] == expected
 
 
 def test_dataset_in_workers_has_its_state_after_an_epoch_without_batches():

@@ -78,45 +78,6 @@ def epoch_of(loader):
     return [[int(value) for value in batch] for batch in loader]
 
 
-ORDERS = {
-    "shuffled by a generator": lambda: {"shuffle": True, "generator": generator()},
-    "a sampler with a generator": lambda: {"sampler": RandomSampler(range(N), generator=generator())},
-    "a sampler with a state": lambda: {"sampler": Permutations()},
-    "a distributed sampler": lambda: {"sampler": DistributedSampler(range(N), 1, 0)},
-}
-
-
-@pytest.mark.parametrize(
-    ("dataset", "num_workers", "batch_size"),
-    [(lambda: list(range(N)), 0, 3), (lambda: list(range(N)), 1, 2), (lambda: Numbers(N), 0, 2)],
-    ids=["torch", "torch, a worker", "async"],
-)
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_state_without_a_batch_continues_with_the_epochs_of_an_uninterrupted_run(
-    order, dataset, num_workers, batch_size
-):
-    def loader():
-        return DataLoader(dataset(), batch_size, num_workers=num_workers, **order())
-
-    first = loader()
-    states, whole = [saved(first)], []
-    for _ in range(3):
-        batches = []
-        for batch in first:
-            batches.append(batch.tolist())
-            last = saved(first)
-        whole.append(batches)
-        states.append(saved(first))
-    for epoch, state in enumerate(states[:3]):
-        restored = loader()
-        restored.load_state_dict(state)
-        assert [epoch_of(restored) for _ in whole[epoch:]] == whole[epoch:]
-    whole.append(epoch_of(first))
-    restored = loader()
-    restored.load_state_dict(last)
-    assert [epoch_of(restored), epoch_of(restored)] == [[], whole[3]]
-
-
 UNSEEDED = {
     "sequential": lambda: {},
     "shuffled": lambda: {"shuffle": True},

@@ -6,7 +6,6 @@ import json
 import os
 
 import pytest
-from torch.utils.data import BatchSampler, Sampler
 
 import headrace as hr
 from tests.datasets import Numbers
@@ -37,44 +36,10 @@ def by_permutation(held, batch_size, in_order):
     return hr.DataLoader(data, batch_size, shuffle=True, seed=0, in_order=in_order)
 
 
-def by_elastic_sampler(held, batch_size, in_order):
-    data = Held(held)
-    return hr.DataLoader(data, batch_size, sampler=hr.ElasticSampler(data, shuffle=False), in_order=in_order)
-
-
 def by_sampler(held, batch_size, in_order):
     return hr.DataLoader(
         Held({N - 1 - each for each in held}), batch_size, sampler=ORDERS[by_sampler], in_order=in_order
     )
-
-
-def by_batch_sampler(held, batch_size, in_order):
-    return hr.DataLoader(Held(held), batch_sampler=BatchSampler(range(N), 2, False), in_order=in_order)
-
-
-class Pairs(Sampler):
-    at = 0
-
-    def __iter__(self):
-        while self.at < N // 2:
-            self.at += 1
-            yield [2 * self.at - 2, 2 * self.at - 1]
-
-
-class Stateful(Pairs):
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
-def by_pairs(held, batch_size, in_order):
-    return hr.DataLoader(Held(held), batch_sampler=Pairs(), in_order=in_order)
-
-
-def by_pairs_with_a_state(held, batch_size, in_order):
-    return hr.DataLoader(Held(held), batch_sampler=Stateful(), in_order=in_order)
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +67,7 @@ def of_a_stream(held, batch_size, in_order):
     return hr.DataLoader(stream(*range(N)), batch_size, **options)
 
 
-KINDS = [in_sequence, by_permutation, by_elastic_sampler, by_sampler, by_batch_sampler]
-KINDS += [by_pairs, by_pairs_with_a_state, of_a_stream]
+KINDS = [in_sequence, by_permutation, by_sampler, of_a_stream]
 
 ORDERS = {by_permutation: hr.Permutation(N, seed=0, epoch=0)[:].tolist(), by_sampler: range(N - 1, -1, -1)}
 
@@ -130,19 +94,6 @@ def test_each_sample_is_given_once_by_a_loader_interrupted_three_times(kind, bat
     loader.load_state_dict(state)
     rest, _ = take(loader, N)
     assert sorted(given + rest) == list(range(N))
-
-
-@pytest.mark.filterwarnings("ignore:.* has no state_dict")
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_sample_is_given_once_by_a_loader_interrupted_five_times_before_its_first_batch(kind):
-    given, state = [], None
-    for held, batches in [*[({0}, 2)] * 5, (set(), N)]:
-        loader = kind(held, 2, in_order=False)
-        if state is not None:
-            loader.load_state_dict(state)
-        more, state = take(loader, batches)
-        given += more
-    assert sorted(given) == list(range(N))
 
 
 def test_rank_that_continues_for_two_is_interrupted_before_its_first_batch_in_order(tmp_path, as_rank):

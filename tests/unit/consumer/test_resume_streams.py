@@ -4,9 +4,8 @@ import json
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
 
-from headrace import AsyncIterableDataset, DataLoader, StateError, from_async_iterable
+from headrace import AsyncIterableDataset, DataLoader, StateError
 from tests.datasets import TorchStream
 from tests.unit.consumer.test_resume import saved_after, values
 
@@ -39,34 +38,13 @@ class Remembering(Numbers):
         self.start = state["position"]
 
 
-class TorchNumbers(IterableDataset):
-    def __iter__(self):
-        worker = get_worker_info()
-        yield from range(worker.id, N, worker.num_workers) if worker else range(N)
-
-
 def noisy(sample):
     return torch.stack([torch.tensor(float(sample)), torch.rand(())])
 
 
-def fast(sample):
-    return sample * 10
-
-
 CASES = {
-    "thread": lambda: DataLoader(Remembering(), 3, seed=0, transform=noisy, placement="thread"),
-    "helper process": lambda: DataLoader(Remembering(), 3, seed=0, transform=noisy, placement="process"),
     "workers": lambda: DataLoader(Remembering(), 3, seed=0, transform=noisy, num_workers=1),
-    "drop_last": lambda: DataLoader(Remembering(), 3, seed=0, drop_last=True),
-    "single samples": lambda: DataLoader(Remembering(), None, seed=0),
-    "without a state": lambda: DataLoader(Numbers(), 3, seed=0),
-    "map, then filter": lambda: DataLoader(Numbers().map(fast).filter(lambda n: n % 20), 2, seed=0),
-    "noise before a filter": lambda: DataLoader(Numbers().map(noisy).filter(lambda n: n[1] > 0.2), 2, seed=0),
-    "take of a function": lambda: DataLoader(from_async_iterable(Numbers().__aiter__).take(7), 2, seed=0),
-    "torch": lambda: DataLoader(TorchStream(N), 3, seed=0),
-    "torch, without a state": lambda: DataLoader(TorchNumbers(), 3, seed=0),
     "torch in workers": lambda: DataLoader(TorchStream(N), 2, seed=0, transform=noisy, num_workers=2),
-    "torch in workers, without a state": lambda: DataLoader(TorchNumbers(), 2, seed=0, transform=noisy, num_workers=2),
 }
 
 

@@ -40,35 +40,28 @@ def loader_of(kind, **options):
 
 @pytest.mark.parametrize("kind", ["elastic", "blocks"])
 def test_steps_are_computed_again_since_the_number_of_ranks_changed_last(kind, as_rank):
-    draw = random.Random(kind)
-    delivered, state, steps = {}, None, 0
-    while steps < 2000:  # of all ranks; each turn ends as a job that is killed
-        ranks, limit = draw.randint(1, 3), draw.randint(5, 60)
+    state, first, delivered = None, 0, {}
+    for ranks in (2, 3):
         states = []
         for rank in range(ranks):
             as_rank(rank, ranks)
             with loader_of(kind) as loader:
                 if state is not None:
                     loader.load_state_dict(state)
-                epoch = loader._control.next_epoch
-                step = state["state"][0]["batches"] if state is not None else 0
-                for number, batch in enumerate(itertools.islice(loader, limit), step):
-                    delivered[epoch, number, rank] = digest(batch)
-                    steps += 1
+                for step, batch in enumerate(itertools.islice(loader, 9), first):
+                    delivered[step, rank] = digest(batch)
                 states.append(json.loads(json.dumps(loader.state_dict())))
-        assert all(each == states[0] for each in states)
-        state = states[0]
-    run = tuple(state["state"][0]["run"][:2])
-    before = [step for step in sorted(delivered) if step[:2] < run]
-    since = [step for step in sorted(delivered) if step[:2] >= run]
+        assert states == states[:1] * ranks
+        state, first = states[0], first + 9
     as_rank(0, 1)
     with loader_of(kind, num_workers=1) as loader:
         loader.load_state_dict(state)
-        for epoch, step, rank in draw.sample(since, min(50, len(since))):
-            assert digest(loader.batch_at(epoch, step, rank=rank)) == delivered[epoch, step, rank]
-        for epoch, step, rank in draw.sample(before, 50):
+        for (step, rank), expected in delivered.items():
+            if step >= 9:
+                assert digest(loader.batch_at(0, step, rank=rank)) == expected
+                continue
             with pytest.raises(hr.StateError, match="before the number of ranks"):
-                loader.batch_at(epoch, step, rank=rank)
+                loader.batch_at(0, step, rank=rank)
 
 
 def test_steps_to_come_are_those_that_follow():
@@ -91,16 +84,6 @@ def test_rank_of_a_job_that_this_process_is_not_part_of(as_rank):
         assert torch.equal(loader.batch_at(0, 7, rank=3, world_size=4), expected)
         with pytest.raises(ValueError, match="rank=3, but step 7 of epoch 0 is of 1 ranks"):
             loader.batch_at(0, 7, rank=3)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_torch_dataset(num_workers):
-    with hr.DataLoader(list(range(40)), 4, shuffle=True, seed=1, transform=noisy, num_workers=num_workers) as loader:
-        epochs = [list(loader), list(loader)]
-        for epoch, step in itertools.product(range(2), (0, 3, 9)):
-            assert torch.equal(loader.batch_at(epoch, step), epochs[epoch][step])
-        with pytest.raises(IndexError, match="epoch 1 ends before step 10"):
-            loader.batch_at(1, 10)
 
 
 def test_torchs_distributed_sampler():
@@ -222,14 +205,9 @@ def test_dataset_keeps_its_epoch_when_a_step_is_computed_again():
         assert loader.dataset.epoch == (1 if sets else 0)
 
 
-def test_stream_is_read_from_its_beginning():
-    stream = reading.stream(*range(100)).shuffle(20)
-    with hr.DataLoader(stream, batch_size=4, seed=1, transform=noisy) as loader:
-        epochs = [list(loader), list(loader)]
-        assert torch.equal(loader.batch_at(1, 9), epochs[1][9])
-        assert torch.equal(loader.batch_at(0, 2), epochs[0][2])
-        with pytest.raises(TypeError, match="batch_at"):
-            loader.samples_at(0, [1])
+def test_samples_of_a_stream_are_refused():
+    with hr.DataLoader(reading.stream(1), batch_size=4, seed=1) as loader, pytest.raises(TypeError, match="batch_at"):
+        loader.samples_at(0, [1])
 
 
 def test_keys_of_samples(tmp_path):
@@ -264,41 +242,6 @@ def test_batch_size_that_has_changed_is_refused():
     assert second.samples_at(0, [1]) == numbers
 
 
-@pytest.mark.parametrize("kind", ["elastic", "blocks"])
-def test_steps_and_keys_are_left_out_on_all_ranks_and_after_restarts(kind, as_rank):
-    draw = random.Random(kind)
-    whole = list(loader_of(kind).sampler)
-    state, given, left_out = None, [], set()
-    for turn in range(12):
-        ranks, limit = draw.randint(1, 3), draw.randint(5, 40)
-        bad, step = draw.sample(range(2400), 3), draw.randint(1, 4)
-        parts, states = [], []
-        for rank in range(ranks):
-            as_rank(rank, ranks)
-            with loader_of(kind) as loader:
-                if state is not None:
-                    loader.load_state_dict(state)
-                begins = state["state"][0]["batches"] if state is not None else 0
-                if turn % 3 == 1:
-                    keys = [loader.samples_at(0, [begins + step], rank=each)[0] for each in range(ranks)]
-                    loader.exclude(steps={0: [begins + step]}, keys=bad)
-                parts.append(numbers_of(itertools.islice(loader, limit)))
-                states.append(json.loads(json.dumps(loader.state_dict())))
-        assert all(each == states[0] for each in states)
-        state = states[0]
-        if turn % 3 == 1:
-            left_out |= {*bad, *itertools.chain(*keys)}
-        steps = [zip(*batches, strict=True) for batches in zip(*parts, strict=True)]  # rank by rank in each row
-        given += [number for step in steps for row in step for number in row]
-    expected = []
-    for number in whole:
-        if number in left_out and number not in given:
-            continue
-        expected.append(number)
-    assert given == expected[: len(given)]
-    assert left_out - set(given)
-
-
 @pytest.mark.parametrize("kind", ["seed", "elastic", "blocks"])
 def test_batches_stay_full_and_are_found_again(kind):
     with loader_of(kind) as loader:
@@ -328,8 +271,9 @@ def test_checkpoint_from_before_a_spike_continues_without_its_steps():
                 break
         loader.load_state_dict(checkpoint)
         loader.exclude(steps={0: range(12, 18)})
-        again = list(itertools.islice(loader, 5))
-        assert numbers_of(again) == numbers_of([*trained[10:12], *trained[18:21]])
+        loader.exclude(steps={0: [11]})  # of those that are left
+        again = list(itertools.islice(loader, 4))
+        assert numbers_of(again) == numbers_of([trained[10], *trained[18:21]])
 
 
 @pytest.mark.parametrize(
@@ -364,12 +308,7 @@ def test_orders_that_are_drawn_cannot_leave_samples_out():
         hr.DataLoader(Numbers(10), 2, seed=0).load_state_dict(loader.state_dict())
 
 
-def test_steps_of_single_samples_and_of_another_batch_size_are_left_out():
-    loader = hr.DataLoader(Numbers(12), None, shuffle=True, seed=0)
-    samples = list(loader)
-    loader.set_epoch(0)
-    loader.exclude(steps={0: [2, 11]})
-    assert list(loader) == samples[:2] + samples[3:11]
+def test_steps_of_another_batch_size_are_left_out():
     before = hr.DataLoader(Numbers(40), 4, shuffle=True, seed=0)
     batches, numbers = iter(before), []
     for _ in range(3):

@@ -45,10 +45,6 @@ def test_without_set_epoch_each_iteration_is_the_next_epoch():
     assert [list(sampler) for _ in range(3)] == [hr.Permutation(9, 1, epoch)[:].tolist() for epoch in range(3)]
     iter(sampler)  # draws nothing, and counts for nothing
     assert list(sampler) == hr.Permutation(9, 1, 3)[:].tolist()
-    with hr.DataLoader(NUMBERS, batch_size=4, shuffle=True, seed=5) as loader:
-        assert [order_of(loader) for _ in range(3)] == [hr.Permutation(40, 5, epoch)[:].tolist() for epoch in range(3)]
-        loader.set_epoch(1)
-        assert order_of(loader) == hr.Permutation(40, 5, 1)[:].tolist()
 
 
 def test_memory_does_not_grow_with_the_length():
@@ -118,18 +114,6 @@ def run(loader_class, dataset, draw, steps=50, **options):
         for most in (steps, None)
         for batch in itertools.islice(loader, most)
     ]
-
-
-@pytest.mark.parametrize("batches", [True, False])
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("how", DRAWS)
-def test_sampler_that_draws_from_a_global_generator_gives_torchs_order(how, num_workers, batches):
-    def options():
-        sampler = Episodes(DRAWS[how], batches=batches)
-        return {"num_workers": num_workers, "batch_sampler" if batches else "sampler": sampler}
-
-    expected = run(TorchDataLoader, Numbers100(), DRAWS[how], **options())
-    assert run(hr.DataLoader, Numbers100(), DRAWS[how], **options()) == expected
 
 
 @pytest.mark.parametrize("persistent", [False, True])

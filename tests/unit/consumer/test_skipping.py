@@ -2,12 +2,9 @@
 
 import gc
 import itertools
-import os
-import signal
 import warnings
 import weakref
 
-import numpy as np
 import pytest
 import torch
 
@@ -159,28 +156,6 @@ def test_batch_that_lost_all_its_samples_is_skipped(kind, num_workers, in_order)
         assert sorted(record.index for record in loader.stats().skipped) == [0, 1, 6, 7]
 
 
-def test_other_batches_are_the_same_whether_or_not_one_is_lost():
-    def epoch(check):
-        drawn = lambda sample: (check(sample), float(torch.rand(())))  # noqa: E731
-        with skipping(Numbers(12), 3, num_workers=2, transform=drawn, seed=7, collate_fn=list) as loader:
-            return list(loader)
-
-    whole = epoch(good)
-    assert epoch(Bad(3, 4, 5)) == [whole[0], *whole[2:]]
-
-
-@PLACES
-def test_stream_fills_its_batches_up_after_samples_that_cannot_be_read(kind, num_workers):
-    dataset = STREAMS[kind](10, Bad(0, 4, 5))
-    with skipping(dataset, 3, num_workers=num_workers) as loader:
-        assert lists(loader) == [[1, 2, 3], [6, 7, 8], [9]]
-        assert loader.stats().skipped_samples == 3
-        assert [record.index for record in loader.stats().skipped] == [0, 4, 5]
-        assert loader.stats().lost_batches == 0
-    with skipping(dataset, 3, num_workers=num_workers, drop_last=True) as loader:
-        assert lists(loader) == [[1, 2, 3], [6, 7, 8]]
-
-
 @pytest.mark.parametrize(
     ("kind", "num_workers", "in_order"),
     [("async", 0, True), ("async", 2, False), ("torch", 0, True), ("torch", 2, True)],
@@ -295,18 +270,7 @@ def test_records_are_the_last_hundred_and_hold_no_exception():
     assert [ref for ref in refs if ref() is not None] == []
 
 
-# Deaths, and subsets
-
-
-def test_batch_that_kills_its_worker_is_skipped():
-    def die(sample):
-        if sample == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return sample
-
-    with skipping(Numbers(6), num_workers=1, transform=die) as loader:
-        assert lists(loader) == [[0, 1], [4, 5]]
-        assert [(record.type_name, record.batch) for record in loader.stats().skipped] == [("WorkerDiedError", 1)]
+# Errors that end a stream
 
 
 class Dies(hr.AsyncIterableDataset):
@@ -337,74 +301,3 @@ def test_error_that_ends_a_generator_is_raised_and_not_skipped(name, num_workers
     assert sorted(given) == sorted(set(given))
     assert len(given) <= 20
     assert "samples after it are missing" in "\n".join(raised.value.__notes__)
-
-
-class Batches:
-    """A batch sampler of the user's, without a state."""
-
-    def __len__(self):
-        return 5
-
-    def __iter__(self):
-        return iter([[first, first + 1, first + 2] for first in range(0, 15, 3)])
-
-
-class Stateful:
-    """A sampler with a state of its own."""
-
-    def __init__(self):
-        self.at = 0
-
-    def __len__(self):
-        return 15
-
-    def __iter__(self):
-        first, self.at = self.at, 0
-        for index in range(first, 15):
-            self.at = index + 1
-            yield np.int64(index)
-
-    def state_dict(self):
-        return {"at": self.at % 15}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
-ORDERS = {
-    "in sequence": lambda: {"batch_size": 3},
-    "shuffled by seed": lambda: {"batch_size": 3, "shuffle": True, "seed": 4},
-    "by torch's default generator": lambda: {"batch_size": 3, "shuffle": True},
-    "of a sampler with a state": lambda: {"batch_size": 3, "sampler": Stateful()},
-    "of a batch sampler": lambda: {"batch_sampler": Batches()},
-    "not batched": lambda: {"batch_size": None},
-    "of ranks": lambda: {"batch_size": 3, "sampler": hr.ElasticSampler(range(15), seed=2, rank=1, world_size=2)},
-}
-
-
-def indices_of(batch):
-    return torch.atleast_1d(torch.as_tensor(batch)).tolist()
-
-
-@pytest.mark.parametrize("lost", ["first", "last"])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.filterwarnings("ignore:batch .* lost all its samples")
-def test_a_restored_epoch_continues_around_a_lost_batch(order, lost):
-    torch.manual_seed(1)
-    plain = hr.DataLoader(Numbers(15), **ORDERS[order]())
-    position = {"first": 0, "last": -1}[lost]
-    bad = indices_of(list(plain)[position])
-
-    def loader():
-        return hr.DataLoader(Numbers(15, Bad(*bad)), on_error="skip", **ORDERS[order]())
-
-    torch.manual_seed(1)
-    first = loader()
-    whole, states = [], []
-    for batch in first:
-        whole.append(indices_of(batch))
-        states.append(first.state_dict())
-    for given, state in enumerate(states, 1):
-        restored = loader()
-        restored.load_state_dict(state)
-        assert [indices_of(batch) for batch in restored] == whole[given:], f"restored after batch {given}"

@@ -1,9 +1,7 @@
 """Combined datasets are lazy and reproducible, and give ranks equal numbers of samples."""
 
 import asyncio
-import itertools
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -135,17 +133,6 @@ def test_mix_draws_by_weight_reproducibly():
     assert drawn != list(mixed.take(2000))
 
 
-def test_mix_ends_with_the_first_stream_or_with_all():
-    short, long = stream(*range(5)), stream(*range(100, 140))
-    first = Counter(hr.mix([short, long], [1, 1], stop="first"))
-    assert set(first) >= set(range(5))
-    assert max(first.values()) == 1
-    every = Counter(hr.mix([short, long], [1, 1], stop="all"))
-    assert set(every) == {*range(5), *range(100, 140)}
-    assert all(every[sample] == 1 for sample in range(100, 140))
-    assert every[0] > 1
-
-
 def test_stream_without_a_sample_is_left_out_of_a_mix_that_ends_with_all():
     rejected = stream(*range(9)).filter(lambda number: False)
     for parts in (
@@ -178,21 +165,6 @@ def test_stream_whose_second_pass_is_empty_is_left_out_of_a_mix():
 # Ranks
 
 
-@pytest.mark.parametrize(("world_size", "length"), [(2, 0), (3, 1), (3, 6), (7, 20)])
-@pytest.mark.parametrize("policy", ["drop", "keep"])
-def test_split_gives_every_rank_the_same_number(world_size, length, policy):
-    whole = stream(*range(length))
-    ranks = [list(whole.split(rank=rank, world_size=world_size, remainder=policy)) for rank in range(world_size)]
-    got = Counter(itertools.chain.from_iterable(ranks))
-    rounds = length // world_size
-    if policy == "keep":
-        assert got == Counter(range(length))
-        assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
-        return
-    assert [len(rank) for rank in ranks] == [rounds] * world_size
-    assert [sample for turn in zip(*ranks, strict=True) for sample in turn] == list(range(rounds * world_size))
-
-
 def test_ranks_get_the_same_number_of_batches_by_tokens():
     words = stream(*("x" * (1 + i * 7 % 13) for i in range(200)))
     batches = hr.batch_by_tokens(words, 30, boundaries=[4, 8])
@@ -202,17 +174,6 @@ def test_ranks_get_the_same_number_of_batches_by_tokens():
 
 
 # Batches
-
-
-def test_batch_is_as_full_as_its_budget_allows():
-    words = ["x" * (1 + i * 7 % 13) for i in range(100)]
-    for padded in (True, False):
-        batches = list(hr.batch_by_tokens(stream(*words), 30, padded=padded))
-        assert list(itertools.chain.from_iterable(batches)) == words
-        for batch, following in itertools.pairwise(batches):
-            cost = max(map(len, batch)) * len(batch) if padded else sum(map(len, batch))
-            more = [*batch, following[0]]
-            assert cost <= 30 < (max(map(len, more)) * len(more) if padded else sum(map(len, more)))
 
 
 @pytest.mark.parametrize("kind", [np.int16, np.uint8, torch.tensor])
@@ -231,14 +192,6 @@ def test_empty_samples_fill_a_batch(padded):
 def test_wrong_length_is_an_error(length):
     with pytest.raises((TypeError, ValueError), match=r"length\(sample\)"):
         list(hr.batch_by_tokens(stream("a"), 4, length=lambda _: length))
-
-
-def test_bucket_has_samples_of_similar_length():
-    words = ["x" * (1 + i * 7 % 13) for i in range(100)]
-    batches = list(hr.batch_by_tokens(stream(*words), 30, boundaries=[4, 8]))
-    assert Counter(itertools.chain.from_iterable(batches)) == Counter(words)
-    for batch in batches:
-        assert len({(len(word) > 4) + (len(word) > 8) for word in batch}) == 1
 
 
 def test_sample_over_budget_is_an_error_and_the_next_batch_follows():

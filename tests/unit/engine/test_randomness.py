@@ -40,17 +40,6 @@ def test_torchs_seed_applies_without_a_loader_seed():
     assert all(each == drawn[0] for each in drawn)
 
 
-@pytest.mark.parametrize("options", [{"num_workers": 0}, WORKERS[1]], ids=str)
-def test_training_draws_the_same_numbers_whether_a_loader_transforms_or_not(options):
-    def training(loader):
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        return [(random.random(), np.random.random(), torch.rand(()).item()) for _ in loader]
-
-    alone = training(range(6))
-    with hr.DataLoader(Images(24), batch_size=4, seed=5, transform=draw_from_the_process, **options) as loader:
-        assert training(loader) == alone
-
-
 def test_albumentations_draws_another_crop_for_each_batch_and_the_same_wherever_it_runs():
     albumentations = pytest.importorskip("albumentations")
     augment = albumentations.Compose([albumentations.RandomCrop(4, 4), albumentations.HorizontalFlip()])

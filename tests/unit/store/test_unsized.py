@@ -9,7 +9,7 @@ from obstore.store import MemoryStore
 from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.store import LARGE, PART, Store
 from headrace.datasets.objects import ObjectDataset
-from headrace.errors import ChecksumError, ObjectChangedError, StoreError
+from headrace.errors import ChecksumError, StoreError
 from object_server import Fault, ObjectServer
 from tests.answers import answering
 
@@ -80,12 +80,6 @@ def test_a_request_that_fails_is_made_again_and_no_other(server, skip):
     server.misbehave(Fault("cut", at=2, skip=skip, times=1))
     assert read(server, "large") == BODY
     assert len(server.seen()) == 5
-
-
-def test_what_is_overwritten_between_two_parts_is_an_error_and_never_a_mixture(server):
-    server.misbehave(Fault("overwrite", key="large", skip=2, times=1, body="another"))
-    with pytest.raises(ObjectChangedError, match="while it was read"):
-        read(server, "large")
 
 
 def test_a_checksum_is_of_the_whole(server):

@@ -45,16 +45,6 @@ def test_large_object_of_unknown_size_is_of_one_version(headers):
         hr.ObjectDataset(hr.Store(url, retry=QUICK), keys=["x"])[0]
 
 
-def test_large_object_of_known_size_is_of_one_version():
-    old, new = b"a" * (LARGE + 100), b"b" * (LARGE + 100)
-    with answering(overwritten(old, new, HEADERS["time"], after=2)) as url:
-        dataset = hr.ObjectDataset.from_table(
-            hr.Store(url, retry=QUICK), {"key": ["x"], "size": [len(old)]}, size="size"
-        )
-        with pytest.raises(ObjectChangedError):
-            dataset[0]
-
-
 @each_kind
 def test_streamed_shard_is_of_one_version(headers):
     old, new = b"old\n" * 2000, b"new\n" * 2000

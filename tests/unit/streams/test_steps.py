@@ -25,14 +25,6 @@ def even(sample):
     return sample % 2 == 0
 
 
-def square(sample):
-    return sample * sample
-
-
-def flat(batches):
-    return list(itertools.chain.from_iterable(lists(batches)))
-
-
 async def in_pairs(samples):
     pair = []
     async for sample in samples:
@@ -43,24 +35,6 @@ async def in_pairs(samples):
 
 
 # Filtering
-
-
-@WHERE
-def test_filtered_batches_are_full_and_in_order(options):
-    with hr.DataLoader(Count(1000).filter(even), batch_size=64, **options) as loader:
-        for _ in range(2):
-            batches = lists(loader)
-            assert list(itertools.chain.from_iterable(batches)) == list(range(0, 1000, 2))
-            assert [len(batch) for batch in batches] == [64] * 7 + [52]
-
-
-@WHERE
-def test_map_below_a_filter_comes_first_and_map_above_it_last(options):
-    stream = Count(50).map(square).filter(even).map(lambda x: x + 1).filter(lambda x: x > 100).map(lambda x: -x)
-    expected = [-(i * i + 1) for i in range(50) if i % 2 == 0 and i * i + 1 > 100]
-    with hr.DataLoader(stream, batch_size=7, **options) as loader:
-        assert flat(loader) == expected
-    assert list(stream) == expected
 
 
 @WHERE

@@ -234,16 +234,14 @@ class LoaderControl:
 
     def _state_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
         """The state of an iteration (None before the first), after its last call of `next()` or `lag` calls before."""
-        state = self._position_of(progress, loader, lag)
-        return state._replace(found={**state.found, **self.sessions.found(loader)})
-
-    def _position_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
         if progress is not None and not (progress.over and lag == 0):
-            return progress.state(lag)
-        if lag:
+            state = progress.state(lag)
+        elif lag:
             raise ValueError(f"lag={lag}: no iteration has begun, so that there is no earlier state")
-        fresh = self._next_state(loader)
-        return fresh if progress is None else progress.next_state(fresh)
+        else:
+            fresh = self._next_state(loader)
+            state = fresh if progress is None else progress.next_state(fresh)
+        return state._replace(found={**state.found, **self.sessions.found(loader)})
 
     def _next_state(self, loader: TorchLoader) -> LoaderState:
         """The state before the next epoch."""
@@ -361,7 +359,7 @@ class LoaderControl:
         session = self.sessions.open(loader, spec, epoch_set=self.epoch_was_set, resumed=bool(self.resumed))
         text = "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead"
         begun = spec.begun.epoch, spec.begun.batches, rank.rank, rank.world_size
-        _log.debug(text, *begun, self.counters.placement, loader.num_workers, self.sessions.look_ahead(loader)[0])
+        _log.debug(text, *begun, self.counters.placement, loader.num_workers, self.spec.look_ahead(loader)[0])
         kind = self.spec.kind
         progress = EpochProgress(
             spec,

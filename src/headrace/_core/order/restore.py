@@ -160,12 +160,10 @@ class EpochSeeds:
         if resumed is not None and loader.persistent_workers:
             self.kept = resumed.kept_seed
         if resumed is None or order.resumed is None:
-            draws = order.draws()
-            if not loader.num_workers or self._is_async or self.kept:
-                return draws, self._base_seed(loader, saved)
+            draws, twice = order.draws(), loader.num_workers and not (self._is_async or self.kept)
             base_seed = self._base_seed(loader, saved)
-            draws = order.draws()  # torch does so too; it shows where a sampler draws in `__iter__`
-            return draws, base_seed
+            # torch draws again too; it shows where a sampler draws in `__iter__`
+            return order.draws() if twice else draws, base_seed
         order.restore_generator(resumed)
         # With a generator of the user's it is drawn as then, so that later epochs draw what they would have drawn.
         again = loader.generator is not None and resumed.kept_seed is None
@@ -271,12 +269,10 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
     ]
     for state in (*begun, *ended):
         differences = first.fingerprint.differences(state.fingerprint)
-        for name, old, new in (
-            ("epoch", state.epoch, first.epoch),
-            ("world size", state.ranks, first.ranks),
-        ):
-            if old != new:
-                differences.append(f"{name} was {old}, and is {new}")
+        if state.epoch != first.epoch:
+            differences.append(f"epoch was {state.epoch}, and is {first.epoch}")
+        if state.ranks != first.ranks:
+            differences.append(f"world size was {state.ranks}, and is {first.ranks}")
         if differences:
             raise StateError(f"states of different runs cannot be merged: {'; '.join(differences)}")
     if all(state.rank is None for state in begun):

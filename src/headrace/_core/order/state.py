@@ -36,20 +36,17 @@ def decoded(text: str) -> torch.Tensor:
 VERSION: Final = 3
 LOST_KEPT = 256  # lost batches that a state knows
 
-# Fields of a state before an epoch; the others have their defaults.
-_BETWEEN = (
-    "rank",
-    "ranks",
-    "base_seed",
-    "kept_seed",
-    "sampler_epoch",
-    "generator",
-    "sampler",
-    "streams",
-    "run",
-    "excluded",
-    "lost",
-    "found",
+# Fields that have their defaults in a state before an epoch.
+_WITHIN = (
+    "cursor",
+    "samples",
+    "batches",
+    "over",
+    "order_seed",
+    "last_indices",
+    "next_worker",
+    "delivered",
+    "skipped",
 )
 
 
@@ -64,14 +61,9 @@ class Fingerprint(NamedTuple):
 
     def differences(self, saved: Fingerprint) -> list[str]:
         """For each property that differs, its name, the saved value and the value now."""
-        pairs = (
-            ("dataset", saved.kind, self.kind),
-            ("len(dataset)", saved.length, self.length),
-            ("sampler", saved.order, self.order),
-            ("seed", saved.seed, self.seed),
-            ("num_workers", saved.readers, self.readers),
-        )
-        return [f"{name} was {old}, and is {new}" for name, old, new in pairs if old != new]
+        names = "dataset", "len(dataset)", "sampler", "seed", "num_workers"
+        compared = zip(names, saved, self, strict=True)
+        return [f"{name} was {old}, and is {new}" for name, old, new in compared if old != new]
 
 
 class Run(NamedTuple):
@@ -128,8 +120,7 @@ class LoaderState(NamedTuple):
     @property
     def is_between_epochs(self) -> bool:
         """Whether it is one before an epoch, for which nothing has been drawn."""
-        fields = self._asdict() | {name: self._field_defaults[name] for name in _BETWEEN}
-        return fields == LoaderState(self.epoch, self.fingerprint)._asdict()
+        return all(getattr(self, name) == self._field_defaults[name] for name in _WITHIN)
 
     def noted(self, past: Past, ranks: int, batch_size: int) -> LoaderState:
         """The state with its past; a run begins here if ranks, batch size or exclusions are others than before."""

@@ -95,7 +95,7 @@ class EpochProgress(Iterator[BatchPlan]):
     def __next__(self) -> BatchPlan:
         before = self._samples
         try:
-            if self._spec.over:
+            if self._order.is_stream and self._begun.over:
                 raise StopIteration
             drawn = next(self._spec.draws)
         except StopIteration:

@@ -37,11 +37,6 @@ class EpochSpec(NamedTuple):
     stride: int  # the number of ranks
     block: int  # number of consecutive positions that this rank has before the next rank's turn
 
-    @property
-    def over(self) -> bool:
-        """Whether a stream has nothing left."""
-        return self.order.is_stream and self.begun.over
-
 
 def check_fit(saved: LoaderState, now: Fingerprint) -> None:
     """Raise `StateError`, with each difference, where the state was saved by another loader."""

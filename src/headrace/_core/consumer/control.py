@@ -342,7 +342,7 @@ class LoaderControl:
                 begun = begun._replace(streams=resumed.streams, found=resumed.found)
         else:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=base_seed)
-        begun = begun.noted(self.past, order.rank_of(rank).world_size, loader.batch_size or 0)
+        begun = begun.noted(order.rank_of(rank).world_size, loader.batch_size or 0)
         self.past = begun.past
         self.sampler_epochs[epoch] = begun.sampler_epoch
         spec = epoch_spec(begun, order, drawn, rank)

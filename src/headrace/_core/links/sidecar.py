@@ -50,8 +50,8 @@ class SidecarTask:
 
     config: SharedPickle  # without functions; an error of its unpickling ends each session
     rank: RankInfo  # of the consumer's process
-    engine: int = 0
-    engines: int = 1
+    engine: int
+    engines: int
 
     def __call__(
         self, channel: BlockingChannel, connection: Connection, control: socket.socket, prepare: Callable[[], None]

@@ -143,7 +143,6 @@ class EpochOrder:
         self.resumed = resumed  # the state to continue from, in this order's numbers; None for the whole epoch
         # The number of the first sample drawn, among this rank's.
         self.first_sample = 0 if resumed is None or renumbered or self.shared else resumed.samples
-        self.order_seed = None if resumed is None else resumed.order_seed  # that torch's RandomSampler drew
         self.generator: torch.Tensor | None = None  # state of the generator before the first draw; None if unused
         if resumed is None and self.is_walked and self._generator is not None:
             self.generator = self._generator.get_state()
@@ -162,7 +161,7 @@ class EpochOrder:
     @property
     def is_of_one_rank(self) -> bool:
         """Whether another process would draw another order: from torch's default generator, each its own."""
-        return self.order_seed is not None or (self.generator is not None and self._generator is None)
+        return self.generator is not None and self._generator is None
 
     @property
     def sampler_epoch(self) -> int | None:
@@ -259,17 +258,13 @@ class EpochOrder:
 
     def first_of(self, draws: Iterator[object]) -> object:
         """The first draw; notes the state of the generator that it comes from."""
-        default = torch.default_generator.get_state()
-        if self._generator is None and type(self.sampler) is RandomSampler:
-            self.order_seed = int(torch.empty((), dtype=torch.int64).random_().item())
-            torch.default_generator.set_state(default)
-        elif self._generator is None:
-            self.generator = default
-            drawn = next(draws)
-            if torch.equal(default, torch.default_generator.get_state()):
-                self.generator = None  # nothing was drawn from it
-            return drawn
-        return next(draws)
+        if self._generator is not None:
+            return next(draws)
+        self.generator = torch.default_generator.get_state()
+        drawn = next(draws)
+        if torch.equal(self.generator, torch.default_generator.get_state()):
+            self.generator = None  # nothing was drawn from it
+        return drawn
 
     def restore_generator(self, resumed: LoaderState) -> None:
         if resumed.generator is not None and self._generator is not None:
@@ -305,9 +300,6 @@ class EpochOrder:
             return iter(range(resumed.samples, len(sampler.data_source)))
         if resumed.sampler is not None:
             return self._continued(sampler, resumed.sampler)
-        if self.order_seed is not None:
-            sampler = copy.copy(sampler)
-            sampler.generator = torch.Generator().manual_seed(self.order_seed)
         return self._walked(iter(sampler), resumed, resumed.samples)
 
     def _not_delivered(self, batches: Iterator[Any], resumed: LoaderState) -> Iterator[Scattered]:
@@ -335,7 +327,7 @@ class EpochOrder:
         """Draw and drop the first `count`, and check that they end as they did when the state was saved."""
         trainers: torch.Tensor | None = None
         self.stateful = next((part for part in (draws, *self._parts) if isinstance(part, Stateful)), None)
-        if resumed.order_seed is None and resumed.generator is None:  # the state does not say how they were drawn
+        if resumed.generator is None:  # the state does not say how they were drawn
             draws = _Watched(draws, self)
         if resumed.generator is not None and self._generator is None:
             trainers = torch.default_generator.get_state()

@@ -257,7 +257,6 @@ class EpochProgress(Iterator[BatchPlan]):
             over=over,
             rank=self._rank.rank if of_rank else None,
             ranks=self._rank.world_size,
-            order_seed=order.order_seed,
             generator=encoded(order.generator),
             sampler=self._sampler_at_end if over and not self._begun.over else sampler,
             last_indices=self._begun.last_indices if checked is None else checked,

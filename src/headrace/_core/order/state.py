@@ -42,7 +42,6 @@ _WITHIN = (
     "samples",
     "batches",
     "over",
-    "order_seed",
     "last_indices",
     "next_worker",
     "delivered",
@@ -97,7 +96,6 @@ class LoaderState(NamedTuple):
     rank: int | None = None  # the rank that the state is of; None if it is the same on all
     ranks: int = 1  # the number of ranks
     base_seed: int | None = None  # of the batches' seeds, if it was drawn; None with `seed=`
-    order_seed: int | None = None  # that torch's RandomSampler drew; None of any other order
     kept_seed: int | None = None  # that persistent workers began with, of a state before an epoch; None without
     sampler_epoch: int | None = None  # of a sampler with `set_epoch`, which derives its order from it; None without
     generator: str | None = None  # state of the sampler's generator at the epoch's start, in base64
@@ -122,14 +120,13 @@ class LoaderState(NamedTuple):
         """Whether it is one before an epoch, for which nothing has been drawn."""
         return all(getattr(self, name) == self._field_defaults[name] for name in _WITHIN)
 
-    def noted(self, past: Past, ranks: int, batch_size: int) -> LoaderState:
-        """The state with its past; a run begins here if ranks, batch size or exclusions are others than before."""
-        read_by = ranks, batch_size, len(past.excluded)
-        if not past.run:
-            past = past._replace(run=Run(0, 0, 0, *read_by))
-        elif past.run[3:] != read_by:
-            past = past._replace(run=Run(self.epoch, self.batches, self.cursor, *read_by))
-        return self._replace(**past._asdict())
+    def noted(self, ranks: int, batch_size: int) -> LoaderState:
+        """The state, at which a run begins if ranks, batch size or exclusions are others than before."""
+        read_by = ranks, batch_size, len(self.excluded)
+        if self.run[3:] == read_by:
+            return self
+        begun = (self.epoch, self.batches, self.cursor) if self.run else (0, 0, 0)
+        return self._replace(run=Run(*begun, *read_by))
 
     @property
     def past(self) -> Past:

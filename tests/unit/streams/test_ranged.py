@@ -89,7 +89,8 @@ def test_subclass_with_its_own_aget_is_read_by_it(server, loader_of):
 
 
 def test_reads_of_single_samples_are_joined(server):
-    with hr.DataLoader(windows(server), batch_size=None, sampler=ORDER[:100]) as loader:
+    order = {"batch_size": None, "sampler": ORDER[:100]}
+    with hr.DataLoader(windows(server), **order, memory_budget=None) as loader:  # nothing waits for the first size
         samples, gets = gets_of(server, lambda: loader)
     assert torch.equal(torch.stack(samples), expected(ORDER[:100]))
     assert gets <= 4

@@ -285,7 +285,7 @@ class HostBatch(NamedTuple):
         if read is not None:
             plan = plan._replace(indices=read[0], positions=read[1])
         counts = requests and RequestCounts(*requests)
-        stages = StageTimes(*times[:-_LOAD], FetchLoad(*times[-_LOAD:]))
+        stages = StageTimes._make((*times[:-_LOAD], FetchLoad(*times[-_LOAD:])))
         return cls(plan, data, size, failures, end, empty, counts, worker, state, stages, fetches)
 
     @classmethod

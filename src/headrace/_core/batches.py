@@ -146,9 +146,10 @@ class SessionStart(NamedTuple):
         """Workers whose streams have ended."""
         return {reader for reader, state in self.streams.items() if state.get("ended") is True}
 
-    def state_of(self, worker: int | None) -> dict[str, object] | None:
-        """The state of the stream that a worker reads; None if that begins with the epoch."""
-        state = self.streams.get(worker)
+    @property
+    def own_state(self) -> dict[str, object] | None:
+        """The state of a stream that no worker reads; None if the stream begins with the epoch."""
+        state = self.streams.get(None)
         return None if state is None else dict(state)
 
 

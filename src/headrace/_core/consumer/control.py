@@ -40,7 +40,7 @@ from headrace._core.order.restore import (
     epoch_spec,
     of_rank,
 )
-from headrace._core.order.spec import LoaderSpec, TorchLoader
+from headrace._core.order.spec import LoaderSpec, TorchLoader, samplers_of
 from headrace._core.order.state import Fingerprint, LoaderState, Past, Run, encoded
 from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
@@ -182,7 +182,7 @@ class LoaderControl:
         if self.resumed:
             return
         self._next_epoch = epoch
-        for part in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        for part in samplers_of(loader):
             propagate_epoch(part, epoch)
         self.sessions.set_epoch(epoch)
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from headrace._core.order.exclusion import Exclusion
 from headrace._core.order.samplers import CursorSampler, SeededRandomSampler, SeededRankSampler
-from headrace._core.order.spec import TorchLoader
+from headrace._core.order.spec import TorchLoader, deciding_sampler
 from headrace._core.order.state import LoaderState, checksum, decoded
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.resumable import Stateful
@@ -107,15 +107,10 @@ class EpochOrder:
         self._dataset: Any = loader.dataset
         self._at_once = at_once
         self.is_stream = stream  # whether the dataset decides on the order
-        batches: Any = loader.batch_sampler
-        self._batch_sampler = batches
-        self.sampler: Any = loader.sampler  # of single indices; None where a batch sampler of the user's decides
-        # A subclass that only has attributes of its own batches its sampler as torch does.
-        if isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__:
-            self.sampler = batches.sampler
-        elif batches is not None:
-            self.sampler = None
-        self._decides: Any = self._batch_sampler if self.sampler is None else self.sampler  # on the order
+        self._batch_sampler: Any = loader.batch_sampler
+        self._decides: Any = deciding_sampler(loader)
+        # Of single indices; None where a batch sampler of the user's decides.
+        self.sampler: Any = None if self._decides is self._batch_sampler else self._decides
         self.sampler_name = type(self._decides).__name__
         self.computed: CursorSampler | None = self.sampler if isinstance(self.sampler, CursorSampler) else None
         # Whether the ranks share one order, of which each takes its part, so that positions are of all ranks.

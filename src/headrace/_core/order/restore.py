@@ -12,7 +12,7 @@ from headrace._core.batches import SessionStart
 from headrace._core.failure import Failure, Stage
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.samplers import SeededRandomSampler
-from headrace._core.order.spec import LoaderSpec, TorchLoader
+from headrace._core.order.spec import LoaderSpec, TorchLoader, samplers_of
 from headrace._core.order.state import Fingerprint, LoaderState
 from headrace._core.ranks.distributed import check_given_rank
 from headrace._core.ranks.rankinfo import RankInfo
@@ -112,7 +112,7 @@ def _draws_all(loader: TorchLoader) -> bool:
 
 def check_data_parallel(loader: TorchLoader, rank: RankInfo, seed: int | None) -> None:
     """Raise `ValueError` where ranks of one data-parallel rank would get different batches."""
-    for part in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+    for part in samplers_of(loader):
         given = getattr(part, "rank", None), getattr(part, "num_replicas", None)
         if isinstance(given[0], int) and isinstance(given[1], int):
             check_given_rank(f"the loader's {type(part).__name__}", given[0], given[1], rank)
@@ -155,7 +155,8 @@ class EpochSeeds:
         if resumed is not None and loader.persistent_workers:
             self.kept = resumed.kept_seed
         if resumed is None or order.resumed is None:
-            draws, twice = order.draws(), loader.num_workers and not (self._is_async or self.kept)
+            draws = order.draws()
+            twice = loader.num_workers and not (self._is_async or self.kept)
             base_seed = self._base_seed(loader, saved)
             # torch draws again too; it shows where a sampler draws in `__iter__`
             return order.draws() if twice else draws, base_seed

@@ -147,9 +147,6 @@ class LoaderState(NamedTuple):
         before = [number - made for of, number, made in self.lost if of == epoch and made <= step]
         return step + (before[-1] + 1 if before else 0)
 
-    def to_dict(self) -> State:
-        return states_to_dict((self,))
-
     def _to_values(self) -> State:
         """Always the same keys; lists and tuples of JSON values, and users' own states."""
         streams = sorted(self.streams.items(), key=lambda item: -1 if item[0] is None else item[0])

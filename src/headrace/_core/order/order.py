@@ -25,7 +25,7 @@ from headrace._core.order.samplers import CursorSampler, SeededRandomSampler, Se
 from headrace._core.order.spec import TorchLoader, deciding_sampler
 from headrace._core.order.state import LoaderState, checksum, decoded
 from headrace._core.ranks.rankinfo import RankInfo
-from headrace._core.streams.resumable import Stateful
+from headrace._core.streams.resumable import Stateful, load_copy
 from headrace.errors import StateError
 
 
@@ -70,15 +70,6 @@ def scattered(
             return
         numbers, drawn = zip(*batch, strict=True)
         yield Scattered(drawn, numbers)
-
-
-def _load(part: Stateful, state: object) -> None:
-    try:
-        part.load_state_dict(cast(Any, copy.deepcopy(state)))
-    except StateError:
-        raise
-    except Exception as error:  # user code
-        raise StateError(f"{type(part).__name__}.load_state_dict has refused the state: {error!r}") from error
 
 
 _WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # torch's that are not divided among ranks
@@ -172,7 +163,15 @@ class EpochOrder:
     def restart(self, state: object) -> None:
         """Restore the user's sampler to a state of `sampler_at_start`."""
         if self._own_state is not None and state is not None:
-            _load(self._own_state, state)
+            self._load(self._own_state, state)
+
+    def _load(self, part: object, state: object) -> None:
+        try:
+            load_copy(part, state, self.sampler_name)
+        except StateError:
+            raise
+        except Exception as error:  # user code
+            raise StateError(f"{type(part).__name__}.load_state_dict has refused the state: {error!r}") from error
 
     def sampler_between_epochs(self) -> object:
         """The state of a user's sampler now, between two epochs; None if it has none that outlives them."""
@@ -223,7 +222,7 @@ class EpochOrder:
         if self.resumed is not None and self.resumed.over and not self.is_stream:
             if self._own_state is not None and self.resumed.sampler is not None:
                 self.stateful = self._own_state
-                _load(self._own_state, self.resumed.sampler)
+                self._load(self._own_state, self.resumed.sampler)
             elif self.is_walked and self._generator is not None:  # for the order of later epochs
                 next(self._resumed_draws(self.resumed), None)
             return iter(())
@@ -233,8 +232,7 @@ class EpochOrder:
             if self._between is not None:
                 between, self._between = self._between, None
                 self.restore_generator(between)
-                if self._own_state is not None and between.sampler is not None:
-                    _load(self._own_state, between.sampler)
+                self.restart(between.sampler)
             self.sampler_at_start = self.sampler_between_epochs()
             drawn: Iterator[object] = iter(self._index_sampler)
             if self.is_walked:
@@ -309,13 +307,11 @@ class EpochOrder:
         """The draws of the user's sampler or batch sampler, from a state within an epoch on."""
         self.stateful = part if isinstance(part, Stateful) else None
         if self.stateful is not None:
-            _load(self.stateful, state)  # before its iterator is made
+            self._load(self.stateful, state)  # before its iterator is made
         draws: Iterator[object] = iter(part)
         if self.stateful is None:
-            if not isinstance(draws, Stateful):
-                raise StateError(f"the state has one of {type(part).__name__}, which has no load_state_dict now")
-            _load(draws, state)
-            self.stateful = draws
+            self._load(draws, state)
+            self.stateful = cast(Stateful, draws)
         return draws
 
     def _walked(self, draws: Iterator[object], resumed: LoaderState, count: int) -> Iterator[object]:

@@ -40,7 +40,6 @@ class Take(StreamOperation[T]):
     operation = "take"
     options = ("count",)
     fields = ("left",)
-    same_numbers = True
 
     def __init__(self, source: AsyncIterable[T], count: int) -> None:
         super().__init__(source)
@@ -53,6 +52,9 @@ class Take(StreamOperation[T]):
         sample: T = await anext(self._inner)
         self._left -= 1
         return sample
+
+    def origin(self, number: int) -> Any:
+        return self._inner.origin(number)
 
 
 class EqualLength(Take[T]):

@@ -330,7 +330,6 @@ class StreamOperation(ResumableIterator[T]):
     options: ClassVar[tuple[str, ...]] = ()
     fields: ClassVar[tuple[str, ...]] = ()  # ints, bools, lists of them, `Order`s
     works_on_parts: ClassVar[bool] = False  # whether each worker may apply it to its own part of the shards
-    same_numbers = False  # whether its outcomes are numbered as those of the stream
 
     def __init__(self, source: AsyncIterable[Any] | None) -> None:
         self._inner: Any = None if source is None else start_stream(source)
@@ -373,9 +372,6 @@ class StreamOperation(ResumableIterator[T]):
             saved = expect(state, "inner", dict)
             self._inner = self._inner or self._open()
             self._inner.load_state_dict(saved)
-
-    def origin(self, number: int) -> Any:
-        return self._inner.origin(number) if self.same_numbers else None
 
     async def aclose(self) -> None:
         self._closed = True

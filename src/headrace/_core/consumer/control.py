@@ -246,9 +246,14 @@ class LoaderControl:
     def _next_state(self, loader: TorchLoader) -> LoaderState:
         """The state before the next epoch."""
         order = self.order(loader)
-        sampler, generator = order.sampler_between_epochs(), encoded(order.generator)
-        drawn = {"generator": generator, "sampler": sampler, "kept_seed": self._seeds.kept}
-        return self._fresh(loader, order, self._next_epoch, **drawn)
+        return self._fresh(
+            loader,
+            order,
+            self._next_epoch,
+            generator=encoded(order.generator),
+            sampler=order.sampler_between_epochs(),
+            kept_seed=self._seeds.kept,
+        )
 
     def _fresh(self, loader: TorchLoader, order: EpochOrder, epoch: int, **drawn: Any) -> LoaderState:
         drawn |= {"sampler_epoch": order.sampler_epoch, **self.past._asdict()}
@@ -336,8 +341,8 @@ class LoaderControl:
         drawn = self._seeds.draw(loader, epoch, order, resumed)
         base_seed = drawn[1] if seed is None else None
         if continued is None:
-            seeds = {"base_seed": base_seed, "kept_seed": kept_seed}
-            begun = self._fresh(loader, order, epoch, **seeds, sampler=order.sampler_at_start)
+            sampler = order.sampler_at_start
+            begun = self._fresh(loader, order, epoch, base_seed=base_seed, kept_seed=kept_seed, sampler=sampler)
             if resumed is not None:
                 begun = begun._replace(streams=resumed.streams, found=resumed.found)
         else:

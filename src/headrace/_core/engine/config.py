@@ -101,9 +101,8 @@ class EngineConfig(NamedTuple):
 
     def same_engine(self, other: EngineConfig) -> bool:
         """Whether one engine can run both: they differ in nothing but what belongs to an epoch."""
-        of_epoch: dict[str, Any] = {"dataset": None, "base_seed": 0}
         mine, theirs = (
-            (config.without_functions() if config.functions_of_epoch else config)._replace(**of_epoch)
+            (config.without_functions() if config.functions_of_epoch else config)._replace(dataset=None, base_seed=0)
             for config in (self, other)
         )
         return self.dataset is other.dataset and mine == theirs

@@ -99,7 +99,6 @@ class StageTimes(NamedTuple):
     assembled: float = 0.0  # the engine had the result
     fetch_seconds: float = 0.0  # the duration of one of the batch's fetches
     nbytes: int = 0  # approximate size of the fetched samples
-    load: FetchLoad = FetchLoad()  # of the fetch stage, when the last sample arrived
     engine_cpu: float = 0.0  # CPU seconds of the engine's thread until then
     blocked: float = 0.0  # seconds for which code of the user's has blocked the engine's event loop until then
     blocked_in: str | None = None  # the line that has blocked it longest
@@ -111,11 +110,12 @@ class StageTimes(NamedTuple):
     blocked_before: float = 0.0  # `blocked` when the iteration began
     worked_by: tuple[int, int, int] | None = None  # process, native thread, worker (-1 for none); None if unknown
     steps_seconds: float = 0.0  # of a stream's functions before batching, since the session began
+    load: FetchLoad = FetchLoad()  # of the fetch stage, when the last sample arrived
 
 
 NO_TIMES = StageTimes()
 GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")  # sums since the engine's start
-_LOAD, _LOADS = StageTimes._fields.index("load"), len(FetchLoad._fields)
+_LOAD = len(FetchLoad._fields)
 
 
 class FetchTimes(NamedTuple):
@@ -146,9 +146,10 @@ class SessionStart(NamedTuple):
         """Workers whose streams have ended."""
         return {reader for reader, state in self.streams.items() if state.get("ended") is True}
 
-    def state_of(self, worker: int | None) -> dict[str, object] | None:
-        """The state of the stream that a worker reads; None if that begins with the epoch."""
-        state = self.streams.get(worker)
+    @property
+    def own_state(self) -> dict[str, object] | None:
+        """The state of a stream that no worker reads; None if the stream begins with the epoch."""
+        state = self.streams.get(None)
         return None if state is None else dict(state)
 
 
@@ -277,7 +278,7 @@ class HostBatch(NamedTuple):
         read = None if plan is requested else (plan.indices, plan.positions)
         requests = self.requests and counts_of(self.requests)
         own = (plan.number, read, self.data, self.size, self.failures, self.end, self.empty, requests)
-        return *own, self.worker, self.stream_state, self.fetches, *times[:_LOAD], *times.load, *times[_LOAD + 1 :]
+        return *own, self.worker, self.stream_state, self.fetches, *times[:-1], *times.load
 
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...], plan: BatchPlan) -> HostBatch:
@@ -285,8 +286,7 @@ class HostBatch(NamedTuple):
         if read is not None:
             plan = plan._replace(indices=read[0], positions=read[1])
         counts = requests and RequestCounts(*requests)
-        load = FetchLoad(*times[_LOAD : _LOAD + _LOADS])
-        stages = StageTimes._make((*times[:_LOAD], load, *times[_LOAD + _LOADS :]))
+        stages = StageTimes._make((*times[:-_LOAD], FetchLoad(*times[-_LOAD:])))
         return cls(plan, data, size, failures, end, empty, counts, worker, state, stages, fetches)
 
     @classmethod

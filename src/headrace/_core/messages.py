@@ -77,7 +77,6 @@ class Link:
 
     messages: deque[Answer]  # received, the oldest first; the caller removes them. A `SessionEnd` is the last
     source: Readable | None = None  # a descriptor that is readable when something can be received; None: no wait
-    receives = True  # whether there is something to do in `receive`; otherwise messages are added by another thread
     guarded = False  # whether `send` and `receive` must not overlap with `close`
     look_by: float | None = None  # when `receive` is called even if nothing arrives, by `time.monotonic`; None: never
 
@@ -86,7 +85,7 @@ class Link:
         raise NotImplementedError  # each carrier has its own
 
     def receive(self) -> None:
-        """Add the messages that have arrived to `messages`."""
+        """Add the messages that have arrived to `messages`, unless another thread adds them."""
 
     def must_wait(self) -> bool:
         """Whether there is no message, and `source` will be readable when one arrives."""

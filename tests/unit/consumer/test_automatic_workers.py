@@ -225,7 +225,7 @@ def test_loader_shows_it_and_is_rebuilt_with_it():
     assert (automatic.num_workers, automatic.prefetch_factor) == (1, 2)
     rebuilt = loader(**{name: vars(automatic)[name] for name in ("num_workers", "prefetch_factor", "collate_fn")})
     assert "num_workers='auto'" in repr(rebuilt)
-    assert rebuilt._control.sessions.look_ahead(rebuilt) == automatic._control.sessions.look_ahead(automatic)
+    assert rebuilt._control.spec.look_ahead(rebuilt) == automatic._control.spec.look_ahead(automatic)
     assert loader(engines=2).num_workers == 2
     assert loader(persistent_workers=True, prefetch_factor=3).prefetch_factor == 3
 

@@ -171,7 +171,7 @@ class Own(torch.utils.data.SequentialSampler):
 )
 def test_samplers_of_the_user_are_drawn_no_further_ahead_than_by_torch(sampler, most):
     loader = hr.DataLoader(range(8), num_workers=2, **sampler)
-    assert loader._control.sessions.look_ahead(loader) == (4, most)
+    assert loader._control.spec.look_ahead(loader) == (4, most)
 
 
 def test_look_ahead_of_workers_grows_while_their_batches_are_small_and_quick():

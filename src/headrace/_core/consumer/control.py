@@ -40,7 +40,7 @@ from headrace._core.order.restore import (
     epoch_spec,
     of_rank,
 )
-from headrace._core.order.spec import LoaderSpec, TorchLoader
+from headrace._core.order.spec import LoaderSpec, TorchLoader, samplers_of
 from headrace._core.order.state import Fingerprint, LoaderState, Past, Run, encoded
 from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
@@ -182,7 +182,7 @@ class LoaderControl:
         if self.resumed:
             return
         self._next_epoch = epoch
-        for part in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        for part in samplers_of(loader):
             propagate_epoch(part, epoch)
         self.sessions.set_epoch(epoch)
 
@@ -234,23 +234,26 @@ class LoaderControl:
 
     def _state_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
         """The state of an iteration (None before the first), after its last call of `next()` or `lag` calls before."""
-        state = self._position_of(progress, loader, lag)
-        return state._replace(found={**state.found, **self.sessions.found(loader)})
-
-    def _position_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
         if progress is not None and not (progress.over and lag == 0):
-            return progress.state(lag)
-        if lag:
+            state = progress.state(lag)
+        elif lag:
             raise ValueError(f"lag={lag}: no iteration has begun, so that there is no earlier state")
-        fresh = self._next_state(loader)
-        return fresh if progress is None else progress.next_state(fresh)
+        else:
+            fresh = self._next_state(loader)
+            state = fresh if progress is None else progress.next_state(fresh)
+        return state._replace(found={**state.found, **self.sessions.found(loader)})
 
     def _next_state(self, loader: TorchLoader) -> LoaderState:
         """The state before the next epoch."""
         order = self.order(loader)
-        sampler, generator = order.sampler_between_epochs(), encoded(order.generator)
-        drawn = {"generator": generator, "sampler": sampler, "kept_seed": self._seeds.kept}
-        return self._fresh(loader, order, self._next_epoch, **drawn)
+        return self._fresh(
+            loader,
+            order,
+            self._next_epoch,
+            generator=encoded(order.generator),
+            sampler=order.sampler_between_epochs(),
+            kept_seed=self._seeds.kept,
+        )
 
     def _fresh(self, loader: TorchLoader, order: EpochOrder, epoch: int, **drawn: Any) -> LoaderState:
         drawn |= {"sampler_epoch": order.sampler_epoch, **self.past._asdict()}
@@ -338,13 +341,13 @@ class LoaderControl:
         drawn = self._seeds.draw(loader, epoch, order, resumed)
         base_seed = drawn[1] if seed is None else None
         if continued is None:
-            seeds = {"base_seed": base_seed, "kept_seed": kept_seed}
-            begun = self._fresh(loader, order, epoch, **seeds, sampler=order.sampler_at_start)
+            sampler = order.sampler_at_start
+            begun = self._fresh(loader, order, epoch, base_seed=base_seed, kept_seed=kept_seed, sampler=sampler)
             if resumed is not None:
                 begun = begun._replace(streams=resumed.streams, found=resumed.found)
         else:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=base_seed)
-        begun = begun.noted(self.past, order.rank_of(rank).world_size, loader.batch_size or 0)
+        begun = begun.noted(order.rank_of(rank).world_size, loader.batch_size or 0)
         self.past = begun.past
         self.sampler_epochs[epoch] = begun.sampler_epoch
         spec = epoch_spec(begun, order, drawn, rank)
@@ -361,7 +364,7 @@ class LoaderControl:
         session = self.sessions.open(loader, spec, epoch_set=self.epoch_was_set, resumed=bool(self.resumed))
         text = "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead"
         begun = spec.begun.epoch, spec.begun.batches, rank.rank, rank.world_size
-        _log.debug(text, *begun, self.counters.placement, loader.num_workers, self.sessions.look_ahead(loader)[0])
+        _log.debug(text, *begun, self.counters.placement, loader.num_workers, self.spec.look_ahead(loader)[0])
         kind = self.spec.kind
         progress = EpochProgress(
             spec,

@@ -25,7 +25,7 @@ from headrace._core.messages import Consumed, StatusRequest, TraceRequest, check
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import EpochSpec
 from headrace._core.order.spec import LoaderSpec, TorchLoader, drawn_freely
-from headrace._core.order.state import LoaderState
+from headrace._core.order.state import LoaderState, states_to_dict
 from headrace._core.ranks.rankinfo import provided_rank
 from headrace._core.streams.kinds import DatasetKind, capabilities
 from headrace._core.streams.resumable import State
@@ -124,7 +124,7 @@ class Epoch:
 
     def state_dict(self, lag: int = 0) -> State:
         """The state of this iteration, for the `load_state_dict` of a loader; see `DataLoader.state_dict`."""
-        return self._state(lag).to_dict()
+        return states_to_dict((self._state(lag),))
 
     @property
     def _num_yielded(self) -> int:

@@ -214,10 +214,9 @@ def _run_of(
     `StateError` for steps before the run, and where the step is of other ranks than `asked`.
     """
     number = present.number_of(epoch, step)
-    past = present.past
-    if not past.run or (epoch, number) >= (present.epoch, present.batches):
-        past = present.noted(past, ranks, batch_size).past
-    run = Run(*past.run)
+    if not present.run or (epoch, number) >= (present.epoch, present.batches):
+        present = present.noted(ranks, batch_size)
+    run = Run(*present.run)
     if (epoch, number) < (run.epoch, run.batches):
         raise StateError(
             f"step {step} of epoch {epoch} was made before the number of ranks, batch_size= or the exclusions changed, "

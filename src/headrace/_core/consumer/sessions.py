@@ -70,7 +70,7 @@ class LoaderSessions:
 
     def size_ahead(self, loader: TorchLoader) -> LookAheadSize:
         """The look-ahead, with the limits of now: what one epoch has found is where the next one begins."""
-        self._ahead.resize(*self.look_ahead(loader))
+        self._ahead.resize(*self.spec.look_ahead(loader))
         return self._ahead
 
     def close(self) -> None:
@@ -85,16 +85,12 @@ class LoaderSessions:
         if placement == "process" or loader.num_workers > 0:
             start_early()
 
-    def look_ahead(self, loader: TorchLoader) -> tuple[int, int]:
-        """How many batches are planned before the one that is delivered: at least, and at most."""
-        return self.spec.look_ahead(loader)
-
     def setup(self, loader: TorchLoader) -> Setup:
         """The arguments that decide on the loader's speed."""
         from headrace.telemetry.diagnosis import Setup
 
         options = self.spec.options
-        least, most = self.look_ahead(loader)
+        least, most = self.spec.look_ahead(loader)
         can = capabilities(self.spec.source)
         hedged = can.ranges or (can.aget and not (can.agets and loader._auto_collation))
         return Setup(
@@ -156,7 +152,7 @@ class LoaderSessions:
             num_workers=self.search.least if automatic else loader.num_workers,
             options=engine_options(options),
             deferred=in_thread and assembler.runs_user_code,
-            look_ahead=self.look_ahead(loader)[0],
+            look_ahead=self.spec.look_ahead(loader)[0],
             drop_last=loader.drop_last,
             in_order=loader.in_order,
             base_seed=base_seed,

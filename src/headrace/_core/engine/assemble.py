@@ -137,8 +137,8 @@ class Assembler:
                     sample = transform(sample)
                 transformed.append(sample)
             except self.catch as error:
-                where = {"index": index, "key": key_in(read)}
-                failures.append(Failure.caught(error, stage=Stage.TRANSFORM, batch=plan.number, **where))
+                key = key_in(read)
+                failures.append(Failure.caught(error, stage=Stage.TRANSFORM, batch=plan.number, index=index, key=key))
                 if not self.tolerance.skips:
                     break
         return transformed, failures

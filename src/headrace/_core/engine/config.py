@@ -101,9 +101,8 @@ class EngineConfig(NamedTuple):
 
     def same_engine(self, other: EngineConfig) -> bool:
         """Whether one engine can run both: they differ in nothing but what belongs to an epoch."""
-        of_epoch: dict[str, Any] = {"dataset": None, "base_seed": 0}
         mine, theirs = (
-            (config.without_functions() if config.functions_of_epoch else config)._replace(**of_epoch)
+            (config.without_functions() if config.functions_of_epoch else config)._replace(dataset=None, base_seed=0)
             for config in (self, other)
         )
         return self.dataset is other.dataset and mine == theirs
@@ -125,11 +124,12 @@ _OPEN_LATER = (
 
 def name_unpicklable(config: EngineConfig, error: Exception) -> NoReturn:
     """Raise the error that says what in the config cannot be pickled; `error` itself if each part can."""
-    parts: list[tuple[str, Any]] = [(f"transform {function!r}", function) for function in config.assembler.transforms]
-    parts.append((f"collate_fn {config.assembler.collate!r}", config.assembler.collate))
-    parts.append((f"worker_init_fn {config.worker_init_fn!r}", config.worker_init_fn))
-    parts.append((f"dataset {type(config.dataset).__name__}", config.dataset))
-    for what, part in parts:
+    for what, part in (
+        *((f"transform {function!r}", function) for function in config.assembler.transforms),
+        (f"collate_fn {config.assembler.collate!r}", config.assembler.collate),
+        (f"worker_init_fn {config.worker_init_fn!r}", config.worker_init_fn),
+        (f"dataset {type(config.dataset).__name__}", config.dataset),
+    ):
         if (reason := why_not_picklable(part)) is not None:
             fetched = part is config.dataset and config.kind.is_async
             raise NotPicklableError(what=what, reason=reason, remedy=_OPEN_LATER if fetched else _MAKE_LATER) from error

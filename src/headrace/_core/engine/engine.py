@@ -147,29 +147,25 @@ class Engine:
         return make(context, dataset, concurrency, hedge=options["hedge"] is not None)
 
 
-class _Assembly:
-    """The CPU work of a session: assembly of batches, and a stream's functions before batching, by an executor.
+class _StreamSteps:
+    """A stream's functions before batching, applied for a session by an executor.
 
     Contexts of the session's tasks refer to it, and may outlive the session: so it must not refer to that.
     """
 
-    def __init__(self, executor: Executor, work: Work, steps: Apply | None) -> None:
-        self.steps_seconds = 0.0
-        self.executor = executor
-        self.work = work
-        self._steps = steps
+    def __init__(self, executor: Executor, apply: Apply | None) -> None:
+        self.seconds = 0.0
+        self._executor = executor
+        self._apply = apply or executor.apply
 
     def parallel(self) -> int:
         """How many calls of `apply` it makes at once."""
-        return self.executor.workers
+        return self._executor.workers
 
     async def apply(self, task: StepsTask, chunk: Chunk) -> list[object]:
-        outcomes = await (self._steps or self.executor.apply)(task, chunk)
-        self.steps_seconds += outcomes.seconds
+        outcomes = await self._apply(task, chunk)
+        self.seconds += outcomes.seconds
         return outcomes.of_samples
-
-    async def __call__(self, raw: RawBatch) -> HostBatch:
-        return await self.executor.assemble(raw, self.work)
 
 
 class Session:
@@ -193,9 +189,10 @@ class Session:
         self._engine = engine
         self._assembler = config.assembler
         self._sizes, self._watch = engine.sizes, engine.watch
-        self._assembly = _Assembly(engine.executor, work, steps)
+        self._executor, self._work = engine.executor, work
+        self._steps = _StreamSteps(engine.executor, steps)
         common_seed = batch_seed(config.options["seed"] or 0, start.epoch, 0)
-        self._compute = session_compute(self._assembly.apply, self._assembly.parallel, seed, common_seed)
+        self._compute = session_compute(self._steps.apply, self._steps.parallel, seed, common_seed)
         self._send = send
         self._in_order = config.in_order
         self._next_number = start.batch
@@ -230,8 +227,8 @@ class Session:
             self._send(Status(self._status(message.number)))
         elif isinstance(message, TraceRequest):
             self._context.recorder = FetchRecorder() if message.on else None
-        elif isinstance(message, WorkersRequest) and isinstance(self._engine.executor, ProcessExecutor):
-            self._engine.executor.resize(message.number)
+        elif isinstance(message, WorkersRequest) and isinstance(self._executor, ProcessExecutor):
+            self._executor.resize(message.number)
 
     def _on_consumed(self, number: int) -> None:
         if self._memory is not None:
@@ -250,7 +247,7 @@ class Session:
             samples = describe_samples(missing, self._sample_key)
             count = "1 sample" if len(missing) == 1 else f"{len(missing)} samples"
             return f"batch {number} is in stage fetch, and waits for {count}: {samples}"
-        worker = self._assembly.executor.worker_of(number)
+        worker = self._executor.worker_of(number)
         stage = "assemble (transform and collate)" if raw.samples is not None else "fetch, in a worker"
         who = "" if worker is None else f", worker {worker}"
         return f"batch {number} is in stage {stage}{who}, {describe_samples(raw.plan.indices, self._sample_key)}"
@@ -292,7 +289,7 @@ class Session:
             self._requests.bodies.close()
             self._send(SessionEnd(error))
             # Frees the functions' shared memory now, not at the next garbage collection.
-            self._assembly.work = None
+            self._work = None
 
     async def _run_stages(self) -> None:
         # Not anyio's task group, which cancels a task again at each await, and so interrupts `finally` blocks of user
@@ -326,8 +323,7 @@ class Session:
             load = self._memory.load(load, len(self._plans))
             self._changed.set()
         # Where batches stay in this process, a task and a thread would take longer than the work.
-        work = self._assembly.work
-        host = work.passed_on(raw) if isinstance(work, Assembler) else None
+        host = self._work.passed_on(raw) if isinstance(self._work, Assembler) else None
         if host is None:
             self._assembling[raw.plan.number] = raw
             self._tasks.create_task(self._assemble(raw, fetched, load))
@@ -336,12 +332,12 @@ class Session:
 
     async def _assemble(self, raw: RawBatch, fetched: float, load: FetchLoad) -> None:
         if raw.samples is None:
-            host = await self._assembly(raw)
+            host = await self._executor.assemble(raw, self._work)
         else:
             # Failures stay in this process: an exception of user code is not sent to a worker and back.
             kept, lost = raw.without_failures()
             nothing = self._assembler.nothing_to_do(kept, lost)
-            host = (nothing or await self._assembly(kept)).with_lost(raw, lost)
+            host = (nothing or await self._executor.assemble(kept, self._work)).with_lost(raw, lost)
         del self._assembling[raw.plan.number]
         self._put(raw, host, fetched, load)
 
@@ -364,17 +360,17 @@ class Session:
             time.perf_counter(),
             raw.fetch_seconds,
             int((self._sizes.fetched or 0) * len(raw.plan.indices)),
-            load,
             time.thread_time(),
             self._watch.blocked_seconds,
             self._watch.place,
-            self._assembly.executor.take_deaths(),
+            self._executor.take_deaths(),
             self._watch.queued_seconds,
             *self._requests.take_times(),
             work.work_cpu,
             self._blocked_before,
             work.worked_by,
-            self._assembly.steps_seconds,
+            self._steps.seconds,
+            load,
         )
         fetches = None if self._context.recorder is None else self._context.recorder.take()
         host = host._replace(requests=self._requests.take(), stream_state=state, times=times, fetches=fetches)

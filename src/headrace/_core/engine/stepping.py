@@ -17,8 +17,7 @@ from headrace._core.ranks.distributed import undivided
 from headrace._core.seeding import TransformGenerators, batch_seed
 from headrace._core.streams.epochs import spawn_key
 from headrace._core.streams.steps import Compute, Raised, RunSteps, Step, apply_steps
-from headrace._core.text import add_note
-from headrace._core.transport.pickling import format_error, picklable_error
+from headrace._core.transport.pickling import noted_error
 from headrace._core.transport.shared_pickle import SharedPickle, why_not_picklable
 from headrace.errors import NotPicklableError
 
@@ -86,10 +85,7 @@ class StepsTask:
         outcomes = self.apply(Chunk(*request))
         for place, outcome in enumerate(outcomes.of_samples):
             if type(outcome) is Raised:
-                text = format_error(outcome.error).rstrip()
-                error = picklable_error(outcome.error)
-                add_note(error, f"in a worker process:\n{text}")
-                outcomes.of_samples[place] = Raised(error)
+                outcomes.of_samples[place] = Raised(noted_error(outcome.error, "in a worker process"))
         return outcomes
 
     def apply(self, chunk: Chunk, *, catch: Catch = BaseException) -> Outcomes:

@@ -174,7 +174,7 @@ class StreamFetch(FetchStage):
         self._plans: deque[BatchPlan] = deque()
         self._admitted = asyncio.Event()
         self._stream: ResumableIterator[Any] | None = None
-        self._state = start.state_of(None)  # to be restored
+        self._state = start.own_state  # to be restored
         self._progress = Progress.restored(self._state or {"position": 0}, start.delivered)
         context.spawn(self._read)
 

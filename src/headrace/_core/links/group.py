@@ -189,8 +189,14 @@ class EngineGroup(Link):
             if self._deadline is None:
                 self._deadline = time.monotonic() + cluster.start_timeout
             elif time.monotonic() >= self._deadline:
-                counts = {"running": len(self._running), "engines": self._engines, "least": self._least}
-                self._end(EngineStartError(**counts, seconds=cluster.start_timeout, shortage=self._shortage))
+                error = EngineStartError(
+                    running=len(self._running),
+                    engines=self._engines,
+                    least=self._least,
+                    seconds=cluster.start_timeout,
+                    shortage=self._shortage,
+                )
+                self._end(error)
             return
         self._least, self._deadline = 1, None  # the epoch has begun: one is enough from now on
         for number, plans in self._dealer.deal(sorted(self._running)).items():

@@ -45,7 +45,7 @@ class InlineLink(Link):
         if start.streams:
             warn_of_rereading(start.streams)
             try:
-                self._read = self._in_context(functools.partial(make, state=start.state_of(None)))
+                self._read = self._in_context(functools.partial(make, state=start.own_state))
             except Exception as error:  # raised at the first batch, as in an engine
                 self._read = cannot_start(error, restoring=True)
         else:

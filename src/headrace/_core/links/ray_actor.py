@@ -19,7 +19,7 @@ import ray
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig
 from headrace._core.links.process import ProcessLink, ProcessPlacement
-from headrace._core.links.sidecar import dump_batch, portable_error
+from headrace._core.links.sidecar import dump_batch, portable_end
 from headrace._core.messages import SessionEnd, Status, StatusRequest
 from headrace._core.pool.settings import Settings
 from headrace._core.transport.pickling import Message, copy_of, dump_message, load_message
@@ -206,8 +206,8 @@ class _Served:
             return
         self._last = []
         if end is not None:
-            error = portable_error(end.error, f"on node {ray.util.get_node_ip_address()}")
-            self._last.append(pack(dump_message(SessionEnd(error, end.death))))
+            end = portable_end(end, f"on node {ray.util.get_node_ip_address()}")
+            self._last.append(pack(dump_message(end)))
         self._answers.put_nowait(self._last)
         if self._link is not None:
             self._loop.remove_reader(self._link.source)

@@ -134,7 +134,7 @@ class Session:
             with self._guard as entered:
                 if entered:
                     link.receive()
-        elif link.receives:
+        else:
             link.receive()
         messages = link.messages
         while messages and not self.ended:

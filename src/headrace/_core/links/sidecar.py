@@ -26,10 +26,9 @@ from headrace._core.messages import Answer, Request, SessionEnd, Started
 from headrace._core.pool.launch import adopt_control
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
 from headrace._core.streams.kinds import propagate_epoch
-from headrace._core.text import add_note
 from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
 from headrace._core.transport.log_records import Record, send_no_more_by, send_records_by
-from headrace._core.transport.pickling import Message, dump_message, format_error, picklable_error
+from headrace._core.transport.pickling import Message, dump_message, noted_error
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.slabs import enable_forwarding
 from headrace.errors import LoaderClosedError
@@ -51,8 +50,8 @@ class SidecarTask:
 
     config: SharedPickle  # without functions; an error of its unpickling ends each session
     rank: RankInfo  # of the consumer's process
-    engine: int = 0
-    engines: int = 1
+    engine: int
+    engines: int
 
     def __call__(
         self, channel: BlockingChannel, connection: Connection, control: socket.socket, prepare: Callable[[], None]
@@ -209,7 +208,7 @@ class _SessionServer:
             packed = dump_batch(message, self._plans.pop(message.plan.number))
         elif isinstance(message, SessionEnd):
             self._ended = True
-            packed = dump_message(SessionEnd(portable_error(message.error, "in the loader's process")))
+            packed = dump_message(portable_end(message, "in the loader's process"))
         else:
             packed = dump_message(message)
         self.channel.send(packed)
@@ -221,11 +220,6 @@ def dump_batch(host: HostBatch, plan: BatchPlan) -> Message:
     return dump_message(host.flat(plan), plain=not host.failures)
 
 
-def portable_error(error: BaseException | None, where: str) -> BaseException | None:
-    """An error that another process can unpickle, with its traceback in a note."""
-    if error is None:
-        return None
-    traceback = format_error(error).rstrip()
-    error = picklable_error(error)
-    add_note(error, f"{where}:\n{traceback}")
-    return error
+def portable_end(end: SessionEnd, where: str) -> SessionEnd:
+    """The end of a session with an error that another process can unpickle."""
+    return end if end.error is None else end._replace(error=noted_error(end.error, where))

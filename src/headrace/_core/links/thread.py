@@ -32,7 +32,6 @@ class Mailbox(Link):
     """
 
     source: socket.socket
-    receives = False
 
     def __init__(self) -> None:
         self.messages = deque()

@@ -22,10 +22,10 @@ from torch.utils.data import (
 
 from headrace._core.order.exclusion import Exclusion
 from headrace._core.order.samplers import CursorSampler, SeededRandomSampler, SeededRankSampler
-from headrace._core.order.spec import TorchLoader
+from headrace._core.order.spec import TorchLoader, deciding_sampler
 from headrace._core.order.state import LoaderState, checksum, decoded
 from headrace._core.ranks.rankinfo import RankInfo
-from headrace._core.streams.resumable import Stateful
+from headrace._core.streams.resumable import Stateful, load_copy
 from headrace.errors import StateError
 
 
@@ -72,15 +72,6 @@ def scattered(
         yield Scattered(drawn, numbers)
 
 
-def _load(part: Stateful, state: object) -> None:
-    try:
-        part.load_state_dict(cast(Any, copy.deepcopy(state)))
-    except StateError:
-        raise
-    except Exception as error:  # user code
-        raise StateError(f"{type(part).__name__}.load_state_dict has refused the state: {error!r}") from error
-
-
 _WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # torch's that are not divided among ranks
 COMPUTED = (
     "use shuffle=True with seed=, an ElasticSampler (shuffle=False for the dataset's order), or a BlockShuffleSampler"
@@ -107,15 +98,10 @@ class EpochOrder:
         self._dataset: Any = loader.dataset
         self._at_once = at_once
         self.is_stream = stream  # whether the dataset decides on the order
-        batches: Any = loader.batch_sampler
-        self._batch_sampler = batches
-        self.sampler: Any = loader.sampler  # of single indices; None where a batch sampler of the user's decides
-        # A subclass that only has attributes of its own batches its sampler as torch does.
-        if isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__:
-            self.sampler = batches.sampler
-        elif batches is not None:
-            self.sampler = None
-        self._decides: Any = self._batch_sampler if self.sampler is None else self.sampler  # on the order
+        self._batch_sampler: Any = loader.batch_sampler
+        self._decides: Any = deciding_sampler(loader)
+        # Of single indices; None where a batch sampler of the user's decides.
+        self.sampler: Any = None if self._decides is self._batch_sampler else self._decides
         self.sampler_name = type(self._decides).__name__
         self.computed: CursorSampler | None = self.sampler if isinstance(self.sampler, CursorSampler) else None
         # Whether the ranks share one order, of which each takes its part, so that positions are of all ranks.
@@ -143,7 +129,6 @@ class EpochOrder:
         self.resumed = resumed  # the state to continue from, in this order's numbers; None for the whole epoch
         # The number of the first sample drawn, among this rank's.
         self.first_sample = 0 if resumed is None or renumbered or self.shared else resumed.samples
-        self.order_seed = None if resumed is None else resumed.order_seed  # that torch's RandomSampler drew
         self.generator: torch.Tensor | None = None  # state of the generator before the first draw; None if unused
         if resumed is None and self.is_walked and self._generator is not None:
             self.generator = self._generator.get_state()
@@ -162,7 +147,7 @@ class EpochOrder:
     @property
     def is_of_one_rank(self) -> bool:
         """Whether another process would draw another order: from torch's default generator, each its own."""
-        return self.order_seed is not None or (self.generator is not None and self._generator is None)
+        return self.generator is not None and self._generator is None
 
     @property
     def sampler_epoch(self) -> int | None:
@@ -178,7 +163,15 @@ class EpochOrder:
     def restart(self, state: object) -> None:
         """Restore the user's sampler to a state of `sampler_at_start`."""
         if self._own_state is not None and state is not None:
-            _load(self._own_state, state)
+            self._load(self._own_state, state)
+
+    def _load(self, part: object, state: object) -> None:
+        try:
+            load_copy(part, state, self.sampler_name)
+        except StateError:
+            raise
+        except Exception as error:  # user code
+            raise StateError(f"{type(part).__name__}.load_state_dict has refused the state: {error!r}") from error
 
     def sampler_between_epochs(self) -> object:
         """The state of a user's sampler now, between two epochs; None if it has none that outlives them."""
@@ -229,7 +222,7 @@ class EpochOrder:
         if self.resumed is not None and self.resumed.over and not self.is_stream:
             if self._own_state is not None and self.resumed.sampler is not None:
                 self.stateful = self._own_state
-                _load(self._own_state, self.resumed.sampler)
+                self._load(self._own_state, self.resumed.sampler)
             elif self.is_walked and self._generator is not None:  # for the order of later epochs
                 next(self._resumed_draws(self.resumed), None)
             return iter(())
@@ -239,8 +232,7 @@ class EpochOrder:
             if self._between is not None:
                 between, self._between = self._between, None
                 self.restore_generator(between)
-                if self._own_state is not None and between.sampler is not None:
-                    _load(self._own_state, between.sampler)
+                self.restart(between.sampler)
             self.sampler_at_start = self.sampler_between_epochs()
             drawn: Iterator[object] = iter(self._index_sampler)
             if self.is_walked:
@@ -259,17 +251,13 @@ class EpochOrder:
 
     def first_of(self, draws: Iterator[object]) -> object:
         """The first draw; notes the state of the generator that it comes from."""
-        default = torch.default_generator.get_state()
-        if self._generator is None and type(self.sampler) is RandomSampler:
-            self.order_seed = int(torch.empty((), dtype=torch.int64).random_().item())
-            torch.default_generator.set_state(default)
-        elif self._generator is None:
-            self.generator = default
-            drawn = next(draws)
-            if torch.equal(default, torch.default_generator.get_state()):
-                self.generator = None  # nothing was drawn from it
-            return drawn
-        return next(draws)
+        if self._generator is not None:
+            return next(draws)
+        self.generator = torch.default_generator.get_state()
+        drawn = next(draws)
+        if torch.equal(self.generator, torch.default_generator.get_state()):
+            self.generator = None  # nothing was drawn from it
+        return drawn
 
     def restore_generator(self, resumed: LoaderState) -> None:
         if resumed.generator is not None and self._generator is not None:
@@ -305,9 +293,6 @@ class EpochOrder:
             return iter(range(resumed.samples, len(sampler.data_source)))
         if resumed.sampler is not None:
             return self._continued(sampler, resumed.sampler)
-        if self.order_seed is not None:
-            sampler = copy.copy(sampler)
-            sampler.generator = torch.Generator().manual_seed(self.order_seed)
         return self._walked(iter(sampler), resumed, resumed.samples)
 
     def _not_delivered(self, batches: Iterator[Any], resumed: LoaderState) -> Iterator[Scattered]:
@@ -322,20 +307,18 @@ class EpochOrder:
         """The draws of the user's sampler or batch sampler, from a state within an epoch on."""
         self.stateful = part if isinstance(part, Stateful) else None
         if self.stateful is not None:
-            _load(self.stateful, state)  # before its iterator is made
+            self._load(self.stateful, state)  # before its iterator is made
         draws: Iterator[object] = iter(part)
         if self.stateful is None:
-            if not isinstance(draws, Stateful):
-                raise StateError(f"the state has one of {type(part).__name__}, which has no load_state_dict now")
-            _load(draws, state)
-            self.stateful = draws
+            self._load(draws, state)
+            self.stateful = cast(Stateful, draws)
         return draws
 
     def _walked(self, draws: Iterator[object], resumed: LoaderState, count: int) -> Iterator[object]:
         """Draw and drop the first `count`, and check that they end as they did when the state was saved."""
         trainers: torch.Tensor | None = None
         self.stateful = next((part for part in (draws, *self._parts) if isinstance(part, Stateful)), None)
-        if resumed.order_seed is None and resumed.generator is None:  # the state does not say how they were drawn
+        if resumed.generator is None:  # the state does not say how they were drawn
             draws = _Watched(draws, self)
         if resumed.generator is not None and self._generator is None:
             trainers = torch.default_generator.get_state()

@@ -25,7 +25,7 @@ _Drawn: TypeAlias = tuple[Any, ...]
 
 
 class _Point(NamedTuple):
-    """The position after a batch. Made as a plain tuple too."""
+    """The position after a batch."""
 
     batches: int  # number of the epoch's batches that were given out without a gap
     drawn: _Drawn  # the plan of the last of them, with what was drawn for them
@@ -71,8 +71,8 @@ class EpochProgress(Iterator[BatchPlan]):
         streams = spec.session.streams or begun.streams  # of a restored stream, numbered as by the session
         drawn = None, first, first, begun.sampler
         skipped = *begun.skipped, begun.lost
-        self._last: tuple[Any, ...] = begun.batches, drawn, streams, begun.next_worker - 1, (), skipped, NO_TIMES
-        self._points = deque([self._last], maxlen=KEPT_POINTS)  # as `_Point`
+        self._last = _Point(begun.batches, drawn, streams, begun.next_worker - 1, (), skipped, NO_TIMES)
+        self._points = deque([self._last], maxlen=KEPT_POINTS)
         self._number = begun.batches  # of the next plan
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
         self._sampler_at_end: object = None  # its state then, which may be another one than after the last plan
@@ -90,12 +90,12 @@ class EpochProgress(Iterator[BatchPlan]):
     @property
     def streams(self) -> Mapping[int | None, Mapping[str, object]]:
         """The states of the streams there, by their reader."""
-        return _Point(*self._points[-1]).loaded_streams()
+        return self._points[-1].loaded_streams()
 
     def __next__(self) -> BatchPlan:
         before = self._samples
         try:
-            if self._spec.over:
+            if self._order.is_stream and self._begun.over:
                 raise StopIteration
             drawn = next(self._spec.draws)
         except StopIteration:
@@ -151,23 +151,16 @@ class EpochProgress(Iterator[BatchPlan]):
     def on_batch(self, host: HostBatch, skipped: tuple[Any, ...], *, given: bool) -> None:
         """Record a batch, which `next()` returns or raises its error, if it is `given`; otherwise it is skipped."""
         self._before_first = None
-        plan, _, _, _, _, _, _, worker, state, times, _ = host
-        number = plan.number
+        number = host.plan.number
         drawn = self._drawn.get(number)
         if drawn is None:  # recorded already, by a call of `next()` that Ctrl-C has interrupted
             return
-        batches, _, streams, last_worker, _, _, _ = self._last
-        if number == batches and worker is None and not self._beyond:
-            if state is not None:
-                streams = {**streams, None: state}
-            self._last = number + 1, drawn, streams, last_worker, (), skipped, times
-        else:
-            self._last = self._after(host, drawn, skipped)
+        self._last = self._after(host, drawn, skipped)
         del self._drawn[number]
         if given:
             self._points.append(self._last)
 
-    def _after(self, host: HostBatch, drawn: _Drawn, skipped: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _after(self, host: HostBatch, drawn: _Drawn, skipped: tuple[Any, ...]) -> _Point:
         batches, last_drawn, streams, last_worker, *_ = self._last
         number, state = host.plan.number, host.stream_state
         if host.worker is not None:
@@ -188,14 +181,14 @@ class EpochProgress(Iterator[BatchPlan]):
                 drawn = self._beyond.pop(batches)
                 state = drawn[4]
         delivered = tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
-        return batches, last_drawn, streams, last_worker, delivered, skipped, host.times
+        return _Point(batches, last_drawn, streams, last_worker, delivered, skipped, host.times)
 
     @property
     def kept_streams(self) -> dict[int | None, Mapping[str, object]]:
         """The states of a user's dataset, by its reader, for the next epoch; none while this one is not over."""
         if not (self.over and self._keeps_dataset):
             return {}
-        kept = {reader: state_of_dataset(state) for reader, state in _Point(*self._last).loaded_streams().items()}
+        kept = {reader: state_of_dataset(state) for reader, state in self._last.loaded_streams().items()}
         return {reader: state for reader, state in kept.items() if state is not None}
 
     @property
@@ -206,13 +199,13 @@ class EpochProgress(Iterator[BatchPlan]):
     @property
     def lost(self) -> tuple[tuple[int, int, int], ...]:
         """The lost batches up to the last batch, also of earlier epochs; see `LoaderState.lost`."""
-        lost: tuple[tuple[int, int, int], ...] = _Point(*self._last).skipped[3]
+        lost: tuple[tuple[int, int, int], ...] = self._last.skipped[3]
         return lost
 
     @property
     def found(self) -> Mapping[str, int]:
         """What the loader has found for arguments with "auto", up to the last batch."""
-        return self._found(_Point(*self._last))
+        return self._found(self._last)
 
     def _found(self, point: _Point) -> Mapping[str, int]:
         limit, found = point.times.load.limit, self._begun.found
@@ -230,7 +223,7 @@ class EpochProgress(Iterator[BatchPlan]):
         if not 0 <= back < len(self._points):
             most = len(self._points) - 1 + self.over
             raise ValueError(f"lag={lag} must be {int(self.over)} to {most}: other states are not kept")
-        point, order = _Point(*self._points[-1 - back]), self._order
+        point, order = self._points[-1 - back], self._order
         size = self._begun.fingerprint.length
         plan, first, samples, sampler = point.drawn
         cursor = self._spec.origin + samples * self._spec.ranks
@@ -257,7 +250,6 @@ class EpochProgress(Iterator[BatchPlan]):
             over=over,
             rank=self._rank.rank if of_rank else None,
             ranks=self._rank.world_size,
-            order_seed=order.order_seed,
             generator=encoded(order.generator),
             sampler=self._sampler_at_end if over and not self._begun.over else sampler,
             last_indices=self._begun.last_indices if checked is None else checked,

@@ -12,7 +12,7 @@ from headrace._core.batches import SessionStart
 from headrace._core.failure import Failure, Stage
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.samplers import SeededRandomSampler
-from headrace._core.order.spec import LoaderSpec, TorchLoader
+from headrace._core.order.spec import LoaderSpec, TorchLoader, samplers_of
 from headrace._core.order.state import Fingerprint, LoaderState
 from headrace._core.ranks.distributed import check_given_rank
 from headrace._core.ranks.rankinfo import RankInfo
@@ -36,11 +36,6 @@ class EpochSpec(NamedTuple):
     first: int  # position of this rank's sample 0 among the samples of all ranks
     stride: int  # the number of ranks
     block: int  # number of consecutive positions that this rank has before the next rank's turn
-
-    @property
-    def over(self) -> bool:
-        """Whether a stream has nothing left."""
-        return self.order.is_stream and self.begun.over
 
 
 def check_fit(saved: LoaderState, now: Fingerprint) -> None:
@@ -117,7 +112,7 @@ def _draws_all(loader: TorchLoader) -> bool:
 
 def check_data_parallel(loader: TorchLoader, rank: RankInfo, seed: int | None) -> None:
     """Raise `ValueError` where ranks of one data-parallel rank would get different batches."""
-    for part in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+    for part in samplers_of(loader):
         given = getattr(part, "rank", None), getattr(part, "num_replicas", None)
         if isinstance(given[0], int) and isinstance(given[1], int):
             check_given_rank(f"the loader's {type(part).__name__}", given[0], given[1], rank)
@@ -161,11 +156,10 @@ class EpochSeeds:
             self.kept = resumed.kept_seed
         if resumed is None or order.resumed is None:
             draws = order.draws()
-            if not loader.num_workers or self._is_async or self.kept:
-                return draws, self._base_seed(loader, saved)
+            twice = loader.num_workers and not (self._is_async or self.kept)
             base_seed = self._base_seed(loader, saved)
-            draws = order.draws()  # torch does so too; it shows where a sampler draws in `__iter__`
-            return draws, base_seed
+            # torch draws again too; it shows where a sampler draws in `__iter__`
+            return order.draws() if twice else draws, base_seed
         order.restore_generator(resumed)
         # With a generator of the user's it is drawn as then, so that later epochs draw what they would have drawn.
         again = loader.generator is not None and resumed.kept_seed is None
@@ -271,12 +265,10 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
     ]
     for state in (*begun, *ended):
         differences = first.fingerprint.differences(state.fingerprint)
-        for name, old, new in (
-            ("epoch", state.epoch, first.epoch),
-            ("world size", state.ranks, first.ranks),
-        ):
-            if old != new:
-                differences.append(f"{name} was {old}, and is {new}")
+        if state.epoch != first.epoch:
+            differences.append(f"epoch was {state.epoch}, and is {first.epoch}")
+        if state.ranks != first.ranks:
+            differences.append(f"world size was {state.ranks}, and is {first.ranks}")
         if differences:
             raise StateError(f"states of different runs cannot be merged: {'; '.join(differences)}")
     if all(state.rank is None for state in begun):

@@ -198,9 +198,14 @@ class SeededRankSampler(RankSampler):
     """The order of a loader with a seed, dealt to the ranks: in place of a trainer's `DistributedSampler`."""
 
     def __init__(self, replaced: DistributedSampler[Any], *, seed: int) -> None:
-        ranks = {"rank": replaced.rank, "world_size": replaced.num_replicas}
-        options = {"shuffle": replaced.shuffle, "drop_last": replaced.drop_last}
-        super().__init__(replaced.dataset, seed=seed, **options, **ranks)  # type: ignore[arg-type]
+        super().__init__(
+            replaced.dataset,  # type: ignore[arg-type]
+            shuffle=replaced.shuffle,
+            seed=seed,
+            rank=replaced.rank,
+            world_size=replaced.num_replicas,
+            drop_last=replaced.drop_last,
+        )
 
     def on_one_rank(self) -> SeededRandomSampler | SequentialSampler:
         """The sampler with the same order on a single rank."""

@@ -25,13 +25,24 @@ def is_of_libraries(part: object) -> bool:
     return type(part).__module__.startswith(("headrace.", "torch.utils."))
 
 
+def samplers_of(loader: TorchLoader) -> tuple[Any, Any, Any]:
+    """The batch sampler, the sampler, and the sampler of the batch sampler; None for those that are not there."""
+    return loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+
+
+def deciding_sampler(loader: TorchLoader) -> Any:
+    """The sampler that decides on the order: of single indices, or a batch sampler of the user's."""
+    batches = loader.batch_sampler
+    if batches is None:
+        return loader.sampler
+    # A subclass that only has attributes of its own batches its sampler as torch does.
+    inherits = isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__
+    return batches.sampler if inherits else batches  # type: ignore[attr-defined]
+
+
 def drawn_freely(loader: TorchLoader) -> float:
     """How many batches may be drawn at any time: the sampler then uses no generator that the program may use too."""
-    batches, sampler = loader.batch_sampler, loader.sampler
-    if isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__:
-        sampler = batches.sampler
-    elif batches is not None:
-        sampler = batches
+    sampler = deciding_sampler(loader)
     if not is_of_libraries(sampler):
         return 0
     if isinstance(sampler, CursorSampler) or getattr(sampler, "generator", None) is None:

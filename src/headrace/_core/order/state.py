@@ -36,20 +36,16 @@ def decoded(text: str) -> torch.Tensor:
 VERSION: Final = 3
 LOST_KEPT = 256  # lost batches that a state knows
 
-# Fields of a state before an epoch; the others have their defaults.
-_BETWEEN = (
-    "rank",
-    "ranks",
-    "base_seed",
-    "kept_seed",
-    "sampler_epoch",
-    "generator",
-    "sampler",
-    "streams",
-    "run",
-    "excluded",
-    "lost",
-    "found",
+# Fields that have their defaults in a state before an epoch.
+_WITHIN = (
+    "cursor",
+    "samples",
+    "batches",
+    "over",
+    "last_indices",
+    "next_worker",
+    "delivered",
+    "skipped",
 )
 
 
@@ -64,14 +60,9 @@ class Fingerprint(NamedTuple):
 
     def differences(self, saved: Fingerprint) -> list[str]:
         """For each property that differs, its name, the saved value and the value now."""
-        pairs = (
-            ("dataset", saved.kind, self.kind),
-            ("len(dataset)", saved.length, self.length),
-            ("sampler", saved.order, self.order),
-            ("seed", saved.seed, self.seed),
-            ("num_workers", saved.readers, self.readers),
-        )
-        return [f"{name} was {old}, and is {new}" for name, old, new in pairs if old != new]
+        names = "dataset", "len(dataset)", "sampler", "seed", "num_workers"
+        compared = zip(names, saved, self, strict=True)
+        return [f"{name} was {old}, and is {new}" for name, old, new in compared if old != new]
 
 
 class Run(NamedTuple):
@@ -105,7 +96,6 @@ class LoaderState(NamedTuple):
     rank: int | None = None  # the rank that the state is of; None if it is the same on all
     ranks: int = 1  # the number of ranks
     base_seed: int | None = None  # of the batches' seeds, if it was drawn; None with `seed=`
-    order_seed: int | None = None  # that torch's RandomSampler drew; None of any other order
     kept_seed: int | None = None  # that persistent workers began with, of a state before an epoch; None without
     sampler_epoch: int | None = None  # of a sampler with `set_epoch`, which derives its order from it; None without
     generator: str | None = None  # state of the sampler's generator at the epoch's start, in base64
@@ -128,17 +118,15 @@ class LoaderState(NamedTuple):
     @property
     def is_between_epochs(self) -> bool:
         """Whether it is one before an epoch, for which nothing has been drawn."""
-        fields = self._asdict() | {name: self._field_defaults[name] for name in _BETWEEN}
-        return fields == LoaderState(self.epoch, self.fingerprint)._asdict()
+        return all(getattr(self, name) == self._field_defaults[name] for name in _WITHIN)
 
-    def noted(self, past: Past, ranks: int, batch_size: int) -> LoaderState:
-        """The state with its past; a run begins here if ranks, batch size or exclusions are others than before."""
-        read_by = ranks, batch_size, len(past.excluded)
-        if not past.run:
-            past = past._replace(run=Run(0, 0, 0, *read_by))
-        elif past.run[3:] != read_by:
-            past = past._replace(run=Run(self.epoch, self.batches, self.cursor, *read_by))
-        return self._replace(**past._asdict())
+    def noted(self, ranks: int, batch_size: int) -> LoaderState:
+        """The state, at which a run begins if ranks, batch size or exclusions are others than before."""
+        read_by = ranks, batch_size, len(self.excluded)
+        if self.run[3:] == read_by:
+            return self
+        begun = (self.epoch, self.batches, self.cursor) if self.run else (0, 0, 0)
+        return self._replace(run=Run(*begun, *read_by))
 
     @property
     def past(self) -> Past:
@@ -158,9 +146,6 @@ class LoaderState(NamedTuple):
             )
         before = [number - made for of, number, made in self.lost if of == epoch and made <= step]
         return step + (before[-1] + 1 if before else 0)
-
-    def to_dict(self) -> State:
-        return states_to_dict((self,))
 
     def _to_values(self) -> State:
         """Always the same keys; lists and tuples of JSON values, and users' own states."""

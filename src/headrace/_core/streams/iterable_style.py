@@ -236,9 +236,16 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         made = {"segment_ids", "positions", *(("labels",) if labels else ())}
         if isinstance(fields, str) or not fields or made & {*fields}:
             raise ValueError(f"fields={fields!r} must be keys, that of the tokens first, without {sorted(made)}")
-        options = {"seq_len": seq_len, "strategy": str(strategy), "window": window, "labels": labels}
-        shown = f"{{}}.pack({seq_len}, {strategy!r})"
-        return OperatedStream(self, shown, Pack, **options, names=tuple(fields))
+        return OperatedStream(
+            self,
+            f"{{}}.pack({seq_len}, {strategy!r})",
+            Pack,
+            seq_len=seq_len,
+            strategy=str(strategy),
+            window=window,
+            names=tuple(fields),
+            labels=labels,
+        )
 
     def __iter__(self) -> Iterator[T_co]:
         return SyncStream(*plan(self))

@@ -170,7 +170,7 @@ class Mix(StreamOperation[object]):
         self._over = True
         await self.aclose()
 
-    def _inner_states(self) -> list[State | None]:
+    def _inner_state(self) -> list[State | None]:
         for number in self._touched:
             self._states[number] = self._inner[number].state_dict()
         self._touched.clear()
@@ -196,6 +196,15 @@ class Mix(StreamOperation[object]):
                 state[field] = [values[before.index(name)] if name in before else new for name in now]
         super().load_state_dict(state)
         self._touched = {*range(len(now))}
+
+    def _restore_inner(self, state: State) -> None:
+        for stream, saved in zip(self._inner, expect(state, "inner", list, length=len(self._inner)), strict=True):
+            if saved is not None:  # otherwise nothing was read of it
+                stream.load_state_dict(saved)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await close_all(*self._inner)
 
     def _restored(self) -> None:
         self._weighed_until = 0

@@ -40,7 +40,6 @@ class Take(StreamOperation[T]):
     operation = "take"
     options = ("count",)
     fields = ("left",)
-    same_numbers = True
 
     def __init__(self, source: AsyncIterable[T], count: int) -> None:
         super().__init__(source)
@@ -53,6 +52,9 @@ class Take(StreamOperation[T]):
         sample: T = await anext(self._inner)
         self._left -= 1
         return sample
+
+    def origin(self, number: int) -> Any:
+        return self._inner.origin(number)
 
 
 class EqualLength(Take[T]):
@@ -113,7 +115,7 @@ class Concat(StreamOperation[Any]):
     def _is_over(self) -> bool:
         return self._begun >= self._parts
 
-    def _open(self, *_: object) -> ResumableIterator[object]:
+    def _open(self) -> ResumableIterator[object]:
         """Start the stream with the number `_begun`, from 1."""
         with child_seeds(self._key, self._begun - 1):
             return start_stream(self._datasets[self._begun - 1])
@@ -134,7 +136,7 @@ class Repeat(Concat):
     def _is_over(self) -> bool:
         return not self._gave if self._times is None else self._begun == self._times
 
-    def _open(self, *_: object) -> ResumableIterator[object]:
+    def _open(self) -> ResumableIterator[object]:
         if self._times is None:
             self.endless_passes = self._begun - 1
         start = functools.partial(start_stream, self._datasets[0])

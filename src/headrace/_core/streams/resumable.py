@@ -320,7 +320,7 @@ class StreamOperation(ResumableIterator[T]):
 
     A class names its `operation`, the `options` that must be the same where a state is loaded, and the `fields` that
     change while it reads; they are attributes of the same name after an underscore. `_inner` is the
-    stream that it reads, None if none is read now, or a list. Saving, restoring and checking are written here, once.
+    stream that it reads, None if none is read now. Saving, restoring and checking are written here, once.
 
     Operations are classes, not generators: an error of one sample is raised by `anext`, and the next call continues
     after it. A generator would have ended, and with it the rest of the epoch.
@@ -330,7 +330,6 @@ class StreamOperation(ResumableIterator[T]):
     options: ClassVar[tuple[str, ...]] = ()
     fields: ClassVar[tuple[str, ...]] = ()  # ints, bools, lists of them, `Order`s
     works_on_parts: ClassVar[bool] = False  # whether each worker may apply it to its own part of the shards
-    same_numbers = False  # whether its outcomes are numbered as those of the stream
 
     def __init__(self, source: AsyncIterable[Any] | None) -> None:
         self._inner: Any = None if source is None else start_stream(source)
@@ -340,9 +339,9 @@ class StreamOperation(ResumableIterator[T]):
         sample: T = await anext(self._inner)
         return sample
 
-    def _open(self, number: int, state: State) -> ResumableIterator[Any]:
-        """Start the stream (`number` of a list) that a state is in the midst of; the fields are restored already."""
-        raise NotImplementedError  # not called where the streams are started with the operation
+    def _open(self) -> ResumableIterator[Any]:
+        """Start the stream that a state is in the midst of; the fields are restored already."""
+        raise NotImplementedError  # not called where the stream is started with the operation
 
     def _restored(self) -> None:
         """Derive other attributes from the restored fields, before streams are restored."""
@@ -354,15 +353,10 @@ class StreamOperation(ResumableIterator[T]):
             if isinstance(value, Order):
                 value = {"seed": value.seed, "epoch": value.epoch, "repetition": value.repetition}
             state[name] = value.copy() if type(value) is list else value
-        inner = self._inner
-        if type(inner) is list:
-            state["inner"] = self._inner_states()
-        else:
-            state["inner"] = None if inner is None else inner.state_dict()
-        return state
+        return {**state, "inner": self._inner_state()}
 
-    def _inner_states(self) -> list[State | None]:
-        return [stream.state_dict() for stream in self._inner]
+    def _inner_state(self) -> object:
+        return None if self._inner is None else self._inner.state_dict()
 
     def load_state_dict(self, state: State) -> None:
         check_operation(state, self.operation)
@@ -371,24 +365,17 @@ class StreamOperation(ResumableIterator[T]):
         for name in self.fields:
             setattr(self, f"_{name}", _restored_value(state, name, getattr(self, f"_{name}")))
         self._restored()
-        inner = self._inner
-        if type(inner) is list:
-            for number, saved in enumerate(expect(state, "inner", list, length=len(inner) or None)):
-                if number == len(inner):
-                    inner.append(self._open(number, saved))
-                if saved is not None:  # otherwise nothing was read of it
-                    inner[number].load_state_dict(saved)
-        elif inner is not None or state.get("inner") is not None:
-            saved = expect(state, "inner", dict)
-            self._inner = self._open(0, saved) if inner is None else inner
-            self._inner.load_state_dict(saved)
+        self._restore_inner(state)
 
-    def origin(self, number: int) -> Any:
-        return self._inner.origin(number) if self.same_numbers else None
+    def _restore_inner(self, state: State) -> None:
+        if self._inner is not None or state.get("inner") is not None:
+            saved = expect(state, "inner", dict)
+            self._inner = self._inner or self._open()
+            self._inner.load_state_dict(saved)
 
     async def aclose(self) -> None:
         self._closed = True
-        await close_all(*(self._inner if type(self._inner) is list else [self._inner]))
+        await close_all(self._inner)
 
 
 def _restored_value(state: State, name: str, present: Any) -> object:

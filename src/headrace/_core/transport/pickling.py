@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from headrace._core.descriptors import Descriptor, received, received_descriptor
-from headrace._core.text import error_message, set_cause
+from headrace._core.text import add_note, error_message, set_cause
 from headrace._core.transport.exceptions import reduce_exception, with_text, without_unpicklable_parts
 from headrace._core.transport.slabs import SMALL, SMALL_PART, aligned
 from headrace.collate import NUMPY_DTYPES, tensor_of
@@ -109,6 +109,14 @@ def picklable_error(error: E) -> E | RemoteError:
         if type(reduced) is type(error) and (copied := _copied(reduced)) is not _LOST:
             return reduced if error_message(copied) == text else _keeping(reduced, text)
     return _as_text(error, text)
+
+
+def noted_error(error: E, where: str) -> E | RemoteError:
+    """An error that another process can unpickle, with its traceback in a note."""
+    traceback = format_error(error).rstrip()
+    portable = picklable_error(error)
+    add_note(portable, f"{where}:\n{traceback}")
+    return portable
 
 
 def _keeping(error: E, text: str) -> E | RemoteError:

@@ -435,7 +435,8 @@ def checked_with_count(fetched):
 
 def read_throttled(ledger):
     dataset = CountsFetches(ledger.objects(retry=hr.RetryPolicy()), at_first=64)
-    with ledger.loader(dataset, batch_size=25, transform=checked_with_count) as loader:
+    # Without a budget: otherwise one batch is fetched alone until the size of a sample is known.
+    with ledger.loader(dataset, batch_size=25, transform=checked_with_count, memory_budget=None) as loader:
         delivered = [pair for batch in loader for pair in zip(*(column.tolist() for column in batch), strict=True)]
     assert collections.Counter(number for number, _ in delivered) == once_each(range(2000))
     # The initial limit, or twice that if the machine was too slow for the store to throttle at once.

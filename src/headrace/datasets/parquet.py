@@ -78,8 +78,8 @@ class TableStream(PartStream[Any]):
         """The `pyarrow.Schema` that holds the rows of all files."""
         import pyarrow
 
-        schemas = dict.fromkeys(group.selection.given for group in self._groups)
-        return pyarrow.unify_schemas([*schemas], promote_options="permissive")
+        selections = {group.selection.serialized: group.selection for group in self._groups}.values()
+        return pyarrow.unify_schemas([each.given for each in selections], promote_options="permissive")
 
     def _part_count(self) -> int:
         return len(self._groups)

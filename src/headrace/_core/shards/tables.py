@@ -46,8 +46,10 @@ class Selection:
 
     columns: tuple[str, ...] | None  # names of the columns to read; None for all
     filters: Any  # a `pyarrow.compute.Expression` that rows must pass; None for all
+    names: tuple[str, ...] | None  # names of the columns to give; None for all that are read
     added: Mapping[str, Any]  # columns of one value (an Arrow scalar), which are not in the file
-    given: Any  # the schema of what is given, with the types of the file
+    # The schema of what is given, with the types of the file. As bytes: pyarrow is not imported to unpickle a dataset.
+    serialized: bytes
     schema: Any = None  # the types to give, in order; None for those of the file
 
     def apply(self, batch: Any) -> Any:
@@ -59,10 +61,16 @@ class Selection:
             table = table.append_column(name, pyarrow.repeat(value, batch.num_rows))
         if self.filters is not None:
             table = filter_rows(table, self.filters).combine_chunks()
-        if self.columns is not None:
-            names = self.given.names
-            table = table.select([number for number, name in enumerate(table.column_names) if name in names])
+        if self.names is not None:
+            table = table.select([number for number, name in enumerate(table.column_names) if name in self.names])
         return table if self.schema is None else table.select(self.schema.names).cast(self.schema)
+
+    @property
+    def given(self) -> Any:
+        """The `pyarrow.Schema` of what is given, with the types of the file."""
+        import pyarrow
+
+        return pyarrow.ipc.read_schema(pyarrow.py_buffer(self.serialized))
 
 
 def as_expression(filters: Any) -> Any:
@@ -147,7 +155,7 @@ def select_columns(
                 raise ShardError(f"{what}; {remedy}", shard=file.shard.name) from None
         selection = made[there]
         found.append(replace(selection, added={name: added[name] for name in selection.added}))
-    if unified is not None and any(selection.given != unified for selection in found):
+    if unified is not None and any(selection.given != unified for selection in made.values()):
         unified = unified.with_metadata(files[0].schema.metadata)
         return [replace(selection, schema=unified) for selection in found]
     return found
@@ -161,7 +169,7 @@ def _select(
 
     needed = [] if filters is None else _columns_of(filters, there, file.shard.name)
     if columns is None:
-        return Selection(None, filters, added, there)
+        return Selection(None, filters, None, added, there.serialize().to_pybytes())
     needed = [name for name in needed if name not in columns]
     wanted = {name: value for name, value in added.items() if name in columns or name in needed}
     read = tuple(name for name in (*columns, *needed) if name not in added)
@@ -175,7 +183,7 @@ def _select(
         raise ValueError(f"{file.shard.name} has no column {error.args[0]!r}; it has {names}") from None
     fields = [*selected, *(pyarrow.field(name, value.type) for name, value in wanted.items())]
     given = pyarrow.schema([field for field in fields if field.name not in needed])
-    return Selection(read, filters, wanted, given)
+    return Selection(read, filters, tuple(given.names), wanted, given.serialize().to_pybytes())
 
 
 def _columns_of(filters: Any, there: Any, name: str) -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from headrace._core.batches import FetchLoad
 from headrace._version import __version__
-from headrace.telemetry.counters import BatchRecord, Counters, LoaderStats, counters_of
+from headrace.telemetry.counters import BatchRecord, Counters, counters_of
 from headrace.telemetry.figures import WAITS, waits_of
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Export(contextlib.AbstractContextManager["Export"]):
                     f"name= of its own, or close() the other export"
                 )
         self.name: str = name
+        self.stats = counters.snapshot()
         # Sums over the batches since then, and figures of the last of them:
         self.fetched = self.fetch_seconds = self.event_loop_cpu = self.event_loop_blocked = 0.0  # bytes, and seconds
         self.step_waits = dict.fromkeys(WAITS, 0.0)  # seconds of `next()`, by the step that the awaited batch was in
@@ -63,9 +65,10 @@ class Export(contextlib.AbstractContextManager["Export"]):
         """The values of metrics, each with those of its labels: the loader's name, and of `step_wait` the step."""
         if (counters := self._counters()) is None:
             return
-        stats, iterating = counters.snapshot(), bool(counters.open)
+        self.stats = counters.snapshot()
+        iterating = bool(counters.open)
         for metric in metrics:
-            value = metric.read(stats, self) if metric.kind == "counter" or iterating else 0
+            value = operator.attrgetter(metric.source)(self) if metric.kind == "counter" or iterating else 0
             if isinstance(value, dict):
                 for step, each in value.items():
                     yield metric, (self.name, step.replace(" ", "_").replace("-", "_")), each
@@ -89,39 +92,39 @@ class Metric(NamedTuple):
     kind: Literal["counter", "gauge"]
     unit: str  # in UCUM: "s", "By", or what is counted, in braces
     help: str
-    read: Callable[[LoaderStats, Export], float | dict[str, float]]  # a dict: by the value of the label `step`
+    source: str  # the attribute of an `Export`; a dict there is by the value of the label `step`
 
 
 METRICS = (
-    Metric("epochs", "counter", "{epoch}", "Iterations begun.", lambda s, e: s.epochs),
-    Metric("batches", "counter", "{batch}", "Batches delivered.", lambda s, e: s.batches),
-    Metric("samples", "counter", "{sample}", "Samples delivered.", lambda s, e: s.samples),
-    Metric("skipped_samples", "counter", "{sample}", "Samples left out by on_error.", lambda s, e: s.skipped_samples),
-    Metric("lost_batches", "counter", "{batch}", "Batches that lost all samples.", lambda s, e: s.lost_batches),
-    Metric("discarded_batches", "counter", "{batch}", "Batches after other ranks.", lambda s, e: s.discarded_batches),
-    Metric("worker_deaths", "counter", "{process}", "Worker processes that died.", lambda s, e: s.worker_deaths),
-    Metric("wait", "counter", "s", "Time that the consumer waited for batches.", lambda s, e: s.wait_seconds),
-    Metric("step_wait", "counter", "s", "Time in next(), by the step of the awaited batch.", lambda s, e: e.step_waits),
-    Metric("fetch", "counter", "s", "Duration of one fetch of each batch.", lambda s, e: e.fetch_seconds),
-    Metric("fetched", "counter", "By", "Approximate size of the samples fetched.", lambda s, e: e.fetched),
-    Metric("event_loop_cpu", "counter", "s", "CPU time of the event loop's thread.", lambda s, e: e.event_loop_cpu),
-    Metric("event_loop_blocked", "counter", "s", "Time of blocking calls on it.", lambda s, e: e.event_loop_blocked),
-    Metric("requests", "counter", "{request}", "Requests to stores.", lambda s, e: s.requests.requests),
-    Metric("retries", "counter", "{request}", "Those that were retries.", lambda s, e: s.requests.retries),
-    Metric("throttled_requests", "counter", "{request}", "Responses 429, 503.", lambda s, e: s.requests.throttled),
-    Metric("timed_out_requests", "counter", "{request}", "Without a byte in time.", lambda s, e: s.requests.timed_out),
-    Metric("hedges", "counter", "{fetch}", "Fetches started a second time.", lambda s, e: s.requests.hedges),
-    Metric("hedges_won", "counter", "{fetch}", "Hedges that finished first.", lambda s, e: s.requests.hedges_won),
-    Metric("cache_hits", "counter", "{sample}", "Samples read from a cache.", lambda s, e: s.requests.cache_hits),
-    Metric("cache_misses", "counter", "{sample}", "Samples fetched for a cache.", lambda s, e: s.requests.cache_misses),
-    Metric("cache_damaged", "counter", "{sample}", "Damaged in a cache.", lambda s, e: s.requests.cache_damaged),
-    Metric("cache_evicted", "counter", "{sample}", "Evicted from a cache.", lambda s, e: s.requests.cache_evicted),
-    Metric("fetches_in_flight", "gauge", "{fetch}", "At the last batch.", lambda s, e: e.load.in_flight),
-    Metric("fetch_limit", "gauge", "{fetch}", "Fetches allowed, at the last batch.", lambda s, e: e.load.limit),
-    Metric("queued_samples", "gauge", "{sample}", "Samples that waited for a fetch.", lambda s, e: e.load.queued),
-    Metric("held_plans", "gauge", "{batch}", "Batches that waited for memory.", lambda s, e: e.load.held_plans),
-    Metric("memory", "gauge", "By", "Of what is fetched and not consumed.", lambda s, e: e.load.memory),
-    Metric("ready_batches", "gauge", "{batch}", "Batches ready after the last delivery.", lambda s, e: e.ready),
+    Metric("epochs", "counter", "{epoch}", "Iterations begun.", "stats.epochs"),
+    Metric("batches", "counter", "{batch}", "Batches delivered.", "stats.batches"),
+    Metric("samples", "counter", "{sample}", "Samples delivered.", "stats.samples"),
+    Metric("skipped_samples", "counter", "{sample}", "Samples left out by on_error.", "stats.skipped_samples"),
+    Metric("lost_batches", "counter", "{batch}", "Batches that lost all samples.", "stats.lost_batches"),
+    Metric("discarded_batches", "counter", "{batch}", "Batches after other ranks.", "stats.discarded_batches"),
+    Metric("worker_deaths", "counter", "{process}", "Worker processes that died.", "stats.worker_deaths"),
+    Metric("wait", "counter", "s", "Time that the consumer waited for batches.", "stats.wait_seconds"),
+    Metric("step_wait", "counter", "s", "Time in next(), by the step of the awaited batch.", "step_waits"),
+    Metric("fetch", "counter", "s", "Duration of one fetch of each batch.", "fetch_seconds"),
+    Metric("fetched", "counter", "By", "Approximate size of the samples fetched.", "fetched"),
+    Metric("event_loop_cpu", "counter", "s", "CPU time of the event loop's thread.", "event_loop_cpu"),
+    Metric("event_loop_blocked", "counter", "s", "Time of blocking calls on it.", "event_loop_blocked"),
+    Metric("requests", "counter", "{request}", "Requests to stores.", "stats.requests.requests"),
+    Metric("retries", "counter", "{request}", "Those that were retries.", "stats.requests.retries"),
+    Metric("throttled_requests", "counter", "{request}", "Responses 429, 503.", "stats.requests.throttled"),
+    Metric("timed_out_requests", "counter", "{request}", "Without a byte in time.", "stats.requests.timed_out"),
+    Metric("hedges", "counter", "{fetch}", "Fetches started a second time.", "stats.requests.hedges"),
+    Metric("hedges_won", "counter", "{fetch}", "Hedges that finished first.", "stats.requests.hedges_won"),
+    Metric("cache_hits", "counter", "{sample}", "Samples read from a cache.", "stats.requests.cache_hits"),
+    Metric("cache_misses", "counter", "{sample}", "Samples fetched for a cache.", "stats.requests.cache_misses"),
+    Metric("cache_damaged", "counter", "{sample}", "Damaged in a cache.", "stats.requests.cache_damaged"),
+    Metric("cache_evicted", "counter", "{sample}", "Evicted from a cache.", "stats.requests.cache_evicted"),
+    Metric("fetches_in_flight", "gauge", "{fetch}", "At the last batch.", "load.in_flight"),
+    Metric("fetch_limit", "gauge", "{fetch}", "Fetches allowed, at the last batch.", "load.limit"),
+    Metric("queued_samples", "gauge", "{sample}", "Samples that waited for a fetch.", "load.queued"),
+    Metric("held_plans", "gauge", "{batch}", "Batches that waited for memory.", "load.held_plans"),
+    Metric("memory", "gauge", "By", "Of what is fetched and not consumed.", "load.memory"),
+    Metric("ready_batches", "gauge", "{batch}", "Batches ready after the last delivery.", "ready"),
 )
 
 

@@ -227,21 +227,8 @@ def _collate_into_destination(batch: object) -> object:
     return collate(batch, collate_fn_map=_stacking({**default_collate_fn_map, **_OURS}))
 
 
-_made: dict[tuple[object, ...], tuple[_FunctionsByType, _FunctionsByType]] = {}  # the last, with their originals
-
-
 def _stacking(functions: _FunctionsByType) -> _FunctionsByType:
     """Torch's functions, with ours in place of those that stack; types that the user has registered stay."""
-    key = *functions, *map(id, functions.values())  # the functions may be unhashable, or equal and not the same
-    made = _made.get(key)
-    if made is None:
-        if len(_made) > 3:
-            _made.clear()
-        made = _made[key] = _replaced(functions), dict(functions)
-    return made[0]
-
-
-def _replaced(functions: _FunctionsByType) -> _FunctionsByType:
     arrays, ints = (np.ndarray, collate_numpy_array_fn, _stack_arrays), (int, collate_int_fn, _stack_ints)
     ours = (torch.Tensor, collate_tensor_fn, _stack), arrays, ints
     fields: _FunctionsByType = {} if isinstance((), tuple(functions)) else {tuple: _stack_fields}

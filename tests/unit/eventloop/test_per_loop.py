@@ -200,7 +200,8 @@ async def test_close_that_fails_is_a_warning():
 async def test_close_that_hangs_is_named():
     resource = per_loop(object, close=lambda _: asyncio.get_running_loop().create_future())
     await resource()
-    assert (await end_tasks(0.01)).startswith("per_loop(object) > Owner._own")
+    late = await end_tasks(0.01)
+    assert "name='per_loop(object)' coro=<Owner._own() running at" in late
 
 
 # In loaders

@@ -61,7 +61,7 @@ async def end_tasks(deadline: float) -> str:
                 task.cancel()
         _, late = await asyncio.wait(new, timeout=max(0.0, until - loop.time()))
         if late:
-            return ", ".join(sorted(set(map(_waiting_in, late))))
+            return ", ".join(sorted(set(map(repr, late))))
         seen |= new
         # Their generators get tasks now; one more iteration so that late native callbacks are processed.
         await asyncio.sleep(0)
@@ -204,13 +204,3 @@ def _refuse(callback: object, *args: object, context: object = None) -> None:
     """
     if type(callback).__name__ != "CheckedCompletor":
         raise RuntimeError("Event loop is closed")
-
-
-def _waiting_in(task: asyncio.Task[object]) -> str:
-    """The name of a task, if it has one, and the coroutines that it waits in: one of them did not end."""
-    chain = [] if task.get_name().startswith("Task-") else [task.get_name()]
-    coroutine: object = task.get_coro()
-    while isinstance(coroutine, types.CoroutineType):
-        chain.append(coroutine.__qualname__)
-        coroutine = coroutine.cr_await
-    return " > ".join(chain[:1] + chain[1:][-3:])

@@ -212,13 +212,6 @@ def _stack_ints(batch: Sequence[int], *, collate_fn_map: _FunctionsByType | None
     return collate_int_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
 
-def _stack_fields(batch: Sequence[Any], *, collate_fn_map: _FunctionsByType) -> Any:
-    """The fields of tuples, each put together: torch looks at each sample's size, and for functions of its type."""
-    if type(batch[0]) is not tuple or len(set(map(len, batch))) != 1:  # a named tuple, or an error
-        return collate(batch, collate_fn_map={key: made for key, made in collate_fn_map.items() if key is not tuple})
-    return [collate(field, collate_fn_map=collate_fn_map) for field in zip(*batch, strict=True)]
-
-
 def _collate_as_torch_into_destination(batch: object) -> object:
     return collate(batch, collate_fn_map=_stacking(default_collate_fn_map))
 
@@ -231,8 +224,7 @@ def _stacking(functions: _FunctionsByType) -> _FunctionsByType:
     """Torch's functions, with ours in place of those that stack; types that the user has registered stay."""
     arrays, ints = (np.ndarray, collate_numpy_array_fn, _stack_arrays), (int, collate_int_fn, _stack_ints)
     ours = (torch.Tensor, collate_tensor_fn, _stack), arrays, ints
-    fields: _FunctionsByType = {} if isinstance((), tuple(functions)) else {tuple: _stack_fields}
-    return {**functions, **{kind: stack for kind, torchs, stack in ours if functions.get(kind) is torchs}, **fields}
+    return {**functions, **{kind: stack for kind, torchs, stack in ours if functions.get(kind) is torchs}}
 
 
 # A default collate, and the function that stacks into the destination.

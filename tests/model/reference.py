@@ -300,6 +300,7 @@ class Position(NamedTuple):
     generator: object = None  # state of `generator=`
     excluded: tuple = ()
     lost: frozenset = frozenset()  # batches that lost all their samples: pairs of epoch and number
+    has_workers: bool = False  # whether workers that persist have begun: torch draws their seed once
 
 
 class DataLoader:
@@ -322,7 +323,7 @@ class DataLoader:
         elif not self.is_stream:
             self._choose_order(shuffle, sampler)
         self.epoch, self.skipped, self.lost = 0, 0, frozenset()
-        self.restored = self.iteration = None
+        self.restored, self.iteration, self.has_workers = None, None, False
 
     def _choose_order(self, shuffle, sampler):
         if isinstance(sampler, ComputedOrder):
@@ -349,9 +350,10 @@ class DataLoader:
                     part.set_epoch(epoch)
 
     def __iter__(self):
-        draws_seed = self.seed is None and not (self.keeps_workers and self.iteration is not None)
+        self.has_workers |= self.restored is not None and self.restored.has_workers
+        draws_seed = self.seed is None and not (self.keeps_workers and self.has_workers)
         self.iteration = Iteration(self, self.restored or Position(self.epoch), draws_seed=draws_seed)
-        self.epoch, self.restored = self.iteration.epoch + 1, None
+        self.epoch, self.restored, self.has_workers = self.iteration.epoch + 1, None, True
         return self.iteration
 
     __aiter__ = __iter__
@@ -375,7 +377,7 @@ class DataLoader:
     def next_epoch(self):
         excluded = self.order.excluded if self.order else ()
         own = {"sampler": state_of(self.stateful), "generator": state_of(self.order_generator)}
-        return Position(self.epoch, **own, excluded=excluded, lost=self.lost)
+        return Position(self.epoch, **own, excluded=excluded, lost=self.lost, has_workers=self.has_workers)
 
     def load_state_dict(self, state):
         self.restored, self.lost = state, state.lost

@@ -448,7 +448,8 @@ class Iteration:
         if loader.order is not None:
             return self._computed(start.cursor)
         if loader.stateful is not None:
-            over = start.batches and loader.sampler is not None and start.cursor >= len(loader.sampler)
+            # With a last batch that is not full, the sampler has ended: its state is of the next epoch.
+            over = loader.sampler is not None and start.cursor % (loader.batch_size or 1)
             return () if over else drawn_ahead(loader.batches, 0, start.cursor)
         if start.batches and loader.draws_own_seed:
             return start.rest
@@ -503,7 +504,8 @@ class Iteration:
         rest = ()
         if self.loader.draws_own_seed:
             self.plans, rest = itertools.tee(self.plans)
-        over = self.loader.order is not None and next(self._computed(self.cursor), None) is None
+        order = self.loader.order
+        over = order is not None and not order.of_rank(self.epoch, self.cursor, self.rank, self.world_size)
         given = {"epoch": self.epoch, "batches": self.batches, "cursor": self.cursor, "over": over, "rest": rest}
         return self.loader.next_epoch()._replace(**given, generator=self.generator)
 

@@ -202,7 +202,7 @@ def _check_width(first: bytes, width: int, raw: str | None, shard: Shard) -> Non
     for other in (4, 8):
         values = np.frombuffer(first[: len(first) // 8 * 8], f"<i{other}")
         varied = len(values) >= 32 and (values % (1 << 16)).max() >= 16
-        if other > width > 1 and varied and -_VOCABULARY < values.min() and values.max() < _VOCABULARY:
+        if other > width > 1 and varied and values.min() > -_VOCABULARY and values.max() < _VOCABULARY:
             seem = other
     if seem == width:
         return

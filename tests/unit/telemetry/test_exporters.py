@@ -1,8 +1,8 @@
 """`headrace.telemetry.prometheus` and `opentelemetry`: what the real client and the real SDK read of a loader."""
 
 import dataclasses
-import operator
 import gc
+import operator
 import os
 import re
 import signal

@@ -10,7 +10,6 @@ and leave the program's own random generators alike. Only public names of headra
 """
 
 import itertools
-import types
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -322,7 +321,7 @@ class DataLoader:
             self.batches, self.sampler = batch_sampler, getattr(batch_sampler, "sampler", None)
         elif not self.is_stream:
             self._choose_order(shuffle, sampler)
-        self.epoch, self.skipped, self.lost = 0, 0, frozenset()
+        self.epoch, self.skipped_samples, self.lost = 0, 0, frozenset()
         self.restored, self.iteration, self.has_workers = None, None, False
 
     def _choose_order(self, shuffle, sampler):
@@ -385,7 +384,7 @@ class DataLoader:
             self.order.excluded = state.excluded
 
     def stats(self):
-        return types.SimpleNamespace(skipped_samples=self.skipped)
+        return self
 
     def batch_at(self, epoch, step):
         """What the loop got as a step: lost batches are no steps."""
@@ -428,7 +427,7 @@ class Iteration:
         self.loader, self.epoch = loader, start.epoch
         self.batches, self.cursor, self.ended = start.batches, start.cursor, False
         self.rank, self.world_size = place_of_program()
-        self.lost, self.skipped = 0, loader.skipped  # batches without a sample, and samples skipped before
+        self.lost, self.skipped = 0, loader.skipped_samples  # batches without a sample, and samples skipped before
         if start.generator is not None:
             loader.order_generator.set_state(start.generator)
         if start.sampler is not None:
@@ -480,10 +479,10 @@ class Iteration:
 
     def _after(self, number, batches):
         """The batches after the first ones, which are read again. Their lost samples have been counted."""
-        skipped = self.loader.skipped
+        skipped = self.loader.skipped_samples
         for _ in itertools.islice(batches, number):
             pass
-        self.loader.skipped = skipped
+        self.loader.skipped_samples = skipped
         return batches
 
     def _batches(self, pairs):
@@ -491,7 +490,7 @@ class Iteration:
         size, batch = self.loader.batch_size or 1, []
         for item, position in pairs:
             if isinstance(item, Failed) and self.loader.on_error == "skip":
-                self.loader.skipped += 1
+                self.loader.skipped_samples += 1
                 continue
             batch.append((item, position))
             if isinstance(item, Failed) or len(batch) == size:
@@ -506,8 +505,8 @@ class Iteration:
             self.plans, rest = itertools.tee(self.plans)
         order = self.loader.order
         over = order is not None and not order.of_rank(self.epoch, self.cursor, self.rank, self.world_size)
-        given = {"epoch": self.epoch, "batches": self.batches, "cursor": self.cursor, "over": over, "rest": rest}
-        return self.loader.next_epoch()._replace(**given, generator=self.generator)
+        given = {"epoch": self.epoch, "batches": self.batches, "cursor": self.cursor, "generator": self.generator}
+        return self.loader.next_epoch()._replace(**given, over=over, rest=rest)
 
     def __iter__(self):
         return self
@@ -519,7 +518,7 @@ class Iteration:
                 indices, positions = next(self.plans)
             except StopIteration:
                 ended, self.ended = self.ended, True
-                if self.loader.skipped > self.skipped and self.batches == self.lost and not ended:
+                if self.loader.skipped_samples > self.skipped and self.batches == self.lost and not ended:
                     raise TooManySkippedError("no batch of the epoch has a sample") from None
                 raise
             self.batches += 1
@@ -556,7 +555,7 @@ class Iteration:
                 if getattr(self.loader.dataset, "by_batch", False) and self.loader.batch_size:
                     samples, kept = [], []
                     break
-        self.loader.skipped += len(indices) - len(kept)
+        self.loader.skipped_samples += len(indices) - len(kept)
         return samples, kept, positions[0]
 
     def _transformed(self, samples, positions, first):

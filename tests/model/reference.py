@@ -425,7 +425,7 @@ class Iteration:
 
     def __init__(self, loader, start, *, draws_seed=False):
         self.loader, self.epoch = loader, start.epoch
-        self.batches, self.cursor, self.ended = start.batches, start.cursor, False
+        self.batches, self.cursor, self.ended, self.over = start.batches, start.cursor, False, False
         self.rank, self.world_size = place_of_program()
         self.lost, self.skipped = 0, loader.skipped_samples  # batches without a sample, and samples skipped before
         if start.generator is not None:
@@ -503,8 +503,9 @@ class Iteration:
         rest = ()
         if self.loader.draws_own_seed:
             self.plans, rest = itertools.tee(self.plans)
-        order = self.loader.order
-        over = order is not None and not order.of_rank(self.epoch, self.cursor, self.rank, self.world_size)
+        over = self.over and getattr(self.loader.dataset, "undivided", None) is not None
+        if self.loader.order is not None:
+            over = not self.loader.order.of_rank(self.epoch, self.cursor, self.rank, self.world_size)
         given = {"epoch": self.epoch, "batches": self.batches, "cursor": self.cursor, "generator": self.generator}
         return self.loader.next_epoch()._replace(**given, over=over, rest=rest)
 
@@ -512,7 +513,7 @@ class Iteration:
         return self
 
     def __next__(self):
-        """The next batch, or the error of its first sample that cannot be read; batches without samples are skipped."""
+        """The next batch, or the error of its first bad sample; batches without samples are skipped."""
         while True:
             try:
                 indices, positions = next(self.plans)
@@ -522,6 +523,7 @@ class Iteration:
                     raise TooManySkippedError("no batch of the epoch has a sample") from None
                 raise
             self.batches += 1
+            self.over = len(indices) < (self.loader.batch_size or 1)  # of a stream: its end was read
             shared = self.loader.is_stream or (self.loader.order is not None and self.loader.order.dealt)
             self.cursor += len(indices) * (self.world_size if shared else 1)
             batch = self.made_of(indices, positions)
@@ -572,14 +574,12 @@ class Iteration:
 
 
 def item_of(item):
-    """A sample of a stream, or its error."""
     if isinstance(item, Failed):
         raise BadSampleError(item.index)
     return item
 
 
 def batched(pairs, batch_size, drop_last):
-    """Batches of pairs of an index and its position."""
     for number in range(0, len(pairs), batch_size or 1):
         batch = pairs[number : number + (batch_size or 1)]
         if len(batch) == (batch_size or 1) or not drop_last:

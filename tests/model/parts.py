@@ -1,6 +1,7 @@
 """Datasets, samplers and functions of the programs that run the loader."""
 
 import asyncio
+import gc
 import os
 import random
 import signal
@@ -387,6 +388,7 @@ def samples_of(events):
 
 def attempt(function, *arguments, **options):
     """The result of a call, or the name of its error."""
+    gc.collect()  # an iteration that has raised lives on in a cycle with its error, and counts as under way
     try:
         return function(*arguments, **options)
     except (IndexError, ValueError) as error:

@@ -177,8 +177,8 @@ def resumed(folder: str, pattern: str, kinds: tuple[str, ...], steps: tuple[int,
     for kind, step in itertools.product(kinds, steps):
         try:
             report[kind][step] = train(ON_RANKS[kind](pattern), resume=f"{folder}/{kind}/step={step}.ckpt")
-        except hr.StateError as error:
-            report[kind][step] = str(error)
+        except (hr.StateError, RuntimeError) as error:  # Lightning's own clean-up fails after one of its `iter()`
+            report[kind][step] = str(error if isinstance(error, hr.StateError) else error.__context__)
     return report
 
 
@@ -221,7 +221,8 @@ def with_fabric(folder: str, pattern: str, resume: str | None = None) -> dict[st
     kinds = ("seeded",) if resume and world_size == 1 else ("seeded", "shards")
     made = {kind: ON_RANKS[kind](pattern) for kind in kinds}
     dataset = made["seeded"].dataset
-    loaders = dict(zip(made, fabric.setup_dataloaders(*made.values()), strict=True))
+    prepared = fabric.setup_dataloaders(*made.values())
+    loaders = dict(zip(made, prepared if len(made) > 1 else [prepared], strict=True))
     model = Weight()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     # Each rank reads shards of its own, and Fabric keeps one state: that of all ranks is saved.
@@ -247,7 +248,7 @@ def with_fabric(folder: str, pattern: str, resume: str | None = None) -> dict[st
     sampler, weight = type(loaders["seeded"].sampler).__name__, model.module.weight.item()
     counted = fabric.setup_dataloaders(hr.DataLoader(lines(pattern, split=True).filter(over_two), 4))
     steps = len(list(counted))
-    del loaders, made, parts, batches, counted
+    del loaders, prepared, made, parts, batches, counted
     gc.collect()
     left = [each.name for each in threading.enumerate() if each.name != "headrace-background-loop"]  # of the process
     return {"seen": seen, "most": dataset.most, "sampler": sampler, "weight": weight, "steps": steps, "left": left}

@@ -611,7 +611,7 @@ def of_torch_alone(case):
     """The program without features of headrace."""
     lives = tuple(dataclasses.replace(life, ranks=1, placement="auto") for life in case.lives[:1])
     data = {"Numbers": "TorchNumbers", "BatchedNumbers": "BatchedTorchNumbers"}.get(case.data, case.data)
-    if case.data in ("mapped", "concat", "Count", "CountAgain"):
+    if data in ASYNC:
         data = "TorchCount" if case.is_stream else "TorchNumbers"
     order = case.order if case.order in (*DRAWN[:-1], *DRAWING, "shuffle") else "sequential"
     alone = {"seed": None, "transform": "", "on_error": "raise", "rewinds": (), "excluded": False, "set_epoch": None}

@@ -46,7 +46,7 @@ test-unit-others:
 
 # Other programs in each run; the seed is printed, and HEADRACE_MODEL_SEED repeats a run.
 test-model:
-	@$(BIN)/python -m pytest -rP tests/model
+	@$(BIN)/python -m pytest -rP --show-capture=stdout tests/model
 
 test-others:
 	@$(BIN)/python -m pytest $(addprefix --ignore=,$(APART))

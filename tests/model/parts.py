@@ -343,9 +343,11 @@ def read(loader, count=None, *, ahead=False, pause=0.0, draws=True):
     return events
 
 
-def index_of(error):
-    """The index that an error names; of one from a worker, in torch's text of several lines."""
-    return int(str(error).split()[-1])
+def event_of(error):
+    """What the loop notes of an error. A torch worker puts the index at the end of a text of several lines."""
+    if isinstance(error, TooManySkippedError):
+        return ["every sample failed"]
+    return ["error", int(str(error).split()[-1])]
 
 
 def _read(loader, note):
@@ -355,10 +357,8 @@ def _read(loader, note):
             event = next(batches)
         except StopIteration:
             return
-        except BadSampleError as error:
-            event = ["error", index_of(error)]
-        except TooManySkippedError:
-            event = ["every sample failed"]
+        except (BadSampleError, TooManySkippedError) as error:
+            event = event_of(error)
         if note(event):
             return
 
@@ -370,10 +370,8 @@ async def _read_async(loader, note):
             event = await anext(batches)
         except StopAsyncIteration:
             return
-        except BadSampleError as error:
-            event = ["error", index_of(error)]
-        except TooManySkippedError:
-            event = ["every sample failed"]
+        except (BadSampleError, TooManySkippedError) as error:
+            event = event_of(error)
         if note(event):
             return
 

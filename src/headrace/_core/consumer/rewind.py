@@ -37,9 +37,9 @@ def batch_at(loader: Any, epoch: int, step: int, rank: int | None, world_size: i
                 batch = next(batches)
             except StopIteration:
                 raise _no_step(epoch, step) from None
-            except Exception:
+            except Exception:  # the error of an earlier step is a step too, and the stream goes on after the error
                 if number == before or batches.closed:
-                    raise  # of this step, or of a stream that cannot be read any further
+                    raise
         return batch
 
 

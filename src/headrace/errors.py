@@ -306,19 +306,6 @@ class CacheFolderError(HeadraceError, PermissionError):
     )
 
 
-class ShortStreamError(HeadraceError, ValueError):
-    """A stream ended before the declared number of samples, so that other ranks wait for more.
-
-    Likely causes: `counts` or `len()` are of other data, a filter leaves fewer, or ``on_error="skip"`` lost some.
-    What to do: correct the number, or use ``coordinated=True``, which ends the epoch on all ranks together.
-    """
-
-    _text = (
-        "the stream gave {given} samples in this process and {declared} were declared, so that this rank has fewer "
-        "batches than the others. {remedy}"
-    )
-
-
 class StateError(HeadraceError, ValueError):
     """A saved state is damaged, or was saved by another loader, dataset or sampler; nothing was restored.
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-import warnings
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, Sampler
 
 from headrace._core.order.balanced import Cursor, balanced_batches, of_rank
-from headrace._core.order.blocks import BlockOrder
-from headrace._core.order.exclusion import BaseOrder
-from headrace._core.order.samplers import RankSampler
+from headrace._core.order.samplers import BlockSampler, RankSampler
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
 from headrace._core.streams.resumable import expect
@@ -50,7 +47,7 @@ class ElasticSampler(RankSampler):
     """
 
 
-class BlockShuffleSampler(RankSampler):
+class BlockShuffleSampler(BlockSampler):
     """A random order with locality: blocks of neighbours are shuffled, and a few blocks are read side by side.
 
     For datasets of which a loader reads neighbours by one request (`TokenDataset`, `TarDataset.index`): a block is
@@ -66,6 +63,7 @@ class BlockShuffleSampler(RankSampler):
         block_size: number of neighbours in a block.
         blocks_at_once: number of blocks that are read side by side, by all ranks together; a multiple of the number of
             ranks.
+        shuffle: whether the order is random; else it is that of the dataset, on several ranks with blocks side by side.
         seed: of the order, with the epoch; the same on all ranks.
         rank: the rank whose part is drawn; by default that of `headrace.get_rank_info` at `iter()`. Every rank gets
             the same number of samples; those at the end of the order that cannot be divided are dropped.
@@ -82,41 +80,6 @@ class BlockShuffleSampler(RankSampler):
         >>> list(sampler)
         [11, 0, 10, 1, 9, 3, 8, 2, 5, 6, 4, 7]
     """
-
-    def __init__(
-        self,
-        dataset: Sized | int,
-        *,
-        block_size: int,
-        blocks_at_once: int = 64,
-        seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
-    ) -> None:
-        block_size, blocks_at_once = operator.index(block_size), operator.index(blocks_at_once)
-        if block_size < 1 or blocks_at_once < 1:
-            raise ValueError(f"block_size={block_size} and blocks_at_once={blocks_at_once} must be at least 1")
-        super().__init__(dataset, seed=seed, rank=rank, world_size=world_size, drop_last=True)
-        self.block_size = block_size
-        self.blocks_at_once = blocks_at_once
-        self._warned = False
-
-    @property
-    def samples_ahead(self) -> int:
-        """A rank's samples of two groups of blocks: one is delivered while the other is read."""
-        return min(-(-2 * self.block_size * self.blocks_at_once // self.num_replicas), self._length)
-
-    def _order(self, epoch: int) -> BaseOrder:
-        ranks = self._shard().count
-        if self.blocks_at_once % ranks and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"blocks_at_once={self.blocks_at_once} is no multiple of {ranks} ranks: several ranks read each block. "
-                f"The order is right, but more is read; let blocks_at_once= be a multiple of the numbers of ranks.",
-                UserWarning,
-                stacklevel=3,
-            )
-        return BlockOrder(self._length, self.block_size, self.blocks_at_once, self.seed, epoch)
 
 
 class BalancedBatchSampler(DistributedSampler[Any]):

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import Any, NamedTuple, TypeVar, Unpack
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace._core.ranks.distributed import RankChoice
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.ranged import RangedStream
-from headrace._core.shards.stream import ShardedStream, StreamOptions
+from headrace._core.shards.ranged import IndexStream
 from headrace._core.store.disk_cache import DiskCache
 from headrace._core.store.ranges import Ranges
-from headrace._core.streams.kinds import Capabilities, ReadRange, Views, capabilities, propagate_epoch, sample_key
+from headrace._core.streams.epochs import checked_seed
+from headrace._core.streams.kinds import (
+    BYTES_AT_ONCE,
+    Blocks,
+    Capabilities,
+    ReadRange,
+    Views,
+    blocks_of,
+    capabilities,
+    propagate_epoch,
+    sample_key,
+)
 from headrace._core.streams.map_style import AsyncDataset, RangedDataset, positions
-from headrace._core.text import check_keywords
 from headrace.errors import ShardError
 
 __all__ = ["Cacheable", "CachedDataset", "Extent", "RangedShards"]
@@ -29,6 +40,7 @@ T_co = TypeVar("T_co", covariant=True)
 NAME_SIZE = 16  # bytes
 NAME_FORMAT = "headrace 2"  # another one would invalidate all existing entries
 _UNKNOWN = bytes(NAME_SIZE)
+_ASKED = 256  # samples whose bytes decide on the sizes of blocks
 
 
 class Extent(NamedTuple):
@@ -208,6 +220,11 @@ class CachedDataset(AsyncDataset[T_co]):
         joined = self._joined
         return Capabilities(aget=True, ranges=joined, cached_reads=joined)
 
+    @property
+    def blocks(self) -> Blocks | None:
+        """The dataset's blocks."""
+        return blocks_of(self.dataset)
+
     # Byte ranges, see `RangedDataset`; only where the dataset has them.
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
@@ -273,24 +290,40 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
         """The number of samples in each shard."""
         return tuple(np.diff(self._ends, prepend=0).tolist())
 
-    def stream(self, **options: Unpack[StreamOptions]) -> ShardedStream[T_co]:
-        """The same samples as a stream: each shard in order, by large requests, divided over ranks with known counts.
+    @functools.cached_property
+    def blocks(self) -> Blocks:
+        """The sizes of blocks for a random order, by the bytes of some samples."""
+        some = range(0, len(self), -(-len(self) // _ASKED) or 1)
+        ranges = self.ranges(some)
+        return Blocks.within(BYTES_AT_ONCE, int((ranges.stops - ranges.starts).sum()) // max(1, len(some)))
 
-        A corrupt sample is read a second time; its error does not end its shard.
+    def stream(
+        self,
+        *,
+        shuffle: bool = False,
+        seed: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> IndexStream[T_co]:
+        """The same samples as a stream, for operations of streams. All ranks get the same number of samples.
 
         Args:
-            options: as for `TarDataset`, without `counts` and `store`.
+            shuffle: whether the order is random, as that of a loader of this dataset.
+            seed: seed of the order, combined with the epoch; None for that of the loader, else 0.
+            rank: the part to read; by default the rank of `headrace.get_rank_info` when reading starts.
+            world_size: number of ranks.
 
         Raises:
             TypeError: a subclass defines `aget`, which would not be called.
-            ValueError: an option is invalid, or a shard is there twice.
+
+        Example:
+            >>> dataset = TokenDataset("s3://bucket/tokens", 2048)  # doctest: +SKIP
+            >>> dataset.stream(shuffle=True).take(100)  # doctest: +SKIP
         """
-        name = type(self).__name__
         if type(self).aget is not RangedShards.aget:
+            name = type(self).__name__
             raise TypeError(f"{name} defines aget, which a stream does not call; define sample_of instead")
-        check_keywords(f"{name}.stream", options, [*StreamOptions.__annotations__.keys() - {"counts", "store"}])
-        options["counts"] = self.counts
-        return RangedStream(self, self._shards, **options)
+        return IndexStream(self, self._shards, RankChoice(rank, world_size), shuffle, checked_seed(seed))
 
     def locate(self, index: int) -> tuple[int, int]:
         """The number of the shard of a sample, and its row there; raises `IndexError` if there is none."""

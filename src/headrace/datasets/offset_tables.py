@@ -18,7 +18,7 @@ from headrace._core.shards.unpacked import FORMATS, UnpackedShards, unpack, unpa
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
-from headrace._core.streams.kinds import Capabilities
+from headrace._core.streams.kinds import Blocks, Capabilities
 from headrace.datasets.cached import Extent, RangedShards
 from headrace.errors import ShardError
 
@@ -87,6 +87,15 @@ class OffsetTableDataset(RangedShards[T_co]):
     def _capabilities(self) -> Capabilities:
         found = super()._capabilities()  # without ranges one by one: an error is then of one sample, not of its batch
         return found._replace(ranges=False, agets=False) if self._whole else found
+
+    @functools.cached_property
+    def blocks(self) -> Blocks:
+        """The sizes of blocks for a random order: shards that are read as a whole are blocks."""
+        if not self._whole:
+            return super().blocks
+        rows = -(-len(self) // len(self._files))
+        sample_bytes = sum(file.size for file in self._files) // max(1, len(self))
+        return Blocks.within(self._largest, sample_bytes, rows)
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the samples at `indices`, or their rows in shards that are read as a whole."""

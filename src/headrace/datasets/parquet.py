@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, ClassVar, Literal
 
-from headrace._core.ranks.distributed import RankChoice, Remainder
+from headrace._core.ranks.distributed import RankChoice
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.parquet import SUFFIXES, RowGroup, RowGroupStream, read_footer, read_footer_or_list
 from headrace._core.shards.stream import PartStream
@@ -41,7 +41,6 @@ class TableStream(PartStream[Any]):
         seed: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
-        remainder: Remainder = "drop",
         prefetch_row_groups: int = 16,
         prefetch_bytes: int = 256 << 20,
         on_error: OnOpeningError = "raise",
@@ -58,7 +57,7 @@ class TableStream(PartStream[Any]):
         names = None if columns is None else tuple(columns)
         if names is not None and (not names or len(set(names)) < len(names)):
             raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
-        super().__init__(RankChoice(rank, world_size), shuffle, buffer_size, seed, remainder)
+        super().__init__(RankChoice(rank, world_size), shuffle, buffer_size, seed)
         self._format, self._table_rows = format, table_rows
         self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
         filters = as_expression(filters)
@@ -66,7 +65,6 @@ class TableStream(PartStream[Any]):
         files = self._open_files(find_shards(shards, suffixes=self._suffixes, store=store), on_error)
         selections = select_columns(files, names, filters, as_rows=format == "rows")  # columns of all files agree
         self._groups = [group for file, one in zip(files, selections, strict=True) for group in file.row_groups(one)]
-        self._check_ranks()
 
     def __repr__(self) -> str:
         rows = sum(group.rows for group in self._groups)
@@ -144,8 +142,7 @@ class ParquetDataset(TableStream):
         filters: rows to give, as for `pyarrow.parquet.read_table`: an expression of `pyarrow.compute`, or conditions
             (``[("x", ">", 3), ("label", "in", ["cat"])]``). Row groups without such rows by their statistics are not
             read; as in pyarrow, these leave out NaN, which only a negation would let pass. Columns that are not in
-            `columns` are read and not given. Numbers of rows are then unknown: there is no `len`, and several ranks
-            need `split`, or ``remainder="keep"`` and the loader's ``coordinated=True``.
+            `columns` are read and not given. The numbers of rows are then unknown: there is no `len`.
         format: ``"rows"``: dicts. ``"arrow"``: a `pyarrow.Table` for each row group with rows to give.
         table_rows: maximum rows of a table, for ``format="arrow"``; None for whole row groups, where pyarrow cannot
             decode nested strings of more than 2 GiB. Each table has memory of its own.
@@ -155,8 +152,6 @@ class ParquetDataset(TableStream):
             all ranks, else 0.
         rank: the share of the stream to read; as for `TarDataset`.
         world_size: number of ranks.
-        remainder: policy for ranks with unequal numbers of samples: ``"drop"`` or ``"keep"``, as for `TarDataset`. The
-            numbers are known from the footers, without `filters`.
         prefetch_row_groups: maximum row groups read at once; they are ahead of the one whose samples are given out.
         prefetch_bytes: maximum compressed bytes of all these; at least one row group is read whatever its size.
         on_error: what a broken or missing file is for the constructor: ``"raise"``, or ``"skip"``: left out,
@@ -169,8 +164,7 @@ class ParquetDataset(TableStream):
         ShardError: a file is not Parquet, corrupt, encrypted, or has other columns than the first; for tables, also
             columns of types that no one type holds.
         StoreError: a request failed.
-        ValueError: an invalid argument, or a file lacks a column. If `rank` is not given, that ranks would be unequal
-            is raised when reading starts.
+        ValueError: an invalid argument, or a file lacks a column.
 
     Example:
         >>> import pathlib, tempfile, pyarrow, pyarrow.parquet

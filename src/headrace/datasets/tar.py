@@ -60,13 +60,9 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         buffer_size: samples of the shuffle buffer; 0 for none.
         seed: seed of both orders, together with the epoch; None for that of the loader, which is then to be the same on
             all ranks, else 0.
-        rank: the share of the stream to read; by default that of `headrace.get_rank_info` when reading starts.
+        rank: the share of the stream to read; by default that of `headrace.get_rank_info` when reading starts. Each
+            rank reads whole shards, so that ranks may have different numbers of samples.
         world_size: number of ranks.
-        remainder: policy for ranks with unequal numbers of samples: ``"drop"`` truncates each to the shortest;
-            ``"keep"`` yields each sample once, and numbers may differ.
-        counts: number of samples in each shard; needed with several ranks unless ``remainder="keep"``, or `split` is
-            applied to the stream: then each rank reads all shards. A shard that turns out to have another number, as
-            far as it is read, is a warning.
         shards_in_parallel: shards that are read at once; their samples are interleaved.
         requests_per_shard: requests in flight for each of them.
         chunk_bytes: bytes of one request. Memory holds about
@@ -78,8 +74,7 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         EmptyListingError: a glob or a directory has no shard, or there is no such file or directory.
         ShardError: the ending of a name is that of a compression that is not supported.
         StoreError: a listing failed.
-        ValueError: an argument is invalid or conflicts with another. If `rank` is not given, conflicts with the number
-            of ranks are raised when reading starts.
+        ValueError: an argument is invalid or conflicts with another.
 
     Example:
         >>> import io, pathlib, tarfile, tempfile
@@ -166,21 +161,12 @@ class IndexedTarDataset(RangedShards[dict[str, Any]]):
     def __init__(self, indices: Sequence[TarIndex], *, fields: Collection[str] | None = None) -> None:
         super().__init__([index.shard for index in indices], [len(index.keys) for index in indices])
         self._indices = tuple(indices)
+        self._names = tuple(shard.name for shard in self._shards)
         self._fields = None if fields is None else tuple(fields)
         self._columns = tuple(self._columns_of(index) for index in self._indices)
         bounds = [index.bounds(columns) for index, columns in zip(self._indices, self._columns, strict=True)]
         self._starts = np.concatenate([starts for starts, _ in bounds])
         self._stops = np.concatenate([stops for _, stops in bounds])
-
-    def stream(self, **options: Unpack[StreamOptions]) -> TarDataset:
-        """The same shards as a stream, with known counts, so that it can be split over ranks.
-
-        Args:
-            options: as for `TarDataset`.
-        """
-        uniform = all(bool((index.offsets != ABSENT).all()) for index in self._indices)
-        options.setdefault("counts", self.counts)
-        return TarDataset(self._shards, fields=self._fields, uniform=uniform, **options)
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the samples at `indices`, by shard; raises `IndexError` if there is no such sample."""
@@ -189,18 +175,28 @@ class IndexedTarDataset(RangedShards[dict[str, Any]]):
 
     def sample_of(self, index: int, data: memoryview) -> dict[str, Any]:
         """Make the sample at `index` of its bytes; raises `ShardError` if the checksum of a field is wrong."""
-        number, row = self.locate(index)
-        tar = self._indices[number]
-        begin = int(self._starts[int(self._ends[number]) - len(tar.keys) + row])
-        sample: dict[str, Any] = {"__key__": tar.keys[row], "__url__": tar.shard.name}
+        return self.samples_of([index], [data])[0]
+
+    def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> list[dict[str, Any]]:
+        """Make the samples of a batch; raises `ShardError` if the checksum of a field is wrong."""
+        numbers, rows = self._rows(indices)
+        begins = self._starts[self._firsts[numbers] + rows]
+        places = zip(numbers.tolist(), rows.tolist(), begins.tolist(), data, strict=True)
+        return [self._sample(*place) for place in places]
+
+    def _sample(self, number: int, row: int, begin: int, data: memoryview) -> dict[str, Any]:
+        """The sample in a row of an index, of its bytes, which begin at a place of the shard."""
+        tar, name = self._indices[number], self._names[number]
+        sample: dict[str, Any] = {"__key__": tar.keys[row], "__url__": name}
+        offsets, sizes = tar.offsets[row].tolist(), tar.sizes[row].tolist()
         for column in self._columns[number]:
-            offset, size = int(tar.offsets[row, column]), int(tar.sizes[row, column])
+            offset = offsets[column]
             if offset == ABSENT:
                 continue
-            content = bytes(data[offset - begin : offset - begin + size])
+            content = bytes(data[offset - begin : offset - begin + sizes[column]])
             if zlib.crc32(content) != tar.checksums[row, column]:
-                name = f"{tar.keys[row]}.{tar.fields[column]}"
-                raise ShardError("the checksum of a member is wrong", shard=tar.shard.name, member=name, offset=offset)
+                member = f"{tar.keys[row]}.{tar.fields[column]}"
+                raise ShardError("the checksum of a member is wrong", shard=name, member=member, offset=offset)
             sample[tar.fields[column]] = content
         return sample
 

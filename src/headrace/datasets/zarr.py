@@ -17,6 +17,7 @@ from headrace._core.shards.unpacked import UnpackedShards, is_panic
 from headrace._core.store.ranges import Ranges, map_all
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
+from headrace._core.streams.kinds import Blocks
 from headrace._core.streams.map_style import RangedDataset, positions
 from headrace.errors import HeadraceError, MissingExtraError, ShardError
 
@@ -86,6 +87,7 @@ class ZarrDataset(RangedDataset[Any]):
         except ImportError:
             raise MissingExtraError(what="ZarrDataset", package="zarr", extra="zarr") from None
         self._reads = UnpackedShards(cache_bytes)
+        self._cache_bytes = cache_bytes
         self._store: Any = url
         self._path = self._prefix = ""
         if isinstance(url, Store):
@@ -111,6 +113,11 @@ class ZarrDataset(RangedDataset[Any]):
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def blocks(self) -> Blocks:
+        """The sizes of blocks for a random order: as many chunks side by side as are kept."""
+        return Blocks.within(self._cache_bytes, sum(self._sizes), self.block_size)
 
     def sample_key(self, index: int) -> str:
         """The array or group, and the index."""

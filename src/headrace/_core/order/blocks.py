@@ -21,10 +21,13 @@ class BlockOrder:
 
     The group that is not full is divided into as many lanes, of neighbours. It comes at a random place, since samples
     at the end of each epoch would never be seen by a training that ends its epochs early.
+
+    Without `shuffle`, blocks, groups and the samples of a lane stay in the order of the dataset.
     """
 
-    def __init__(self, n: int, block_size: int, lanes: int, seed: int, epoch: int) -> None:
+    def __init__(self, n: int, block_size: int, lanes: int, seed: int, epoch: int, *, shuffle: bool = True) -> None:
         self._n = n
+        self._shuffle = shuffle
         self._block_size = block_size
         self._lanes = lanes
         self._group_size = block_size * lanes
@@ -33,7 +36,8 @@ class BlockOrder:
         self._known = range(0), np.empty(0, dtype=np.int64)
         self._seed = batch_seed(seed, epoch, 1)
         # Position p is sample number p + shift, modulo n, of the groups in turn, of which the last one is not full.
-        self._shift = batch_seed(seed, epoch, 2) % (n // self._group_size + 1) * self._group_size
+        groups = batch_seed(seed, epoch, 2) % (n // self._group_size + 1) if shuffle else 0
+        self._shift = groups * self._group_size
 
     def __len__(self) -> int:
         return self._n
@@ -51,7 +55,14 @@ class BlockOrder:
             part, positions = positions[:end], positions[end:]
             if isinstance(part, range):
                 part = np.arange(part.start, part.stop, part.step)
-            yield self._group(number, size, part - start)
+            group = self._group if self._shuffle else self._group_in_order
+            yield group(number, size, part - start)
+
+    def _group_in_order(self, number: int, size: int, within: NDArray[np.int64]) -> NDArray[np.int64]:
+        each, longer = divmod(size, self._lanes)  # the first lanes have one sample more
+        steps, lane = np.divmod(within, self._lanes)
+        starts = lane * each + np.minimum(lane, longer)
+        return number * self._group_size + starts + steps
 
     def _group(self, number: int, size: int, within: NDArray[np.int64]) -> NDArray[np.int64]:
         lanes, each = self._lanes, -(-size // self._lanes)

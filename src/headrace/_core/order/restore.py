@@ -16,7 +16,7 @@ from headrace._core.order.spec import LoaderSpec, TorchLoader, samplers_of
 from headrace._core.order.state import Fingerprint, LoaderState
 from headrace._core.ranks.distributed import check_given_rank
 from headrace._core.ranks.rankinfo import RankInfo
-from headrace._core.streams.kinds import DatasetKind, splits_by_rank
+from headrace._core.streams.kinds import DatasetKind, ranks_differ, splits_by_rank
 from headrace._core.streams.resumable import expect
 from headrace._core.text import warn_user
 from headrace.errors import StateError
@@ -101,6 +101,12 @@ def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: s
             )
             what = f"each of {rank.world_size} ranks reads all of {name}"
             warn_user(f"{what}, unless it splits itself: they train on the same samples. {remedy}")
+        elif spec.kind.is_iterable and ranks_differ(spec.source) and not spec.options["coordinated"]:
+            warn_user(
+                f"each of {rank.world_size} ranks reads shards of its own, and may get fewer batches than others: "
+                f"training then waits for ever at the end of an epoch. Use coordinated=True, apply .split() or "
+                f".repeat() to the stream, or read the shards by an index (headrace.TarDataset.index(...))"
+            )
 
 
 def _draws_all(loader: TorchLoader) -> bool:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+from headrace._core.order.blocks import BlockOrder
 from headrace._core.order.exclusion import BaseOrder, Exclusion, Order, OrderWithout, without
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
+from headrace._core.text import warn_user, whole_number
 
 
 def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool) -> Iterator[int]:
@@ -168,6 +170,52 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
 
     def __len__(self) -> int:
         return self.num_samples
+
+
+class BlockSampler(RankSampler):
+    """Blocks of neighbours in random order, some of them side by side; or in the order of the dataset.
+
+    In the order of the dataset, several ranks read blocks side by side, and a single one reads sample by sample.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        *,
+        block_size: int,
+        blocks_at_once: int = 64,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__(dataset, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size, drop_last=True)
+        self.block_size = whole_number("block_size", block_size, 1)
+        self.blocks_at_once = whole_number("blocks_at_once", blocks_at_once, 1)
+        self._warned = False
+
+    @property
+    def samples_ahead(self) -> int:
+        """A rank's samples of two groups of blocks: one is delivered while the other is read."""
+        return min(-(-2 * self.block_size * self.blocks_at_once // self.num_replicas), self._length)
+
+    @property
+    def order_of(self) -> str:
+        """What the order consists of; orders of which this differs cannot continue each other."""
+        return "blocks" if self.shuffle or self.num_replicas > 1 else "samples"
+
+    def _order(self, epoch: int) -> BaseOrder:
+        ranks = self._shard().count
+        if self.order_of == "samples":
+            return range(self._length)
+        if self.blocks_at_once % ranks and not self._warned:
+            self._warned = True
+            warn_user(
+                f"blocks_at_once={self.blocks_at_once} is no multiple of {ranks} ranks: several ranks read each block. "
+                f"The order is right, but more is read. Give the loader sampler=headrace.BlockShuffleSampler(...) with "
+                f"blocks_at_once= a multiple of the numbers of ranks."
+            )
+        return BlockOrder(self._length, self.block_size, self.blocks_at_once, self.seed, epoch, shuffle=self.shuffle)
 
 
 class SeededRandomSampler(CursorSampler, RandomSampler):

@@ -1,99 +1,134 @@
-"""Streams of map-style datasets of byte ranges: the samples of each shard in order, some requests at once."""
+"""Streams of map-style datasets: the samples in the order of a sampler, read in large blocks."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, Unpack
-
-import numpy as np
+from typing import Any, TypeVar
 
 from headrace._core.failure import as_exception
+from headrace._core.order.samplers import BlockSampler
+from headrace._core.ranks.distributed import RankChoice, ShardOptions
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import BadRecord, Block, BlockReader, PartReader
-from headrace._core.shards.stream import ShardedStream, StreamOptions
+from headrace._core.shards.stream import PartStream
 from headrace._core.store.ranges import map_all, read_ranges
-from headrace._core.streams.kinds import capabilities
-from headrace._core.streams.map_style import RangedDataset
+from headrace._core.streams.epochs import Order
+from headrace._core.streams.kinds import Blocks, capabilities
 
 T_co = TypeVar("T_co", covariant=True)
 
-_MOST_SAMPLES = 4096  # of a block
-_MOST_OF_WHOLE = 32  # the same, of a shard that is read as a whole
+_SAMPLES_OF_WHOLE = 32  # fetched at once from shards that are read as a whole
 _SAMPLES_AT_ONCE = 128  # made on the event loop before other tasks get a turn
 
 
-class RangedStream(ShardedStream[T_co]):
-    """The samples of a dataset of ranges as a stream; made by `RangedShards.stream`, with the numbers of samples."""
+class IndexStream(PartStream[T_co]):
+    """The samples of a map-style dataset as a stream; made by `RangedShards.stream`.
 
-    suffixes = ()
+    The whole dataset is one part. Its order is that of a `BlockSampler`, which divides the samples among the readers.
+    """
 
-    def __init__(self, dataset: RangedDataset[T_co], shards: Sequence[Shard], **options: Unpack[StreamOptions]) -> None:
+    parts_name = "samples"
+    ranks_differ = False
+
+    def __init__(
+        self, dataset: Any, shards: Sequence[Shard], ranks: RankChoice, shuffle: bool, seed: int | None
+    ) -> None:
+        super().__init__(ranks, shuffle, 0, seed)
         self._dataset = dataset
-        super().__init__(shards, **options)
-        self._first = np.cumsum([0, *(self._counts or ())]).tolist()  # indices in the dataset
+        self._shards = shards
+        self._blocks: Blocks = dataset.blocks
+
+    def __len__(self) -> int:
+        return len(self._sampler(self._ranks.shard(), self._order_for(self._seed)))
 
     def __repr__(self) -> str:
         return f"{self._dataset!r}.stream()"
 
-    def _read(self, parts: Sequence[int]) -> PartReader[_RangedReader]:
-        def open_part(position: PartPosition, shard: Shard, _standby: bool) -> _RangedReader:
-            return _RangedReader(self, position, shard)
+    def _sampler(self, reader: ShardOptions, order: Order) -> BlockSampler:
+        return BlockSampler(
+            len(self._dataset),
+            block_size=self._blocks.size,
+            blocks_at_once=self._blocks.at_once,
+            shuffle=self._shuffle,
+            seed=order.key(),
+            rank=reader.index,
+            world_size=reader.count,
+        )
 
-        return PartReader(parts, self._shards, open_part, self._ahead.shards_in_parallel)
+    def _reader_of(self, reader: ShardOptions, order: Order) -> PartReader[Any]:
+        sampler = self._sampler(reader, order)
+
+        def open_part(position: PartPosition, _shard: Shard, _standby: bool) -> _IndexReader:
+            indices = sampler.indices_from(position.given * reader.count)
+            return _IndexReader(self._dataset, indices, -(-self._blocks.samples // reader.count), position)
+
+        def name_of(_part: int, number: int) -> str:
+            return str(self._dataset.sample_key(next(sampler.indices_from(number * reader.count))))
+
+        samples = PartReader([0], self._shards[:1], open_part)
+        samples.name_of = name_of
+        return samples
+
+    def _part_count(self) -> int:
+        return len(self._dataset)
+
+    def _part_names(self) -> Iterable[str]:
+        sizes = (None if shard.head is None else shard.head.size for shard in self._shards)
+        names = (shard.name for shard in self._shards)
+        return map(str, zip(names, sizes, self._dataset.counts, strict=True))
 
 
-class _RangedReader(BlockReader):
-    """Reads the samples of one shard; its position is their number."""
+class _IndexReader(BlockReader):
+    """Reads the samples at some indices, `at_once` of them in a block; its position is their number."""
 
-    def __init__(self, stream: RangedStream[Any], position: PartPosition, shard: Shard) -> None:
-        self._dataset, self._ahead = stream._dataset, stream._ahead
-        first, stop = stream._first[position.part : position.part + 2]
-        self._rest = range(first, stop)[position.given :]  # not requested yet
+    def __init__(self, dataset: Any, indices: Iterator[int], at_once: int, position: PartPosition) -> None:
+        self._dataset = dataset
+        self._rest = indices  # not requested yet
+        self._joined = capabilities(dataset).ranges
+        self._at_once = at_once if self._joined else min(at_once, _SAMPLES_OF_WHOLE)
         self._position = replace(position, drop=0)  # after the last block that was produced
-        super().__init__(self._position, shard.head)
-
-    @property
-    def fully_requested(self) -> bool:
-        return not self._rest
+        super().__init__(self._position, None)
 
     async def _next_block(self) -> Block:
-        samples: deque[Any] = deque()
+        indices = list(itertools.islice(self._rest, self._at_once))
+        if not indices:
+            return Block(deque())
         try:
-            joined = capabilities(self._dataset).ranges  # else shards are read as a whole
-            indices = self._rest[: _MOST_SAMPLES if joined else _MOST_OF_WHOLE]
-            ranges = self._dataset.ranges(indices)
-            ranges.check(len(indices))
-            sizes = np.cumsum(ranges.stops - ranges.starts)
-            most = self._ahead.chunk_bytes * self._ahead.requests_per_shard
-            indices = indices[: max(1, int(np.searchsorted(sizes, most, side="right")))]
-            self._rest = self._rest[len(indices) :]
-            ranges = ranges.at(np.arange(len(indices)))
-            if joined:
-                views = await read_ranges(ranges, self._dataset.read_range, largest=self._ahead.chunk_bytes)
-            else:
-                views = await map_all(self._dataset.read_bytes, indices)
-            self._views = views  # of the latest block: an unpacked shard is kept while it is in use
-            for number, (index, view) in enumerate(zip(indices, views, strict=True), 1):
-                try:
-                    sample = self._dataset.sample_of(index, view)
-                except Exception:  # perhaps damaged in transit
-                    sample = await self._again(index)
-                samples.append(sample)
-                if not number % _SAMPLES_AT_ONCE:
-                    await asyncio.sleep(0)
+            samples = await self._read(indices)
         except Exception as error:
-            self._rest = self._rest[:0]
-            return Block(samples, error=as_exception(error))
+            return Block(deque(), error=as_exception(error))
         self._position = replace(self._position, given=self._position.given + len(samples))
-        return Block(samples, self._position if self._rest else None)
+        return Block(samples, self._position)
 
-    async def _again(self, index: int) -> Any:
-        """The sample, read once more by itself."""
+    async def _read(self, indices: Sequence[int]) -> deque[Any]:
+        dataset = self._dataset
+        if self._joined:
+            views = await read_ranges(dataset.ranges(indices), dataset.read_range)
+        else:
+            views = await map_all(dataset.read_bytes, indices)
+        self._views = views  # of the latest block: an unpacked shard is kept while it is in use
+        samples: deque[Any] = deque()
+        for start in range(0, len(indices), _SAMPLES_AT_ONCE):
+            part = slice(start, start + _SAMPLES_AT_ONCE)
+            try:
+                samples.extend(dataset.samples_of(indices[part], views[part]))
+            except Exception:  # of one sample, perhaps damaged in transit
+                for index, view in zip(indices[part], views[part], strict=True):
+                    samples.append(await self._sample(index, view))
+            await asyncio.sleep(0)
+        return samples
+
+    async def _sample(self, index: int, view: memoryview) -> Any:
+        """The sample of some bytes; if these are damaged, read once more by itself."""
         try:
-            return await self._dataset.aget(index)
-        except Exception as error:
-            return BadRecord(as_exception(error))
+            return self._dataset.sample_of(index, view)
+        except Exception:
+            try:
+                return await self._dataset.aget(index)
+            except Exception as error:
+                return BadRecord(as_exception(error))

@@ -119,13 +119,11 @@ class PartReader(ResumableIterator[Any], Generic[R]):
         shards: Sequence[Shard],
         open_part: Callable[[PartPosition, Shard, bool], R],
         parallel: int = 1,
-        on_block: Callable[[R], None] | None = None,
     ) -> None:
         self._parts = parts
         self._shards = shards
         self._open_part = open_part
         self._parallel = parallel
-        self._on_block = on_block
         self._opened = 0
         self._restored: deque[PartPosition] = deque()  # of parts that were open when the state was saved
         self._open: deque[R] = deque()
@@ -224,8 +222,6 @@ class PartReader(ResumableIterator[Any], Generic[R]):
             reader.has_successor = True
             if (following := self._open_next()) is not None:
                 self._ahead.append(following)
-        if self._on_block is not None:
-            self._on_block(reader)
 
     def state_dict(self) -> State:
         if self._closed is not None:
@@ -393,11 +389,6 @@ class ShardReader(BlockReader):
     async def fill(self) -> None:
         self._chunks.activate()
         await super().fill()
-
-    def differs_from(self, count: int) -> bool:
-        """Whether the samples up to the end of the current block show that the shard has not `count` of them."""
-        ended = self.ended and self.error is None
-        return self.decoded > count or (self.decoded < count and ended)
 
     def reached(self, error: HeadraceError) -> tuple[int, int]:
         offset = None if self._codec.compressed else getattr(error, "offset", None)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
 
-from headrace._core.ranks.distributed import RankChoice, Remainder, ShardOptions, check_remainder
+from headrace._core.ranks.distributed import RankChoice, ShardOptions
 from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.positions import PartPosition, names_digest
@@ -18,9 +17,9 @@ from headrace._core.store.store import StoreLike
 from headrace._core.streams.epochs import FollowsEpoch, Order
 from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.kinds import signature_of
-from headrace._core.streams.operators import EqualLength, ShuffleBuffer
+from headrace._core.streams.operators import ShuffleBuffer
 from headrace._core.streams.resumable import ResumableIterator, State, expect
-from headrace._core.text import check_keywords, check_number, warn_user
+from headrace._core.text import check_keywords, check_number
 from headrace.errors import StateError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -38,35 +37,36 @@ _KEPT_BYTES = (32 << 20) - (64 << 10)
 
 
 class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
-    """Base of streams that read parts in the order of the epoch, which is the same on all ranks."""
+    """Base of streams that read parts in the order of the epoch, which is the same on all ranks.
+
+    Each rank reads every W-th part, so that ranks may have different numbers of samples.
+    """
 
     splits_by_rank = True
 
     splits_over_workers = True
     """In a torch loader each worker reads its own share."""
 
+    ranks_differ = True
+    """Whether ranks may have different numbers of samples."""
+
     parts_name: ClassVar[str]
     """What the parts are, in errors."""
 
-    _remainder_warned = False
-    _counts_remedy = "With filters=, only reading shows them. Apply"
-
-    def __init__(
-        self,
-        ranks: RankChoice,
-        shuffle: bool,
-        buffer_size: int,
-        seed: int | None,
-        remainder: Remainder,
-    ) -> None:
-        check_remainder(remainder)
+    def __init__(self, ranks: RankChoice, shuffle: bool, buffer_size: int, seed: int | None) -> None:
         self._ranks = ranks
-        self._shuffle, self._buffer_size, self._seed = bool(shuffle), buffer_size, seed
-        self._remainder = remainder
+        self._shuffle = bool(shuffle)
+        self._buffer_size = buffer_size
+        self._seed = seed
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Start a pass."""
         rank = self._ranks.shard()
+        if 1 < rank.count > self._part_count():
+            raise ValueError(
+                f"{self._part_count()} {self.parts_name} cannot be divided among {rank.count} ranks; apply .split() "
+                f"to the stream"
+            )
         return PartIterator(self, rank, rank.in_worker(), self._order_for(self._seed))
 
     def __len__(self) -> int:
@@ -75,29 +75,30 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         Raises:
             TypeError: it is unknown.
         """
-        rank, order = self._ranks.shard(), self._parts_in(self._order_for(self._seed))
-        self._counts_to_equalize(rank)
         counts = self._sample_counts()
         if counts is None:
             what = f"the length of this {type(self).__name__} is unknown"
             raise TypeError(f"{what}, since the numbers of samples in its {self.parts_name} are")
-        return self._samples_in(rank, rank, order, counts)
+        parts = self._parts_of(self._ranks.shard(), self._order_for(self._seed))
+        return sum(counts[part] for part in parts)
 
-    def _parts_in(self, order: Order) -> list[int]:
-        """The numbers of all parts."""
+    def _parts_of(self, reader: ShardOptions, order: Order) -> list[int]:
+        """The numbers of the parts of one reader, in the order of the epoch."""
         parts = list(range(self._part_count()))
         if self._shuffle:
             random.Random(order.key()).shuffle(parts)
-        return parts
+        return parts[reader.index :: reader.count]
+
+    def _reader_of(self, reader: ShardOptions, order: Order) -> PartReader[Any]:
+        """Start to read the samples of one reader."""
+        samples = self._read(self._parts_of(reader, order))
+        samples.counts = self._sample_counts()
+        samples.name_of = self._name_of
+        return samples
 
     def _options(self) -> dict[str, object]:
         """What must be the same where a state is loaded."""
-        return {
-            "parts": self._parts_digest,
-            "shuffle": self._shuffle,
-            "buffer_size": self._buffer_size,
-            "remainder": self._remainder,
-        }
+        return {"parts": self._parts_digest, "shuffle": self._shuffle, "buffer_size": self._buffer_size}
 
     def _sample_counts(self) -> Sequence[int] | None:
         """The number of samples in each part, if they are known."""
@@ -115,69 +116,27 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     def _part_names(self) -> Iterable[str]:
         """The names of the parts, in the order given by the user, without secrets."""
 
-    @abstractmethod
     def _name_of(self, part: int, number: int) -> str:
         """The file and the place of the sample with a number in a part, in words."""
+        raise NotImplementedError  # each kind of part has its own
 
-    @abstractmethod
     def _read(self, parts: Sequence[int]) -> PartReader[Any]:
         """Start reading the samples of some parts."""
-
-    def _length(self, rank: ShardOptions, shard: ShardOptions, order: list[int]) -> int | None:
-        """Number of samples that a shard (a rank, or a worker of it) must yield; None if it yields all it reads."""
-        counts = self._counts_to_equalize(rank)
-        return None if counts is None else self._samples_in(rank, shard, order, counts)
-
-    def _counts_to_equalize(self, rank: ShardOptions) -> Sequence[int] | None:
-        """The number of samples in each part, if ranks would otherwise yield different numbers. Workers of one may."""
-        if rank.count == 1 or self._remainder == "keep":
-            return None
-        if (counts := self._sample_counts()) is None:
-            raise ValueError(
-                f"{rank.count} ranks would get unequal numbers of samples, and training would hang at the end of an "
-                f"epoch. {self._counts_remedy} .split() to the stream, or allow it by remainder='keep', with "
-                f"coordinated=True of the loader"
-            )
-        return counts
-
-    def _check_ranks(self) -> None:
-        """Raise, or warn at the user's line, if the ranks known by now would have unequal numbers of samples."""
-        if self._ranks.given is not None:
-            self._counts_to_equalize(self._ranks.given)
-        with contextlib.suppress(TypeError, ValueError):  # raised where reading starts
-            PartStream.__len__(self)
-
-    def _samples_in(self, rank: ShardOptions, shard: ShardOptions, order: list[int], counts: Sequence[int]) -> int:
-        """The number of samples of a rank, or of a worker of the rank, by the number in each part."""
-        lengths = [sum(counts[part] for part in order[reader :: shard.count]) for reader in range(shard.count)]
-        if self._remainder == "keep":
-            return lengths[shard.index]
-        if 1 < shard.count > len(order):
-            raise ValueError(
-                f"{len(order)} {self.parts_name} cannot be split over {shard.count} "
-                f"{'ranks' if shard.count == rank.count else 'workers'}; apply .split() to the stream"
-            )
-        if shard.count * min(lengths) < sum(lengths) and not self._remainder_warned:
-            self._remainder_warned = True
-            # Without numbers, which differ in each epoch: Python shows the same warning once.
-            warn_user(
-                f"remainder='drop' leaves out samples in each epoch: every rank gives as many as the rank with the "
-                f"fewest, and the {self.parts_name} that ranks read hold different numbers. Apply "
-                f".split() to the stream, or use remainder='keep' with coordinated=True of the loader"
-            )
-        return min(lengths)
+        raise NotImplementedError
 
 
 class PartIterator(ResumableIterator[T_co]):
     """The samples of one reader in one epoch; its state says which stream, reader and epoch it is of.
 
-    The state of another epoch can be loaded: the iterator then continues in that epoch's order. `shard` is the reader:
-    the rank, or a worker of the rank.
+    The state of another epoch can be loaded: the iterator then continues in that epoch's order. The reader is the rank,
+    or a worker of the rank.
     """
 
-    def __init__(self, stream: PartStream[T_co], rank: ShardOptions, shard: ShardOptions, order: Order) -> None:
-        self._stream, self._rank, self._shard, self._order = stream, rank, shard, order
-        self._reader = [shard.index, shard.count, rank.count]
+    def __init__(self, stream: PartStream[T_co], rank: ShardOptions, reader: ShardOptions, order: Order) -> None:
+        self._stream = stream
+        self._reader = reader
+        self._order = order
+        self._read_by = [reader.index, reader.count, rank.count]
         self._fixed: State | None = None  # the part of the state that stays the same
         self._samples = self._start()
 
@@ -191,7 +150,7 @@ class PartIterator(ResumableIterator[T_co]):
         if self._fixed is None:
             self._fixed = {
                 "of": self._options(),
-                "reader": self._reader,
+                "reader": self._read_by,
                 "epoch": self._order.epoch,
                 "repetition": self._order.repetition,
             }
@@ -210,10 +169,10 @@ class PartIterator(ResumableIterator[T_co]):
             epoch=expect(state, "epoch", int), repetition=expect(state, "repetition", int)
         )
         self._fixed = None
-        if (saved_by := expect(state, "reader", list, length=3)) != self._reader:
+        if (saved_by := expect(state, "reader", list, length=3)) != self._read_by:
             raise StateError(
                 f"the state does not fit this {name}: it was saved by {_reader_name(*saved_by)}, and this is "
-                f"{_reader_name(*self._reader)}. Use as many as before; or a stream with .split() as its last "
+                f"{_reader_name(*self._read_by)}. Use as many as before; or a stream with .split() as its last "
                 f"operation, or shards with an index, which any number of ranks can continue"
             )
         self._samples = self._start()
@@ -227,15 +186,11 @@ class PartIterator(ResumableIterator[T_co]):
 
     def _start(self) -> ResumableIterator[T_co]:
         """Start to read; nothing is read before the first `anext`."""
-        stream, shard = self._stream, self._shard
-        order, counts = stream._parts_in(self._order), stream._sample_counts()
-        length = stream._length(self._rank, shard, order)
-        reader = stream._read(order[shard.index :: shard.count])
-        reader.counts, reader.name_of = counts, stream._name_of
-        samples: ResumableIterator[T_co] = reader if length is None else EqualLength(reader, length)
-        if not stream._buffer_size:
+        buffer_size = self._stream._buffer_size
+        samples = self._stream._reader_of(self._reader, self._order)
+        if not buffer_size:
             return samples
-        return ShuffleBuffer(samples, stream._buffer_size, self._order._replace(number=1 + shard.index))
+        return ShuffleBuffer(samples, buffer_size, self._order._replace(number=1 + self._reader.index))
 
 
 def _reader_name(index: int, count: int, ranks: int) -> str:
@@ -252,8 +207,6 @@ class StreamOptions(TypedDict, total=False):
     seed: int | None
     rank: int | None
     world_size: int | None
-    remainder: Remainder
-    counts: Sequence[int] | None
     shards_in_parallel: int
     requests_per_shard: int
     chunk_bytes: int
@@ -271,12 +224,9 @@ class ShardedStream(PartStream[T_co]):
 
     parts_name = "shards"
     _remedies = ("shards_in_parallel", "requests_per_shard")
-    _counts_remedy = "Give counts= (an index has them: TarDataset.index(...).stream()), apply"
 
     suffixes: ClassVar[tuple[str, ...]]
     """Endings of the names of shards in a directory; none if they are not read as a whole."""
-
-    _warned_of_counts = False
 
     def __init__(self, shards: Shards, **options: Unpack[StreamOptions]) -> None:
         own = signature_of(type(self)).parameters.keys() - {"options"}
@@ -291,18 +241,11 @@ class ShardedStream(PartStream[T_co]):
             options.get("requests_per_shard", REQUESTS_PER_SHARD),
             options.get("chunk_bytes", CHUNK_BYTES),
         )
-        buffer_size, seed = options.get("buffer_size", 0), options.get("seed")
-        super().__init__(ranks, options.get("shuffle", False), buffer_size, seed, options.get("remainder", "drop"))
+        shuffle, buffer_size = options.get("shuffle", False), options.get("buffer_size", 0)
+        super().__init__(ranks, shuffle, buffer_size, options.get("seed"))
         self._shards = find_shards(shards, suffixes=self.suffixes, store=options.get("store"))
         for shard in self._shards if self.suffixes else ():
             refuse_unsupported(shard.name)
-        counts = options.get("counts")
-        if isinstance(counts, int):
-            raise TypeError(f"counts= must be the numbers of samples of all shards, as [1000, 995], but got {counts}")
-        self._counts = None if counts is None else tuple(counts)
-        if self._counts is not None and len(self._counts) != len(self._shards):
-            raise ValueError(f"counts= has {len(self._counts)} numbers for {len(self._shards)} shards")
-        self._check_ranks()
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -319,9 +262,6 @@ class ShardedStream(PartStream[T_co]):
     def _part_count(self) -> int:
         return len(self._shards)
 
-    def _sample_counts(self) -> Sequence[int] | None:
-        return self._counts
-
     def _name_of(self, part: int, number: int) -> str:
         return f"{self._shards[part].name}, sample {number + 1:,}"
 
@@ -329,15 +269,7 @@ class ShardedStream(PartStream[T_co]):
         return self.shards
 
     def _options(self) -> dict[str, object]:
-        own = {
-            "counts": self._counts_digest,
-            "shards_in_parallel": self._ahead.shards_in_parallel,
-        }
-        return {**super()._options(), **own}
-
-    @functools.cached_property
-    def _counts_digest(self) -> str | None:
-        return None if self._counts is None else names_digest(map(str, self._counts))
+        return {**super()._options(), "shards_in_parallel": self._ahead.shards_in_parallel}
 
     def _read(self, parts: Sequence[int]) -> PartReader[Any]:
         bytes(_KEPT_BYTES)  # freed at once, untouched
@@ -345,16 +277,4 @@ class ShardedStream(PartStream[T_co]):
         def open_part(position: PartPosition, shard: Shard, standby: bool) -> ShardReader:
             return ShardReader(shard, self.decoder(shard), self._ahead, position, standby=standby)
 
-        return PartReader(parts, self._shards, open_part, self._ahead.shards_in_parallel, self._check_count)
-
-    def _check_count(self, reader: ShardReader) -> None:
-        """Warn, once, of a shard with another number of samples than in `counts`."""
-        if self._counts is None or self._warned_of_counts or not reader.differs_from(self._counts[reader.part]):
-            return
-        self._warned_of_counts = True
-        warn_user(
-            f"{self._shards[reader.part].name} does not have the number of samples that counts= gives for it, "
-            f"{self._counts[reader.part]}: len() is wrong, and with several ranks, samples may be left out or "
-            f"repeated, or a rank may run out of them. Correct counts=, as TarDataset.index(...).counts has them for "
-            f"tar files, or apply .split() to the stream, which needs none."
-        )
+        return PartReader(parts, self._shards, open_part, self._ahead.shards_in_parallel)

@@ -305,6 +305,7 @@ class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         self._operator = operator
         self.works_on_parts: bool = operator.works_on_parts
         self._options = options
+        self.equal_on_ranks = operator is Repeat and options["times"] is None  # without an end
 
     def __repr__(self) -> str:
         if isinstance(self.dataset, tuple):
@@ -331,6 +332,7 @@ class SplitStream(OperatedStream[T_co]):
         super().__init__(dataset, f"{{}}.split(remainder={remainder!r})", Split)
         self._ranks = ranks
         self._remainder = remainder
+        self.equal_on_ranks = True
 
     def __len__(self) -> int:
         shard = self._ranks.shard()

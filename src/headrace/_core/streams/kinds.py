@@ -44,6 +44,39 @@ class Capabilities(NamedTuple):
     aiter: bool = False
 
 
+MOST_BLOCKS = 192  # read side by side; 192 is a multiple of the usual numbers of ranks
+BLOCK_BYTES = 256 << 10  # of neighbours that one request reads
+BYTES_AT_ONCE = 64 << 20  # of all blocks that are read side by side
+
+
+class Blocks(NamedTuple):
+    """The sizes with which samples of a map-style dataset are read in random order: blocks of neighbours."""
+
+    size: int  # samples in a block
+    at_once: int  # blocks that are read side by side
+
+    @property
+    def samples(self) -> int:
+        """The number of samples that are read side by side."""
+        return self.size * self.at_once
+
+    @classmethod
+    def within(cls, most_bytes: int, sample_bytes: int, size: int = 0) -> Blocks:
+        """Blocks of `size` samples, or of `BLOCK_BYTES`, of which as many are read side by side as the bytes allow."""
+        sample_bytes = max(1, sample_bytes)
+        size = size or max(1, BLOCK_BYTES // sample_bytes)
+        most = min(MOST_BLOCKS, most_bytes // (size * sample_bytes))
+        if most < 3:
+            return cls(size, max(1, most))
+        return cls(size, 3 << (most // 3).bit_length() - 1)
+
+
+def blocks_of(dataset: object) -> Blocks | None:
+    """The blocks in which a dataset is read; None for a dataset without an order of its own."""
+    found = getattr(dataset, "blocks", None)
+    return found if isinstance(found, Blocks) else None
+
+
 def capabilities(dataset: object) -> Capabilities:
     """The capabilities of a dataset; a class whose instances differ defines `_capabilities`."""
     found: Capabilities = getattr(type(dataset), "_capabilities", capabilities_by_methods)(dataset)
@@ -188,6 +221,13 @@ def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False, visited
                 propagate_epoch(child, epoch, only_wanted=only_wanted, visited=visited)
     elif not only_wanted or getattr(part, "wants_epoch", (can := capabilities(part)).aget or can.aiter):
         part.set_epoch(epoch)
+
+
+def ranks_differ(stream: Any) -> bool:
+    """Whether ranks of a stream may get different numbers of samples, since each reads shards of its own."""
+    if getattr(stream, "equal_on_ranks", False):
+        return False
+    return getattr(stream, "ranks_differ", False) or any(map(ranks_differ, children(stream)))
 
 
 def splits_by_rank(stream: Any) -> bool:

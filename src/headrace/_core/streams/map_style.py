@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import functools
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
@@ -16,9 +17,11 @@ from headrace._core.store.ranges import Ranges, cut, read_ranges
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.composition import ConcatComposition, MapComposition, apply_functions, plan
 from headrace._core.streams.kinds import (
+    Blocks,
     Capabilities,
     ReadRange,
     Views,
+    blocks_of,
     capabilities,
     capabilities_by_methods,
     fetch_all,
@@ -234,6 +237,14 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
 
     def __len__(self) -> int:
         return self._ends[-1]
+
+    @functools.cached_property
+    def blocks(self) -> Blocks | None:
+        """The smallest blocks of the parts, if all have some."""
+        found = [blocks for source in self.sources if (blocks := blocks_of(source)) is not None]
+        if len(found) < len(self.sources):
+            return None
+        return Blocks(min(blocks.size for blocks in found), min(blocks.at_once for blocks in found))
 
     def locate(self, index: Any) -> tuple[int, Any]:
         """The number of a part, and the index in it; raises if `index` is out of range."""

@@ -31,7 +31,6 @@ from headrace._core.streams.resumable import (
     start_stream,
 )
 from headrace._core.text import function_name
-from headrace.errors import ShortStreamError
 
 T = TypeVar("T")
 
@@ -55,27 +54,6 @@ class Take(StreamOperation[T]):
 
     def origin(self, number: int) -> Any:
         return self._inner.origin(number)
-
-
-class EqualLength(Take[T]):
-    """A given number of samples; raises `ShortStreamError` where the stream ends early."""
-
-    operation = "equal length"
-    options = ("length",)
-
-    def __init__(self, source: AsyncIterable[T], length: int) -> None:
-        super().__init__(source, int(length))  # of counts, which may be an array
-        self._length = self._count
-
-    async def __anext__(self) -> T:
-        try:
-            return await super().__anext__()
-        except StopAsyncIteration:
-            if self._closed:
-                raise
-            given, self._left = self._length - self._left, 0
-            remedy = "Correct the number, or apply .split() to the stream."
-            raise ShortStreamError(given=given, declared=self._length, remedy=remedy) from None
 
 
 class Concat(StreamOperation[Any]):

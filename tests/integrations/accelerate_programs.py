@@ -21,12 +21,11 @@ from torch.utils.data import DataLoader as TorchDataLoader
 import headrace as hr
 from headrace.integrations.accelerate import PreparedLoader, prepare, skip_first_batches
 from tests.faults import watching
-from tests.integrations.common import SHARDS, Numbers, Stream, flat, tenfold
+from tests.integrations.common import Numbers, Stream, flat, tenfold
 
 SAMPLES = 24
 ALL = list(range(0, 10 * SAMPLES, 10))
 EPOCHS = 2
-COUNTS = [SAMPLES // SHARDS] * SHARDS
 
 
 class OwnBatches(BatchSampler):
@@ -98,7 +97,7 @@ def orders(pattern):
         "DistributedSampler": hr.DataLoader(Numbers(SAMPLES), 2, sampler=distributed, transform=tenfold),
         "ElasticSampler": hr.DataLoader(Numbers(SAMPLES), 2, sampler=hr.ElasticSampler(SAMPLES), transform=tenfold),
         "one at a time": hr.DataLoader(Numbers(SAMPLES), batch_size=None, transform=tenfold),
-        "lines by shard": hr.DataLoader(lines(pattern, counts=COUNTS), 2, transform=tenfold),
+        "lines by shard": hr.DataLoader(lines(pattern), 2, transform=tenfold),
         "lines by sample": hr.DataLoader(lines(pattern, split=True), 2, transform=tenfold),
         "split stream": hr.DataLoader(Stream(SAMPLES).split(), 2, transform=tenfold),
     }  # fmt: skip
@@ -127,8 +126,7 @@ def loader_of(kind, pattern):
     if kind in ("seed", "generator"):
         order = {"seed": 7} if kind == "seed" else {"generator": torch.Generator().manual_seed(3)}
         return hr.DataLoader(Numbers(SAMPLES), shuffle=True, **order, **options)
-    division = {"split": True} if kind == "samples" else {"counts": COUNTS}
-    return hr.DataLoader(lines(pattern, **division), seed=7, **options)
+    return hr.DataLoader(lines(pattern, split=kind == "samples"), seed=7, **options)
 
 
 class Progress:
@@ -414,7 +412,7 @@ def rebuilt(pattern):
         "undivided": lambda: Stream(SAMPLES),
         "own split": OwnSplit,
         "by sample": lambda: lines(pattern, split=True),
-        "by shard": lambda: lines(pattern, remainder="keep"),
+        "by shard": lambda: lines(pattern),
     }
     for dispatch in (None, False):
         accelerator = accelerator_with(dispatch_batches=dispatch)
@@ -425,7 +423,7 @@ def rebuilt(pattern):
         assert sorted(set(everything(accelerator.prepare(loader)))) == ALL  # accelerate pads
     ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
     with pytest.raises(ValueError, match="rank=0, world_size=2" if ranks["rank"] == 0 else "world_size=2"):
-        list(accelerator.prepare(hr.DataLoader(lines(pattern, remainder="keep", **ranks), batch_size=3)))
+        list(accelerator.prepare(hr.DataLoader(lines(pattern, **ranks), batch_size=3)))
 
     def made(workers=0):
         loader = hr.DataLoader(Numbers(SAMPLES), 3, shuffle=True, seed=5, num_workers=workers, transform=tenfold)

@@ -148,7 +148,7 @@ def both(pattern: str, mode: str) -> CombinedLoader:
 ON_RANKS: dict[str, Callable[[str], Any]] = {
     "seeded": lambda _: map_style(shuffle=True, seed=5, concurrency=3),
     "unseeded": lambda _: map_style(shuffle=True),
-    "shards": lambda pattern: of_lines(pattern, shuffle=True, remainder="keep"),
+    "shards": lambda pattern: of_lines(pattern, shuffle=True),
     "split by samples": lambda pattern: of_lines(pattern, shuffle=True, split=True),
 }
 KINDS: dict[str, Callable[[str], Any]] = {  # for one process
@@ -268,7 +268,7 @@ def launched(folder: str, pattern: str) -> None:
     """
     sampler = hr.BlockShuffleSampler(Numbers(SAMPLES), block_size=4, blocks_at_once=2, seed=1)
     loaders = {
-        "lines, workers": hr.DataLoader(lines(pattern, shuffle=True, counts=[10] * 4), 4, num_workers=2),
+        "lines, workers": hr.DataLoader(lines(pattern, shuffle=True), 4, num_workers=2),
         "blocks": map_style(sampler=sampler),
     }
     model = Model()

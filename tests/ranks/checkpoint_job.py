@@ -66,7 +66,7 @@ class Stateful(torch.utils.data.Sampler):
 
 def lines():
     """A stream of text lines, whose shards are divided among the ranks."""
-    return hr.LinesDataset(os.environ["LINES"], shuffle=True, seed=0, remainder="keep")
+    return hr.LinesDataset(os.environ["LINES"], shuffle=True, seed=0)
 
 
 LOADERS = {

@@ -81,11 +81,7 @@ class Whole(hr.AsyncIterableDataset):
 
 
 def lines():
-    return (
-        hr.LinesDataset(os.environ["LINES"], shuffle=True, seed=0, counts=[6] * 4)
-        .map(int)
-        .map(lambda number: [number, *said()])
-    )
+    return hr.LinesDataset(os.environ["LINES"], shuffle=True, seed=0).map(int).map(lambda number: [number, *said()])
 
 
 BLOCKS = {"block_size": 3, "blocks_at_once": 2, "seed": 1}

@@ -67,7 +67,7 @@ def init_worker(number):
 
 def datasets(folder):
     lines = hr.LinesDataset(folder, shuffle=True, buffer_size=5).split()
-    whole_shards = hr.LinesDataset(folder, shuffle=True, counts=[10] * 4)
+    whole_shards = hr.LinesDataset(folder, shuffle=True)
     return {
         "lines by samples": lines.map(int),
         "lines by shards": whole_shards.map(int),

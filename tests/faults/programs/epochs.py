@@ -45,17 +45,17 @@ def number_of_row(sample):
 
 
 def tars(folder, **options):
-    dataset = hr.TarDataset(folder, chunk_bytes=1500, shards_in_parallel=3, remainder="keep", **options)
+    dataset = hr.TarDataset(folder, chunk_bytes=1500, shards_in_parallel=3, **options)
     return dataset.map(number_of_member)
 
 
 def lines(folder, **options):
-    dataset = hr.LinesDataset(folder, chunk_bytes=10, shards_in_parallel=2, remainder="keep", shuffle=True, **options)
+    dataset = hr.LinesDataset(folder, chunk_bytes=10, shards_in_parallel=2, shuffle=True, **options)
     return dataset.map(int)
 
 
 def rows(folder, **options):
-    return hr.ParquetDataset(folder / "rows.parquet", shuffle=True, remainder="keep", **options).map(number_of_row)
+    return hr.ParquetDataset(folder / "rows.parquet", shuffle=True, **options).map(number_of_row)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ class Format:
         files: by their keys.
         open: the dataset; map-style, or None for a format that is only a stream.
         samples: all samples in order.
-        stream: the stream, with the options of `TarDataset`; None: ``open(store).stream(**options)``, if it has one.
+        stream: the stream, with the options of `TarDataset`; None: ``open(store).stream(**options)``, if it has one,
+            with those of the options that are about order and ranks.
         checked: whether checksums show every changed byte; else only changed lengths are shown.
     """
 
@@ -52,7 +53,10 @@ class Format:
 
     def as_stream(self, store: hr.Store, **options: Any) -> Any:
         assert self.stream is not None or self.open is not None
-        return self.stream(store, **options) if self.stream else self.open(store).stream(**options)
+        if self.stream:
+            return self.stream(store, **options)
+        kept = {name: options[name] for name in ("shuffle", "seed", "rank", "world_size") if name in options}
+        return self.open(store).stream(**kept)
 
 
 def files_in(folder: str) -> dict[str, bytes]:
@@ -212,8 +216,7 @@ def tfrecords(data: bytes) -> list[bytes]:
 
 def _tfrecord() -> Format:
     def stream(store: hr.Store, **options: Any) -> Any:
-        counts = {"counts": (14, 0, 9, 11)} if "rank" in options else {}
-        return hr.TFRecordDataset(store, **options, **counts)
+        return hr.TFRecordDataset(store, **options)
 
     files, unpack = files_in("tfrecord"), {"gz": gzip.decompress, "zlib": zlib.decompress}
     unpacked = [unpack.get(key.rsplit(".", 1)[1], bytes)(data) for key, data in files.items()]

@@ -255,7 +255,7 @@ def test_stream_continues_after_a_failed_sample_and_closing_it_closes_its_source
 def test_stream_of_shards_inside_a_split_is_divided_once(as_rank, tmp_path, around):
     for shard in range(4):
         tmp_path.joinpath(f"{shard}.txt").write_text(f"{shard}\n{shard + 4}\n")
-    whole = around(hr.LinesDataset(tmp_path, shuffle=True, remainder="keep"))
+    whole = around(hr.LinesDataset(tmp_path, shuffle=True))
     everything = list(whole)
     ranks = []
     for rank in range(2):

@@ -161,54 +161,6 @@ def test_line_longer_than_the_limit_is_refused_before_its_end(tmp_path):
         assert server.requests()["GET"] < 10
 
 
-@pytest.fixture
-def files(tmp_path):
-    """Five files with 3, 8, 5, 1 and 7 lines."""
-    for number, lines in enumerate(COUNTS):
-        (tmp_path / f"{number}.txt").write_text("".join(f"{number}-{line}\n" for line in range(lines)))
-    return tmp_path
-
-
-COUNTS = (3, 8, 5, 1, 7)
-
-
-@pytest.mark.parametrize(("split", "world_size"), [(False, 2), (True, 5)])
-@pytest.mark.parametrize("remainder", ["drop", "keep"])
-def test_length_is_the_number_of_lines_that_the_rank_gives(files, split, remainder, world_size):
-    for rank in range(world_size):
-        options = {"remainder": remainder, "rank": rank, "world_size": world_size}
-        dataset = hr.LinesDataset(files, counts=COUNTS, shuffle=True, **({} if split else options))
-        dataset = dataset.split(**options) if split else dataset
-        assert len(dataset) == len(list(dataset))
-
-
-@pytest.mark.parametrize(
-    ("options", "given"),
-    [
-        ({"world_size": 2}, 2),
-        ({"world_size": 2, "remainder": "keep"}, 15),
-        ({"world_size": 1}, 24),
-    ],
-    ids=str,
-)
-def test_wrong_counts_warn_once(files, options, given):
-    dataset = hr.LinesDataset(files, counts=[1] * 5, rank=0, **options)
-    with pytest.warns(UserWarning, match=r"0\.txt does not have the number of samples.* for it, 1:.*Correct") as caught:
-        assert len(list(dataset)) == given
-    list(dataset)
-    assert sum("Correct counts=" in str(each.message) for each in caught) == 1
-    with pytest.warns(UserWarning, match=r"0\.txt does not have the number of samples.* for it, 4:"):
-        assert len(list(hr.LinesDataset(files, counts=[4, *COUNTS[1:]], shards_in_parallel=1))) == sum(COUNTS)
-
-
-def test_counts_are_not_compared_with_a_file_that_is_damaged_or_read_in_part(files):
-    (files / "0.txt").write_bytes(b"0-0\n\xff\n0-2\n")
-    dataset = hr.LinesDataset(files, counts=COUNTS)
-    with hr.DataLoader(dataset, batch_size=None, on_error="skip") as loader:
-        assert len(list(loader)) == sum(COUNTS) - 1
-    assert len(list(hr.LinesDataset(files, counts=COUNTS).take(2))) == 2
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_bad_record_is_one_error_and_the_records_after_it_are_read(num_workers, tmp_path):
     for number in range(2):
@@ -216,7 +168,7 @@ def test_bad_record_is_one_error_and_the_records_after_it_are_read(num_workers, 
         lines[10] = "{" if number else "10"
         (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
     (tmp_path / "2.jsonl").write_bytes(b"[\n" * 5)
-    dataset = hr.LinesDataset(tmp_path, remainder="keep", chunk_bytes=512)
+    dataset = hr.LinesDataset(tmp_path, chunk_bytes=512)
     with hr.DataLoader(dataset, batch_size=None, num_workers=num_workers, on_error="skip") as loader:
         with pytest.warns(RuntimeWarning, match="a sample was skipped, owing to ShardError: invalid line "):
             given = list(loader)

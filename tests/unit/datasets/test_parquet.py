@@ -164,7 +164,7 @@ def test_missing_pyarrow_error_names_the_extra(monkeypatch):
 
 
 def test_invalid_arguments_are_errors(server):
-    wrong = {"format": "torch", "remainder": "what", "table_rows": 5, "prefetch_row_groups": 0}
+    wrong = {"format": "torch", "table_rows": 5, "prefetch_row_groups": 0}
     for name, value in {**wrong, "rank": 1, "columns": ["id", "id"]}.items():
         with pytest.raises(ValueError, match=name):
             opened(server, **{name: value})

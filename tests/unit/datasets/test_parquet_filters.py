@@ -93,20 +93,12 @@ def test_stream_continues_at_every_position(folder, options):
     assert resumes_at_every_position(make)
 
 
-def test_ranks_of_unknown_length_are_refused(folder, monkeypatch):
+def test_length_is_unknown_and_a_split_gives_ranks_equal_numbers(folder):
     make = functools.partial(hr.ParquetDataset, folder, filters=X > 20)
-    with pytest.raises(ValueError, match=r"unequal numbers of samples.*\.split\(\).*coordinated=True"):
-        make(rank=0, world_size=2)
     with pytest.raises(TypeError, match="length of this ParquetDataset is unknown"):
         len(make())
     lengths = {len(list(make().split(rank=rank, world_size=4))) for rank in range(4)}
     assert lengths == {9}
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="unequal numbers of samples"):
-        list(make())
-    with pytest.raises(ValueError, match="unequal numbers of samples"):
-        len(make())
 
 
 def test_state_refuses_another_filter(folder):

@@ -1,4 +1,4 @@
-"""The stream of a map-style dataset of ranges: few requests, errors of one sample, and of a shard."""
+"""The stream of a map-style dataset of ranges: few requests, and errors of single samples."""
 
 import numpy as np
 import pytest
@@ -30,8 +30,8 @@ def outcomes(stream):
 def test_shard_is_read_by_large_requests(server):
     dataset = opened(server)
     before = server.requests()["GET"]
-    assert outcomes(dataset.stream(shards_in_parallel=1, chunk_bytes=1000)) == [*range(0, 3000, 10)]
-    assert server.requests()["GET"] - before == 6
+    assert outcomes(dataset.stream()) == [*range(0, 3000, 10)]
+    assert server.requests()["GET"] - before == 3
 
 
 class Checked(hr.TokenDataset):
@@ -42,27 +42,21 @@ class Checked(hr.TokenDataset):
 
 
 def test_corrupt_sample_ends_no_shard(server):
-    found = outcomes(opened(server, Checked).stream(shards_in_parallel=1))
+    found = outcomes(opened(server, Checked).stream())
     errors = [str(one) for one in found if isinstance(one, Exception)]
     assert errors == [f"a wrong checksum (shard {place})" for place in ("0.bin[140:160]", "1.bin[400:420]")]
     assert [one for one in found if isinstance(one, int)] == [n for n in range(0, 3000, 10) if n not in (70, 1200)]
 
 
-@pytest.mark.counts
-def test_failed_request_ends_its_shard_with_the_number_of_lost_samples(server):
+def test_failed_requests_lose_the_samples_of_their_object_alone(server):
     dataset = opened(server)
     server.misbehave(Fault("status", status=403, key="*1.bin"))
-    found = outcomes(dataset.stream(shards_in_parallel=1))
-    (error,) = [one for one in found if isinstance(one, Exception)]
-    assert "nothing of it can be read: 100 samples" in str(error)
-    assert error.lost_samples == 100
-    assert found.index(error) == 100
+    found = outcomes(dataset.stream())
+    assert [one for one in found if isinstance(one, int)] == [*range(0, 1000, 10), *range(2000, 3000, 10)]
+    assert all(isinstance(one, StoreError) for one in found[100:200])
 
 
-def test_arguments_that_do_not_apply_are_refused(server):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'counts'"):
-        opened(server).stream(counts=[100, 100, 100])
-
+def test_dataset_with_a_fetch_of_its_own_has_no_stream(server):
     class Own(hr.TokenDataset):
         async def aget(self, index):
             return index

@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 
 import headrace as hr
-from headrace.errors import EmptyListingError, ShardError, ShortStreamError, StoreError
+from headrace.errors import EmptyListingError, ShardError, StoreError
 from headrace.testing import DatasetContract, StreamContract
 from object_server import Fault, ObjectServer
 from tests.unit.shards import tars
@@ -140,20 +140,13 @@ def test_named_file_may_have_any_ending_and_is_named_once(tmp_path):
         ({"shards_in_parallel": 0}, "shards_in_parallel must be an int of at least 1"),
         ({"buffer_size": None}, "buffer_size must be an int of at least 0"),
         ({"buffer_size": -1}, "buffer_size must be an int of at least 0"),
-        ({"remainder": "odd"}, "remainder='odd' must be one of"),
         ({"rank": 1}, "give both"),
         ({"rank": 2, "world_size": 2}, "rank=2 is out of range"),
-        ({"counts": [1]}, "counts= has 1 numbers for 6 shards"),
     ],
 )
 def test_invalid_options_are_refused(folder, options, what):
     with pytest.raises(ValueError, match=what):
         hr.TarDataset(folder / "{0000..0005}.tar", **options)
-
-
-def test_counts_that_are_one_number_are_refused_with_what_they_must_be(folder):
-    with pytest.raises(TypeError, match=r"counts= must be .* all shards, as \[1000, 995\], but got 150"):
-        hr.TarDataset(folder, counts=150)
 
 
 def test_signed_urls_are_refused_without_their_signature():
@@ -199,32 +192,15 @@ EVERY = Counter(f"{number}-{sample}" for number, size in enumerate(COUNTS) for s
 
 
 @pytest.mark.parametrize(("world_size", "shuffle"), [(2, True), (5, False)])
-@pytest.mark.parametrize("policy", ["drop", "keep"])
-def test_ranks_divide_shards_into_equal_lengths(unequal_shards, world_size, policy, shuffle):
-    options = {"counts": COUNTS, "remainder": policy, "shuffle": shuffle}
-    ranks = parts(unequal_shards, world_size, **options)
-    got = sum(map(Counter, ranks), Counter())
-    if policy == "keep":
-        assert got == EVERY
-    else:
-        assert len(set(map(len, ranks))) == 1
-        assert got <= EVERY
+def test_each_shard_is_read_by_one_rank(unequal_shards, world_size, shuffle):
+    ranks = parts(unequal_shards, world_size, shuffle=shuffle)
+    assert sum(map(Counter, ranks), Counter()) == EVERY
     assert all(Counter(a).keys().isdisjoint(b) for a, b in itertools.combinations(ranks, 2))
-    first = hr.TarDataset(unequal_shards / "*.tar", rank=0, world_size=world_size, **options)
-    assert len(first) == len(ranks[0])
 
 
-@pytest.mark.filterwarnings("ignore:.* does not have the number of samples")
-def test_rank_that_has_fewer_samples_than_declared_is_an_error(unequal_shards):
-    with pytest.raises(ShortStreamError, match="gave 15 samples in this process and 40 were declared"):
-        parts(unequal_shards, 2, counts=[20] * 5)
-
-
-def test_several_ranks_without_counts_or_with_too_few_shards_are_refused(unequal_shards):
-    with pytest.raises(ValueError, match="5 shards cannot be split over 6"):
-        parts(unequal_shards, 6, counts=COUNTS)
-    with pytest.raises(ValueError, match=r"2 ranks would get unequal numbers.*counts=.*\.split\(\)"):
-        hr.TarDataset(unequal_shards / "*.tar", rank=0, world_size=2)
+def test_more_ranks_than_shards_are_refused(unequal_shards):
+    with pytest.raises(ValueError, match=r"5 shards cannot be divided among 6 ranks; apply \.split\(\)"):
+        parts(unequal_shards, 6)
 
 
 # Damage that only groups have

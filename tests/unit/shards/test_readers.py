@@ -1,8 +1,7 @@
-"""The readers of a stream of shards: what ranks leave out, and damaged states."""
+"""The readers of a stream of shards: damaged states."""
 
 import asyncio
 import json
-import warnings
 
 import pytest
 from hypothesis import given, settings
@@ -24,21 +23,6 @@ def tar_reader(rank, world, **options):
     return hr.TarDataset(list(OBJECTS), store=STORE, rank=rank, world_size=world, **common)
 
 
-@pytest.mark.parametrize(
-    ("counts", "warns"),
-    [((9, 10, 11, 10), 0), ((9, 10, 10, 10), 1), ((7, 10, 7, 10), 1), ((10, 10, 1, 10), 1)],
-    ids=str,
-)
-def test_shards_of_unequal_sizes_warn_once_where_ranks_leave_out_samples(counts, warns):
-    shards = [f"{number}.tar" for number in range(4)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        len(hr.TarDataset(shards, store=STORE, counts=counts, rank=1, world_size=2))
-    assert [(str(each.message)[:38], each.filename) for each in caught] == [
-        ("remainder='drop' leaves out samples in", __file__)
-    ] * warns
-
-
 VALUES = st.sampled_from([None, -1, 0, 1, 3, 10**9, "x", True, 1.5, (), ("x",)])
 
 
@@ -57,17 +41,10 @@ def damage(data, value):
         parent[key] = list(drawn) if isinstance(drawn, tuple) else drawn
 
 
-OPTIONS = [
-    {},
-    {"remainder": "drop", "counts": COUNTS, "buffer_size": 4},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"buffer_size": 4}], ids=str)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_damaged_states_raise_no_other_error(options, data):
-    options = {"remainder": "keep", **options}
     state = json.loads(json.dumps(asyncio.run(state_after(tar_reader(0, 2, **options), 4))))
     damage(data, state)
 

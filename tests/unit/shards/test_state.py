@@ -81,26 +81,18 @@ def test_lines_continue_at_every_position(packing, format, ending):
     assert len(found) == 30 if format == "json" else len(found) > 30
 
 
-@pytest.mark.parametrize(
-    ("split", "remainder", "buffer_size"),
-    [
-        (False, "drop", 5),
-        (False, "keep", 0),
-        (True, "drop", 0),
-        (True, "keep", 5),
-    ],
-)
-def test_each_rank_continues_at_every_position(split, remainder, buffer_size):
+@pytest.mark.parametrize(("split", "buffer_size"), [({}, 0), ({"remainder": "keep"}, 5), (None, 0), (None, 5)])
+def test_each_rank_continues_at_every_position(split, buffer_size):
     counts = (4, 1, 6, 3, 5)
     objects = {f"{n}.tar": tar_bytes(n, count) for n, count in enumerate(counts)}
     store = in_memory(objects)
 
     def make(**part):
-        return small(store, objects, shuffle=True, buffer_size=buffer_size, counts=counts, **part)
+        return small(store, objects, shuffle=True, buffer_size=buffer_size, **part)
 
     for rank in range(2):
-        part = {"rank": rank, "world_size": 2, "remainder": remainder}
-        resumes_at_every_position(lambda: make().split(**part) if split else make(**part))  # noqa: B023
+        part = {"rank": rank, "world_size": 2}
+        resumes_at_every_position(lambda: make(**part) if split is None else make().split(**part, **split))  # noqa: B023
 
 
 # Errors
@@ -222,13 +214,13 @@ async def test_shard_that_has_become_shorter_without_a_version_is_an_error(objec
 
 def test_each_different_option_is_named_with_old_and_new(objects):
     store = in_memory(objects)
-    state = asyncio.run(state_after(small(store, shuffle=True, seed=1, remainder="keep"), 3))
+    state = asyncio.run(state_after(small(store, shuffle=True, seed=1), 3))
     with pytest.raises(StateError, match="does not fit this TarDataset: shuffle was True, and is False; seed was 1"):
-        aiter(small(store, remainder="keep")).load_state_dict(state)
+        aiter(small(store)).load_state_dict(state)
     with pytest.raises(StateError, match=r"list of shards .* was '3 \(\w+\)', and is '2 \(\w+\)'"):
-        aiter(small(store, ("0.tar", "1.tar"), shuffle=True, seed=1, remainder="keep")).load_state_dict(state)
+        aiter(small(store, ("0.tar", "1.tar"), shuffle=True, seed=1)).load_state_dict(state)
     with pytest.raises(StateError, match=r"rank 0 of 1, .* this is rank 0 of 2\. Use as many as before"):
-        aiter(small(store, shuffle=True, seed=1, remainder="keep", rank=0, world_size=2)).load_state_dict(state)
+        aiter(small(store, shuffle=True, seed=1, rank=0, world_size=2)).load_state_dict(state)
 
 
 # Epochs

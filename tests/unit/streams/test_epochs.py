@@ -1,5 +1,6 @@
 """Each epoch has an order of its own, wherever the shuffled stream is and whatever holds it."""
 
+import pyarrow.parquet
 import pytest
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset
@@ -84,24 +85,24 @@ def rank_of_two(tmp_path, as_rank):
     """The folder of six files of unequal lengths, of which this rank reads three others in each epoch."""
     as_rank(0, 2)
     for number, size in enumerate(SIZES):
-        (tmp_path / f"{number}.txt").write_text("x\n" * size)
+        pyarrow.parquet.write_table(pyarrow.table({"x": range(size)}), tmp_path / f"{number}.parquet")
     return tmp_path
 
 
-def lines(folder):
-    return hr.LinesDataset(folder, counts=SIZES, shuffle=True)
+def rows(folder):
+    return hr.ParquetDataset(folder, shuffle=True).map(str)
 
 
-LENGTHS = [10, 10, 13, 11, 7, 10]  # batches of two, by epoch
+LENGTHS = [22, 10, 13, 11, 25, 10]  # batches of two, by epoch
 
 
 def test_length_before_an_iteration_is_that_of_the_epoch_it_begins(rank_of_two):
-    with hr.DataLoader(lines(rank_of_two).map(str), 2) as loader:
+    with hr.DataLoader(rows(rank_of_two), 2) as loader:
         assert [(len(loader), len(list(loader))) for _ in LENGTHS] == [(length, length) for length in LENGTHS]
 
 
 def test_length_while_an_iteration_is_under_way_is_that_of_its_epoch(rank_of_two):
-    with hr.DataLoader(lines(rank_of_two), 2) as loader:
+    with hr.DataLoader(rows(rank_of_two), 2) as loader:
         loader.set_epoch(2)
         assert len(loader) == LENGTHS[2]
         batches = iter(loader)
@@ -118,7 +119,7 @@ def test_length_of_a_stream_whose_epoch_a_wrapper_translates_is_that_of_the_epoc
         def __len__(self):
             return len(self.inner)
 
-    with hr.DataLoader(Translated(lines(rank_of_two)), 2) as loader:
+    with hr.DataLoader(Translated(rows(rank_of_two)), 2) as loader:
         for _ in LENGTHS:
             given = len(list(loader))
             assert len(loader) == given

@@ -138,7 +138,7 @@ def document_of(line):
 
 
 def loader_of(strategy):
-    options = {"store": in_memory(SHARDS), "shuffle": True, "seed": 0, "buffer_size": 0, "remainder": "keep"}
+    options = {"store": in_memory(SHARDS), "shuffle": True, "seed": 0, "buffer_size": 0}
     lines = [hr.LinesDataset(keys, **options) for keys in (sorted(SHARDS)[:2], sorted(SHARDS)[2:])]
     packed = hr.mix(lines, [1, 2], stop="once").map(document_of).pack(16, strategy, window=3)
     return hr.DataLoader(packed.split(remainder="keep"), 2, seed=1)

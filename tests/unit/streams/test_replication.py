@@ -3,9 +3,12 @@
 import warnings
 
 import pytest
+import torch.distributed
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 import headrace as hr
+from headrace._core.order.restore import check_reading
+from headrace._core.ranks.rankinfo import RankInfo
 from tests import datasets
 
 
@@ -68,3 +71,36 @@ def test_loader_does_not_warn_of_one_rank_or_of_a_dataset_or_a_sampler_that_may_
     with hr.DataLoader(dataset, **options) as loader, warnings.catch_warnings():
         warnings.simplefilter("error")
         list(loader)
+
+
+def _shards(folder):
+    for number in range(4):
+        (folder / f"{number}.txt").write_text(f"{number}\n")
+    return hr.LinesDataset(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "warned"),
+    [
+        (lambda shards: shards, {}, True),
+        (lambda shards: shards.filter(len).shuffle(2), {}, True),
+        (lambda shards: hr.concat([shards, shards]), {}, True),
+        (lambda shards: shards, {"coordinated": True}, False),
+        (lambda shards: shards.split().map(int), {}, False),
+        (lambda shards: shards.repeat().take(3), {}, False),
+        (lambda shards: shards.repeat(2), {}, True),
+    ],
+)
+def test_ranks_that_train_together_on_unequal_shards_are_a_warning(
+    as_rank, monkeypatch, tmp_path, change, options, warned
+):
+    as_rank(1, 2)
+    stream = change(_shards(tmp_path))
+    loader = hr.DataLoader(stream, **options)
+    spec, done = loader._control.spec, set()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            check_reading(spec, loader, RankInfo(1, 2, "test"), done)
+    assert ["waits for ever" in str(each.message) for each in caught] == [True] * warned

@@ -101,12 +101,19 @@ def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: s
             )
             what = f"each of {rank.world_size} ranks reads all of {name}"
             warn_user(f"{what}, unless it splits itself: they train on the same samples. {remedy}")
-        elif spec.kind.is_iterable and ranks_differ(spec.source) and not spec.options["coordinated"]:
+        elif _may_wait_for_ever(spec):
             warn_user(
                 f"each of {rank.world_size} ranks reads shards of its own, and may get fewer batches than others: "
                 f"training then waits for ever at the end of an epoch. Use coordinated=True, apply .split() or "
                 f".repeat() to the stream, or read the shards by an index (headrace.TarDataset.index(...))"
             )
+
+
+def _may_wait_for_ever(spec: LoaderSpec) -> bool:
+    """Whether a rank may end an epoch while the others wait for its part of a collective operation."""
+    trains_together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    unequal = spec.kind.is_iterable and ranks_differ(spec.source)
+    return trains_together and unequal and not spec.options["coordinated"]
 
 
 def _draws_all(loader: TorchLoader) -> bool:

@@ -100,9 +100,9 @@ class _IndexReader(BlockReader):
             return Block(deque())
         try:
             samples = await self._read(indices)
-        except Exception as error:
-            return Block(deque(), error=as_exception(error))
-        self._position = replace(self._position, given=self._position.given + len(samples))
+        except Exception:  # of one request or index: samples that are read by themselves show which
+            samples = deque(await map_all(self._alone, indices, _SAMPLES_OF_WHOLE))
+        self._position = replace(self._position, given=self._position.given + len(indices))
         return Block(samples, self._position)
 
     async def _read(self, indices: Sequence[int]) -> deque[Any]:
@@ -118,17 +118,13 @@ class _IndexReader(BlockReader):
             try:
                 samples.extend(dataset.samples_of(indices[part], views[part]))
             except Exception:  # of one sample, perhaps damaged in transit
-                for index, view in zip(indices[part], views[part], strict=True):
-                    samples.append(await self._sample(index, view))
+                samples.extend([await self._alone(index) for index in indices[part]])
             await asyncio.sleep(0)
         return samples
 
-    async def _sample(self, index: int, view: memoryview) -> Any:
-        """The sample of some bytes; if these are damaged, read once more by itself."""
+    async def _alone(self, index: int) -> Any:
+        """The sample at an index, read by itself; its error in place of a sample that cannot be made."""
         try:
-            return self._dataset.sample_of(index, view)
-        except Exception:
-            try:
-                return await self._dataset.aget(index)
-            except Exception as error:
-                return BadRecord(as_exception(error))
+            return await self._dataset.aget(index)
+        except Exception as error:
+            return BadRecord(as_exception(error))

@@ -1,0 +1,115 @@
+"""A loader of an indexed dataset reads blocks, and divides the samples among the ranks, without a sampler."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import headrace as hr
+from headrace._core.streams.kinds import Blocks
+from headrace.errors import StateError
+from tests.unit.datasets.formats import FORMATS
+
+SAMPLES = 50_000
+
+
+class Windows(hr.TokenDataset):
+    blocks = Blocks(50, 192)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokens")
+    for number, part in enumerate(np.array_split(np.arange(SAMPLES), 3)):
+        np.repeat(part, 2).astype("<u2").tofile(folder / f"{number}.bin")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokens(folder):
+    return Windows(folder / "*.bin", seq_len=2)
+
+
+@pytest.fixture
+def read(as_rank):
+    """Reads some batches on one of several ranks: the first token of each sample, and the state after these."""
+
+    def read(data, rank, ranks, steps=None, state=None, **options):
+        as_rank(rank, ranks)
+        with hr.DataLoader(data, 100, seed=5, collate_fn=first_tokens, **options) as loader:
+            if state is not None:
+                loader.load_state_dict(json.loads(json.dumps(state)))
+            batches = list(itertools.islice(loader, steps))
+            return [token for batch in batches for token in batch], loader.state_dict()
+
+    return read
+
+
+def first_tokens(samples):
+    return [int(sample[0]) for sample in samples]
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 7])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.filterwarnings("ignore:blocks_at_once=192 is no multiple of 7")
+def test_ranks_get_equal_numbers_of_different_samples(tokens, read, ranks, shuffle):
+    parts = [read(tokens, rank, ranks, shuffle=shuffle)[0] for rank in range(ranks)]
+    assert {len(part) for part in parts} == {SAMPLES // ranks}
+    every = [sample for part in parts for sample in part]
+    assert len(set(every)) == len(every)
+
+
+def test_one_rank_without_shuffle_reads_in_the_order_of_the_dataset(tokens, read):
+    assert read(tokens, 0, 1)[0] == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_rank_reads_blocks_of_its_own(tokens, read, shuffle):
+    full = SAMPLES // (50 * 192) * 192  # blocks of whole groups, in the order of the dataset
+    blocks = [{sample // 50 for sample in read(tokens, rank, 4, shuffle=shuffle)[0]} for rank in range(4)]
+    shared = set.union(*(one & other for one, other in itertools.combinations(blocks, 2)))
+    assert len(shared) <= 192 if shuffle else min(shared, default=full) >= full
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data.map(torch.clone), lambda data: hr.concat([data])])
+def test_functions_and_concatenations_keep_the_order(tokens, read, wrap):
+    assert read(wrap(tokens), 1, 2, 3, shuffle=True)[0] == read(tokens, 1, 2, 3, shuffle=True)[0]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (4, 1)])
+def test_any_number_of_ranks_continues_a_shuffled_epoch(tokens, read, before, after):
+    first = [read(tokens, rank, before, 20, shuffle=True) for rank in range(before)]
+    assert len({json.dumps(state) for _, state in first}) == 1
+    rest = [read(tokens, rank, after, state=first[0][1], shuffle=True)[0] for rank in range(after)]
+    every = [sample for part in (*(given for given, _ in first), *rest) for sample in part]
+    assert len(set(every)) == len(every) > SAMPLES - before - after
+
+
+def test_the_order_of_the_dataset_is_another_on_one_rank_than_on_several(tokens, read):
+    _, state = read(tokens, 0, 1, 3)
+    with pytest.raises(StateError, match="order_of='samples'.*order_of='blocks'"):
+        read(tokens, 0, 2, state=state)
+    _, state = read(tokens, 0, 2, 3)
+    assert len(read(tokens, 2, 4, state=state)[0]) == (SAMPLES - 600) // 4
+
+
+def test_batch_at_is_that_of_any_rank(tokens, as_rank):
+    as_rank(1, 2)
+    with hr.DataLoader(tokens, 10, shuffle=True, seed=5) as loader:
+        wanted = list(itertools.islice(loader, 3))[2]
+        as_rank(0, 2)
+        assert loader.batch_at(0, 2, rank=1).equal(wanted)
+
+
+def test_sizes_of_blocks_follow_from_the_bytes_of_samples(folder, tmp_path):
+    data = hr.TokenDataset(folder / "*.bin", seq_len=100)
+    assert data.blocks == (1310, 192)
+    wide = hr.TokenDataset(folder / "*.bin", seq_len=10_000)
+    assert wide.blocks == (13, 192)
+    for key, content in FORMATS["mds zstd"].files.items():
+        (tmp_path / key).write_bytes(content)
+    whole = hr.MDSDataset(tmp_path)
+    assert whole.blocks == (-(-len(whole) // len(whole.counts)), 192)
+    assert hr.concat([data, whole]).blocks == (whole.blocks.size, 192)

@@ -89,7 +89,7 @@ def test_any_number_of_ranks_continues_a_shuffled_epoch(tokens, read, before, af
 
 def test_the_order_of_the_dataset_is_another_on_one_rank_than_on_several(tokens, read):
     _, state = read(tokens, 0, 1, 3)
-    with pytest.raises(StateError, match="order_of='samples'.*order_of='blocks'"):
+    with pytest.raises(StateError, match=r"order_of='samples'.*order_of='blocks'"):
         read(tokens, 0, 2, state=state)
     _, state = read(tokens, 0, 2, 3)
     assert len(read(tokens, 2, 4, state=state)[0]) == (SAMPLES - 600) // 4

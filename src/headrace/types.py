@@ -1,9 +1,10 @@
-"""Types of what loaders and datasets give, for annotations and `isinstance`. No program has to make one of them."""
+"""Types of what loaders and datasets give, for annotations and `isinstance`. Programs rarely make one of them."""
 
 from headrace._core.batches import BatchPlan, RequestCounts
 from headrace._core.failure import Failure, Stage
 from headrace._core.randomized import Randomized
 from headrace._core.ranks.rankinfo import RankInfo
+from headrace._core.streams.kinds import Blocks
 from headrace.datasets.files import FileSample
 from headrace.datasets.objects import ObjectSample
 from headrace.datasets.video import VideoClip
@@ -13,6 +14,7 @@ from headrace.telemetry.report import Report
 
 __all__ = [
     "BatchPlan",
+    "Blocks",
     "Failure",
     "FileSample",
     "Headspace",

@@ -1,8 +1,10 @@
 """What the reference reads elsewhere: orders and random numbers from the simplest programs, states, and the rank."""
 
 import functools
+import itertools
 import os
 
+import numpy as np
 import torch
 
 import headrace as hr
@@ -64,3 +66,19 @@ def state_of(part):
 def place_of_program():
     """The rank and the number of ranks, as torchrun says them."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def batched(pairs, batch_size, drop_last):
+    """Batches of pairs, each as the first and the second values."""
+    for number in range(0, len(pairs), batch_size or 1):
+        batch = pairs[number : number + (batch_size or 1)]
+        if len(batch) == (batch_size or 1) or not drop_last:
+            yield tuple(zip(*batch, strict=True))
+
+
+def side_by_side(sampler):
+    """The indices of groups of neighbouring blocks: one of each block of a group in turn."""
+    size, at_once = sampler.block_size, sampler.blocks_at_once
+    groups = [range(len(sampler))[first:][: size * at_once] for first in range(0, len(sampler), size * at_once)]
+    rows = [row for group in groups for row in itertools.zip_longest(*np.array_split(group, at_once))]
+    return [int(index) for row in rows for index in row if index is not None]

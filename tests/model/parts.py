@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import headrace as hr
 from headrace.errors import TooManySkippedError
+from headrace.types import Blocks
 
 
 class BadSampleError(ValueError):
@@ -70,6 +71,12 @@ class RangedNumbers(hr.RangedDataset):
 
     def sample_of(self, index, data):
         return checked(data[0], self.failing)
+
+
+class IndexedNumbers(RangedNumbers):
+    """The same, in blocks of two: the loader reads six of them side by side, and divides these among the ranks."""
+
+    blocks = Blocks(2, 6)
 
 
 class TorchNumbers(Dataset):

@@ -30,6 +30,7 @@ MAPS = (
     "Numbers",
     "BatchedNumbers",
     "RangedNumbers",
+    "IndexedNumbers",
     "mapped",
     "concat",
     "subset",
@@ -37,7 +38,7 @@ MAPS = (
     "BatchedTorchNumbers",
 )
 STREAMS = ("Count", "CountAgain", "TorchCount", "DividedTorchCount")
-ASYNC = ("Numbers", "BatchedNumbers", "RangedNumbers", "mapped", "concat", "subset", "Count", "CountAgain")
+ASYNC = (*MAPS[: MAPS.index("TorchNumbers")], "Count", "CountAgain")
 COMPUTED = ("sequential", "shuffle", "elastic", "elastic, in turn", "elastic, cut", "blocks")
 DRAWN = ("random", "replacement", "subset", "weighted", "distributed", "listed", "shifted", "batches", "balanced")
 DRAWING = ("drawing torch", "drawing numpy", "drawing random", "drawn batches", "weighted, global", "subset, global")
@@ -113,6 +114,17 @@ class Case:
     @property
     def is_async(self):
         return self.data in ASYNC
+
+    @property
+    def has_own_order(self):
+        """Whether the dataset has an order of its own, by which the loader divides it among the ranks."""
+        return self.data == "IndexedNumbers" and self.order in ("sequential", "shuffle") and not self.generator
+
+    @property
+    def is_dealt(self):
+        """Whether all ranks share one order, which any number of ranks continues."""
+        by_sampler = self.order.startswith("elastic") or self.order == "blocks"
+        return by_sampler or self.has_own_order or "split" in self.operations
 
 
 # A program's text.
@@ -488,7 +500,9 @@ def _ranks(case):
     if case.drop_last or (case.order in ("elastic, cut", "blocks") and not case.is_async):
         # Samples that were left out: whether the state after the last batch knows the end depends on what was drawn.
         case = dataclasses.replace(case, lives=_every_life(case, ranks=first))
-    if case.order.startswith("elastic") or case.order == "blocks" or "split" in case.operations:
+    if case.has_own_order and case.order == "sequential" and any(life.ranks == 1 for life in case.lives):
+        return {"lives": _every_life(case, ranks=first)}  # one rank has another order than several
+    if case.is_dealt:
         return {"lives": case.lives}
     if case.order in ("distributed", "balanced") or (case.is_stream and case.is_async):
         return {"lives": _every_life(case, ranks=first)}
@@ -503,12 +517,13 @@ def _restarts(case):
         changes.update(failing=(), transform="negated" if case.transform == "noisy" else case.transform, merged=False)
     if case.seed is None or case.order in DRAWN:
         lives = tuple(dataclasses.replace(life, events=life.events or None) for life in lives)
-    drawn = case.order in DRAWN or (case.order == "shuffle" and (case.seed is None or case.generator))
+    unseeded = case.order == "shuffle" and (case.seed is None or case.generator) and not case.has_own_order
+    drawn = case.order in DRAWN or unseeded
     if drawn or case.is_stream or case.drop_last:  # positions are batches
         lives = tuple(dataclasses.replace(life, batch_size=lives[0].batch_size) for life in lives)
     if len(lives) > 1 and case.order == "distributed":
         changes["set_epoch"] = None
-    if not (case.order.startswith("elastic") or case.order == "blocks" or "split" in case.operations):
+    if not case.is_dealt:
         changes["merged"] = False
     return {"lives": lives, **changes}
 

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 import headrace as hr
 from headrace.errors import TooManySkippedError
 from tests.model import parts
-from tests.model.drawn import chosen, place_of_program, random_numbers, shuffled, state_of
+from tests.model.drawn import batched, chosen, place_of_program, random_numbers, shuffled, side_by_side, state_of
 from tests.model.parts import BadSampleError
 
 
@@ -39,18 +39,19 @@ class Samples:
         return Samples(self.size, lambda index: function(self.read(index)))
 
 
-def numbers(*, of_torch=False, by_batch=False):
+def numbers(*, of_torch=False, by_batch=False, blocks=None):
     """A class of datasets. With `by_batch` one call reads a batch, so that an error is of all its samples."""
 
     def make(size, failing=(), slowest=0.0):
         dataset = Samples(size, lambda index: parts.checked(index, failing))
-        dataset.of_torch, dataset.by_batch = of_torch, by_batch
+        dataset.of_torch, dataset.by_batch, dataset.blocks = of_torch, by_batch, blocks
         return dataset
 
     return make
 
 
 Numbers = RangedNumbers = numbers()
+IndexedNumbers = numbers(blocks={"block_size": 2, "blocks_at_once": 6})
 BatchedNumbers = numbers(by_batch=True)
 TorchNumbers = BatchedTorchNumbers = numbers(of_torch=True)  # torch's batches are read again sample by sample
 
@@ -279,12 +280,15 @@ class ElasticSampler(ComputedOrder):
 class BlockShuffleSampler(ComputedOrder):
     drop_last = True
 
-    def __init__(self, dataset, **options):
+    def __init__(self, dataset, *, shuffle=True, **options):
         self.sampler = hr.BlockShuffleSampler(len(dataset), **options, rank=0, world_size=1)
+        self.shuffle = shuffle
 
     def whole(self, epoch):
         self.sampler.set_epoch(epoch)
-        return list(self.sampler)
+        if self.shuffle:
+            return list(self.sampler)
+        return side_by_side(self.sampler) if place_of_program()[1] > 1 else sorted(self.sampler)
 
 
 class Position(NamedTuple):
@@ -327,6 +331,9 @@ class DataLoader:
     def _choose_order(self, shuffle, sampler):
         if isinstance(sampler, ComputedOrder):
             self.order = sampler
+        elif sampler is None and getattr(self.dataset, "blocks", None) and not self.generator:
+            options = {**self.dataset.blocks, "seed": self.seed or 0}
+            self.order = BlockShuffleSampler(self.dataset, shuffle=shuffle, **options)
         elif sampler is None and not shuffle:
             self.order = ElasticSampler(self.dataset, shuffle=False, dealt=False)
         elif sampler is None and self.seed is not None and self.generator is None:
@@ -577,13 +584,6 @@ def item_of(item):
     if isinstance(item, Failed):
         raise BadSampleError(item.index)
     return item
-
-
-def batched(pairs, batch_size, drop_last):
-    for number in range(0, len(pairs), batch_size or 1):
-        batch = pairs[number : number + (batch_size or 1)]
-        if len(batch) == (batch_size or 1) or not drop_last:
-            yield tuple(zip(*batch, strict=True))
 
 
 def drawn_ahead(batches, ahead, first):

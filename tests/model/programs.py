@@ -497,9 +497,6 @@ def _order(case):
 
 def _ranks(case):
     first = case.lives[0].ranks
-    if case.drop_last or (case.order in ("elastic, cut", "blocks") and not case.is_async):
-        # Samples that were left out: whether the state after the last batch knows the end depends on what was drawn.
-        case = dataclasses.replace(case, lives=_every_life(case, ranks=first))
     if case.has_own_order and case.order == "sequential" and any(life.ranks == 1 for life in case.lives):
         return {"lives": _every_life(case, ranks=first)}  # one rank has another order than several
     if case.is_dealt:

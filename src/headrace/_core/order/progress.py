@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,6 +75,7 @@ class EpochProgress(Iterator[BatchPlan]):
         self._last = _Point(begun.batches, drawn, streams, begun.next_worker - 1, (), skipped, NO_TIMES)
         self._points = deque([self._last], maxlen=KEPT_POINTS)
         self._number = begun.batches  # of the next plan
+        self._drawn_ahead = deque[Any]()  # the draw of the plan after it, in an order by arithmetic
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
         self._sampler_at_end: object = None  # its state then, which may be another one than after the last plan
 
@@ -97,7 +99,7 @@ class EpochProgress(Iterator[BatchPlan]):
         try:
             if self._order.is_stream and self._begun.over:
                 raise StopIteration
-            drawn = next(self._spec.draws)
+            drawn = self._next_drawn()
         except StopIteration:
             self._on_exhausted()
             raise
@@ -107,6 +109,16 @@ class EpochProgress(Iterator[BatchPlan]):
         indices = tuple(drawn) if self._batched else (drawn,)
         self._samples += self._order.samples_at_most or len(indices)
         return self._plan(indices, self._positions(before, len(indices)), before)
+
+    def _next_drawn(self) -> Any:
+        """The next draw. In an order by arithmetic the draw after it is drawn too, so that the end is known in time."""
+        draws, ahead = self._spec.draws, self._drawn_ahead
+        if not self._order.is_by_arithmetic:
+            return next(draws)
+        if not ahead:
+            ahead.append(next(draws))
+        ahead.extend(itertools.islice(draws, 1))
+        return ahead.popleft()
 
     def _position(self, number: int) -> int:
         spec = self._spec
@@ -140,8 +152,10 @@ class EpochProgress(Iterator[BatchPlan]):
         self._number = number + 1
         state = order.sampler_after_draw()
         self._drawn[number] = plan, before, self._samples, state
-        if state is not None and order.sampler is not None and len(indices) < (order.batch_size or 1):
-            self._on_exhausted()  # as the sampler's state says already, though its end has not been asked for
+        # The sampler's state says so already, though its end has not been asked for.
+        ended = state is not None and order.sampler is not None and len(indices) < (order.batch_size or 1)
+        if ended or (order.is_by_arithmetic and not self._drawn_ahead):
+            self._on_exhausted()
         return plan
 
     def _on_exhausted(self) -> None:

@@ -33,11 +33,11 @@ with tempfile.TemporaryDirectory() as name:
     print(windows)
 
     orders = {
-        "random over everything": torch.utils.data.RandomSampler(windows),
-        "random within 16 blocks": hr.BlockShuffleSampler(windows, block_size=128, blocks_at_once=16, seed=7),
+        "random over everything": {"sampler": torch.utils.data.RandomSampler(windows)},
+        "random in blocks": {"shuffle": True, "seed": 7},
     }
-    for order, sampler in orders.items():
-        with hr.DataLoader(windows, batch_size=32, sampler=sampler) as loader:
+    for order, options in orders.items():
+        with hr.DataLoader(windows, batch_size=32, **options) as loader:
             seen = 0
             for batch in loader:
                 inputs, targets = batch[:, :-1], batch[:, 1:]

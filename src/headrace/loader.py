@@ -54,7 +54,7 @@ class DataLoader(TorchDataLoader[T_co]):
     Args:
         dataset: an async dataset (`aget` and `__len__`, or `__aiter__`), or one of torch's.
         batch_size: samples in a batch; None for no batching.
-        shuffle: whether a new random order is drawn at each epoch.
+        shuffle: whether a new random order is drawn at each epoch; of indexed datasets in blocks (docs/ranks.md).
         sampler: yields the indices one by one.
         batch_sampler: yields the indices of a batch at a time.
         num_workers: CPU processes for `transform` and `collate_fn`; 0 for the caller's own thread, inside `next()`;

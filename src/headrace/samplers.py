@@ -53,6 +53,7 @@ class BlockShuffleSampler(BlockSampler):
     For datasets of which a loader reads neighbours by one request (`TokenDataset`, `TarDataset.index`): a block is
     about one request. Each index is drawn once in an epoch. The order is that of groups of `blocks_at_once` blocks from
     all over the dataset: it takes one sample of each block of the group in turn, and those of a block in random order.
+    A loader of such a dataset without a sampler has an order of this kind; give this sampler for blocks of other sizes.
     Unless `prefetch_factor` is given, the loader of such a dataset prefetches `samples_ahead` samples.
 
     It deals this order to the ranks as `ElasticSampler` does; any number of them can continue an epoch. If their number

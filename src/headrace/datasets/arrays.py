@@ -23,9 +23,9 @@ __all__ = ["ArrayDataset"]
 class ArrayDataset(RangedShards[torch.Tensor]):
     """Rows of arrays in ``.npy`` files, map-style: sample i is ``array[i]``, a tensor of the array's type.
 
-    Of several files the arrays are concatenated along their first axis. Rows that are near each other are read by one
-    request, those of `headrace.BlockShuffleSampler` too. The constructor requests the first bytes of each file; in an
-    async program call it in a thread, as ``await asyncio.to_thread(ArrayDataset, ...)``.
+    Of several files the arrays are concatenated along their first axis. A loader reads neighbouring rows by one
+    request; with ``shuffle=True`` and no sampler the order has blocks of neighbours. The constructor requests the first
+    bytes of each file; in an async program call it in a thread, as ``await asyncio.to_thread(ArrayDataset, ...)``.
 
     Args:
         shards: URLs or paths of files, as for `TarDataset`; in a directory, those ending in ``.npy``.

@@ -308,7 +308,7 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
         """The same samples as a stream, for operations of streams. All ranks get the same number of samples.
 
         Args:
-            shuffle: whether the order is random, as that of a loader of this dataset.
+            shuffle: whether the order is random, in blocks as that of a loader of this dataset.
             seed: seed of the order, combined with the epoch; None for that of the loader, else 0.
             rank: the part to read; by default the rank of `headrace.get_rank_info` when reading starts.
             world_size: number of ranks.

@@ -46,9 +46,9 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
 
     Columns are decoded as Mosaic does, arrays and scalars in NumPy's types, but for images: ``jpeg`` and ``png`` stay
     bytes, for `headrace.decode.fields`, and ``pil`` is an array. Nothing is unpickled. Uncompressed shards are read by
-    ranges. A compressed one is fetched and unpacked as a whole, once for all samples that wait for it: read those in
-    an order of whole shards, ``.stream(shuffle=True, buffer_size=...)`` or a `headrace.BlockShuffleSampler` with
-    blocks of a shard. One that is random over all shards unpacks a shard for almost each sample.
+    ranges. A compressed one is fetched and unpacked as a whole. A loader with ``shuffle=True`` and no sampler reads as
+    many compressed shards side by side as `unpacked_bytes` holds. An order that is random over all shards unpacks a
+    shard for almost each sample.
 
     The constructor requests the index and the beginning of each shard; in an async program call it in a thread.
 

@@ -44,9 +44,8 @@ class TokenDataset(RangedShards[torch.Tensor]):
     datatrove's ``.ds``, by the index beside each, which has the type of their tokens too. The format of a file is found
     by what is in it and beside it.
 
-    A loader reads windows of its look-ahead that are near each other by one request. In an order that is random over
-    many shards hardly any are: then draw from a few shards at a time (`headrace.BlockShuffleSampler`), with a
-    look-ahead (`prefetch_factor`) of thousands of windows.
+    A loader with ``shuffle=True`` and no sampler reads blocks of neighbours, by one request each, and divides them
+    among ranks (docs/ranks.md). `headrace.BlockShuffleSampler` makes blocks of other sizes.
 
     The constructor requests the first bytes of each shard, and its index; in an async program call it in a thread, as
     ``await asyncio.to_thread(TokenDataset, ...)``.

@@ -35,9 +35,8 @@ class ZarrDataset(RangedDataset[Any]):
     these. ``scale_factor`` and other conventions of attributes are not applied.
 
     Neighbours along the axis share chunks. Decoded chunks are kept, up to `cache_bytes`, so that each is fetched and
-    decoded once in the order of the array, or of ``BlockShuffleSampler(dataset, block_size=dataset.block_size)``, if
-    its `blocks_at_once` fit. Chunks are decoded in threads. `concurrency` counts reads of chunks, and `hedge`
-    has no effect.
+    decoded once in the order of the array, and in that of a loader with ``shuffle=True`` and no sampler. Chunks are
+    decoded in threads. `concurrency` counts reads of chunks, and `hedge` has no effect.
 
     Args:
         url: URL, path or `headrace.Store` of an array or a group; or a store of zarr's, such as the ``store`` of an

@@ -95,6 +95,16 @@ def test_the_order_of_the_dataset_is_another_on_one_rank_than_on_several(tokens,
     assert len(read(tokens, 2, 4, state=state)[0]) == (SAMPLES - 600) // 4
 
 
+def test_a_stream_has_the_order_of_the_loader(tokens, read):
+    for rank in range(2):
+        assert read(tokens.stream(shuffle=True), rank, 2)[0] == read(tokens, rank, 2, shuffle=True)[0]
+
+
+def test_samples_of_a_subset_are_not_read_in_blocks(tokens, read):
+    with pytest.warns(UserWarning, match="each of 2 ranks reads all"):
+        assert read(torch.utils.data.Subset(tokens, [5, 30_000, 7]), 0, 2)[0] == [5, 30_000, 7]
+
+
 def test_batch_at_is_that_of_any_rank(tokens, as_rank):
     as_rank(1, 2)
     with hr.DataLoader(tokens, 10, shuffle=True, seed=5) as loader:

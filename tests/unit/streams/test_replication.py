@@ -87,6 +87,8 @@ def _shards(folder):
         (lambda shards: hr.concat([shards, shards]), {}, True),
         (lambda shards: shards, {"coordinated": True}, False),
         (lambda shards: shards.split().map(int), {}, False),
+        (lambda shards: shards.split().filter(len), {}, True),
+        (lambda shards: hr.batch_by_tokens(shards.split(), 3), {}, True),
         (lambda shards: shards.repeat().take(3), {}, False),
         (lambda shards: shards.repeat(2), {}, True),
     ],

@@ -103,9 +103,10 @@ def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: s
             warn_user(f"{what}, unless it splits itself: they train on the same samples. {remedy}")
         elif _may_wait_for_ever(spec):
             warn_user(
-                f"each of {rank.world_size} ranks reads shards of its own, and may get fewer batches than others: "
-                f"training then waits for ever at the end of an epoch. Use coordinated=True, apply .split() or "
-                f".repeat() to the stream, or read the shards by an index (headrace.TarDataset.index(...))"
+                f"the {rank.world_size} ranks may get different numbers of batches, since each reads shards of its "
+                f"own, or a filter, pack or batch_by_tokens comes last: training then waits for ever at the end of an "
+                f"epoch. Use coordinated=True, apply .split() or .repeat() last, or read the shards by an index "
+                f"(headrace.TarDataset.index(...))"
             )
 
 

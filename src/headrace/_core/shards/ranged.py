@@ -50,15 +50,18 @@ class IndexStream(PartStream[T_co]):
         return f"{self._dataset!r}.stream()"
 
     def _sampler(self, reader: ShardOptions, order: Order) -> BlockSampler:
-        return BlockSampler(
+        """The sampler that a loader of the dataset has; in repetitions of the stream with other seeds."""
+        sampler = BlockSampler(
             len(self._dataset),
             block_size=self._blocks.size,
             blocks_at_once=self._blocks.at_once,
             shuffle=self._shuffle,
-            seed=order.key(),
+            seed=order.key() if order.repetition else order.seed,
             rank=reader.index,
             world_size=reader.count,
         )
+        sampler.set_epoch(order.epoch)
+        return sampler
 
     def _reader_of(self, reader: ShardOptions, order: Order) -> PartReader[Any]:
         sampler = self._sampler(reader, order)

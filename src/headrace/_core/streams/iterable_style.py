@@ -291,6 +291,7 @@ class MappedStream(MapComposition, _SteppedStream[T_co]):
 
 class FilteredStream(_SteppedStream[T_co]):
     step = "filter"
+    ranks_differ = True
 
 
 class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
@@ -304,6 +305,7 @@ class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         self._shown = shown
         self._operator = operator
         self.works_on_parts: bool = operator.works_on_parts
+        self.ranks_differ: bool = operator.ranks_differ
         self._options = options
         self.equal_on_ranks = operator is Repeat and options["times"] is None  # without an end
 

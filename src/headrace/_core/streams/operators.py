@@ -241,6 +241,7 @@ class Pipe(ReplayOperation[T]):
     """
 
     operation = "pipe"
+    ranks_differ = True
     fields = ("over", "exhausted", "taken")
     most_dropped = 100_000  # the function may hold samples
 

@@ -330,6 +330,7 @@ class StreamOperation(ResumableIterator[T]):
     options: ClassVar[tuple[str, ...]] = ()
     fields: ClassVar[tuple[str, ...]] = ()  # ints, bools, lists of them, `Order`s
     works_on_parts: ClassVar[bool] = False  # whether each worker may apply it to its own part of the shards
+    ranks_differ: ClassVar[bool] = False  # whether equal numbers of samples may become unequal
 
     def __init__(self, source: AsyncIterable[Any] | None) -> None:
         self._inner: Any = None if source is None else start_stream(source)

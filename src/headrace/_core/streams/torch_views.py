@@ -78,6 +78,8 @@ def require_async(datasets: Sequence[object]) -> tuple[list[object], bool]:
 class SubsetView(IndexedParts):
     """`Subset`; its `indices` are read for each sample, since the user may change them."""
 
+    blocks = None  # the samples of a subset need not be neighbours
+
     def __init__(self, subset: Subset[object], sources: Sequence[Any]) -> None:
         super().__init__(sources)
         self._subset = subset

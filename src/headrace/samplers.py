@@ -37,9 +37,10 @@ class ElasticSampler(RankSampler):
         world_size: number of ranks.
         drop_last: whether the last samples are dropped if they cannot be divided evenly; else the order wraps around,
             and a few samples come twice.
+        exact: for evaluation: each sample comes once, so that the first ranks may have one sample more.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or `drop_last` and `exact` are both given.
 
     Example:
         >>> [list(ElasticSampler(10, seed=0, rank=rank, world_size=2)) for rank in range(2)]

@@ -39,7 +39,7 @@ MAPS = (
 )
 STREAMS = ("Count", "CountAgain", "TorchCount", "DividedTorchCount")
 ASYNC = (*MAPS[: MAPS.index("TorchNumbers")], "Count", "CountAgain")
-COMPUTED = ("sequential", "shuffle", "elastic", "elastic, in turn", "elastic, cut", "blocks")
+COMPUTED = ("sequential", "shuffle", "elastic", "elastic, in turn", "elastic, exact", "elastic, cut", "blocks")
 DRAWN = ("random", "replacement", "subset", "weighted", "distributed", "listed", "shifted", "batches", "balanced")
 DRAWING = ("drawing torch", "drawing numpy", "drawing random", "drawn batches", "weighted, global", "subset, global")
 OPERATIONS = {
@@ -170,6 +170,7 @@ def order_of(case, life):
         "shifted": f"Shifted({n})",
         "elastic": f"ElasticSampler(data, seed={seed})",
         "elastic, in turn": "ElasticSampler(data, shuffle=False)",
+        "elastic, exact": f"ElasticSampler(data, seed={seed}, exact=True)",
         "elastic, cut": f"ElasticSampler(data, seed={seed}, drop_last=True)",
         "blocks": f"BlockShuffleSampler(data, block_size=2, blocks_at_once=6, seed={seed})",
         "drawing torch": f'Drawing({n}, 23, "torch")',
@@ -520,7 +521,7 @@ def _restarts(case):
         lives = tuple(dataclasses.replace(life, batch_size=lives[0].batch_size) for life in lives)
     if len(lives) > 1 and case.order == "distributed":
         changes["set_epoch"] = None
-    if not case.is_dealt:
+    if not case.is_dealt or case.order == "elastic, exact":  # ranks may have unequal numbers of steps
         changes["merged"] = False
     return {"lives": lives, **changes}
 

@@ -250,7 +250,7 @@ def sequence(pieces, seq_len):
 class ComputedOrder:
     """An order in which each position is known. `whole(epoch)` is that of all ranks."""
 
-    drop_last = False
+    drop_last = exact = False
     dealt = True  # whether the ranks share the order; else each has all of it
     excluded: tuple = ()  # pairs of an epoch, or None for all, and an index
 
@@ -263,15 +263,16 @@ class ComputedOrder:
         order = self.of_all_ranks(epoch)
         if not self.dealt:
             return [(index, position) for position, index in enumerate(order) if position >= cursor]
-        left = max(len(order) - cursor, 0)
+        left = max(len(order) - cursor, 0) - rank * self.exact
         rounds = left // world_size if self.drop_last else -(-left // world_size)
         positions = [cursor + rank + number * world_size for number in range(rounds)]
         return [(order[position % len(order)], position) for position in positions]
 
 
 class ElasticSampler(ComputedOrder):
-    def __init__(self, dataset, *, shuffle=True, seed=0, drop_last=False, dealt=True):
-        self.size, self.shuffle, self.seed, self.drop_last, self.dealt = len(dataset), shuffle, seed, drop_last, dealt
+    def __init__(self, dataset, *, shuffle=True, seed=0, drop_last=False, exact=False, dealt=True):
+        self.size, self.shuffle, self.seed, self.dealt = len(dataset), shuffle, seed, dealt
+        self.drop_last, self.exact = drop_last, exact
 
     def whole(self, epoch):
         return list(hr.Permutation(self.size, self.seed, epoch)) if self.shuffle else list(range(self.size))
@@ -281,14 +282,13 @@ class BlockShuffleSampler(ComputedOrder):
     drop_last = True
 
     def __init__(self, dataset, *, shuffle=True, **options):
-        self.sampler = hr.BlockShuffleSampler(len(dataset), **options, rank=0, world_size=1)
+        self.sampler = hr.BlockShuffleSampler(len(dataset), shuffle=shuffle, **options, rank=0, world_size=1)
         self.shuffle = shuffle
 
     def whole(self, epoch):
         self.sampler.set_epoch(epoch)
-        if self.shuffle:
-            return list(self.sampler)
-        return side_by_side(self.sampler) if place_of_program()[1] > 1 else sorted(self.sampler)
+        by_ranks = not self.shuffle and place_of_program()[1] > 1
+        return side_by_side(self.sampler) if by_ranks else list(self.sampler)
 
 
 class Position(NamedTuple):

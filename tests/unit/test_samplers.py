@@ -172,3 +172,16 @@ def test_numbers_of_numpy_give_states_of_plain_numbers(kind):
     if kind == "loader":
         loader.exclude(steps={number(2): np.array([4])}, keys=np.array([5]))
         json.dumps(loader.state_dict())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_exact_sampler_gives_each_sample_once_on_any_number_of_ranks(world_size):
+    ranks = [list(sampler) for sampler in elastic_samplers(10, world_size, exact=True)]
+    assert sorted(index for rank in ranks for index in rank) == list(range(10))
+    assert [len(sampler) for sampler in elastic_samplers(10, world_size, exact=True)] == [*map(len, ranks)]
+    assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+
+
+def test_exact_sampler_cannot_leave_out_samples():
+    with pytest.raises(ValueError, match="drop_last=True leaves out samples, and exact=True leaves out none"):
+        hr.ElasticSampler(10, drop_last=True, exact=True)

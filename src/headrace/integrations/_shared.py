@@ -75,8 +75,14 @@ class BatchwiseSampler(ElasticSampler):
     ) -> None:
         order = computed_order(sampler, seed)
         shuffle, seed = order or (True, seed)
-        ranks = {"rank": rank.rank, "world_size": rank.world_size}
-        super().__init__(len(sampler), shuffle=shuffle, seed=seed, drop_last=drop_last, **ranks)
+        super().__init__(
+            len(sampler),
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            rank=rank.rank,
+            world_size=rank.world_size,
+        )
         self.batch_size = batch_size
         self.even_batches = even_batches
         self._drawn = sampler if order is None else None

@@ -18,16 +18,19 @@ from headrace._core.ranks.distributed import RankChoice, ShardOptions
 from headrace._core.text import warn_user, whole_number
 
 
-def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool) -> Iterator[int]:
+def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool, exact: bool) -> Iterator[int]:
     """The indices of one rank from a position of all ranks on.
 
-    The rank has the positions ``cursor + rank + j * world_size``. Every rank gets the same number: of what is left at
-    the cursor, either some samples are dropped, or the order wraps around, as in torch's `DistributedSampler`.
+    The rank has the positions ``cursor + rank + j * world_size``. Every rank gets the same number: of the samples left
+    at the cursor, either some are dropped, or the order wraps around, as in torch's `DistributedSampler`. With `exact`
+    neither happens: the first ranks may have one sample more.
     """
     n, step = len(order), shard.count
     left = max(n - cursor, 0)
     rounds = left // step if drop_last else -(-left // step)
     first = cursor + shard.index
+    if exact:
+        rounds = len(range(first, n, step))
     end = first + rounds * step
     beyond = [position % n for position in range(first, end, step)[-1:] if position >= n]  # at most one
     parts = [(first, min(end, n), step), *((position, position + 1, 1) for position in beyond)]
@@ -47,6 +50,7 @@ class CursorSampler(ABC):
     Attributes:
         epoch: number of the epoch whose order is sampled next.
         drop_last: whether samples that cannot be divided evenly are dropped.
+        exact: whether each sample comes once, so that ranks may differ by one sample.
         exclusions: samples that are left out; set by a loader.
     """
 
@@ -55,6 +59,7 @@ class CursorSampler(ABC):
 
     epoch: int = 0
     drop_last: bool = False
+    exact: bool = False
     exclusions: tuple[Exclusion, ...] = ()
     _left: tuple[object, Order] = (), range(0)  # the order determined last, and of what
 
@@ -98,7 +103,7 @@ class CursorSampler(ABC):
         return self._dealt(self.order_in(self.epoch), self._shard(), cursor)
 
     def _dealt(self, order: Order, shard: ShardOptions, cursor: int) -> Iterator[int]:
-        return dealt(order, shard, cursor, drop_last=self.drop_last)
+        return dealt(order, shard, cursor, drop_last=self.drop_last, exact=self.exact)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch; loaders call this."""
@@ -128,9 +133,13 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
         rank: int | None = None,
         world_size: int | None = None,
         drop_last: bool = False,
+        exact: bool = False,
     ) -> None:
         Sampler.__init__(self)  # DistributedSampler's needs a process group
+        if drop_last and exact:
+            raise ValueError("drop_last=True leaves out samples, and exact=True leaves out none: give one of them")
         self.dataset: Any = dataset
+        self.exact = bool(exact)
         self.seed, self.shuffle, self.drop_last, self.epoch = operator.index(seed), bool(shuffle), bool(drop_last), 0
         Permutation(0, self.seed, 0)  # checks the seed
         self._length = operator.index(dataset) if isinstance(dataset, int | np.integer) else len(dataset)
@@ -161,6 +170,8 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
     def num_samples(self) -> int:  # type: ignore[override]
         """The number of samples of each rank in a whole epoch."""
         count, length = self.num_replicas, len(self.order_in(self.epoch)) if self.exclusions else self._length
+        if self.exact:
+            return len(range(self.rank, length, count))
         return length // count if self.drop_last else -(-length // count)
 
     @property

@@ -15,7 +15,6 @@ from headrace._core.shards.unpacked import check_unpacked
 from headrace._core.store.ranges import Ranges
 from headrace.datasets.opening import OnOpeningError, opened
 from headrace.datasets.parquet import TableStream
-from headrace.errors import ShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -133,11 +132,11 @@ async def _open(shard: Shard) -> _ArrowFile:
                 rows.append(count)
                 extents.append((*dictionaries, (start, at)))
         except (struct.error, IndexError, ValueError, OSError, pyarrow.ArrowException) as error:
-            raise ShardError(f"corrupt message: {one_line(error)}", shard=shard.name, offset=start) from None
+            raise shard.error(f"corrupt message: {one_line(error)}", start) from None
     ends = await reader.take(max(0, size - len(_MAGIC)), size) == _MAGIC if is_file else at == size
     if mark != _MARK or schema is None or not ends:
         what = f"corrupt, or not Arrow IPC (Feather 2): no message, or no end with at most a footer and {_MAGIC!r}"
-        raise ShardError(what, shard=shard.name, offset=start)
+        raise shard.error(what, start)
     return _ArrowFile(shard, schema, message, tuple(rows), tuple(extents))
 
 

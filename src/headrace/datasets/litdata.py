@@ -20,7 +20,6 @@ from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import StoreLike
 from headrace.datasets import offset_tables as tables
 from headrace.datasets.arrow import unpacked_size
-from headrace.errors import ShardError
 
 __all__ = ["LitDataset"]
 
@@ -94,7 +93,7 @@ class LitDataset(tables.OffsetTableDataset[Any]):
             return offsets
         tokens, size = self._dims[file.key], int(offsets[-1] - offsets[0])
         if tokens * self._width != size:
-            raise ShardError(f"{size:,} bytes are not the {tokens:,} tokens of its index", shard=shard.name)
+            raise shard.error(f"{size:,} bytes are not the {tokens:,} tokens of its index")
         return np.arange(tokens // self._seq_len + 1, dtype=np.int64) * (self._seq_len * self._width) + offsets[:1]
 
     def _row(self, number: int, row: int, data: memoryview) -> tuple[int, int]:
@@ -119,9 +118,9 @@ class LitDataset(tables.OffsetTableDataset[Any]):
             if 4 * rows + 8 + size != offsets[-1]:
                 raise ValueError(f"{size:,} bytes unpacked, and {offsets[-1]:,} by its offsets")
         except (ValueError, struct.error) as error:
-            raise ShardError(f"no chunk of compressed frames: {error}", shard=shard.name) from None
+            raise shard.error(f"no chunk of compressed frames: {error}") from None
         stored = ((data[start : start + stored], size) for _, _, start, stored, size in frames)
-        found = [unpack(each, "zstd", size, shard.name, size) for each, size in stored]
+        found = [unpack(each, "zstd", size, shard, size) for each, size in stored]
         whole = np.concatenate([np.array([rows, *offsets], "<u4").view(np.uint8), *found])
         self._table(replace(file, size=len(whole)), whole.data, shard)
         return whole
@@ -150,7 +149,7 @@ def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview, large
         offsets = np.cumsum([4 * len(rows) + 8, *map(len, rows)])
         table = np.array([len(rows), *offsets.tolist()], "<u4")  # or an `OverflowError`
     except (Exception, MemoryError) as error:
-        raise ShardError(f"no Arrow table that can be read: {error}", shard=shard.name) from None
+        raise shard.error(f"no Arrow table that can be read: {error}") from None
     return np.frombuffer(b"".join([table.tobytes(), *rows]), np.uint8)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from headrace._core.shards.discovery import HeaderReader, Shard
-from headrace.errors import ShardError, TruncatedShardError
+from headrace.errors import TruncatedShardError
 
 __all__ = ["clip_file", "read_track"]
 
@@ -45,11 +45,11 @@ async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
         names = [name for magic, name in _OTHER_KINDS.items() if begin.startswith(magic)]
         what = f"not mp4 or mov with a whole index (moov): begins as {[*names, begin][0]}"
         remedy = "remux (ffmpeg -c copy), or decode whole files of an ObjectDataset"
-        raise ShardError(f"{what}; {remedy}", shard=shard.name, offset=at)
+        raise shard.error(f"{what}; {remedy}", at)
     try:
         track = _parse(await reader.take(at + header, at + length), size)
     except (ValueError, LookupError, RecursionError, struct.error) as error:
-        raise ShardError(f"no video that can be read by ranges: {error!r}", shard=shard.name, offset=at) from None
+        raise shard.error(f"no video that can be read by ranges: {error!r}", at) from None
     if (end := int(track[0]["offset"][-1]) + int(track[0]["size"][-1])) > size:
         raise TruncatedShardError(f"{size} bytes, but its video ends at {end}", shard=shard.name, offset=size)
     return shard, track

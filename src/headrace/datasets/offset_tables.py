@@ -69,19 +69,19 @@ class OffsetTableDataset(RangedShards[T_co]):
         assert shard.head is not None
         size = file.stored if file.format else file.size
         if size not in (None, shard.head.size):
-            raise ShardError(f"{shard.head.size:,} bytes, and {size:,} in its index", shard=shard.name)
+            raise shard.error(f"{shard.head.size:,} bytes, and {size:,} in its index")
         return shard, np.empty(0, np.int64) if data is None else self._table(file, data, shard)
 
     def _table(self, file: TableFile, data: memoryview, shard: Shard) -> NDArray[np.int64]:
         """Where the samples begin, and where the last ends, by the first bytes of a shard, which it checks."""
         if len(data) < 4 * file.rows + 8:
-            raise ShardError(f"no room for {file.rows:,} samples, which its index says it has", shard=shard.name)
+            raise shard.error(f"no room for {file.rows:,} samples, which its index says it has")
         rows, offsets = np.split(np.frombuffer(data[: 4 * file.rows + 8], "<u4").astype(np.int64), [1])
         if rows != file.rows:
-            raise ShardError(f"{rows[0]:,} samples, and {file.rows:,} in its index", shard=shard.name, offset=0)
+            raise shard.error(f"{rows[0]:,} samples, and {file.rows:,} in its index", offset=0)
         if offsets[0] < 4 * file.rows + 8 or offsets[-1] != file.size or (np.diff(offsets) < 0).any():
             what = f"its offsets, from {offsets[0]:,} to {offsets[-1]:,}, are not those of {file.size:,} bytes"
-            raise ShardError(what, shard=shard.name, offset=4)
+            raise shard.error(what, offset=4)
         return offsets
 
     def _capabilities(self) -> Capabilities:
@@ -125,7 +125,7 @@ class OffsetTableDataset(RangedShards[T_co]):
     def _unpack(self, file: TableFile, shard: Shard, data: memoryview) -> NDArray[np.uint8]:
         found = np.frombuffer(data, np.uint8)
         if file.format:
-            found = unpack(data, file.format, file.size, shard.name, self._largest)
+            found = unpack(data, file.format, file.size, shard, self._largest)
         self._table(file, found.data, shard)
         return found
 
@@ -136,7 +136,7 @@ class OffsetTableDataset(RangedShards[T_co]):
             return self.decode(number, data)
         except Exception as error:  # of any decoder
             what = f"sample {row:,} is corrupt: {type(error).__name__}: {error}"
-            raise ShardError(what, shard=self._shards[number].name) from None
+            raise self._shards[number].error(what) from None
 
     def decode(self, number: int, data: memoryview) -> T_co:
         """Make a sample of the shard with that number of its bytes."""

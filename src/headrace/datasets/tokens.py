@@ -19,7 +19,6 @@ from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
 from headrace.datasets.cached import RangedShards
 from headrace.datasets.opening import OnOpeningError, opened
-from headrace.errors import ShardError
 
 __all__ = ["TokenDataset"]
 
@@ -169,30 +168,30 @@ async def _open_file(of: tuple[Shard, str | None, bool]) -> tuple[Shard, int, *T
         begin, dtype, shape, _ = npy_layout(first, shard, "; raw tokens need dtype=")
         if len(shape) != 1 or dtype.kind not in "ui":
             what = f"an array of shape {shape} and type {dtype}; tokens are one-dimensional unsigned or signed integers"
-            raise ShardError(what, shard=shard.name)
+            raise shard.error(what)
         count = shape[0]
     elif first.startswith(b"LITPKDS"):
         what = "a packed dataset of lit-gpt; save its tokens, which begin at byte 24, as .npy"
-        raise ShardError(what, shard=shard.name, offset=0)
+        raise shard.error(what, offset=0)
     elif int.from_bytes(first[:4], "little") in _LLMC_KINDS:
         begin, dtype, count = _llmc_layout(first, shard)
     elif index := await read_index(shard, size, raw, documents):
         dtype, count, bounds = index
     elif raw is None and key.endswith(".ds"):
-        raise ShardError("its .index or .metadata is missing; for windows, give dtype=", shard=shard.name)
+        raise shard.error("its .index or .metadata is missing; for windows, give dtype=")
     else:
         dtype = np.dtype(raw or "uint16").newbyteorder("<")
         count, rest = divmod(size, dtype.itemsize)
         if rest:
             what = f"truncated: {size} bytes are not a whole number of {dtype.name} tokens"
-            raise ShardError(what, shard=shard.name)
+            raise shard.error(what)
         _check_width(first, dtype.itemsize, raw, shard)
     if begin + count * dtype.itemsize != size:
         there = (size - begin) // dtype.itemsize
-        raise ShardError(f"{there} tokens, but {count} in the header", shard=shard.name, offset=begin)
+        raise shard.error(f"{there} tokens, but {count} in the header", begin)
     if documents and bounds is None:
         what = "no index of its documents, as Megatron's .bin and datatrove's .ds have beside them; give seq_len="
-        raise ShardError(what, shard=shard.name)
+        raise shard.error(what)
     return shard, begin, dtype, count, bounds
 
 
@@ -208,7 +207,7 @@ def _check_width(first: bytes, width: int, raw: str | None, shard: Shard) -> Non
         return
     what = f"these look like tokens of {8 * seem} bits, but are read as {8 * width}"
     if raw is None:
-        raise ShardError(f"{what}; give dtype='int{8 * seem}', or 'uint16' if it is right", shard=shard.name)
+        raise shard.error(f"{what}; give dtype='int{8 * seem}', or 'uint16' if it is right")
     warnings.warn(f"{what}: {shard.name}", UserWarning, stacklevel=1)
 
 
@@ -216,5 +215,5 @@ def _llmc_layout(first: bytes, shard: Shard) -> tuple[int, np.dtype[np.generic],
     kind, version, count = np.frombuffer(first[:12].ljust(12, b"\0"), "<u4").tolist()
     if len(first) < _LLMC_HEADER or (kind, version) not in _LLMC_TYPES:
         what = f"not a header of llm.c's tokens: kind {kind}, version {version}, {len(first)} bytes"
-        raise ShardError(what, shard=shard.name)
+        raise shard.error(what)
     return _LLMC_HEADER, np.dtype(_LLMC_TYPES[kind, version]).newbyteorder("<"), count

@@ -26,7 +26,7 @@ from headrace._core.store.redaction import check_path
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.text import short_repr
-from headrace.errors import ObjectNotFoundError, TruncatedShardError
+from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
 
 MOST_NAMES = 1_000_000  # that braces may stand for
 _GLOB = re.compile(r"[*?\[]")
@@ -50,6 +50,10 @@ class Shard:
     def name(self) -> str:
         """Its URL, without secrets."""
         return self.store.name(self.key)
+
+    def error(self, what: str, offset: int | None = None) -> ShardError:
+        """The error to raise if the shard is damaged, perhaps at an offset in bytes."""
+        return ShardError(what, shard=self.name, offset=offset)
 
     def read(self, start: int, stop: int, *, index: Any = None) -> Awaitable[memoryview]:
         """Read bytes of this version of the object; see `Store.read`."""

@@ -7,7 +7,6 @@ import io
 import numpy as np
 
 from headrace._core.shards.discovery import Shard
-from headrace.errors import ShardError
 
 
 def npy_layout(first: bytes, shard: Shard, remedy: str = "") -> tuple[int, np.dtype[np.generic], tuple[int, ...], bool]:
@@ -22,5 +21,5 @@ def npy_layout(first: bytes, shard: Shard, remedy: str = "") -> tuple[int, np.dt
         if min(shape, default=0) < 0:
             raise ValueError(f"its shape is {shape}")
     except Exception as error:  # ValueError, and what `tokenize` and `ast` raise for a text that is no literal
-        raise ShardError(f"not a .npy file: {error}{remedy}", shard=shard.name) from None
+        raise shard.error(f"not a .npy file: {error}{remedy}") from None
     return stream.tell(), dtype, shape, fortran

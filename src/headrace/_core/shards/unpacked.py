@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace._core.eventloop.per_loop import end_all
+from headrace._core.shards.discovery import Shard
 from headrace.errors import MissingExtraError, ShardError
 
 UNPACKED_BYTES = 256 << 20
@@ -48,7 +49,7 @@ def check_unpacked(size: int, stored: int, largest: int = 0) -> None:
         raise ValueError(f"{stored:,} bytes are said to unpack to {size:,}, and {limit:,} are the most")
 
 
-def unpack(data: memoryview, format: str, size: int, shard: str, largest: int) -> NDArray[np.uint8]:
+def unpack(data: memoryview, format: str, size: int, shard: Shard, largest: int) -> NDArray[np.uint8]:
     """Unpack bytes of which an index says that they are `size` bytes unpacked; raises `ShardError` if they are not."""
     try:
         check_unpacked(size, len(data), largest)
@@ -58,9 +59,9 @@ def unpack(data: memoryview, format: str, size: int, shard: str, largest: int) -
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         what = f"not {format} of {size:,} bytes unpacked, as its index says: {error}"
-        raise ShardError(what, shard=shard) from None
+        raise shard.error(what) from None
     if found != size:
-        raise ShardError(f"{found:,} bytes unpacked, and {size:,} in its index", shard=shard)
+        raise shard.error(f"{found:,} bytes unpacked, and {size:,} in its index")
     return output
 
 

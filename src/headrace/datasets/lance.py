@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import anyio.lowlevel
 import anyio.to_thread
 
-from headrace._core.shards.unpacked import is_panic
+from headrace._core.shards.discovery import is_panic
 from headrace._core.store.redaction import redact_text, redact_url, secrets_in
 from headrace._core.streams.map_style import AsyncDataset, positions
 from headrace._core.text import check_names, short_repr

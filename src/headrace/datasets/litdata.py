@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace._core.shards.discovery import Shard
+from headrace._core.shards.discovery import Shard, shard_errors
 from headrace._core.shards.unpacked import UNPACKED_BYTES, check_unpacked, unpack
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import StoreLike
@@ -107,7 +107,7 @@ class LitDataset(tables.OffsetTableDataset[Any]):
             return _rows_of_arrow(file, shard, data, self._largest)
         if not self._config["framed"]:
             return super()._unpack(file, shard, data)
-        try:
+        with shard_errors("no chunk of compressed frames", shard.name):
             magic, version, _, rows, _, count = _FRAMES.unpack_from(data)
             if (magic, version, rows) != (b"LDFZ01\0\0", 1, file.rows):
                 raise ValueError(f"{magic!r} in version {version} of {rows:,} samples, and {file.rows:,} in its index")
@@ -117,8 +117,6 @@ class LitDataset(tables.OffsetTableDataset[Any]):
             check_unpacked(size, len(data), self._largest)
             if 4 * rows + 8 + size != offsets[-1]:
                 raise ValueError(f"{size:,} bytes unpacked, and {offsets[-1]:,} by its offsets")
-        except (ValueError, struct.error) as error:
-            raise shard.error(f"no chunk of compressed frames: {error}") from None
         stored = ((data[start : start + stored], size) for _, _, start, stored, size in frames)
         found = [unpack(each, "zstd", size, shard, size) for each, size in stored]
         whole = np.concatenate([np.array([rows, *offsets], "<u4").view(np.uint8), *found])
@@ -131,7 +129,7 @@ def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview, large
     require_pyarrow("reading rows of Arrow tables")
     import pyarrow
 
-    try:
+    with shard_errors("no Arrow table that can be read", shard.name):
         begin = len(data) - 12 - struct.unpack_from("<I", data, len(data) - 12)[0]
         stored = data[begin + 8 * (bytes(data[begin : begin + 6]) == b"ARROW1") : -12]
         for message in pyarrow.ipc.MessageReader.open_stream(stored):
@@ -148,8 +146,6 @@ def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview, large
             raise ValueError(f"{file.rows - left:,} rows, and {file.rows:,} in its index")
         offsets = np.cumsum([4 * len(rows) + 8, *map(len, rows)])
         table = np.array([len(rows), *offsets.tolist()], "<u4")  # or an `OverflowError`
-    except (Exception, MemoryError) as error:
-        raise shard.error(f"no Arrow table that can be read: {error}") from None
     return np.frombuffer(b"".join([table.tobytes(), *rows]), np.uint8)
 
 

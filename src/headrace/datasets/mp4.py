@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace._core.shards.discovery import HeaderReader, Shard
+from headrace._core.shards.discovery import HeaderReader, Shard, shard_errors
 from headrace.errors import TruncatedShardError
 
 __all__ = ["clip_file", "read_track"]
@@ -46,10 +46,8 @@ async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
         what = f"not mp4 or mov with a whole index (moov): begins as {[*names, begin][0]}"
         remedy = "remux (ffmpeg -c copy), or decode whole files of an ObjectDataset"
         raise shard.error(f"{what}; {remedy}", at)
-    try:
+    with shard_errors("no video that can be read by ranges", shard.name, at):
         track = _parse(await reader.take(at + header, at + length), size)
-    except (ValueError, LookupError, RecursionError, struct.error) as error:
-        raise shard.error(f"no video that can be read by ranges: {error!r}", at) from None
     if (end := int(track[0]["offset"][-1]) + int(track[0]["size"][-1])) > size:
         raise TruncatedShardError(f"{size} bytes, but its video ends at {end}", shard=shard.name, offset=size)
     return shard, track

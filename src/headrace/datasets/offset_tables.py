@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace._core.shards.compression import check_content
-from headrace._core.shards.discovery import Shard, map_shards
+from headrace._core.shards.discovery import Shard, map_shards, shard_errors
 from headrace._core.shards.unpacked import FORMATS, UnpackedShards, unpack, unpacker
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import Store, StoreLike, as_store
@@ -152,15 +152,10 @@ def read_index(url: StoreLike, parse: Callable[[Any], T_co]) -> tuple[Store, T_c
     """The store at `url`, and what `parse` makes of its index.json."""
     store = as_store(url)
     data = background_loop().run(store.read_all("index.json"))
-    check_content(data, store.name("index.json"))
-    try:
+    name = store.name("index.json")
+    check_content(data, name)
+    with shard_errors("no index of such shards", name):
         return store, parse(json.loads(bytes(data)))
-    except ShardError:
-        raise
-    except Exception as error:  # of a JSON that has something else in a place
-        problem = "it has no" if isinstance(error, KeyError) else f"{type(error).__name__}:"
-        what = f"no index of such shards: {problem} {error}"
-        raise ShardError(what, shard=store.name("index.json")) from None
 
 
 def checked(name: str, rows: int, size: int, format: str | None, stored: int | None) -> TableFile:

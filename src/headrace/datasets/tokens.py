@@ -165,7 +165,7 @@ async def _open_file(of: tuple[Shard, str | None, bool]) -> tuple[Shard, int, *T
     first, size = bytes(read.data[:_BEGINNING]), read.head.size
     shard, key, begin, bounds = replace(shard, head=read.head), shard.key.lower(), 0, None
     if first.startswith(np.lib.format.MAGIC_PREFIX) or (raw is None and key.endswith(".npy")):
-        begin, dtype, shape, _ = npy_layout(first, shard, "; raw tokens need dtype=")
+        begin, dtype, shape, _ = npy_layout(first, shard, " (raw tokens need dtype=)")
         if len(shape) != 1 or dtype.kind not in "ui":
             what = f"an array of shape {shape} and type {dtype}; tokens are one-dimensional unsigned or signed integers"
             raise shard.error(what)

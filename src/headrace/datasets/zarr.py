@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from headrace._core.shards.discovery import split_url
-from headrace._core.shards.unpacked import UnpackedShards, is_panic
+from headrace._core.shards.discovery import shard_errors, split_url
+from headrace._core.shards.unpacked import UnpackedShards
 from headrace._core.store.ranges import Ranges, map_all
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import RangedDataset, positions
-from headrace.errors import HeadraceError, MissingExtraError, ShardError
+from headrace.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
@@ -139,17 +139,11 @@ class ZarrDataset(RangedDataset[Any]):
         """The samples of a chunk, along the first axis."""
         array, axis = self._arrays[number], self._axis % self._arrays[number].ndim
         first = block * array.chunks[axis]
-        try:
+        what = f"samples from {first:,} on: a chunk, or zarr.json or .zarray, is damaged"
+        with shard_errors(what, self._prefix + array.path):  # of zarr, its codecs, and icechunk
             values = await array.getitem((slice(None),) * axis + (slice(first, first + array.chunks[axis]),))
             if self._check_inner and array.shards is not None:
                 await self._check_inner(self._store, array, axis, block)
-        except HeadraceError:
-            raise
-        except BaseException as error:  # zarr's and its codecs', of any kind, and panics of icechunk
-            if not isinstance(error, Exception) and not is_panic(error):
-                raise
-            what = f"samples from {first:,} on: a chunk, or zarr.json or .zarray, is damaged: {error!r}"
-            raise ShardError(what, shard=self._prefix + array.path) from error
         return np.moveaxis(np.asarray(values), axis, 0)
 
 

@@ -213,7 +213,7 @@ def with_numbers(kind, at, *numbers):
         (b"<!DOCTYPE html><html>", "a web page"),
         (with_numbers(b"stsz", 8, 1, 1 << 24), "16777216 frames"),
         (patched(b"avc1\0", b"encv\0"), "encrypted"),
-        (patched(b"stts", b"sttz"), "KeyError.b'stts"),
+        (patched(b"stts", b"sttz"), "it has no b'stts'"),
         (with_edit(PLAIN, -1, 100), "edit list"),
         (with_edit(PLAIN, 1 << 30, 100), "zero-size array"),
     ],

@@ -7,7 +7,7 @@ import fnmatch
 import os
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from glob import glob
@@ -26,7 +26,7 @@ from headrace._core.store.redaction import check_path
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.text import short_repr
-from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
+from headrace.errors import HeadraceError, ObjectNotFoundError, ShardError, TruncatedShardError
 
 MOST_NAMES = 1_000_000  # that braces may stand for
 _GLOB = re.compile(r"[*?\[]")
@@ -76,6 +76,26 @@ class Shard:
         if len(found.data) == found.head.size:
             check_content(found.data, self.name)
         return found
+
+
+@contextlib.contextmanager
+def shard_errors(what: str, shard: str, offset: int | None = None) -> Iterator[None]:
+    """Raise errors of other libraries, and panics of their Rust code, as `ShardError`."""
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        cause = "it has no" if isinstance(error, KeyError) else f"{type(error).__name__}:"
+        message = " ".join(f"{what}: {cause} {error}".split())
+        raise ShardError(message, shard=shard, offset=offset) from None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an exception is a panic of Rust code, which `except Exception` lets pass."""
+    return type(error).__name__ == "PanicException"
 
 
 class HeaderReader:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace._core.eventloop.per_loop import end_all
-from headrace._core.shards.discovery import Shard
+from headrace._core.shards.discovery import Shard, shard_errors
 from headrace.errors import MissingExtraError, ShardError
 
 UNPACKED_BYTES = 256 << 20
@@ -32,11 +32,6 @@ def unpacker(format: str) -> Callable[[Any, Any], int]:
     return cramjam.snappy.decompress_raw_into if format == "snappy" else modules[format].decompress_into
 
 
-def is_panic(error: BaseException) -> bool:
-    """Whether an exception is a panic of Rust code, which `except Exception` lets pass."""
-    return type(error).__name__ == "PanicException"
-
-
 def check_unpacked(size: int, stored: int, largest: int = 0) -> None:
     """Raise `ValueError` if few stored bytes are said to unpack to very many.
 
@@ -51,15 +46,11 @@ def check_unpacked(size: int, stored: int, largest: int = 0) -> None:
 
 def unpack(data: memoryview, format: str, size: int, shard: Shard, largest: int) -> NDArray[np.uint8]:
     """Unpack bytes of which an index says that they are `size` bytes unpacked; raises `ShardError` if they are not."""
-    try:
+    what = f"not {format} of {size:,} bytes unpacked, as its index says"
+    with shard_errors(what, shard.name):
         check_unpacked(size, len(data), largest)
         output = np.empty(size, np.uint8)
         found = unpacker(format)(data, output)
-    except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        what = f"not {format} of {size:,} bytes unpacked, as its index says: {error}"
-        raise shard.error(what) from None
     if found != size:
         raise shard.error(f"{found:,} bytes unpacked, and {size:,} in its index")
     return output

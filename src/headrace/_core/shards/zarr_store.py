@@ -16,11 +16,11 @@ from zarr.errors import ArrayNotFoundError, NodeTypeValidationError
 from zarr.storage import ObjectStore, StorePath
 
 from headrace._core.shards.compression import check_content
-from headrace._core.shards.discovery import Shard
-from headrace._core.shards.unpacked import UnpackedShards, check_unpacked, is_panic
+from headrace._core.shards.discovery import Shard, shard_errors
+from headrace._core.shards.unpacked import UnpackedShards, check_unpacked
 from headrace._core.store.head import InitialRead
 from headrace._core.store.store import Store
-from headrace.errors import HeadraceError, ObjectNotFoundError, ShardError, TruncatedShardError
+from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
 
 _LARGEST_BLOCK, _MOST_CHUNKS = 1 << 30, 1 << 16  # bytes, and chunks, that are decoded with a sample
 _ABSENT = (1 << 64) - 1  # in the index of a shard
@@ -135,26 +135,21 @@ async def open_array(store: Any, prefix: str, folder: str, axis: int, cache_byte
     """Open an array, and check what is decoded for a slice along `axis`; `prefix` is the URL of a `ReadStore`."""
     path = "/".join(filter(None, (folder, name.strip("/"))))
     where = prefix + path
-    try:
-        array: AsyncArray[Any]
-        try:  # a store whose keys may not be listed answers 403 for keys that are not there
-            array = await AsyncArray.open(await StorePath.open(store, path), zarr_format=3)
-        except ArrayNotFoundError:
-            array = await AsyncArray.open(StorePath(store, path), zarr_format=2)
+    array: AsyncArray[Any]
+    with shard_errors("zarr.json, or .zarray, is not of a Zarr array", where):
+        try:
+            try:  # a store whose keys may not be listed answers 403 for keys that are not there
+                array = await AsyncArray.open(await StorePath.open(store, path), zarr_format=3)
+            except ArrayNotFoundError:
+                array = await AsyncArray.open(StorePath(store, path), zarr_format=2)
+        except (ArrayNotFoundError, NodeTypeValidationError):
+            what = "zarr.json or .zarray is not there, or of a group; of a group, name arrays=[...] of it"
+            raise ObjectNotFoundError(what, url=where) from None
         across = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
         nbytes = array.nbytes  # of a shape of 10**30 an AttributeError of zarr's
         # Of format 2, or of format 3; in the order of decoding.
         codecs = [getattr(array.metadata, "compressor", None), *(getattr(array.metadata, "filters", None) or ())]
         codecs = [*getattr(array.metadata, "codecs", ())][::-1] or codecs
-    except HeadraceError:
-        raise
-    except (ArrayNotFoundError, NodeTypeValidationError):
-        what = "zarr.json or .zarray is not there, or of a group; of a group, name arrays=[...] of it"
-        raise ObjectNotFoundError(what, url=where) from None
-    except BaseException as error:  # zarr's, of any kind, and panics of icechunk
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        raise ShardError(f"zarr.json, or .zarray, is not of a Zarr array: {error!r}", shard=where) from error
     if any(getattr(codec, "codec_id", None) == "pickle" for codec in codecs):
         raise ShardError("this array is pickled, and unpickling would run its code; write it again", shard=where)
     if isinstance(store, ReadStore):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import io
 import re
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from headrace.errors import MissingExtraError
+from headrace._core.extras import require
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -35,13 +34,6 @@ _NEXT_MP3 = re.compile(rb"(?:TAG.{125})?(ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xfe])"
 # Wrong sizes in libsndfile's log. The size of the whole file is often wrong, and does not matter.
 _SIZES = re.compile(r"^ *(?!RIF|Rif|FORM).*: (\d+) \(should be (\d+)\)", re.M)
 _POSITIONS = {"boxes", "segmentation", "keypoints"}  # fields of a label
-
-
-def _require(module: str, *, package: str, extra: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        raise MissingExtraError(what=f"headrace.decode.{extra}", package=package, extra=extra) from None
 
 
 def image(
@@ -77,7 +69,7 @@ def image(
         >>> hr.decode.image(size=(8, 16))(png.getvalue()).shape
         torch.Size([3, 8, 16])
     """
-    _require("PIL.Image", package="pillow", extra="image")
+    require("PIL.Image", "headrace.decode.image", "pillow", "image")
     size = _checked(size)
     if mode not in _MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, but got {mode!r}")
@@ -102,7 +94,7 @@ def video(size: int | tuple[int, int] | None = None, *, frames: int | None = Non
         MissingExtraError: PyAV is not installed.
         ValueError: `size` or `frames` is not positive.
     """
-    _require("av", package="av", extra="video")
+    require("av", "headrace.decode.video", "av", "video")
     if frames is not None and frames < 1:
         raise ValueError(f"frames must be positive, but got {frames}")
     return functools.partial(_decode_video, size=_checked(size), count=frames)
@@ -124,7 +116,7 @@ def audio(sample_rate: int | None = None, *, mono: bool = False) -> Callable[[An
     Raises:
         MissingExtraError: soundfile is not installed.
     """
-    _require("soundfile", package="soundfile", extra="audio")
+    require("soundfile", "headrace.decode.audio", "soundfile", "audio")
     return functools.partial(_decode_audio, rate=sample_rate, mono=mono)
 
 

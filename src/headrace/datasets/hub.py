@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from headrace._core.extras import require
 from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.shards.discovery import Shard, expand_braces, glob_expression
 from headrace._core.store.backoff import RetryGate, Tries
@@ -17,7 +18,7 @@ from headrace._core.store.redaction import secrets_in
 from headrace._core.store.store import Store
 from headrace._core.streams.blocking import background_loop
 from headrace._version import __version__
-from headrace.errors import EmptyListingError, MissingExtraError, StoreError
+from headrace.errors import EmptyListingError, StoreError
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -67,12 +68,11 @@ def hub(
         >>> import headrace as hr
         >>> shards = hr.hub("datasets/org/name@v1.0", "data/train-*.parquet")  # doctest: +SKIP
     """
-    try:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-    except ImportError:
-        raise MissingExtraError(what="reading the Hugging Face Hub", package="huggingface_hub", extra="hub") from None
+    require("huggingface_hub", "reading the Hugging Face Hub", "huggingface_hub", "hub")
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
     name, _, revision = repository.removeprefix("hf://").partition("@")
     kind, _, name = name.strip("/").partition("/")
     if kind not in _KINDS or not name:

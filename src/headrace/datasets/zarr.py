@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from headrace._core.extras import require
 from headrace._core.shards.discovery import shard_errors, split_url
 from headrace._core.shards.unpacked import UnpackedShards
 from headrace._core.store.ranges import Ranges, map_all
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.map_style import RangedDataset, positions
-from headrace.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
@@ -81,10 +81,9 @@ class ZarrDataset(RangedDataset[Any]):
     ) -> None:
         if missing not in ("error", "fill"):
             raise ValueError(f"missing={missing!r} must be 'error' or 'fill'")
-        try:
-            from headrace._core.shards.zarr_store import ReadStore, check_inner, open_array
-        except ImportError:
-            raise MissingExtraError(what="ZarrDataset", package="zarr", extra="zarr") from None
+        require("zarr.abc.store", "ZarrDataset", "zarr", "zarr")
+        from headrace._core.shards.zarr_store import ReadStore, check_inner, open_array
+
         self._reads = UnpackedShards(cache_bytes)
         self._store: Any = url
         self._path = self._prefix = ""

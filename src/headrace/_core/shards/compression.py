@@ -8,7 +8,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import MissingExtraError, ShardError, TruncatedShardError
+from headrace._core.extras import require
+from headrace.errors import ShardError, TruncatedShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -53,7 +54,8 @@ class Codec:
         self.taken = 0  # bytes of the object so far
         self._offset = 0  # bytes unpacked so far
         if self._format == "zstd":
-            zstd = _require_zstd()
+            module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+            zstd = require(module, "reading zstd", "backports.zstd", "zstd")
             self._open: Callable[[], Any] = zstd.ZstdDecompressor
             self._error: type[Exception] = zstd.ZstdError
         else:
@@ -128,17 +130,6 @@ def check_content(data: Buffer, shard: str, *, pages: bool = False) -> None:
     else:
         return
     raise ShardError(what, shard=shard, offset=0)
-
-
-def _require_zstd() -> Any:
-    try:
-        if sys.version_info >= (3, 14):
-            from compression import zstd
-        else:
-            from backports import zstd
-    except ImportError:
-        raise MissingExtraError(what="reading zstd", package="backports.zstd", extra="zstd") from None
-    return zstd
 
 
 def without_suffix(name: str) -> str:

@@ -14,20 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace._core.eventloop.per_loop import end_all
+from headrace._core.extras import require
 from headrace._core.shards.discovery import Shard, shard_errors
-from headrace.errors import MissingExtraError, ShardError
+from headrace.errors import ShardError
 
 UNPACKED_BYTES = 256 << 20
 _MOST_RATIO = 100  # of unpacked to stored bytes, above `UNPACKED_BYTES`
 FORMATS = ("br", "bz2", "gz", "snappy", "zstd")
 
 
-def unpacker(format: str) -> Callable[[Any, Any], int]:
+def unpacker(format: str) -> Any:
     """The function that unpacks bytes into an array, and returns their number; needs cramjam."""
-    try:
-        import cramjam
-    except ImportError:
-        raise MissingExtraError(what=f"reading {format}", package="cramjam", extra="compression") from None
+    cramjam = require("cramjam", f"reading {format}", "cramjam", "compression")
     modules = {"br": cramjam.brotli, "bz2": cramjam.bzip2, "gz": cramjam.gzip, "zstd": cramjam.zstd}
     return cramjam.snappy.decompress_raw_into if format == "snappy" else modules[format].decompress_into
 

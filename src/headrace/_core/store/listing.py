@@ -19,12 +19,13 @@ from pathlib import Path
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from headrace._core.extras import require
 from headrace._core.store.errors import NO_LISTING
 from headrace._core.store.head import LARGEST, Head, check_form, strong
 from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import PAGE, Store
-from headrace.errors import EmptyListingError, MissingExtraError, StoreError
+from headrace.errors import EmptyListingError, StoreError
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -509,8 +510,4 @@ class ListingFile:
 
 def require_pyarrow(what: str) -> Any:
     """Pyarrow's Parquet module, which `what` needs; raises `MissingExtraError` if it is not installed."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise MissingExtraError(what=what, package="pyarrow", extra="parquet") from None
-    return pyarrow.parquet
+    return require("pyarrow.parquet", what, "pyarrow", "parquet")

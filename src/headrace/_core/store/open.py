@@ -15,9 +15,10 @@ import obstore.store
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, ObjectStore, S3Store
 
+from headrace._core.extras import require
 from headrace._core.store.errors import ALLOW_REDIRECTS, BLACKHOLE_PROXY, PROFILE, describe_error
 from headrace._core.store.redaction import is_secret, redact_url, secrets_in
-from headrace.errors import MissingExtraError, ObjectNotFoundError
+from headrace.errors import ObjectNotFoundError
 
 _CLIENT_OPTION = re.compile(
     r"allow_(http|invalid_certificates)|((connect|read|pool_idle)_)?timeout|default_(content_type|headers)"
@@ -245,13 +246,11 @@ def _kept_to_one_host(url: str, options: Mapping[str, object]) -> dict[str, obje
 
 def _profile_provider(profile: str) -> object:
     """Obstore's credential provider for an AWS profile, which boto3 reads (``~/.aws``, SSO, roles)."""
-    try:
-        import boto3.session
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError as error:
-        what = f"reading the AWS profile {profile!r} (AWS_PROFILE, or the option profile=)"
-        raise MissingExtraError(what=what, package=error.name or "boto3", extra="aws") from None
-    return Boto3CredentialProvider(boto3.session.Session(profile_name=profile))
+    what = f"reading the AWS profile {profile!r} (AWS_PROFILE, or the option profile=)"
+    boto3 = require("boto3.session", what, "boto3", "aws")
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    return Boto3CredentialProvider(boto3.Session(profile_name=profile))
 
 
 def store_id(url: str, options: Mapping[str, object], store: ObjectStore | None) -> str | None:

@@ -13,7 +13,7 @@ import functools
 import re
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from headrace._core.shards.reading import BadRecord, Decoder
@@ -74,13 +74,10 @@ class _Pending(NamedTuple):
 
 
 class TarParser:
-    """Parses one archive that is fed in pieces of any size, with the content of the names that are `wanted`."""
+    """Parses one archive that is fed in pieces of any size, with the content of members whose names are wanted."""
 
-    def __init__(
-        self, shard: str, *, wanted: Callable[[str], bool] | None = None, member_limit: int = MEMBER_LIMIT
-    ) -> None:
+    def __init__(self, shard: str, *, member_limit: int = MEMBER_LIMIT) -> None:
         self._shard = shard
-        self._wanted = wanted
         self._member_limit = member_limit
         self._offset = 0  # of the next byte
         self._header = b""  # incomplete header
@@ -92,10 +89,6 @@ class TarParser:
         self._last: str | bytes | None = None  # name of the last complete member; bytes with the header's zeros
         self._long_name: bytes | None = None
         self._pax: dict[bytes, bytes] = {}
-
-    def start_at(self, offset: int) -> None:
-        """Parse from the end of a member on, at `offset` in the archive; called before the first `feed`."""
-        self._offset = offset
 
     def members(self, data: Buffer) -> Iterator[Any]:
         """Parse the next bytes and yield the files completed by them, and what `_plain` yields; to be exhausted."""
@@ -184,8 +177,10 @@ class TarParser:
             return _Pending(name, b"0", offset, held, wanted=False, error=error)
         if kind in _NO_FILE:
             return _Pending(name, b"5", offset, size, wanted=False)
-        wanted = self._wanted is None or self._wanted(checked)
-        return _Pending(checked, b"0", offset, size, wanted)
+        return _Pending(checked, b"0", offset, size, self._is_wanted(checked))
+
+    def _is_wanted(self, name: str) -> bool:
+        return True
 
     def _checked_name(self, name: str, kind: bytes, size: int, offset: int, is_sparse: bool) -> str:
         """The safe name of a member that is read; raises `ShardError` for one that is not."""
@@ -293,16 +288,15 @@ def parse_number(field: bytes) -> int | None:
 
 def checksum_holds(header: bytes, field: bytes) -> bool:
     """Whether the bytes of a header, with blanks for the checksum field, add up to the number in that field."""
-    expected = parse_number(field)
-    if expected is None:
+    expected = sum_with_checksum_field(field)
+    if expected < 0:
         return False
     # Adler-32 from 0 has in its lower half the sum modulo 65,521: 0.3 µs where `sum` takes 3. Sums that differ by the
     # modulus need a header in which no byte is right.
-    added = (zlib.adler32(header, 0) & 0xFFFF) - sum(field) + _BLANKS
-    if (added - expected) % 65521 == 0:
+    if zlib.adler32(header, 0) & 0xFFFF == expected % 65521:
         return True
-    signed = sum(byte - 256 if byte > 127 else byte for byte in header[:148] + header[156:])
-    return signed + _BLANKS == expected  # historic implementations add signed characters
+    # Historic implementations add signed characters.
+    return sum(byte - 256 if byte > 127 else byte for byte in header) == expected
 
 
 @functools.lru_cache(4096)  # headers of text add up to a few thousand different sums
@@ -340,7 +334,7 @@ class TarSamples(TarParser, Decoder):
     ) -> None:
         self._required = None if fields is None else frozenset(fields)
         self._selected = self._required
-        super().__init__(shard, wanted=self._is_wanted, member_limit=member_limit)
+        super().__init__(shard, member_limit=member_limit)
         self._exact = fields is None and uniform
         self._key: bytes | None = None  # of the current sample, as in the archive; None before the first
         self._contents: dict[str, Any] = {}  # of its members, by field; None of those that are not wanted
@@ -373,12 +367,11 @@ class TarSamples(TarParser, Decoder):
         return {"offset": self._complete, "fields": learned}
 
     def restore(self, position: State) -> None:
-        self._complete = self._end = offset = expect(position, "offset", int)
-        self.start_at(offset)
+        self._complete = self._end = self._offset = expect(position, "offset", int)
         learned = None if position.get("fields") is None else expect(position, "fields", list)
         if self._exact and learned is not None:
             self._required = frozenset(map(str, learned))
-        if offset:
+        if self._offset:
             self._seen.add(b"")  # the archive has samples; repeated keys are found from here on
 
     def finish(self) -> Iterator[Any]:

@@ -130,17 +130,8 @@ def destined(collate_fn: Callable[[Any], object]) -> Callable[[object], object]:
     return next((stacking for default, stacking in _DESTINED if collate_fn is default), collate_fn)
 
 
-NUMPY_DTYPES = {
-    torch.bool: np.dtype(np.bool_),
-    torch.uint8: np.dtype(np.uint8),
-    torch.int8: np.dtype(np.int8),
-    torch.int16: np.dtype(np.int16),
-    torch.int32: np.dtype(np.int32),
-    torch.int64: np.dtype(np.int64),
-    torch.float16: np.dtype(np.float16),
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-}
+_DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
+NUMPY_DTYPES = {getattr(torch, name): np.dtype(name) for name in _DTYPES}
 
 
 def tensor_of(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

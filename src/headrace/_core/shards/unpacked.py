@@ -88,10 +88,9 @@ class UnpackedShards:
         try:
             await asyncio.wait((task,))
             return self._keep(key, task.result())
-        except ShardError as error:
-            self._corrupt[key] = error
-            raise copy.deepcopy(error) from None
         except Exception as error:
+            if isinstance(error, ShardError):
+                self._corrupt[key] = error
             raise copy.deepcopy(error) from None
         finally:
             self._waiting[loop, key] -= 1

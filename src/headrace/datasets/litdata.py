@@ -178,7 +178,7 @@ def _parse(index: Any) -> tuple[list[tables.TableFile], dict[str, Any]]:
     for chunk in index["chunks"]:
         name, rows, size = chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"]
         files.append(tables.checked(name, rows, size, packing, size if config["framed"] else None))
-    config["dims"], config["of_arrow"] = {}, ()
+    config["dims"], of_arrow = {}, list[str]()
     if loader == "TokensLoader":
         config["dims"] = {chunk["filename"]: operator.index(chunk["dim"]) for chunk in index["chunks"]}
         (leaf,) = config["data_format"]
@@ -187,11 +187,11 @@ def _parse(index: Any) -> tuple[list[tables.TableFile], dict[str, Any]]:
     else:
         config["data_spec"], leaves = json.loads(config["data_spec"])[1], iter(config["data_format"])
         if isinstance(_assemble(config["data_spec"], leaves), dict):
-            config["of_arrow"] = ("json", "pickle")  # lists, and None, which are then in an Arrow table
+            of_arrow = ["json", "pickle"]  # lists, and None, which are then in an Arrow table
         if (more := next(leaves, None)) is not None:
             raise ValueError(f"leaf {more!r} has no place in a sample")
     for leaf in config["data_format"]:
-        if leaf not in config["of_arrow"]:
+        if leaf not in of_arrow:
             _decoder(leaf)
     return files, config
 

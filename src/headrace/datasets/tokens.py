@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -105,8 +106,8 @@ class TokenDataset(RangedShards[torch.Tensor]):
             if dtype is None and not shard.key.lower().endswith(_SUFFIXES):
                 what = f"the ending of {shard.name} does not name a type; give dtype='uint16' or dtype='uint32'"
                 raise ValueError(what)
-        sources = [(shard, dtype, seq_len is None) for shard in found]
-        files = opened(sources, _open_file, on_error=on_error)
+        open_one = partial(_open_file, raw=dtype, documents=seq_len is None)
+        files = opened(found, open_one, on_error=on_error)
         shards, begins, self._dtypes, counts, bounds = zip(*files, strict=True)
         # Of all shards, one more for each than it has documents; None for windows.
         self._bounds = np.concatenate(bounds) if seq_len is None else None
@@ -158,9 +159,8 @@ class TokenDataset(RangedShards[torch.Tensor]):
         return torch.from_numpy(tokens.astype(np.int64))
 
 
-async def _open_file(of: tuple[Shard, str | None, bool]) -> tuple[Shard, int, *TokenIndex]:
+async def _open_file(shard: Shard, raw: str | None, documents: bool) -> tuple[Shard, int, *TokenIndex]:
     """Find the first byte and the contents of a shard: by its own header, else by the index beside it, else raw."""
-    shard, raw, documents = of
     read = await shard.read_start(_BEGINNING)
     first, size = bytes(read.data[:_BEGINNING]), read.head.size
     shard, key, begin, bounds = replace(shard, head=read.head), shard.key.lower(), 0, None

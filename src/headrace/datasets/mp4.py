@@ -22,7 +22,6 @@ _FIRST, _LATER = 16 << 10, 1 << 20  # bytes of requests
 _MOST_BYTES, _MOST_FRAMES, _MOST_SECONDS = 1 << 28, 1 << 24, 4e6  # of an index, and what it may state
 _PARENTS = (b"mdia", b"minf", b"stbl", b"edts", b"dinf")
 _COPIED = ((b"tkhd",), (b"mdhd", b"hdlr"), (b"vmhd", b"dinf"), (b"stsd",))  # into clips, at each depth
-_OTHER_KINDS = {b"\x1aE\xdf\xa3": "Matroska or WebM", b"G@": "MPEG-TS", b"RIFF": "AVI"}
 
 
 def _check(good: object, what: str) -> None:
@@ -41,9 +40,7 @@ async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
         if kind in (b"moov", b"moof") or not header <= length < size - at:
             break
     if kind != b"moov" or not header <= length <= min(size - at, _MOST_BYTES):
-        begin = bytes(first.data[:12])
-        names = [name for magic, name in _OTHER_KINDS.items() if begin.startswith(magic)]
-        what = f"not mp4 or mov with a whole index (moov): begins as {[*names, begin][0]}"
+        what = f"not mp4 or mov with a whole index (moov): begins as {bytes(first.data[:12])!r}"
         remedy = "remux (ffmpeg -c copy), or decode whole files of an ObjectDataset"
         raise shard.error(f"{what}; {remedy}", at)
     with shard_errors("no video that can be read by ranges", shard.name, at):

@@ -209,7 +209,7 @@ def with_numbers(kind, at, *numbers):
         (PLAIN[: len(PLAIN) // 2], "its video ends at"),
         (video_file(20, movflags="")[:-9], "whole index"),
         (patched(b"vide", b"soun"), r"no video that can be read.*no track of video, but \[b'soun"),
-        (b"\x1aE\xdf\xa3" + bytes(500), "begins as Matroska or WebM"),
+        (b"\x1aE\xdf\xa3" + bytes(500), r"begins as b'.*; remux"),
         (b"<!DOCTYPE html><html>", "a web page"),
         (with_numbers(b"stsz", 8, 1, 1 << 24), "16777216 frames"),
         (patched(b"avc1\0", b"encv\0"), "encrypted"),

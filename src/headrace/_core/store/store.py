@@ -330,10 +330,7 @@ class Store:
 
     async def _read(self, wanted: _Range, whole: Tries | None) -> memoryview:
         """Read a range by one request; `whole` has the deadline of the object of which it is a part."""
-        store = self._opened
-        if store is None or forked_from is not None:
-            store = self.backend()
-        stats = session_stats.get(self._own_stats)
+        store, stats = self.backend(), self.stats
         stats.requests += 1
         began = time.monotonic()
         key, start, stop, index, size, etag, modified, checksum = wanted

@@ -471,14 +471,14 @@ class ListingFile:
             raise ValueError("listing_file= must be a local path, on a disk that all hosts share or on each host")
         self._path = Path(path).absolute()
         suffixes = [suffix] if isinstance(suffix, str) else suffix
-        self._origin = json.loads(json.dumps({"url": redact_url(url).rstrip("/"), "suffix": suffixes}))
+        self._origin = json.dumps({"url": redact_url(url).rstrip("/"), "suffix": suffixes})
 
     def read(self) -> Catalog | None:
         """The listing; None if there is no such file, `ValueError` if it is of another listing or damaged."""
         parquet = require_pyarrow("keeping a listing")
         try:
             table = parquet.read_table(self._path, page_checksum_verification=True)
-            found = json.loads((table.schema.metadata or {}).get(_METADATA_KEY, b"null"))
+            found = (table.schema.metadata or {}).get(_METADATA_KEY, b"").decode()
             columns = [table[name].to_pylist() for name in ("key", "size", "etag")]
         except FileNotFoundError:
             return None
@@ -496,7 +496,7 @@ class ListingFile:
         assert catalog.sizes is not None
         etags = catalog.etags or [""] * len(catalog.keys)
         columns = {"key": list(catalog.keys), "size": list(catalog.sizes), "etag": list(etags)}
-        table = pyarrow.table(columns).replace_schema_metadata({_METADATA_KEY: json.dumps(self._origin).encode()})
+        table = pyarrow.table(columns).replace_schema_metadata({_METADATA_KEY: self._origin.encode()})
         # In the same directory: a rename works within one file system only.
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.{os.urandom(4).hex()}")
         try:

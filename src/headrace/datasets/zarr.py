@@ -82,7 +82,7 @@ class ZarrDataset(RangedDataset[Any]):
         if missing not in ("error", "fill"):
             raise ValueError(f"missing={missing!r} must be 'error' or 'fill'")
         require("zarr.abc.store", "ZarrDataset", "zarr", "zarr")
-        from headrace._core.shards.zarr_store import ReadStore, check_inner, open_array
+        from headrace._core.shards.zarr_store import ReadStore, open_array
 
         self._reads = UnpackedShards(cache_bytes)
         self._store: Any = url
@@ -99,7 +99,6 @@ class ZarrDataset(RangedDataset[Any]):
         opened_as = partial(open_array, self._store, self._prefix, self._path.strip("/"), axis, cache_bytes)
         opening = map_all(opened_as, [str(arrays or "")] if self._names is None else self._names, 8)
         self._arrays: list[AsyncArray[Any]] = background_loop().run(opening)
-        self._check_inner = check_inner if getattr(self._store, "must_exist", False) else None
         lengths = {array.path: array.shape[axis] for array in self._arrays}
         if len({*lengths.values()}) != 1:
             raise ValueError(f"arrays must have the same length along axis {axis}, but have {lengths}")
@@ -141,8 +140,8 @@ class ZarrDataset(RangedDataset[Any]):
         what = f"samples from {first:,} on: a chunk, or zarr.json or .zarray, is damaged"
         with shard_errors(what, self._prefix + array.path):  # of zarr, its codecs, and icechunk
             values = await array.getitem((slice(None),) * axis + (slice(first, first + array.chunks[axis]),))
-            if self._check_inner and array.shards is not None:
-                await self._check_inner(self._store, array, axis, block)
+            if array.shards is not None and getattr(self._store, "must_exist", False):
+                await self._store.check_inner(array, axis, block)
         return np.moveaxis(np.asarray(values), axis, 0)
 
 

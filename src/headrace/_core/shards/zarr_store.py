@@ -61,26 +61,6 @@ def check_chunk(codec: str, data: memoryview, largest: int, shard: str) -> None:
     check_unpacked(size, len(data), largest)
 
 
-async def check_inner(store: ReadStore, array: AsyncArray[Any], axis: int, block: int) -> None:
-    """Raise `ShardError` if a shard lacks a chunk of a block along an axis; zarr gives fill values for such a chunk."""
-    assert array.shards is not None
-    codec = array.metadata.codecs[0]
-    inside = [shard // chunk for shard, chunk in zip(array.shards, array.chunks, strict=True)]
-    counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
-    shards = [range(-(-count // step)) for count, step in zip(counts, inside, strict=True)]
-    shards[axis] = range(block // inside[axis], block // inside[axis] + 1)
-    size = 16 * math.prod(inside)
-    stored = size + 4 * (len(codec.index_codecs) - 1)  # and a CRC-32C
-    at_end = codec.index_location.value == "end"
-    for place in itertools.product(*shards):
-        key = f"{array.path}/{array.metadata.encode_chunk_key(place)}".lstrip("/")
-        data = await store.read(key, SuffixByteRequest(stored) if at_end else RangeByteRequest(0, stored))
-        held = [slice(count - step * number) for count, step, number in zip(counts, inside, place, strict=True)]
-        held[axis] = slice(block % inside[axis], block % inside[axis] + 1)
-        if (np.frombuffer(data[:size], "<u8").reshape(*inside, 2)[tuple(held)] == _ABSENT).any():
-            raise store.missing(key)
-
-
 class ReadStore(ObjectStore[Any]):
     """Objects by requests of headrace, with its retries, time-outs, errors and counts.
 
@@ -110,6 +90,25 @@ class ReadStore(ObjectStore[Any]):
             if key.startswith(prefix):
                 check_chunk(codec, data, size, self._source.name(key))
         return prototype.buffer.from_bytes(data)
+
+    async def check_inner(self, array: AsyncArray[Any], axis: int, block: int) -> None:
+        """Raise `ShardError` if a shard lacks a chunk of a block along an axis, for which zarr gives fill values."""
+        assert array.shards is not None
+        codec = array.metadata.codecs[0]
+        inside = [shard // chunk for shard, chunk in zip(array.shards, array.chunks, strict=True)]
+        counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
+        shards = [range(-(-count // step)) for count, step in zip(counts, inside, strict=True)]
+        shards[axis] = range(block // inside[axis], block // inside[axis] + 1)
+        size = 16 * math.prod(inside)
+        stored = size + 4 * (len(codec.index_codecs) - 1)  # and a CRC-32C
+        at_end = codec.index_location.value == "end"
+        for place in itertools.product(*shards):
+            key = f"{array.path}/{array.metadata.encode_chunk_key(place)}".lstrip("/")
+            data = await self.read(key, SuffixByteRequest(stored) if at_end else RangeByteRequest(0, stored))
+            held = [slice(count - step * number) for count, step, number in zip(counts, inside, place, strict=True)]
+            held[axis] = slice(block % inside[axis], block % inside[axis] + 1)
+            if (np.frombuffer(data[:size], "<u8").reshape(*inside, 2)[tuple(held)] == _ABSENT).any():
+                raise self.missing(key)
 
     def missing(self, key: str) -> ShardError:
         what = "no such chunk, by zarr.json or .zarray; if it had only the fill value, set missing='fill'"

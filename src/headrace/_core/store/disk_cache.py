@@ -243,12 +243,12 @@ class DiskCache:
 
     def _read_indices(self, *, own: bool = False) -> None:
         """Sort the new records of segments into the table, those of this process's too if `own`."""
-        stems = {stem for stem, _ in self._files()}
+        stems = sorted(self._files())  # the oldest first
         gone = self._numbers.keys() - stems
         for stem in gone:  # evicted, which the last reader closes
             self._segments[self._numbers.pop(stem)] = None
         found = []
-        for stem in sorted(stems):  # the oldest first
+        for stem in stems:
             with contextlib.suppress(OSError):  # evicted meanwhile, or no descriptor is left
                 if stem not in self._numbers:
                     path, kept = os.path.join(self._folder, stem), len(self._numbers) < KEPT_OPEN
@@ -309,12 +309,11 @@ class DiskCache:
         if self._limit is None:
             return 0
         files = self._files()
-        usage = sum(size for _, size in files) + max(nbytes, self._limit // PER_CACHE)
+        usage = sum(map(sum, files.values())) + max(nbytes, self._limit // PER_CACHE)
         evicted = 0
-        for stem in sorted({stem for stem, _ in files}):
+        for stem, sizes in sorted(files.items()):
             if usage <= self._limit - self._limit // SLACK:
                 break
-            sizes = [size for each, size in files if each == stem]
             evicted += max(0, min(sizes) // RECORD.itemsize - 1) if len(sizes) == 2 else 0
             for ending in (".index", ".data"):
                 with contextlib.suppress(OSError):  # another process was faster, or it cannot be removed
@@ -322,14 +321,15 @@ class DiskCache:
             usage -= sum(sizes)
         return evicted
 
-    def _files(self) -> list[tuple[str, int]]:
-        found = []
+    def _files(self) -> dict[str, list[int]]:
+        """The sizes of the files of each segment."""
+        found: dict[str, list[int]] = {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._folder) as files:
             for file in files:
                 stem, _, ending = file.name.partition(".")
                 if ending in ("data", "index") and _STEM.fullmatch(stem):
                     with contextlib.suppress(OSError):  # removed since the folder was read
-                        found.append((stem, file.stat(follow_symlinks=False).st_size))
+                        found.setdefault(stem, []).append(file.stat(follow_symlinks=False).st_size)
         return found
 
 

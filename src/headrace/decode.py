@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["audio", "fields", "image", "video"]
 
+_Size = tuple[int, int] | None
+_Pixels = np.ndarray[Any, Any]
+
 _MODES = {"rgb": "RGB", "rgba": "RGBA", "gray": "L"}
 # By EXIF's orientation, Pillow's `Transpose` that turns upright.
 _TURNS = dict(zip(range(2, 9), (0, 3, 1, 5, 4, 6, 2), strict=True))
@@ -153,7 +156,7 @@ def _decode_fields(sample: Mapping[str, Any], decoders: Mapping[str, Callable[[A
     return decoded
 
 
-def _decode_sample(sample: Any, size: tuple[int, int] | None, mode: str, dtype: torch.dtype) -> Any:
+def _decode_sample(sample: Any, size: _Size, mode: str, dtype: torch.dtype) -> Any:
     pixels = _pixels(getattr(sample, "data", sample), size, mode, _annotated_size(sample))
     tensor = torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
     if dtype != torch.uint8:
@@ -177,14 +180,14 @@ def _labelled(tensor: torch.Tensor, sample: Any) -> Any:
     return tensor if label is None else (tensor, label)
 
 
-def _checked(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+def _checked(size: int | tuple[int, int] | None) -> _Size:
     size = (size, size) if isinstance(size, int) else size
     if size is not None and min(size) < 1:
         raise ValueError(f"size must be positive, but got {size}")
     return size
 
 
-def _decode_video(sample: Any, size: tuple[int, int] | None, count: int | None) -> Any:
+def _decode_video(sample: Any, size: _Size, count: int | None) -> Any:
     import av
 
     with av.open(io.BytesIO(getattr(sample, "data", sample)), "r") as container:
@@ -207,13 +210,13 @@ def _decode_video(sample: Any, size: tuple[int, int] | None, count: int | None) 
     return _labelled(torch.from_numpy(np.array([_upright(frame, size) for frame in shown])), sample)
 
 
-def _upright(frame: Any, size: tuple[int, int] | None) -> np.ndarray[Any, Any]:
+def _upright(frame: Any, size: _Size) -> _Pixels:
     """The pixels [3, H, W] of a decoded frame, scaled and cropped to a height and a width."""
     quarters = round(frame.rotation / 90) % 4
     height, width = (frame.height, frame.width) if size is None else size[::-1] if quarters % 2 else size
     scale = max(height / frame.height, width / frame.width)
     new = max(height, round(frame.height * scale)), max(width, round(frame.width * scale))
-    pixels: np.ndarray[Any, Any] = frame.to_ndarray(format="rgb24", height=new[0], width=new[1])
+    pixels: _Pixels = frame.to_ndarray(format="rgb24", height=new[0], width=new[1])
     top, left = (new[0] - height) // 2, (new[1] - width) // 2
     return np.rot90(pixels[top : top + height, left : left + width], quarters).transpose(2, 0, 1)
 
@@ -285,9 +288,7 @@ class _LongerFile(io.BytesIO):
         return super().seek(1 << 40) if is_end else super().seek(offset, whence)
 
 
-def _pixels(
-    data: Any, size: tuple[int, int] | None, mode: str, annotated: list[int | None] | None
-) -> np.ndarray[Any, Any]:
+def _pixels(data: Any, size: _Size, mode: str, annotated: list[int | None] | None) -> _Pixels:
     """Pixels [H, W] or [H, W, C] of an encoded image, scaled and cropped to `size`.
 
     With `annotated`, the size that a label has positions for, the image is not turned by EXIF,

@@ -52,6 +52,7 @@ _PARTS = (
     *("__func__", "__self__", "func", "args", "keywords", "__call__", "__dict__"),  # of methods and other objects
 )
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+_Json = dict[str, Any]
 _MakeWriter = Callable[[Path], "_ShardWriter"]
 
 
@@ -193,13 +194,13 @@ def _estimate(loader: DataLoader[Any], folder: Path, make: _MakeWriter, size: in
 
 
 def _run(
-    loader: DataLoader[Any], store: Store, folder: Path, make: _MakeWriter, arguments: dict[str, Any], skips: bool
+    loader: DataLoader[Any], store: Store, folder: Path, make: _MakeWriter, arguments: _Json, skips: bool
 ) -> Packed:
     """Pack what an interrupted call has not packed, and record each shard that is complete."""
     record = _begun(store, arguments)
     if record["state"] is not None:
         loader.load_state_dict(record["state"])  # or an error, if it is another dataset
-    uploads: deque[tuple[Future[dict[str, Any]], dict[str, Any]]] = deque()
+    uploads: deque[tuple[Future[_Json], _Json]] = deque()
 
     def write(complete: bool = False) -> None:
         record["complete"] = complete
@@ -226,13 +227,13 @@ def _run(
     return Packed(len(shards), *(sum(shard[name] for shard in shards) for name in ("samples", "bytes")))
 
 
-def _begun(store: Store, arguments: dict[str, Any]) -> dict[str, Any]:
+def _begun(store: Store, arguments: _Json) -> _Json:
     """The record of a call that was interrupted, or a new one."""
     loop = background_loop()
     if (folder := store.local_root) is not None:
         os.makedirs(folder, exist_ok=True)
     try:
-        record: dict[str, Any] = json.loads(bytes(loop.run(store.read_all(RECORD))))
+        record: _Json = json.loads(bytes(loop.run(store.read_all(RECORD))))
     except ObjectNotFoundError:
         if there := loop.run(store.level(""))["objects"]:
             raise ValueError(f"{store.url} is not empty: it has {there[0]['path']}, and no {RECORD}") from None
@@ -247,7 +248,7 @@ _Samples = Iterator[tuple[Any, int, str]]
 """Samples, the number of samples of their batch up to each, and a digest of these if others may be skipped."""
 
 
-def _samples(loader: DataLoader[Any], url: str, record: dict[str, Any], skips: bool) -> _Samples:
+def _samples(loader: DataLoader[Any], url: str, record: _Json, skips: bool) -> _Samples:
     """The samples that come after those of a record."""
     skip, expected = record["skip"], record.get("digest", "")
     for batch in progress(loader, name="pack"):
@@ -269,9 +270,9 @@ def _shards(
     samples: _Samples,
     folder: Path,
     make: _MakeWriter,
-    before: list[dict[str, Any]],
+    before: list[_Json],
     size: int,
-) -> Iterator[tuple[Path, _ShardWriter, dict[str, Any]]]:
+) -> Iterator[tuple[Path, _ShardWriter, _Json]]:
     """The shards after those `before`, each with the position after it.
 
     A position is a state of the loader, the number of samples to skip after it, None for all, and their digest.
@@ -292,7 +293,7 @@ def _shards(
         yield path, writer, {"state": state, "skip": skip, "digest": digest}
 
 
-def _upload(store: Store, path: Path, writer: _ShardWriter) -> dict[str, Any]:
+def _upload(store: Store, path: Path, writer: _ShardWriter) -> _Json:
     """Upload a shard and what belongs beside it; on a thread of its own."""
     loop, digest = background_loop(), hashlib.sha256()
     for piece in _pieces(path):

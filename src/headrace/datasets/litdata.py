@@ -209,7 +209,7 @@ def _assemble(spec: Any, leaves: Iterator[Any]) -> Any:
 
 
 @functools.lru_cache
-def _decoder(format: str) -> Callable[[memoryview], Any]:
+def _decoder(format: str) -> tables.FieldDecoder:
     kind, _, number = format.partition(":")
     if kind == "pickle":
         raise ValueError(f"leaf {format!r} is pickled, which can run any code: write it in another type")
@@ -239,7 +239,7 @@ def _with_header(kind: str, data: memoryview) -> Any:
 
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"builtins.list": list, "builtins.tuple": tuple}
-_DECODERS: dict[str, Callable[[memoryview], Any]] = {
+_DECODERS: dict[str, tables.FieldDecoder] = {
     "str": lambda data: bytes(data).decode(),
     "text": lambda data: bytes(data).decode(),
     "int": lambda data: struct.unpack("<q", data)[0],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import decimal
 import functools
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ Columns = tuple[tuple[str, str, int | None], ...]  # their names, encodings, and
 _TYPES = {f"{name}{8 * size}": f"{name[0]}{size}" for name in ("uint", "int", "float") for size in (1, 2, 4, 8)}
 del _TYPES["float8"]
 _CODES = {8 * int(code[1]) + "uif".index(code[0]): code for code in _TYPES.values()}
-_DECODERS: dict[str, Callable[[memoryview], Any]] = {
+_DECODERS: dict[str, tables.FieldDecoder] = {
     "bytes": bytes,
     "str": lambda data: bytes(data).decode(),
     "int": lambda data: int(_scalar("int64", data)),
@@ -97,7 +96,7 @@ def _parse_shard(shard: Any) -> tuple[tables.TableFile, Columns]:
 
 
 @functools.lru_cache
-def _decoder(encoding: str) -> Callable[[memoryview], Any]:
+def _decoder(encoding: str) -> tables.FieldDecoder:
     kind, _, options = encoding.partition(":")
     if kind == "ndarray":
         type, _, shape = options.partition(":")

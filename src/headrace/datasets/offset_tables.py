@@ -23,10 +23,12 @@ from headrace.datasets.cached import Extent, RangedShards
 from headrace.errors import ShardError
 
 __all__ = [
-    "OffsetTableDataset", "TableFile", "checked", "decode_fields", "raw_image", "read_index", "several",
+    "FieldDecoder", "OffsetTableDataset", "TableFile",
+    "checked", "decode_fields", "raw_image", "read_index", "several",
 ]  # fmt: skip
 
 T_co = TypeVar("T_co", covariant=True)
+FieldDecoder = Callable[[memoryview], Any]
 
 _CHANNELS = {"L": 1, "P": 1, "LA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3, "RGBA": 4, "RGBX": 4, "CMYK": 4}
 
@@ -169,7 +171,7 @@ def checked(name: str, rows: int, size: int, format: str | None, stored: int | N
     return TableFile(name, rows, size, format, stored)
 
 
-def decode_fields(data: memoryview, fields: Sequence[tuple[str, Callable[[memoryview], Any], int | None]]) -> list[Any]:
+def decode_fields(data: memoryview, fields: Sequence[tuple[str, FieldDecoder, int | None]]) -> list[Any]:
     """The values of a sample, of fields with a name, a decoder, and a size; those without a size have it in front."""
     begin = 4 * sum(not size for _, _, size in fields)
     sizes, values = iter(np.frombuffer(data[:begin], "<u4").tolist()), []
@@ -194,7 +196,7 @@ def raw_image(data: memoryview) -> NDArray[np.uint8]:
     return pixels.reshape((height, width, _CHANNELS[mode])[: 2 + (_CHANNELS[mode] > 1)]).copy()
 
 
-def several(data: memoryview, decode: Callable[[memoryview], Any] = bytes) -> list[Any]:
+def several(data: memoryview, decode: FieldDecoder = bytes) -> list[Any]:
     """Values that are preceded by their number and their sizes."""
     count = int(np.frombuffer(data[:4], "<u4")[0])
     ends = 4 * count + 4 + np.cumsum(np.frombuffer(data[4 : 4 * count + 4], "<u4"), dtype=np.int64)

@@ -171,13 +171,13 @@ def _from_json(data: memoryview) -> Any:
 def _parse(index: Any) -> tuple[list[tables.TableFile], dict[str, Any]]:
     config, files = index["config"], list[tables.TableFile]()
     loader, level = config.get("item_loader") or "PyTreeLoader", config.get("compression_level") or "chunk"
-    packing = config["compression"].partition(":")[0] if config["compression"] else None
+    compression = config["compression"]
     if config.get("encryption") or loader not in ("PyTreeLoader", "TokensLoader") or level not in ("chunk", "batch"):
         raise ValueError(f"chunks of {loader} with compression_level={level!r}, encrypted or not, are not read")
-    config["framed"] = packing is not None and level == "batch"
+    config["framed"] = bool(compression) and level == "batch"
     for chunk in index["chunks"]:
         name, rows, size = chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"]
-        files.append(tables.checked(name, rows, size, packing, size if config["framed"] else None))
+        files.append(tables.checked(name, rows, size, compression, size if config["framed"] else None))
     config["dims"], of_arrow = {}, list[str]()
     if loader == "TokensLoader":
         config["dims"] = {chunk["filename"]: operator.index(chunk["dim"]) for chunk in index["chunks"]}

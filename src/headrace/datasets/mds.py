@@ -82,9 +82,8 @@ def _parse_shard(shard: Any) -> tuple[tables.TableFile, Columns]:
     if (shard["format"], shard["version"]) != ("mds", 2):
         raise ValueError(f"format {shard['format']!r} in version {shard['version']!r}; 'mds' in version 2 is read")
     raw, packed = shard["raw_data"], shard.get("zip_data")
-    format = shard["compression"].partition(":")[0] if packed else None
     name, stored = (packed["basename"], packed["bytes"]) if packed else (raw["basename"], None)
-    file = tables.checked(name, shard["samples"], raw["bytes"], format, stored)
+    file = tables.checked(name, shard["samples"], raw["bytes"], packed and shard["compression"], stored)
     columns = tuple(zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True))
     for name, encoding, size in columns:
         if encoding == "pkl":

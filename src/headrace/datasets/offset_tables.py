@@ -160,8 +160,9 @@ def read_index(url: StoreLike, parse: Callable[[Any], T_co]) -> tuple[Store, T_c
         return store, parse(json.loads(bytes(data)))
 
 
-def checked(name: str, rows: int, size: int, format: str | None, stored: int | None) -> TableFile:
+def checked(name: str, rows: int, size: int, compression: str | None, stored: int | None) -> TableFile:
     """A shard by the values of an index; raises `ValueError` for those that lie."""
+    format = compression.partition(":")[0] if compression else None
     if set(name.split("/")) & {"", ".", ".."} or "\\" in name:
         raise ValueError(f"shard {name!r} is not in the folder")
     if type(rows) is not int or type(size) is not int or not 0 <= 4 * rows + 8 <= size < 1 << 32:  # 32-bit offsets

@@ -138,10 +138,10 @@ def without_suffix(name: str) -> str:
 
 def refuse_unsupported(name: str) -> None:
     """Raise `ShardError` if the shard's name has the suffix of a compression that is not supported."""
-    suffix = next((suffix for suffix in _UNSUPPORTED if name.lower().endswith(suffix)), None)
-    if suffix is not None:
-        what = f"{suffix} is not supported; supported compressions are {', '.join(SUFFIXES)}"
-        raise ShardError(what, shard=name)
+    for suffix in _UNSUPPORTED:
+        if name.lower().endswith(suffix):
+            what = f"{suffix} is not supported; supported compressions are {', '.join(SUFFIXES)}"
+            raise ShardError(what, shard=name)
 
 
 def refuse_compressed(name: str) -> None:

@@ -108,8 +108,6 @@ class StringArray(Sequence[str]):
             return len(self) == len(other) and all(map(operator.eq, self, other))
         return NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # as a tuple's it would have to make every string
-
     def __repr__(self) -> str:
         shown = ", ".join(map(repr, self[:3]))
         return f"{type(self).__name__}([{shown}{', …' if len(self) > 3 else ''}], {len(self)} in all)"

@@ -1,4 +1,4 @@
-"""Lists of objects as columns: complete listings of a store, the file that keeps one, and tables of a program."""
+"""Lists of objects as columns: complete listings of a store, and the file that keeps one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, chain, islice, pairwise, takewhile
 from pathlib import Path
 from pickle import PickleBuffer
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from headrace._core.extras import require
 from headrace._core.store.errors import NO_LISTING
-from headrace._core.store.head import LARGEST, Head, check_form, strong
+from headrace._core.store.head import LARGEST, Head, strong
 from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import PAGE, Store
@@ -34,7 +33,6 @@ T = TypeVar("T")
 
 AT_ONCE = 16  # parts of a listing
 PART = 2 * PAGE  # objects, at least, as expected
-_BARE_MD5 = re.compile(r"[0-9a-f]{32}(?:-\d+)?")  # S3's tags in inventories; in responses they are quoted
 _METADATA_KEY = b"headrace.listing"
 
 UNKNOWN = -1
@@ -126,7 +124,6 @@ class Catalog:
     keys: StringArray  # relative to the dataset's URL
     sizes: array[int] | None = None  # in bytes, `UNKNOWN` where not known; None if no size is known
     etags: StringArray | None = None  # entity tags, an empty string for none; None if no object has one
-    labels: Sequence[object] | None = None  # one each; None if there are none here
     checksums: StringArray | None = None  # ``algorithm:hexadecimal`` of the bytes, or empty; None if no object has one
 
 
@@ -338,34 +335,32 @@ async def _list_in_parts(store: Store, prefix: str, take: Callable[[Sequence[Obj
     Each page of a listing names the start of the next, so a million keys take a thousand round trips in sequence. But a
     listing may begin after any key, and directories give such keys.
     """
-    async with aclosing(store.pages(prefix or None)) as pages:
+    folder = prefix or None
+
+    async def list_between(bounds: tuple[str, str]) -> list[T]:
+        """List the keys that are after the first bound and not after the second, which is empty for none."""
+        part, (after, until) = list[T](), bounds
+        async with aclosing(store.pages(folder, after=after)) as pages:
+            async for page in pages:
+                keys = [entry["path"] for entry in page]
+                if keys != sorted(keys):
+                    raise _UnorderedError
+                inside = bisect.bisect_right(keys, until) if until else len(keys)
+                part.append(take(page[:inside]))
+                if inside < len(keys):
+                    break
+        return part
+
+    async with aclosing(store.pages(folder)) as pages:
         first = await anext(pages, None) or ()
         bounds = await _find_bounds(store, prefix, first) if store.traits.list_in_order else []
         if not bounds:
             return [take(first), *[take(page) async for page in pages]]
-
     try:
-        parts = await map_all(partial(_list_between, store=store, prefix=prefix, take=take), pairwise([*bounds, ""]))
+        parts = await map_all(list_between, pairwise([*bounds, ""]))
     except _UnorderedError:
-        return [take(page) async for page in store.pages(prefix or None)]
+        return [take(page) async for page in store.pages(folder)]
     return [take(first), *chain.from_iterable(parts)]
-
-
-async def _list_between(
-    bounds: tuple[str, str], store: Store, prefix: str, take: Callable[[Sequence[ObjectMeta]], T]
-) -> list[T]:
-    """List the keys in a directory that are after the first bound and not after the second, which is empty for none."""
-    part, (after, until) = list[T](), bounds
-    async with aclosing(store.pages(prefix or None, after=after)) as pages:
-        async for page in pages:
-            keys = [entry["path"] for entry in page]
-            if keys != sorted(keys):
-                raise _UnorderedError
-            inside = bisect.bisect_right(keys, until) if until else len(keys)
-            part.append(take(page[:inside]))
-            if inside < len(keys):
-                break
-    return part
 
 
 async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) -> list[str]:
@@ -388,77 +383,6 @@ async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) ->
     ahead = borders[passed:]
     count = min(AT_ONCE, len(page) * len(ahead) // (max(1, passed) * PART))  # by the objects between borders so far
     return [keys[-1], *(ahead[len(ahead) * part // count] for part in range(1, count))] if count > 1 else []
-
-
-def read_table(
-    table: Any,
-    store: Store,
-    *,
-    key: str,
-    label: str | Sequence[str] | None,
-    size: str | None,
-    etag: str | None,
-    checksum: str | None,
-) -> Catalog:
-    """The objects in the rows of a table: the arguments name its columns; raises `ValueError`."""
-    keys = [_key(value, store, row) for row, value in enumerate(_column(table, key))]
-    if not keys:
-        raise ValueError("the table has no rows: a dataset needs at least one key")
-    labels: Sequence[object] | None = None
-    if isinstance(label, str):
-        labels = compact(_column(table, label))
-    elif label is not None:
-        labels = list(zip(*(_column(table, name) for name in label), strict=True))
-    sizes = None if size is None else array("q", map(_size, _column(table, size)))
-    etags = None if etag is None else StringArray(map(_etag, _column(table, etag)))
-    checksums = None if checksum is None else StringArray(map(_checksum, _column(table, checksum)))
-    for name, column in ((label, labels), (size, sizes), (etag, etags), (checksum, checksums)):
-        if column is not None and len(column) != len(keys):
-            raise ValueError(f"column {name!r} has {len(column)} rows, and column {key!r} has {len(keys)}")
-    return Catalog(StringArray(keys), sizes, etags, labels, checksums)
-
-
-def _column(table: Any, name: str) -> list[Any]:
-    names = list(table) if isinstance(table, Mapping) else list(getattr(table, "column_names", None) or table.columns)
-    if name not in names:
-        raise ValueError(f"the table has no column {name!r}; its columns are {', '.join(map(repr, names))}")
-    column = table[name]
-    for method in ("to_pylist", "to_list", "tolist"):  # of pyarrow; of polars and pandas; of NumPy
-        if hasattr(column, method):
-            values: list[Any] = getattr(column, method)()
-            return values
-    return list(column)
-
-
-def _key(value: object, store: Store, row: int) -> str:
-    """The key, relative to the store's URL; accepts full URLs under it, and paths in its directory."""
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"row {row}: the key must be text, but got {value!r}")
-    try:
-        return store.key_of(value) if "://" in value or value.startswith("/") else value
-    except ValueError as error:
-        raise ValueError(f"row {row}: {error}") from None
-
-
-def _size(value: Any) -> int:
-    if value is None or value != value:  # NaN is pandas's missing value
-        return UNKNOWN
-    if value < 0 or int(value) != value:
-        raise ValueError(f"{value!r} is not a number of bytes")
-    return int(value)
-
-
-def _etag(value: object) -> str:
-    if not isinstance(value, str):
-        return ""
-    return f'"{value}"' if _BARE_MD5.fullmatch(value) else strong(value) or ""
-
-
-def _checksum(value: object) -> str:
-    if not isinstance(value, str):
-        return ""
-    check_form(value)
-    return value
 
 
 class ListingFile:

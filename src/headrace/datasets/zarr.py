@@ -103,8 +103,7 @@ class ZarrDataset(RangedDataset[Any]):
         if len({*lengths.values()}) != 1:
             raise ValueError(f"arrays must have the same length along axis {axis}, but have {lengths}")
         self._length = self._arrays[0].shape[axis]
-        self._sizes = [array.nbytes // max(1, self._length) for array in self._arrays]  # of a sample
-        self.block_size = self._arrays[int(np.argmax(self._sizes))].chunks[axis]
+        self.block_size = max(self._arrays, key=lambda array: array.nbytes).chunks[axis]
         self._step = math.gcd(*(array.chunks[axis] for array in self._arrays))
 
     def __len__(self) -> int:

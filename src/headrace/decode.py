@@ -157,7 +157,26 @@ def _decode_fields(sample: Mapping[str, Any], decoders: Mapping[str, Callable[[A
 
 
 def _decode_sample(sample: Any, size: _Size, mode: str, dtype: torch.dtype) -> Any:
-    pixels = _pixels(getattr(sample, "data", sample), size, mode, _annotated_size(sample))
+    from PIL import Image, ImageOps
+
+    data, annotated = getattr(sample, "data", sample), _annotated_size(sample)
+    with Image.open(io.BytesIO(data)) as picture:
+        if picture.mode[0] in "IF":
+            raise ValueError(f"an image of mode {picture.mode} has more than 8 bits a channel: decode it with Pillow")
+        turn, stored = None, [picture.height, picture.width]
+        with contextlib.suppress(Exception):  # many kinds, where EXIF is damaged
+            # Removed: Pillow turns TIFF at loading.
+            turn = _TURNS.get(picture.getexif().pop(0x0112, 1))
+        if annotated and not annotated == stored[::-1] != stored:
+            turn = None  # the positions in the label are for the stored pixels
+        if size is not None:
+            # Twice the size leaves pixels for the resampling filter. A square, since EXIF may turn the image.
+            picture.draft(mode, (2 * max(size), 2 * max(size)))
+        upright = _by_simplejpeg(data, picture) or picture
+        if turn is not None:
+            upright = upright.transpose(Image.Transpose(turn))
+        upright = upright.convert(mode)
+        pixels = np.array(upright if size is None else ImageOps.fit(upright, size))
     tensor = torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
     if dtype != torch.uint8:
         tensor = tensor.to(dtype) / 255
@@ -286,33 +305,6 @@ class _LongerFile(io.BytesIO):
     def seek(self, offset: int, whence: int = 0) -> int:
         is_end = (offset, whence) == (0, io.SEEK_END)
         return super().seek(1 << 40) if is_end else super().seek(offset, whence)
-
-
-def _pixels(data: Any, size: _Size, mode: str, annotated: list[int | None] | None) -> _Pixels:
-    """Pixels [H, W] or [H, W, C] of an encoded image, scaled and cropped to `size`.
-
-    With `annotated`, the size that a label has positions for, the image is not turned by EXIF,
-    unless `annotated` fits the upright image alone.
-    """
-    from PIL import Image, ImageOps
-
-    with Image.open(io.BytesIO(data)) as picture:
-        if picture.mode[0] in "IF":
-            raise ValueError(f"an image of mode {picture.mode} has more than 8 bits a channel: decode it with Pillow")
-        turn, stored = None, [picture.height, picture.width]
-        with contextlib.suppress(Exception):  # many kinds, where EXIF is damaged
-            # Removed: Pillow turns TIFF at loading.
-            turn = _TURNS.get(picture.getexif().pop(0x0112, 1))
-        if annotated and not annotated == stored[::-1] != stored:
-            turn = None
-        if size is not None:
-            # Twice the size leaves pixels for the resampling filter. A square, since EXIF may turn the image.
-            picture.draft(mode, (2 * max(size), 2 * max(size)))
-        upright = _by_simplejpeg(data, picture) or picture
-        if turn is not None:
-            upright = upright.transpose(Image.Transpose(turn))
-        upright = upright.convert(mode)
-        return np.array(upright if size is None else ImageOps.fit(upright, size))
 
 
 def _by_simplejpeg(data: Any, picture: Image.Image) -> Image.Image | None:

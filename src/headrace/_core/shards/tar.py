@@ -171,32 +171,26 @@ class TarParser:
         if kind in (b"0", b"\0") and name.endswith("/"):
             kind = b"5"
         try:
-            checked = self._checked_name(name, kind, size, offset, is_sparse)
+            if kind in _REFUSED:
+                what = f"unsafe tar: {_REFUSED[kind]} is not read"
+                raise UnsafeMemberError(what, shard=self._shard, member=name, offset=offset)
+            if is_sparse:
+                self._fail("sparse files are not read", offset, name)
+            if kind in _NO_FILE:
+                safe_name(name.rstrip("/") if kind != b"V" else "label", self._shard, offset)
+                return _Pending(name, b"5", offset, size, wanted=False)
+            if kind not in _FILE:
+                self._fail(f"type {kind!r} is not read", offset, name)
+            safe = safe_name(name, self._shard, offset)
+            if size > self._member_limit:
+                self._fail(f"a member of {size} bytes is more than member_limit={self._member_limit}", offset, safe)
         except ShardError as error:
             held = 0 if kind in _REFUSED else size
             return _Pending(name, b"0", offset, held, wanted=False, error=error)
-        if kind in _NO_FILE:
-            return _Pending(name, b"5", offset, size, wanted=False)
-        return _Pending(checked, b"0", offset, size, self._is_wanted(checked))
+        return _Pending(safe, b"0", offset, size, self._is_wanted(safe))
 
     def _is_wanted(self, name: str) -> bool:
         return True
-
-    def _checked_name(self, name: str, kind: bytes, size: int, offset: int, is_sparse: bool) -> str:
-        """The safe name of a member that is read; raises `ShardError` for one that is not."""
-        if kind in _REFUSED:
-            what = f"unsafe tar: {_REFUSED[kind]} is not read"
-            raise UnsafeMemberError(what, shard=self._shard, member=name, offset=offset)
-        if is_sparse:
-            self._fail("sparse files are not read", offset, name)
-        if kind in _NO_FILE:
-            return safe_name(name.rstrip("/") if kind != b"V" else "label", self._shard, offset)
-        if kind not in _FILE:
-            self._fail(f"type {kind!r} is not read", offset, name)
-        name = safe_name(name, self._shard, offset)
-        if size > self._member_limit:
-            self._fail(f"a member of {size} bytes is more than member_limit={self._member_limit}", offset, name)
-        return name
 
     def _take_content(self, view: memoryview, position: int) -> Member | None:
         """Take the pending content as far as it has come; returns the member if it is a file and complete."""

@@ -214,17 +214,37 @@ def _run(
             record.update(position)
             write(complete=position["skip"] is None)
 
+    def shards() -> Iterator[tuple[Path, _ShardWriter, _Json]]:
+        """Complete shards, each with the position after it.
+
+        A position is a state of the loader, the number of samples to skip after it, None for all, and their digest.
+        """
+        before, samples = record["shards"], _samples(loader, store.url, record, skips)
+        number = sum(shard["samples"] for shard in before)
+        for count, first in zip(itertools.count(len(before)), samples):
+            path = folder / f"{count:06d}"
+            skip: int | None
+            with contextlib.closing(make(path)) as writer:
+                for sample, skip, digest in itertools.chain([first], samples):  # noqa: B007  # after it
+                    writer.add(sample, number)
+                    number += 1
+                    if writer.nbytes >= arguments["shard_size"]:
+                        break
+                else:
+                    skip = None  # after the last batch
+            state = loader.state_dict(lag=int(skip is not None))
+            yield path, writer, {"state": state, "skip": skip, "digest": digest}
+
     if not record["complete"]:
         write()  # before the first shard, so that this directory is known
-        size, samples = arguments["shard_size"], _samples(loader, store.url, record, skips)
         with ThreadPoolExecutor(UPLOADS, "headrace-pack") as threads:
-            for path, writer, position in _shards(loader, samples, folder, make, record["shards"], size):
+            for path, writer, position in shards():
                 uploads.append((threads.submit(_upload, store, path, writer), position))
                 commit(UPLOADS)
             commit(0)
         write(complete=True)
-    shards = record["shards"]
-    return Packed(len(shards), *(sum(shard[name] for shard in shards) for name in ("samples", "bytes")))
+    written = record["shards"]
+    return Packed(len(written), *(sum(shard[name] for shard in written) for name in ("samples", "bytes")))
 
 
 def _begun(store: Store, arguments: _Json) -> _Json:
@@ -263,34 +283,6 @@ def _samples(loader: DataLoader[Any], url: str, record: _Json, skips: bool) -> _
                 what = "other samples of its last batch failed than before the interruption"
                 raise ValueError(f"{url}: {what}; delete its shards and pack again")
         skip = 0
-
-
-def _shards(
-    loader: DataLoader[Any],
-    samples: _Samples,
-    folder: Path,
-    make: _MakeWriter,
-    before: list[_Json],
-    size: int,
-) -> Iterator[tuple[Path, _ShardWriter, _Json]]:
-    """The shards after those `before`, each with the position after it.
-
-    A position is a state of the loader, the number of samples to skip after it, None for all, and their digest.
-    """
-    number = sum(shard["samples"] for shard in before)
-    for count, first in zip(itertools.count(len(before)), samples):
-        path = folder / f"{count:06d}"
-        skip: int | None
-        with contextlib.closing(make(path)) as writer:
-            for sample, skip, digest in itertools.chain([first], samples):  # noqa: B007  # after it
-                writer.add(sample, number)
-                number += 1
-                if writer.nbytes >= size:
-                    break
-            else:
-                skip = None  # after the last batch
-        state = loader.state_dict(lag=int(skip is not None))
-        yield path, writer, {"state": state, "skip": skip, "digest": digest}
 
 
 def _upload(store: Store, path: Path, writer: _ShardWriter) -> _Json:

@@ -82,9 +82,9 @@ class UnpackedShards:
             return self._keep(key, data)
         if key in self._corrupt:
             raise copy.deepcopy(self._corrupt[key])  # of each sample its own, which gets notes of it
-        loop = asyncio.get_running_loop()
-        task = self._tasks.get((loop, key)) or self._tasks.setdefault((loop, key), loop.create_task(load()))
-        self._waiting[loop, key] += 1
+        here = asyncio.get_running_loop(), key
+        task = self._tasks.get(here) or self._tasks.setdefault(here, asyncio.create_task(load()))
+        self._waiting[here] += 1
         try:
             await asyncio.wait((task,))
             return self._keep(key, task.result())
@@ -93,9 +93,9 @@ class UnpackedShards:
                 self._corrupt[key] = error
             raise copy.deepcopy(error) from None
         finally:
-            self._waiting[loop, key] -= 1
-            if not self._waiting[loop, key]:
-                del self._tasks[loop, key], self._waiting[loop, key]
+            self._waiting[here] -= 1
+            if not self._waiting[here]:
+                del self._tasks[here], self._waiting[here]
                 await end_all((task,))
 
     def _keep(self, key: Hashable, data: Any) -> Any:

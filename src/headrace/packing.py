@@ -287,9 +287,9 @@ def _samples(loader: DataLoader[Any], url: str, record: _Json, skips: bool) -> _
 
 def _upload(store: Store, path: Path, writer: _ShardWriter) -> _Json:
     """Upload a shard and what belongs beside it; on a thread of its own."""
-    loop, digest = background_loop(), hashlib.sha256()
-    for piece in _pieces(path):
-        digest.update(piece)
+    loop = background_loop()
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     key = path.name + writer.suffix
     if isinstance(writer, _TokenWriter):  # first, as the shard cannot be read without it
         loop.run(store.put(path.name + ".idx", writer.index()))
@@ -297,17 +297,14 @@ def _upload(store: Store, path: Path, writer: _ShardWriter) -> _Json:
     if isinstance(writer, _TarWriter):
         shard = Shard(store, key, loop.run(store.head(key)))
         decoder = IndexDecoder(shard.name, fields=None, uniform=False)
-        rows = [row for piece in _pieces(path) for row in decoder.feed(piece)]
+        with path.open("rb") as file:
+            pieces = iter(lambda: file.read(PIECE), b"")
+            rows = [row for piece in pieces for row in decoder.feed(piece)]
         index = TarIndex.of(shard, [*rows, *decoder.finish()])
         loop.run(store.put(key + SUFFIX, index.dump()))
     size = path.stat().st_size
     os.unlink(path)
-    return {"name": key, "samples": writer.samples, "bytes": size, "sha256": digest.hexdigest()}
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from iter(lambda: file.read(PIECE), b"")
+    return {"name": key, "samples": writer.samples, "bytes": size, "sha256": digest}
 
 
 class _ShardWriter(ABC):
@@ -388,10 +385,11 @@ def _encoded(name: str, value: Any) -> bytes:
         return bytes(value)
     if isinstance(value, str):
         return value.encode()
-    if hasattr(value, "__array__") and name.rpartition(".")[2] == "npy":
+    ending = name.rpartition(".")[2]
+    if hasattr(value, "__array__") and ending == "npy":
         np.save(stream := io.BytesIO(), np.asarray(value), allow_pickle=False)
         return stream.getvalue()
-    if name.rpartition(".")[2] == "json":
+    if ending == "json":
         return json.dumps(value).encode()
     if getattr(value, "shape", None) == () and not str(value.dtype).startswith(("datetime", "timedelta")):
         value = value.item()

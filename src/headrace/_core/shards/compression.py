@@ -67,9 +67,11 @@ class Codec:
         view = memoryview(data).cast("B")
         if not self.taken:
             check_content(view, self._shard, pages=self._pages)
+            for magic, name in _BEGINNINGS.items():
+                if not self.compressed and view[: len(magic)] == magic:
+                    what = f"{name} by its first bytes, but not by its name; only {', '.join(SUFFIXES)} are unpacked"
+                    raise ShardError(what, shard=self._shard, offset=0)
         if not self.compressed:
-            if not self.taken:
-                self._check_beginning(bytes(view[:10]))
             self.taken += len(view)
             yield data
             return
@@ -77,12 +79,6 @@ class Codec:
             piece = bytes(view[start : start + _INPUT_BYTES])
             self.taken += len(piece)
             yield from self._unpack(piece)
-
-    def _check_beginning(self, first: bytes) -> None:
-        for magic, name in _BEGINNINGS.items():
-            if first.startswith(magic):
-                what = f"{name} by its first bytes, but not by its name; only {', '.join(SUFFIXES)} are unpacked"
-                raise ShardError(what, shard=self._shard, offset=0)
 
     def finish(self) -> None:
         """Signal the end of the input; raises `TruncatedShardError` if it is incomplete."""

@@ -63,7 +63,7 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
     """
 
     def __init__(self, url: StoreLike, *, unpacked_bytes: int = UNPACKED_BYTES) -> None:
-        store, parsed = tables.read_index(url, _parse)
+        store, parsed = tables.read_index(url, lambda index: [*map(_parse_shard, index["shards"])])
         self._columns = [columns for _, columns in parsed]
         super().__init__(store, [file for file, _ in parsed], unpacked_bytes)
 
@@ -72,10 +72,6 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
         columns = self._columns[number]
         values = tables.decode_fields(data, [(name, _decoder(encoding), size) for name, encoding, size in columns])
         return dict(zip([name for name, _, _ in columns], values, strict=True))
-
-
-def _parse(index: Any) -> list[tuple[tables.TableFile, Columns]]:
-    return [*map(_parse_shard, index["shards"])]
 
 
 def _parse_shard(shard: Any) -> tuple[tables.TableFile, Columns]:

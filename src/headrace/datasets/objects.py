@@ -278,7 +278,4 @@ def _etag(value: object) -> str:
 
 
 def _checksum(value: object) -> str:
-    if not isinstance(value, str):
-        return ""
-    check_form(value)
-    return value
+    return check_form(value) if isinstance(value, str) else ""

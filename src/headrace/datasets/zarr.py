@@ -122,8 +122,8 @@ class ZarrDataset(RangedDataset[Any]):
         """Neighbours of a block, of which `sample_of` takes slices."""
         first = number * self._step + start
         places = [divmod(first, array.chunks[self._axis]) for array in self._arrays]
-        reads = ((key := (each, block), partial(self._read_block, *key)) for each, (block, _) in enumerate(places))
-        chunks = await asyncio.gather(*(self._reads.get(key, read) for key, read in reads))
+        keys = [(each, block) for each, (block, _) in enumerate(places)]
+        chunks = await asyncio.gather(*(self._reads.get(key, partial(self._read_block, *key)) for key in keys))
         rows = _Rows([chunk[row : row + stop - start] for chunk, (_, row) in zip(chunks, places, strict=True)])
         return rows if index is None else rows[:]
 

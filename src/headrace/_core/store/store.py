@@ -154,9 +154,16 @@ class Store:
         if not self.traits.shared:
             remedy = "Use a directory or another store to take a dataset to other processes."
             raise NotPicklableError(what=repr(self), reason="its store is the memory of this process", remedy=remedy)
-        ready, options = self._backend, self._options if self._backend is None else None
-        more: dict[str, Any] = {"timeout": self._timeout, "retry": self._retry, "if_match": self.if_match}
-        return partial(type(self), self._url, options=options, backend=ready, **more), ()
+        opened = partial(
+            type(self),
+            self._url,
+            options=self._options if self._backend is None else None,
+            backend=self._backend,
+            timeout=self._timeout,
+            retry=self._retry,
+            if_match=self.if_match,
+        )
+        return opened, ()
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"

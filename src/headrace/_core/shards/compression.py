@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from headrace._core.extras import require
@@ -56,8 +56,7 @@ class Codec:
         if self._format == "zstd":
             module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
             zstd = require(module, "reading zstd", "backports.zstd", "zstd")
-            self._open: Callable[[], Any] = zstd.ZstdDecompressor
-            self._error: type[Exception] = zstd.ZstdError
+            self._open, self._error = zstd.ZstdDecompressor, zstd.ZstdError
         else:
             wbits = zlib.MAX_WBITS + 16 * (self._format == "gzip")
             self._open, self._error = lambda: zlib.decompressobj(wbits), zlib.error

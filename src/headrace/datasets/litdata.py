@@ -83,7 +83,7 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         return _assemble(self._config["data_spec"], iter(tables.decode_fields(data, fields)))
 
     def _table(self, file: tables.TableFile, data: memoryview, shard: Shard) -> NDArray[np.int64]:
-        begin = 4 * file.rows + 8
+        begin = file.begin
         if len(data) == begin < file.size and data[begin - 4 :] == begin.to_bytes(4, "little"):
             require_pyarrow("reading rows of Arrow tables")
             self._whole = True  # of all chunks, in which `_unpack` looks for tables
@@ -111,11 +111,11 @@ class LitDataset(tables.OffsetTableDataset[Any]):
             magic, version, _, rows, _, count = _FRAMES.unpack_from(data)
             if (magic, version, rows) != (b"LDFZ01\0\0", 1, file.rows):
                 raise ValueError(f"{magic!r} in version {version} of {rows:,} samples, and {file.rows:,} in its index")
-            offsets = np.frombuffer(data, "<u4", rows + 1, _FRAMES.size) + np.uint32(4 * rows + 8)
+            offsets = np.frombuffer(data, "<u4", rows + 1, _FRAMES.size) + np.uint32(file.begin)
             frames = np.frombuffer(data, _FRAME, count, _FRAMES.size + 4 * rows + 4).tolist()
             size = sum(frame[-1] for frame in frames)
             check_unpacked(size, len(data), self._largest)
-            if 4 * rows + 8 + size != offsets[-1]:
+            if file.begin + size != offsets[-1]:
                 raise ValueError(f"{size:,} bytes unpacked, and {offsets[-1]:,} by its offsets")
         stored = ((data[start : start + stored], size) for _, _, start, stored, size in frames)
         found = [unpack(each, "zstd", size, shard, size) for each, size in stored]

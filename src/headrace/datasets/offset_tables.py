@@ -43,6 +43,11 @@ class TableFile:
     format: str | None = None  # of its compression
     stored: int | None = None  # bytes of the compressed object, if they are known
 
+    @property
+    def begin(self) -> int:
+        """The byte after the offsets, where the first row may begin."""
+        return 4 * self.rows + 8
+
 
 class OffsetTableDataset(RangedShards[T_co]):
     """Rows of such shards: define `decode`. If one is compressed, all are read as a whole, else by ranges."""
@@ -66,8 +71,8 @@ class OffsetTableDataset(RangedShards[T_co]):
         if self._whole:
             shard, data = replace(shard, head=await store.head(file.key)), None
         else:
-            read = await shard.read_start(4 * file.rows + 8)
-            shard, data = replace(shard, head=read.head), read.data[: 4 * file.rows + 8]  # of more, without ranges
+            read = await shard.read_start(file.begin)
+            shard, data = replace(shard, head=read.head), read.data[: file.begin]  # of more, without ranges
         assert shard.head is not None
         size = file.stored if file.format else file.size
         if size not in (None, shard.head.size):
@@ -76,12 +81,12 @@ class OffsetTableDataset(RangedShards[T_co]):
 
     def _table(self, file: TableFile, data: memoryview, shard: Shard) -> NDArray[np.int64]:
         """Where the samples begin, and where the last ends, by the first bytes of a shard, which it checks."""
-        if len(data) < 4 * file.rows + 8:
+        if len(data) < file.begin:
             raise shard.error(f"no room for {file.rows:,} samples, which its index says it has")
-        rows, offsets = np.split(np.frombuffer(data[: 4 * file.rows + 8], "<u4").astype(np.int64), [1])
+        rows, offsets = np.split(np.frombuffer(data[: file.begin], "<u4").astype(np.int64), [1])
         if rows != file.rows:
             raise shard.error(f"{rows[0]:,} samples, and {file.rows:,} in its index", offset=0)
-        if offsets[0] < 4 * file.rows + 8 or offsets[-1] != file.size or (np.diff(offsets) < 0).any():
+        if offsets[0] < file.begin or offsets[-1] != file.size or (np.diff(offsets) < 0).any():
             what = f"its offsets, from {offsets[0]:,} to {offsets[-1]:,}, are not those of {file.size:,} bytes"
             raise shard.error(what, offset=4)
         return offsets

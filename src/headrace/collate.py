@@ -155,8 +155,8 @@ def _stack(batch: Sequence[torch.Tensor], *, collate_fn_map: _FunctionsByType | 
             return torch.stack(list(batch), 0, out=output(first, len(batch), contiguous=contiguous))
         except RuntimeError:  # of unequal shape, with a gradient, or not all as plain as the first
             pass
-    irregular: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # and its errors
-    return irregular
+    # Irregular tensors, and torch's errors.
+    return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
 
 def output(row: torch.Tensor, rows: int, *, contiguous: bool) -> torch.Tensor | None:

@@ -248,8 +248,7 @@ def _column(table: Any, name: str) -> list[Any]:
     column = table[name]
     for method in ("to_pylist", "to_list", "tolist"):  # of pyarrow; of polars and pandas; of NumPy
         if hasattr(column, method):
-            values: list[Any] = getattr(column, method)()
-            return values
+            return [*getattr(column, method)()]
     return list(column)
 
 

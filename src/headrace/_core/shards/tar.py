@@ -352,7 +352,11 @@ class TarSamples(TarParser, Decoder):
                 if key != self._key and (sample := self._begin(key, name, found.offset)) is not None:
                     yield sample
                 content = None if found.data is None else self._content(memoryview(found.data), found.data_offset)
-                self._add(field, content, name, found.offset)
+                if field in self._contents:
+                    what = f"sample {_text(key)!r} has field {field!r} twice"
+                    self._broken = self._error(what, name, found.offset)
+                self._contents[field] = content
+                self._latest = name, found.offset
                 self._broken = self._broken or found.error
                 self._end = found.end
 
@@ -446,12 +450,6 @@ class TarSamples(TarParser, Decoder):
         self._key, self._contents = key, {}
         return complete
 
-    def _add(self, field: str, content: Any, name: bytes, offset: int) -> None:
-        if field in self._contents:
-            self._broken = self._error(f"sample {_text(self._key)!r} has field {field!r} twice", name, offset)
-        self._contents[field] = content
-        self._latest = name, offset
-
     def _take(self) -> Any:
         """The current sample as complete, or its error if it lacks a field, or has one too many."""
         key, contents, required = _text(self._key), self._contents, self._required
@@ -465,18 +463,15 @@ class TarSamples(TarParser, Decoder):
             missing = required - contents.keys()
             extra = contents.keys() - required if self._exact else frozenset[str]()
             if missing or extra:
-                return BadRecord(self._refusal(key, missing, extra))
+                listed = ", ".join(sorted(map(repr, missing or extra)))
+                what = f"lacks {listed}" if missing else f"has {listed}, which earlier samples lack"
+                remedy = "; if that is intended, give fields=[...] or uniform=False" if self._exact else ""
+                return BadRecord(self._error(f"sample {key!r} {what}{remedy}", *self._latest))
             contents = {field: content for field, content in contents.items() if content is not None}
         return self._sample(key, contents)
 
     def _sample(self, key: str, contents: dict[str, Any]) -> Any:
         return {"__key__": key, "__url__": self._shard, **contents}
-
-    def _refusal(self, key: str, missing: Collection[str], extra: Collection[str]) -> ShardError:
-        listed = ", ".join(sorted(map(repr, missing or extra)))
-        what = f"lacks {listed}" if missing else f"has {listed}, which earlier samples lack"
-        remedy = "; if that is intended, give fields=[...] or uniform=False" if self._exact else ""
-        return self._error(f"sample {key!r} {what}{remedy}", *self._latest)
 
     def _error(self, what: str, name: bytes, offset: int) -> ShardError:
         return ShardError(what, shard=self._shard, member=_text(name), offset=offset)

@@ -56,36 +56,36 @@ class StoreTraits:
 
 TRAITS = (
     StoreTraits(
-        schemes=("s3", "s3a"),
-        backend=S3Store,
+        ("s3", "s3a"),
+        S3Store,
         prefix="aws_",
         endpoint_options=(("endpoint_url_s3",), ("endpoint", "endpoint_url")),
         credential_options=("access_key_id", "skip_signature", "credential_provider"),
         list_in_order=True,
     ),
     StoreTraits(
-        schemes=("gs",),
-        backend=GCSStore,
+        ("gs",),
+        GCSStore,
         prefix="google_",
         endpoint_options=(("base_url",),),
         list_in_order=True,
     ),
     StoreTraits(
-        schemes=("az", "adl", "azure", "abfs", "abfss"),
-        backend=AzureStore,
+        ("az", "adl", "azure", "abfs", "abfss"),
+        AzureStore,
         prefix="azure_",
         endpoint_options=(("endpoint", "storage_endpoint"),),
         suffix_ranges=False,
     ),
-    StoreTraits(schemes=("http", "https"), backend=HTTPStore, bucket=False, quoted=True, web_server=True),
-    StoreTraits(schemes=("file",), backend=LocalStore, remote=False, bucket=False, quoted=True),
-    StoreTraits(schemes=("memory",), backend=MemoryStore, remote=False, bucket=False, shared=False),
+    StoreTraits(("http", "https"), HTTPStore, bucket=False, quoted=True, web_server=True),
+    StoreTraits(("file",), LocalStore, remote=False, bucket=False, quoted=True),
+    StoreTraits(("memory",), MemoryStore, remote=False, bucket=False, shared=False),
 )
 _BY_SCHEME = {scheme: traits for traits in TRAITS for scheme in traits.schemes}
 # Of https:// URLs that obstore opens as those of a bucket (the first group: of S3) or of a container.
 _CLOUD_HOST = re.compile(r".*(amazonaws|cloudflarestorage)\.com|.*\.(core\.windows\.net|fabric\.microsoft\.com)")
 _COMMIT = re.compile(r"/resolve/[0-9a-f]{40}(/|$)")
-_OTHER = StoreTraits(schemes=(), backend=object, bucket=False)
+_OTHER = StoreTraits((), object, bucket=False)
 
 
 def traits_of(url: str, backend: ObjectStore | None = None) -> StoreTraits:

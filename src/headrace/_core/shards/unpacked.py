@@ -20,14 +20,15 @@ from headrace.errors import ShardError
 
 UNPACKED_BYTES = 256 << 20
 _MOST_RATIO = 100  # of unpacked to stored bytes, above `UNPACKED_BYTES`
-FORMATS = ("br", "bz2", "gz", "snappy", "zstd")
+FORMATS = {"br": "brotli", "bz2": "bzip2", "gz": "gzip", "snappy": "snappy", "zstd": "zstd"}
+"""Names of compressions in indices, and of the modules of cramjam."""
 
 
 def unpacker(format: str) -> Any:
     """The function that unpacks bytes into an array, and returns their number; needs cramjam."""
     cramjam = require("cramjam", f"reading {format}", "cramjam", "compression")
-    modules = {"br": cramjam.brotli, "bz2": cramjam.bzip2, "gz": cramjam.gzip, "zstd": cramjam.zstd}
-    return cramjam.snappy.decompress_raw_into if format == "snappy" else modules[format].decompress_into
+    module = getattr(cramjam, FORMATS[format])
+    return module.decompress_raw_into if format == "snappy" else module.decompress_into
 
 
 def check_unpacked(size: int, stored: int, largest: int = 0) -> None:

@@ -296,7 +296,7 @@ def _upload(store: Store, path: Path, writer: _ShardWriter) -> _Json:
     loop.run(store.put(key, path))
     if isinstance(writer, _TarWriter):
         shard = Shard(store, key, loop.run(store.head(key)))
-        decoder = IndexDecoder(shard.name, fields=None, uniform=False)
+        decoder = IndexDecoder(shard.name, uniform=False)
         with path.open("rb") as file:
             pieces = iter(lambda: file.read(PIECE), b"")
             rows = [row for piece in pieces for row in decoder.feed(piece)]

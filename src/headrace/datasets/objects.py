@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 from array import array
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, NamedTuple, Never, Self, SupportsIndex
+from typing import Any, NamedTuple, Never, Self
 
 from headrace._core.store.head import check_form, strong
 from headrace._core.store.listing import (
@@ -49,12 +48,12 @@ class ObjectSample(NamedTuple):
     def __repr__(self) -> str:
         return sample_repr(self)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
         data: Any = self.data
         if not isinstance(data, memoryview):  # of a batch: a list of them
             return ObjectSample, (*self,)
         # A memoryview cannot be pickled; from protocol 5 on its bytes go out of band, without a copy.
-        data = out_of_band(data) if operator.index(protocol) >= 5 else bytes(data)
+        data = out_of_band(data) if protocol >= 5 else bytes(data)
         return _restore_sample, (self.key, data, self.label)
 
 

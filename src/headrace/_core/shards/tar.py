@@ -253,7 +253,7 @@ class TarParser:
         raise ShardError(f"corrupt tar: {what}", shard=self._shard, member=member or _text(self._last), offset=where)
 
 
-def safe_name(name: str, shard: str, offset: int | None = None) -> str:
+def safe_name(name: str, shard: str, offset: int) -> str:
     """Return a member's name without a leading ``./``, if it leads to a place in the directory of unpacking."""
     while name.startswith("./"):
         name = name[2:]
@@ -324,7 +324,7 @@ class TarSamples(TarParser, Decoder):
     """
 
     def __init__(
-        self, shard: str, *, fields: Collection[str] | None, uniform: bool, member_limit: int = MEMBER_LIMIT
+        self, shard: str, *, fields: Collection[str] | None = None, uniform: bool, member_limit: int = MEMBER_LIMIT
     ) -> None:
         self._required = None if fields is None else frozenset(fields)
         self._selected = self._required

@@ -169,7 +169,7 @@ async def _load(shard: Shard) -> TarIndex | None:
 
 
 async def _build(shard: Shard, uniform: bool) -> TarIndex:
-    decoder = IndexDecoder(shard.name, fields=None, uniform=uniform)
+    decoder = IndexDecoder(shard.name, uniform=uniform)
     reader = PartReader([0], [shard], lambda position, shard, _: ShardReader(shard, decoder, AHEAD, position))
     try:
         return TarIndex.of(shard, [row async for row in reader])

@@ -470,7 +470,7 @@ class _TokenWriter(_ShardWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._dtype: np.dtype[Any] | None = None
+        self._dtype: Any = None  # of the tokens, by the first sample
         self._lengths: list[int] = []
 
     def _add(self, sample: Any) -> None:
@@ -487,7 +487,6 @@ class _TokenWriter(_ShardWriter):
 
     def index(self) -> bytes:
         """The index of Megatron-LM's indexed datasets, version 1."""
-        assert self._dtype is not None
         lengths = np.array(self._lengths, dtype="<i4")
         pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * self._dtype.itemsize
         documents = np.arange(len(lengths) + 1, dtype="<i8")

@@ -251,13 +251,12 @@ class Store:
 
     async def _retry_or_raise(self, failure: RequestFailure, tries: Tries) -> None:
         """Wait until a failed request may be made again, or raise its error."""
-        stats = self.stats
-        if failure.cause in (Cause.THROTTLED, Cause.TIMED_OUT):
-            stats.throttle_events += 1
-            stats.throttled += failure.cause is Cause.THROTTLED
-            stats.timed_out += failure.cause is Cause.TIMED_OUT
+        stats, cause = self.stats, failure.cause
+        stats.throttled += cause is Cause.THROTTLED
+        stats.timed_out += cause is Cause.TIMED_OUT
+        stats.throttle_events += cause in (Cause.THROTTLED, Cause.TIMED_OUT)
         now = time.monotonic()
-        if failure.cause is Cause.EXPIRED and self._backend is None and now - self._last_renewal >= RENEWAL_INTERVAL:
+        if cause is Cause.EXPIRED and self._backend is None and now - self._last_renewal >= RENEWAL_INTERVAL:
             # Opened again, it asks its provider for credentials; once for all requests that need them.
             self._last_renewal = now
             self._opened = None

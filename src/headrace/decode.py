@@ -6,10 +6,10 @@ They need ``headrace[image]``, ``headrace[video]`` or ``headrace[audio]``.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -78,7 +78,7 @@ def image(
         raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, but got {mode!r}")
     if dtype != torch.uint8 and not dtype.is_floating_point:
         raise ValueError(f"dtype must be torch.uint8 or a floating dtype, but got {dtype}")
-    return functools.partial(_decode_sample, size=size and (size[1], size[0]), mode=_MODES[mode], dtype=dtype)
+    return partial(_decode_sample, size=size and (size[1], size[0]), mode=_MODES[mode], dtype=dtype)
 
 
 def video(size: int | tuple[int, int] | None = None, *, frames: int | None = None) -> Callable[[Any], Any]:
@@ -100,7 +100,7 @@ def video(size: int | tuple[int, int] | None = None, *, frames: int | None = Non
     require("av", "headrace.decode.video", "av", "video")
     if frames is not None and frames < 1:
         raise ValueError(f"frames must be positive, but got {frames}")
-    return functools.partial(_decode_video, size=_checked(size), count=frames)
+    return partial(_decode_video, size=_checked(size), count=frames)
 
 
 def audio(sample_rate: int | None = None, *, mono: bool = False) -> Callable[[Any], Any]:
@@ -120,7 +120,7 @@ def audio(sample_rate: int | None = None, *, mono: bool = False) -> Callable[[An
         MissingExtraError: soundfile is not installed.
     """
     require("soundfile", "headrace.decode.audio", "soundfile", "audio")
-    return functools.partial(_decode_audio, rate=sample_rate, mono=mono)
+    return partial(_decode_audio, rate=sample_rate, mono=mono)
 
 
 def fields(**decoders: Callable[[Any], object]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -139,7 +139,7 @@ def fields(**decoders: Callable[[Any], object]) -> Callable[[Mapping[str, Any]],
         >>> hr.decode.fields(txt=str, cls=int)({"__key__": "a", "txt": b"hello", "cls": b"3"})
         {'txt': 'hello', 'cls': 3}
     """
-    return functools.partial(_decode_fields, decoders={**decoders})
+    return partial(_decode_fields, decoders={**decoders})
 
 
 def _decode_fields(sample: Mapping[str, Any], decoders: Mapping[str, Callable[[Any], object]]) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def _read_blocks(source: io.BytesIO) -> tuple[list[Any], Any, str, int]:
             # Else soundfile seeks after each block, which some codecs cannot do.
             file.seekable = lambda: False
             size = min(file.frames, _MOST_VALUES // file.channels)
-            read = functools.partial(file.read, size, dtype="float32", always_2d=True)
+            read = partial(file.read, size, dtype="float32", always_2d=True)
             blocks = [read()]
             while file.frames > size == len(blocks[-1]):
                 blocks.append(read())

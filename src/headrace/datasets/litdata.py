@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import operator
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -208,7 +208,7 @@ def _assemble(spec: Any, leaves: Iterator[Any]) -> Any:
     return _SEQUENCES[spec["type"]](parts)
 
 
-@functools.lru_cache
+@lru_cache
 def _decoder(format: str) -> tables.FieldDecoder:
     kind, _, number = format.partition(":")
     if kind == "pickle":
@@ -216,7 +216,7 @@ def _decoder(format: str) -> tables.FieldDecoder:
     if kind in ("no_header_tensor", "no_header_numpy"):
         if int(number) >= len(_NUMPY_TYPES if kind.endswith("numpy") else _TORCH_TYPES):
             raise ValueError(f"leaf {format!r} is of an unknown type")
-        return functools.partial(_values, kind, int(number), None)
+        return partial(_values, kind, int(number), None)
     if kind not in _DECODERS and kind not in _MEDIA:
         raise ValueError(f"leaf {format!r} is unknown; {', '.join((*_DECODERS, *_MEDIA))} are read")
     return bytes if kind in _MEDIA else _DECODERS[kind]
@@ -247,6 +247,6 @@ _DECODERS: dict[str, tables.FieldDecoder] = {
     "bool": lambda data: {b"\0": False, b"\1": True}[bytes(data)],
     "pil": tables.raw_image,
     "jpeg_array": tables.several,
-    "tensor": functools.partial(_with_header, "tensor"),
-    "numpy": functools.partial(_with_header, "numpy"),
+    "tensor": partial(_with_header, "tensor"),
+    "numpy": partial(_with_header, "numpy"),
 }

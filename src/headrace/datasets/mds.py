@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import decimal
-import functools
 import json
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -90,16 +90,16 @@ def _parse_shard(shard: Any) -> tuple[tables.TableFile, Columns]:
     return file, columns
 
 
-@functools.lru_cache
+@lru_cache
 def _decoder(encoding: str) -> tables.FieldDecoder:
     kind, _, options = encoding.partition(":")
     if kind == "ndarray":
         type, _, shape = options.partition(":")
         if type and type not in _TYPES:
             raise ValueError(f"encoding {encoding!r} is of an unknown type; {', '.join(_TYPES)} are read")
-        return functools.partial(_array, type, tuple(map(int, shape.split(","))) if shape else None)
+        return partial(_array, type, tuple(map(int, shape.split(","))) if shape else None)
     if kind in _TYPES:
-        return functools.partial(_scalar, kind)
+        return partial(_scalar, kind)
     if kind not in _DECODERS:
         raise ValueError(f"encoding {encoding!r} is unknown")
     return _DECODERS[kind]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -62,7 +62,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         if len(keys := [file.key for file in files]) > len(set(keys)):
             raise ShardError("its index has it twice", shard=store.name(max(keys, key=keys.count)))
         self._unpacked, self._largest = UnpackedShards(unpacked_bytes), unpacked_bytes
-        opened = map_shards(functools.partial(self._open, store), files)
+        opened = map_shards(partial(self._open, store), files)
         super().__init__([shard for shard, _ in opened], counts or [file.rows for file in files] or [0])
         self._offsets = np.concatenate([table for _, table in opened] or [np.zeros(1, np.int64)]).astype(np.uint32)
 
@@ -111,7 +111,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         """Read bytes of a shard, or take a row of one that is read as a whole."""
         if not self._whole:
             return await super().read_range(number, start, stop, index=index)
-        unpacked = await self._unpacked.get(number, functools.partial(self._load, number))
+        unpacked = await self._unpacked.get(number, partial(self._load, number))
         data: memoryview = unpacked.data.toreadonly()
         begin, end = self._row(number, start, data)
         return data[begin:end]

@@ -202,7 +202,7 @@ async def _matching(shard: Shard, folder: str, suffixes: tuple[str, ...]) -> lis
     found, folders = list[Shard](), [""]
     for step in re.findall(r"(?:[^/*?\[]*/)*[^/]+", pattern):  # directories without wildcards, and a name
         path, slash, name = step.rpartition("/")
-        one = partial(list_level, store=store, glob=glob_expression(name))
+        one = partial(list_level, store, glob_expression(name))
         levels = await map_all(one, [folder + path + slash for folder in folders], AT_ONCE)
         found = [Shard(store, head.key, head) for objects, _ in levels for head in objects.values()]
         folders = [each for _, below in levels for each in below]

@@ -310,7 +310,7 @@ def _distinct(pages: Iterable[Sequence[Head]], store: Store) -> list[Head]:
     return [heads[each] for each in _positions(keys, [(head.size, head.etag) for head in heads], store.url)]
 
 
-async def list_level(folder: str, *, store: Store, glob: re.Pattern[str]) -> tuple[dict[str, Head], ...]:
+async def list_level(store: Store, glob: re.Pattern[str], folder: str) -> tuple[dict[str, Head], ...]:
     """The objects in a directory whose names match, and the directories in it whose names do, by their keys.
 
     `folder` is empty or ends in a slash. Errors are those of `list_objects`.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import contextlib
 import json
 import operator
 import os
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice, pairwise, takewhile
 from pathlib import Path
@@ -425,7 +424,7 @@ class ListingFile:
             parquet.write_table(table, temporary, compression="zstd", write_page_checksum=True)
             os.replace(temporary, self._path)
         except BaseException:  # an interruption too leaves no part of a file
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 temporary.unlink()
             raise
 

@@ -22,11 +22,15 @@ from obstore.store import LocalStore
 
 from headrace._core.cgroup import CgroupLimits, available_memory
 from headrace._core.retry_policy import RetryPolicy, as_policy
-from headrace._core.store import errors
 from headrace._core.store.backoff import RetryGate, Tries
 from headrace._core.store.errors import (
+    CREDENTIAL_HOST,
     FAILURES,
+    HUB_REMEDY,
+    IN_BUCKET,
     NATIVE_ERRORS,
+    NO_CREDENTIALS,
+    NO_LISTING,
     PROFILE,
     Cause,
     RequestFailure,
@@ -269,18 +273,18 @@ class Store:
         secrets = secrets_in({"password": password, **self._options})
         kind, remedy = cause.error, cause.remedy
         answer = "" if failure.error is None else describe_error(failure.error, secrets)
-        if errors.CREDENTIAL_HOST in answer:
-            kind, remedy = StoreUnreachableError, errors.NO_CREDENTIALS
+        if CREDENTIAL_HOST in answer:
+            kind, remedy = StoreUnreachableError, NO_CREDENTIALS
             if self.traits.prefix == "aws_":
                 remedy += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
         elif cause is Cause.REDIRECTED:
             pass
         elif tries.doing == "listing" and self.traits.web_server and kind is StoreError:
-            remedy = f"This server cannot list; {errors.NO_LISTING}"
+            remedy = f"This server cannot list; {NO_LISTING}"
         elif cause is Cause.REFUSED and self.traits.commit:
-            remedy = errors.HUB_REMEDY
+            remedy = HUB_REMEDY
         elif cause in (Cause.NOT_FOUND, Cause.NO_BUCKET) and self.traits.bucket:
-            remedy = errors.IN_BUCKET
+            remedy = IN_BUCKET
         doing = tries.doing if tries.index is None else f"{tries.doing} (index {tries.index})"
         message = ": ".join(filter(None, (doing, cause.text, redact_text(failure.detail, secrets), answer)))
         return kind(

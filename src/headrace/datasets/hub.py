@@ -100,7 +100,8 @@ def hub(
     where: dict[str, Any] = {"repo_type": _KINDS[kind], "revision": revision or None}
     where["revision"] = commit = attempt(lambda: api.repo_info(name, timeout=timeout, **where)).sha
     url = f"{page}@{commit}"
-    patterns = [each for one in ([files] if isinstance(files, str) else files) for each in expand_braces(one)]
+    given = [files] if isinstance(files, str) else files
+    patterns = [each for pattern in given for each in expand_braces(pattern)]
 
     def list_files() -> dict[str, Head]:
         """The files that match, by their paths."""

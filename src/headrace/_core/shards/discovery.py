@@ -153,7 +153,9 @@ def find_shards(shards: Shards, *, suffixes: tuple[str, ...], store: StoreLike |
     patterns = [shard for shard, is_pattern in named if is_pattern]
     list_one = partial(_list, suffixes=suffixes)
     listed = iter(background_loop().run(map_all(list_one, patterns)) if patterns else ())
-    found = [shard for one, is_pattern in named for shard in (next(listed) if is_pattern else (one,))]
+    found: list[Shard] = []
+    for one, is_pattern in named:
+        found += next(listed) if is_pattern else [one]
     if not found:
         raise ValueError("no shard was given")
     name, times = Counter(shard.name for shard in found).most_common(1)[0]

@@ -74,7 +74,7 @@ class _Pending(NamedTuple):
 
 
 class TarParser:
-    """Parses one archive that is fed in pieces of any size, with the content of members whose names are wanted."""
+    """Parses an archive that is fed in pieces of any size, with the contents that are wanted."""
 
     def __init__(self, shard: str, *, member_limit: int = MEMBER_LIMIT) -> None:
         self._shard = shard

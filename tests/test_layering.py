@@ -16,7 +16,7 @@ FLOORS = (
     {"errors", "_core.descriptors"},
     {"_core.ranks"},
     {"_core.torchcompat"},
-    {"_core.failure"},
+    {"_core.failure", "_core.extras"},
     {"_core.batches"},
     {"_core.error_policy", "_core.ray_placement", "_core.retry_policy"},
     {"options", "decode"},

@@ -62,11 +62,11 @@ def stacks_tensors() -> bool:
     return default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
 
 
-def _keep(batch: Sequence[object], *, collate_fn_map: object = None) -> list[object]:
+def _keep(batch: Sequence[object], **options: Any) -> list[object]:
     return list(batch)
 
 
-def _keep_none(batch: Sequence[object], *, collate_fn_map: object = None) -> None:
+def _keep_none(batch: Sequence[object], **options: Any) -> None:
     if any(sample is not None for sample in batch):
         raise TypeError("default_collate: a field is None in some samples of the batch and not in others")
 
@@ -130,17 +130,8 @@ def destined(collate_fn: Callable[[Any], object]) -> Callable[[object], object]:
     return next((stacking for default, stacking in _DESTINED if collate_fn is default), collate_fn)
 
 
-NUMPY_DTYPES = {
-    torch.bool: np.dtype(np.bool_),
-    torch.uint8: np.dtype(np.uint8),
-    torch.int8: np.dtype(np.int8),
-    torch.int16: np.dtype(np.int16),
-    torch.int32: np.dtype(np.int32),
-    torch.int64: np.dtype(np.int64),
-    torch.float16: np.dtype(np.float16),
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-}
+_DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
+NUMPY_DTYPES = {getattr(torch, name): np.dtype(name) for name in _DTYPES}
 
 
 def tensor_of(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -150,7 +141,7 @@ def tensor_of(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.
     return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
 
-def _stack(batch: Sequence[torch.Tensor], *, collate_fn_map: _FunctionsByType | None = None) -> torch.Tensor:
+def _stack(batch: Sequence[torch.Tensor], **options: Any) -> torch.Tensor:
     first = batch[0]
     plain = _is_plain(first)
     size = len(batch) * first.nbytes if plain else 0
@@ -164,8 +155,8 @@ def _stack(batch: Sequence[torch.Tensor], *, collate_fn_map: _FunctionsByType | 
             return torch.stack(list(batch), 0, out=output(first, len(batch), contiguous=contiguous))
         except RuntimeError:  # of unequal shape, with a gradient, or not all as plain as the first
             pass
-    irregular: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # and its errors
-    return irregular
+    # Irregular tensors, and torch's errors.
+    return collate_tensor_fn(batch, **options)  # type: ignore[no-any-return]
 
 
 def output(row: torch.Tensor, rows: int, *, contiguous: bool) -> torch.Tensor | None:
@@ -199,17 +190,17 @@ def _is_plain(tensor: object) -> bool:
     )
 
 
-def _stack_arrays(batch: Sequence[_Array], *, collate_fn_map: _FunctionsByType | None = None) -> torch.Tensor:
+def _stack_arrays(batch: Sequence[_Array], **options: Any) -> torch.Tensor:
     if np_str_obj_array_pattern.search(batch[0].dtype.str) is not None:
-        collate_numpy_array_fn(batch, collate_fn_map=collate_fn_map)  # raises torch's error
-    return collate([torch.as_tensor(array) for array in batch], collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+        collate_numpy_array_fn(batch, **options)  # raises torch's error
+    return collate([torch.as_tensor(array) for array in batch], **options)  # type: ignore[no-any-return]
 
 
-def _stack_ints(batch: Sequence[int], *, collate_fn_map: _FunctionsByType | None = None) -> torch.Tensor:
+def _stack_ints(batch: Sequence[int], **options: Any) -> torch.Tensor:
     if set(map(type, batch)) == {int} and torch.get_default_device().type == "cpu":
         with contextlib.suppress(OverflowError):  # torch's error is raised below
             return torch.frombuffer(array("q", batch), dtype=torch.int64)  # a fifth of the time of `torch.tensor`
-    return collate_int_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+    return collate_int_fn(batch, **options)  # type: ignore[no-any-return]
 
 
 def _collate_as_torch_into_destination(batch: object) -> object:

@@ -6,22 +6,24 @@ They need ``headrace[image]``, ``headrace[video]`` or ``headrace[audio]``.
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import io
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from headrace.errors import MissingExtraError
+from headrace._core.extras import require
 
 if TYPE_CHECKING:
     from PIL import Image
 
 __all__ = ["audio", "fields", "image", "video"]
+
+_Size = tuple[int, int] | None
+_Pixels = np.ndarray[Any, Any]
 
 _MODES = {"rgb": "RGB", "rgba": "RGBA", "gray": "L"}
 # By EXIF's orientation, Pillow's `Transpose` that turns upright.
@@ -35,13 +37,6 @@ _NEXT_MP3 = re.compile(rb"(?:TAG.{125})?(ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xfe])"
 # Wrong sizes in libsndfile's log. The size of the whole file is often wrong, and does not matter.
 _SIZES = re.compile(r"^ *(?!RIF|Rif|FORM).*: (\d+) \(should be (\d+)\)", re.M)
 _POSITIONS = {"boxes", "segmentation", "keypoints"}  # fields of a label
-
-
-def _require(module: str, *, package: str, extra: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        raise MissingExtraError(what=f"headrace.decode.{extra}", package=package, extra=extra) from None
 
 
 def image(
@@ -77,13 +72,13 @@ def image(
         >>> hr.decode.image(size=(8, 16))(png.getvalue()).shape
         torch.Size([3, 8, 16])
     """
-    _require("PIL.Image", package="pillow", extra="image")
+    require("PIL.Image", "headrace.decode.image", "pillow", "image")
     size = _checked(size)
     if mode not in _MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, but got {mode!r}")
     if dtype != torch.uint8 and not dtype.is_floating_point:
         raise ValueError(f"dtype must be torch.uint8 or a floating dtype, but got {dtype}")
-    return functools.partial(_decode_sample, size=size and (size[1], size[0]), mode=_MODES[mode], dtype=dtype)
+    return partial(_decode_sample, size=size and (size[1], size[0]), mode=_MODES[mode], dtype=dtype)
 
 
 def video(size: int | tuple[int, int] | None = None, *, frames: int | None = None) -> Callable[[Any], Any]:
@@ -102,10 +97,10 @@ def video(size: int | tuple[int, int] | None = None, *, frames: int | None = Non
         MissingExtraError: PyAV is not installed.
         ValueError: `size` or `frames` is not positive.
     """
-    _require("av", package="av", extra="video")
+    require("av", "headrace.decode.video", "av", "video")
     if frames is not None and frames < 1:
         raise ValueError(f"frames must be positive, but got {frames}")
-    return functools.partial(_decode_video, size=_checked(size), count=frames)
+    return partial(_decode_video, size=_checked(size), count=frames)
 
 
 def audio(sample_rate: int | None = None, *, mono: bool = False) -> Callable[[Any], Any]:
@@ -124,8 +119,8 @@ def audio(sample_rate: int | None = None, *, mono: bool = False) -> Callable[[An
     Raises:
         MissingExtraError: soundfile is not installed.
     """
-    _require("soundfile", package="soundfile", extra="audio")
-    return functools.partial(_decode_audio, rate=sample_rate, mono=mono)
+    require("soundfile", "headrace.decode.audio", "soundfile", "audio")
+    return partial(_decode_audio, rate=sample_rate, mono=mono)
 
 
 def fields(**decoders: Callable[[Any], object]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -144,7 +139,7 @@ def fields(**decoders: Callable[[Any], object]) -> Callable[[Mapping[str, Any]],
         >>> hr.decode.fields(txt=str, cls=int)({"__key__": "a", "txt": b"hello", "cls": b"3"})
         {'txt': 'hello', 'cls': 3}
     """
-    return functools.partial(_decode_fields, decoders={**decoders})
+    return partial(_decode_fields, decoders={**decoders})
 
 
 def _decode_fields(sample: Mapping[str, Any], decoders: Mapping[str, Callable[[Any], object]]) -> dict[str, Any]:
@@ -161,8 +156,27 @@ def _decode_fields(sample: Mapping[str, Any], decoders: Mapping[str, Callable[[A
     return decoded
 
 
-def _decode_sample(sample: Any, size: tuple[int, int] | None, mode: str, dtype: torch.dtype) -> Any:
-    pixels = _pixels(getattr(sample, "data", sample), size, mode, _annotated_size(sample))
+def _decode_sample(sample: Any, size: _Size, mode: str, dtype: torch.dtype) -> Any:
+    from PIL import Image, ImageOps
+
+    data, annotated = getattr(sample, "data", sample), _annotated_size(sample)
+    with Image.open(io.BytesIO(data)) as picture:
+        if picture.mode[0] in "IF":
+            raise ValueError(f"an image of mode {picture.mode} has more than 8 bits a channel: decode it with Pillow")
+        turn, stored = None, [picture.height, picture.width]
+        with contextlib.suppress(Exception):  # many kinds, where EXIF is damaged
+            # Removed: Pillow turns TIFF at loading.
+            turn = _TURNS.get(picture.getexif().pop(0x0112, 1))
+        if annotated and not annotated == stored[::-1] != stored:
+            turn = None  # the positions in the label are for the stored pixels
+        if size is not None:
+            # Twice the size leaves pixels for the resampling filter. A square, since EXIF may turn the image.
+            picture.draft(mode, (2 * max(size), 2 * max(size)))
+        upright = _by_simplejpeg(data, picture) or picture
+        if turn is not None:
+            upright = upright.transpose(Image.Transpose(turn))
+        upright = upright.convert(mode)
+        pixels = np.array(upright if size is None else ImageOps.fit(upright, size))
     tensor = torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
     if dtype != torch.uint8:
         tensor = tensor.to(dtype) / 255
@@ -185,14 +199,14 @@ def _labelled(tensor: torch.Tensor, sample: Any) -> Any:
     return tensor if label is None else (tensor, label)
 
 
-def _checked(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+def _checked(size: int | tuple[int, int] | None) -> _Size:
     size = (size, size) if isinstance(size, int) else size
     if size is not None and min(size) < 1:
         raise ValueError(f"size must be positive, but got {size}")
     return size
 
 
-def _decode_video(sample: Any, size: tuple[int, int] | None, count: int | None) -> Any:
+def _decode_video(sample: Any, size: _Size, count: int | None) -> Any:
     import av
 
     with av.open(io.BytesIO(getattr(sample, "data", sample)), "r") as container:
@@ -215,13 +229,13 @@ def _decode_video(sample: Any, size: tuple[int, int] | None, count: int | None) 
     return _labelled(torch.from_numpy(np.array([_upright(frame, size) for frame in shown])), sample)
 
 
-def _upright(frame: Any, size: tuple[int, int] | None) -> np.ndarray[Any, Any]:
+def _upright(frame: Any, size: _Size) -> _Pixels:
     """The pixels [3, H, W] of a decoded frame, scaled and cropped to a height and a width."""
     quarters = round(frame.rotation / 90) % 4
     height, width = (frame.height, frame.width) if size is None else size[::-1] if quarters % 2 else size
     scale = max(height / frame.height, width / frame.width)
     new = max(height, round(frame.height * scale)), max(width, round(frame.width * scale))
-    pixels: np.ndarray[Any, Any] = frame.to_ndarray(format="rgb24", height=new[0], width=new[1])
+    pixels: _Pixels = frame.to_ndarray(format="rgb24", height=new[0], width=new[1])
     top, left = (new[0] - height) // 2, (new[1] - width) // 2
     return np.rot90(pixels[top : top + height, left : left + width], quarters).transpose(2, 0, 1)
 
@@ -276,7 +290,7 @@ def _read_blocks(source: io.BytesIO) -> tuple[list[Any], Any, str, int]:
             # Else soundfile seeks after each block, which some codecs cannot do.
             file.seekable = lambda: False
             size = min(file.frames, _MOST_VALUES // file.channels)
-            read = functools.partial(file.read, size, dtype="float32", always_2d=True)
+            read = partial(file.read, size, dtype="float32", always_2d=True)
             blocks = [read()]
             while file.frames > size == len(blocks[-1]):
                 blocks.append(read())
@@ -291,35 +305,6 @@ class _LongerFile(io.BytesIO):
     def seek(self, offset: int, whence: int = 0) -> int:
         is_end = (offset, whence) == (0, io.SEEK_END)
         return super().seek(1 << 40) if is_end else super().seek(offset, whence)
-
-
-def _pixels(
-    data: Any, size: tuple[int, int] | None, mode: str, annotated: list[int | None] | None
-) -> np.ndarray[Any, Any]:
-    """Pixels [H, W] or [H, W, C] of an encoded image, scaled and cropped to `size`.
-
-    With `annotated`, the size that a label has positions for, the image is not turned by EXIF,
-    unless `annotated` fits the upright image alone.
-    """
-    from PIL import Image, ImageOps
-
-    with Image.open(io.BytesIO(data)) as picture:
-        if picture.mode[0] in "IF":
-            raise ValueError(f"an image of mode {picture.mode} has more than 8 bits a channel: decode it with Pillow")
-        turn, stored = None, [picture.height, picture.width]
-        with contextlib.suppress(Exception):  # many kinds, where EXIF is damaged
-            # Removed: Pillow turns TIFF at loading.
-            turn = _TURNS.get(picture.getexif().pop(0x0112, 1))
-        if annotated and not annotated == stored[::-1] != stored:
-            turn = None
-        if size is not None:
-            # Twice the size leaves pixels for the resampling filter. A square, since EXIF may turn the image.
-            picture.draft(mode, (2 * max(size), 2 * max(size)))
-        upright = _by_simplejpeg(data, picture) or picture
-        if turn is not None:
-            upright = upright.transpose(Image.Transpose(turn))
-        upright = upright.convert(mode)
-        return np.array(upright if size is None else ImageOps.fit(upright, size))
 
 
 def _by_simplejpeg(data: Any, picture: Image.Image) -> Image.Image | None:

@@ -52,6 +52,8 @@ _PARTS = (
     *("__func__", "__self__", "func", "args", "keywords", "__call__", "__dict__"),  # of methods and other objects
 )
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+_Json = dict[str, Any]
+_MakeWriter = Callable[[Path], "_ShardWriter"]
 
 
 class Packed(NamedTuple):
@@ -123,7 +125,7 @@ def pack(
     size = _bytes(shard_size)
     options.setdefault("seed", 0)
     loader: DataLoader[list[Any]] = DataLoader(dataset, BATCH, num_workers=num_workers, collate_fn=list, **options)
-    writer: Callable[[Path], _ShardWriter] = _WRITERS[format]
+    writer: _MakeWriter = _WRITERS[format]
     if isinstance(dataset, TableStream) and format == "parquet" and options.get("transform") is None:
         writer = functools.partial(_ParquetWriter, schema=dataset.schema)
     source, functions = plan(dataset)
@@ -138,7 +140,7 @@ def pack(
         if dry_run:
             return _estimate(loader, Path(folder), writer, size)
         skips = options.get("on_error", "raise") != "raise"
-        return _Packing(loader, as_store(store), Path(folder), writer, arguments, skips).run()
+        return _run(loader, as_store(store), Path(folder), writer, arguments, skips)
 
 
 def _bytes(size: int | str) -> int:
@@ -177,7 +179,7 @@ def _texts(value: Any, seen: set[object], depth: int = 8) -> Iterator[str]:
         yield from _texts(part, seen, depth - 1)
 
 
-def _estimate(loader: DataLoader[Any], folder: Path, make: Callable[[Path], _ShardWriter], size: int) -> Packed:
+def _estimate(loader: DataLoader[Any], folder: Path, make: _MakeWriter, size: int) -> Packed:
     samples = [sample for batch in itertools.islice(loader, 256 // BATCH) for sample in batch]
     with contextlib.closing(make(folder / "0")) as writer:
         for number, sample in enumerate(samples):
@@ -191,133 +193,118 @@ def _estimate(loader: DataLoader[Any], folder: Path, make: Callable[[Path], _Sha
     return Packed(math.ceil(writer.nbytes * times / size), total, math.ceil(nbytes))
 
 
-class _Packing:
-    """One call: the shard that is filled, those that are uploaded, and the record of those that are complete."""
+def _run(
+    loader: DataLoader[Any], store: Store, folder: Path, make: _MakeWriter, arguments: _Json, skips: bool
+) -> Packed:
+    """Pack what an interrupted call has not packed, and record each shard that is complete."""
+    record = _begun(store, arguments)
+    if record["state"] is not None:
+        loader.load_state_dict(record["state"])  # or an error, if it is another dataset
+    uploads: deque[tuple[Future[_Json], _Json]] = deque()
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        store: Store,
-        folder: Path,
-        make: Callable[[Path], _ShardWriter],
-        arguments: dict[str, Any],
-        skips: bool,
-    ) -> None:
-        self._loader, self._store, self._folder, self._make = loader, store, folder, make
-        self._size = arguments["shard_size"]
-        self._record = self._begun(arguments)
-        self._skips = skips
-        self._digest = ""  # of the samples of the last batch up to the last, if others may be skipped
-        self._taken: int | None = None  # samples of the last batch
-        self._uploads: deque[tuple[Future[dict[str, Any]], dict[str, Any]]] = deque()
+    def write(complete: bool = False) -> None:
+        record["complete"] = complete
+        background_loop().run(store.put(RECORD, json.dumps(record, indent=1).encode()))
 
-    def _begun(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The record of a call that was interrupted, or a new one."""
-        loop = background_loop()
-        if (folder := self._store.local_root) is not None:
-            os.makedirs(folder, exist_ok=True)
-        try:
-            record: dict[str, Any] = json.loads(bytes(loop.run(self._store.read_all(RECORD))))
-        except ObjectNotFoundError:
-            there = loop.run(self._store.level(""))["objects"]
-            if there:
-                raise ValueError(
-                    f"{self._store.url} is not empty: it has {there[0]['path']}, and no {RECORD}"
-                ) from None
-            return {"arguments": arguments, "shards": [], "state": None, "skip": 0, "complete": False}
-        if {**arguments, **record["arguments"]} != arguments:  # an older record may have fewer
-            what = f"{record['arguments']}, not {arguments}"
-            raise ValueError(f"{self._store.url} was packed with {what}: continue with the same, or delete its shards")
-        return record
+    def commit(most: int) -> None:
+        """Record the shards that are complete, in their order; waits until at most so many are not."""
+        while uploads and (len(uploads) > most or uploads[0][0].done()):
+            shard, position = uploads.popleft()
+            record["shards"].append(shard.result())
+            record.update(position)
+            write(complete=position["skip"] is None)
 
-    def run(self) -> Packed:
-        record = self._record
-        if record["state"] is not None:
-            self._loader.load_state_dict(record["state"])  # or an error, if it is another dataset
-        if not record["complete"]:
-            self._write()  # before the first shard, so that this directory is known
-            with ThreadPoolExecutor(UPLOADS, "headrace-pack") as threads:
-                for path, writer, position in self._shards():
-                    self._uploads.append((threads.submit(self._upload, path, writer), position))
-                    self._commit(UPLOADS)
-                self._commit(0)
-            self._write(complete=True)
-        shards = record["shards"]
-        return Packed(len(shards), *(sum(shard[name] for shard in shards) for name in ("samples", "bytes")))
-
-    def _shards(self) -> Iterator[tuple[Path, _ShardWriter, dict[str, Any]]]:
+    def shards() -> Iterator[tuple[Path, _ShardWriter, _Json]]:
         """Complete shards, each with the position after it.
 
         A position is a state of the loader, the number of samples to skip after it, None for all, and their digest.
         """
-        shards = self._record["shards"]
-        number, samples = sum(shard["samples"] for shard in shards), self._samples()
-        for count, first in zip(itertools.count(len(shards)), samples):
-            path = self._folder / f"{count:06d}"
-            with contextlib.closing(self._make(path)) as writer:
-                for sample in itertools.chain([first], samples):
+        before, samples = record["shards"], _samples(loader, store.url, record, skips)
+        number = sum(shard["samples"] for shard in before)
+        for count, first in zip(itertools.count(len(before)), samples):
+            path = folder / f"{count:06d}"
+            skip: int | None
+            with contextlib.closing(make(path)) as writer:
+                for sample, skip, digest in itertools.chain([first], samples):  # noqa: B007  # after it
                     writer.add(sample, number)
                     number += 1
-                    if writer.nbytes >= self._size:
+                    if writer.nbytes >= arguments["shard_size"]:
                         break
-            skip = self._taken  # None after the last batch
-            state = self._loader.state_dict(lag=int(skip is not None))
-            yield path, writer, {"state": state, "skip": skip, "digest": self._digest}
+                else:
+                    skip = None  # after the last batch
+            state = loader.state_dict(lag=int(skip is not None))
+            yield path, writer, {"state": state, "skip": skip, "digest": digest}
 
-    def _samples(self) -> Iterator[Any]:
-        skip, expected = self._record["skip"], self._record.get("digest", "")
-        for batch in progress(self._loader, name="pack"):
-            digest = hashlib.sha256()
-            for taken, sample in enumerate(batch, 1):
-                if self._skips:
-                    digest.update("\n".join(_texts(sample, set())).encode())
-                    self._digest = digest.hexdigest()
-                if taken > skip:
-                    self._taken = taken
-                    yield sample
-                elif taken == min(skip, len(batch)) and expected not in ("", self._digest):
-                    what = "other samples of its last batch failed than before the interruption"
-                    raise ValueError(f"{self._store.url}: {what}; delete its shards and pack again")
-            skip = 0
-        self._taken = None
-
-    def _upload(self, path: Path, writer: _ShardWriter) -> dict[str, Any]:
-        """Upload a shard and what belongs beside it; on a thread of its own."""
-        loop, digest = background_loop(), hashlib.sha256()
-        for piece in _pieces(path):
-            digest.update(piece)
-        key = path.name + writer.suffix
-        if isinstance(writer, _TokenWriter):  # first, as the shard cannot be read without it
-            loop.run(self._store.put(path.name + ".idx", writer.index()))
-        loop.run(self._store.put(key, path))
-        if isinstance(writer, _TarWriter):
-            loop.run(self._store.put(key + SUFFIX, self._tar_index(path, key)))
-        size = path.stat().st_size
-        os.unlink(path)
-        return {"name": key, "samples": writer.samples, "bytes": size, "sha256": digest.hexdigest()}
-
-    def _tar_index(self, path: Path, key: str) -> bytes:
-        shard = Shard(self._store, key, background_loop().run(self._store.head(key)))
-        decoder = IndexDecoder(shard.name, fields=None, uniform=False)
-        rows = [row for piece in _pieces(path) for row in decoder.feed(piece)]
-        return TarIndex.of(shard, [*rows, *decoder.finish()]).dump()
-
-    def _commit(self, most: int) -> None:
-        """Record the shards that are complete, in their order; waits until at most so many are not."""
-        while self._uploads and (len(self._uploads) > most or self._uploads[0][0].done()):
-            shard, position = self._uploads.popleft()
-            self._record["shards"].append(shard.result())
-            self._record |= position
-            self._write(complete=position["skip"] is None)
-
-    def _write(self, complete: bool = False) -> None:
-        self._record["complete"] = complete
-        background_loop().run(self._store.put(RECORD, json.dumps(self._record, indent=1).encode()))
+    if not record["complete"]:
+        write()  # before the first shard, so that this directory is known
+        with ThreadPoolExecutor(UPLOADS, "headrace-pack") as threads:
+            for path, writer, position in shards():
+                uploads.append((threads.submit(_upload, store, path, writer), position))
+                commit(UPLOADS)
+            commit(0)
+        write(complete=True)
+    written = record["shards"]
+    return Packed(len(written), *(sum(shard[name] for shard in written) for name in ("samples", "bytes")))
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
+def _begun(store: Store, arguments: _Json) -> _Json:
+    """The record of a call that was interrupted, or a new one."""
+    loop = background_loop()
+    if (folder := store.local_root) is not None:
+        os.makedirs(folder, exist_ok=True)
+    try:
+        record: _Json = json.loads(bytes(loop.run(store.read_all(RECORD))))
+    except ObjectNotFoundError:
+        if there := loop.run(store.level(""))["objects"]:
+            raise ValueError(f"{store.url} is not empty: it has {there[0]['path']}, and no {RECORD}") from None
+        return {"arguments": arguments, "shards": [], "state": None, "skip": 0, "complete": False}
+    if {**arguments, **record["arguments"]} != arguments:  # an older record may have fewer
+        what = f"{record['arguments']}, not {arguments}"
+        raise ValueError(f"{store.url} was packed with {what}: continue with the same, or delete its shards")
+    return record
+
+
+_Samples = Iterator[tuple[Any, int, str]]
+"""Samples, the number of samples of their batch up to each, and a digest of these if others may be skipped."""
+
+
+def _samples(loader: DataLoader[Any], url: str, record: _Json, skips: bool) -> _Samples:
+    """The samples that come after those of a record."""
+    skip, expected = record["skip"], record.get("digest", "")
+    for batch in progress(loader, name="pack"):
+        hashed, digest = hashlib.sha256(), ""
+        for taken, sample in enumerate(batch, 1):
+            if skips:
+                hashed.update("\n".join(_texts(sample, set())).encode())
+                digest = hashed.hexdigest()
+            if taken > skip:
+                yield sample, taken, digest
+            elif taken == min(skip, len(batch)) and expected not in ("", digest):
+                what = "other samples of its last batch failed than before the interruption"
+                raise ValueError(f"{url}: {what}; delete its shards and pack again")
+        skip = 0
+
+
+def _upload(store: Store, path: Path, writer: _ShardWriter) -> _Json:
+    """Upload a shard and what belongs beside it; on a thread of its own."""
+    loop = background_loop()
     with path.open("rb") as file:
-        yield from iter(lambda: file.read(PIECE), b"")
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    key = path.name + writer.suffix
+    if isinstance(writer, _TokenWriter):  # first, as the shard cannot be read without it
+        loop.run(store.put(path.name + ".idx", writer.index()))
+    loop.run(store.put(key, path))
+    if isinstance(writer, _TarWriter):
+        shard = Shard(store, key, loop.run(store.head(key)))
+        decoder = IndexDecoder(shard.name, uniform=False)
+        with path.open("rb") as file:
+            pieces = iter(lambda: file.read(PIECE), b"")
+            rows = [row for piece in pieces for row in decoder.feed(piece)]
+        index = TarIndex.of(shard, [*rows, *decoder.finish()])
+        loop.run(store.put(key + SUFFIX, index.dump()))
+    size = path.stat().st_size
+    os.unlink(path)
+    return {"name": key, "samples": writer.samples, "bytes": size, "sha256": digest}
 
 
 class _ShardWriter(ABC):
@@ -338,7 +325,7 @@ class _ShardWriter(ABC):
         """Write a sample; `number` is its number in the dataset."""
         self._number = number
         with self._fitting():
-            self._add(sample, number)
+            self._add(sample)
         self.samples += 1
 
     @contextlib.contextmanager
@@ -349,7 +336,7 @@ class _ShardWriter(ABC):
             raise TypeError(f"sample {self._number} does not fit this format: {error}") from error
 
     @abstractmethod
-    def _add(self, sample: Any, number: int) -> None: ...
+    def _add(self, sample: Any) -> None: ...
 
     def close(self) -> None:
         self._file.close()
@@ -363,9 +350,9 @@ class _TarWriter(_ShardWriter):
         self._archive = tarfile.TarFile(fileobj=self._file, mode="w")
         self._last: str | None = None
 
-    def _add(self, sample: Any, number: int) -> None:
+    def _add(self, sample: Any) -> None:
         fields = dict(sample) if isinstance(sample, Mapping) else _fields_of(sample)
-        key = str(fields.pop("__key__", f"{number:09d}"))
+        key = str(fields.pop("__key__", f"{self._number:09d}"))
         name = key.rpartition("/")[2]
         if key == self._last or key.startswith("/") or not name or "." in name:
             what = "is that of the sample before, is absolute, or its name is empty or has a dot"
@@ -398,10 +385,11 @@ def _encoded(name: str, value: Any) -> bytes:
         return bytes(value)
     if isinstance(value, str):
         return value.encode()
-    if hasattr(value, "__array__") and name.rpartition(".")[2] == "npy":
+    ending = name.rpartition(".")[2]
+    if hasattr(value, "__array__") and ending == "npy":
         np.save(stream := io.BytesIO(), np.asarray(value), allow_pickle=False)
         return stream.getvalue()
-    if name.rpartition(".")[2] == "json":
+    if ending == "json":
         return json.dumps(value).encode()
     if getattr(value, "shape", None) == () and not str(value.dtype).startswith(("datetime", "timedelta")):
         value = value.item()
@@ -423,7 +411,7 @@ class _ParquetWriter(_ShardWriter):
         self._tables: list[Any] = []  # of the next row group
         self._writer: Any = None
 
-    def _add(self, sample: Any, number: int) -> None:
+    def _add(self, sample: Any) -> None:
         row = dict(sample)
         if self._writer is not None and row.keys() - self._writer.schema.names:
             raise ValueError(f"columns {sorted(row)}, but {self._writer.schema.names} in the samples before")
@@ -482,10 +470,10 @@ class _TokenWriter(_ShardWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._dtype: np.dtype[Any] | None = None
+        self._dtype: Any = None  # of the tokens, by the first sample
         self._lengths: list[int] = []
 
-    def _add(self, sample: Any, number: int) -> None:
+    def _add(self, sample: Any) -> None:
         tokens = np.asarray(sample)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             raise ValueError(f"an array of shape {tokens.shape} and type {tokens.dtype}, not a sequence of integers")
@@ -499,7 +487,6 @@ class _TokenWriter(_ShardWriter):
 
     def index(self) -> bytes:
         """The index of Megatron-LM's indexed datasets, version 1."""
-        assert self._dtype is not None
         lengths = np.array(self._lengths, dtype="<i4")
         pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * self._dtype.itemsize
         documents = np.arange(len(lengths) + 1, dtype="<i8")

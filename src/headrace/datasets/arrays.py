@@ -15,7 +15,6 @@ from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
 from headrace.datasets.cached import RangedShards
 from headrace.datasets.opening import OnOpeningError, opened
-from headrace.errors import ShardError
 
 __all__ = ["ArrayDataset"]
 
@@ -54,7 +53,7 @@ class ArrayDataset(RangedShards[torch.Tensor]):
         for shard, _, dtype, shape in files:
             if (dtype, shape[1:]) != (self._dtype, self._shape):
                 what = f"{dtype} of shape {shape}, but the first file has {self._dtype} of {shapes[0]}"
-                raise ShardError(what, shard=shard.name)
+                raise shard.error(what)
         super().__init__(arrays, [shape[0] for shape in shapes])
         self._row_bytes = self._dtype.itemsize * math.prod(self._shape)
         self._begins = np.array(begins)
@@ -86,11 +85,11 @@ async def _open_file(shard: Shard) -> tuple[Shard, int, np.dtype[np.generic], tu
     try:
         torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))
     except TypeError:
-        raise ShardError(f"torch has no type for {dtype}; save a view or a copy of one", shard=shard.name) from None
+        raise shard.error(f"torch has no type for {dtype}; save a view or a copy of one") from None
     if fortran or not math.prod(shape[1:]) or not shape:
         what = "columns come first; save numpy.ascontiguousarray(array)" if fortran else f"shape {shape} has no rows"
-        raise ShardError(what, shard=shard.name)
+        raise shard.error(what)
     if begin + dtype.itemsize * math.prod(shape) != read.head.size:
         what = f"{read.head.size - begin:,} bytes, but the header has {dtype} of shape {shape}"
-        raise ShardError(what, shard=shard.name, offset=begin)
+        raise shard.error(what, begin)
     return replace(shard, head=read.head), begin, dtype, shape

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace._core.shards.discovery import HeaderReader, Shard, map_shards
-from headrace._core.shards.parquet import Pieces, RowGroup, SparseFile, one_line
+from headrace._core.shards.discovery import HeaderReader, Shard, map_shards, shard_errors
+from headrace._core.shards.parquet import Pieces, RowGroup, SparseFile
 from headrace._core.shards.tables import Selection, TableFile
 from headrace._core.shards.unpacked import check_unpacked
 from headrace._core.store.ranges import Ranges
 from headrace.datasets.opening import OnOpeningError, opened
 from headrace.datasets.parquet import TableStream
-from headrace.errors import ShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -119,7 +118,7 @@ async def _open(shard: Shard) -> _ArrowFile:
         header, at = bytes(await reader.take(start, at + 8 + length)), at + 8 + length
         if mark != _MARK or not length:
             break
-        try:
+        with shard_errors("corrupt message", shard.name, start):
             kind, count, body = _message(header[8:])
             at += body
             if schema is None:
@@ -132,12 +131,10 @@ async def _open(shard: Shard) -> _ArrowFile:
             else:
                 rows.append(count)
                 extents.append((*dictionaries, (start, at)))
-        except (struct.error, IndexError, ValueError, OSError, pyarrow.ArrowException) as error:
-            raise ShardError(f"corrupt message: {one_line(error)}", shard=shard.name, offset=start) from None
     ends = await reader.take(max(0, size - len(_MAGIC)), size) == _MAGIC if is_file else at == size
     if mark != _MARK or schema is None or not ends:
         what = f"corrupt, or not Arrow IPC (Feather 2): no message, or no end with at most a footer and {_MAGIC!r}"
-        raise ShardError(what, shard=shard.name, offset=start)
+        raise shard.error(what, start)
     return _ArrowFile(shard, schema, message, tuple(rows), tuple(extents))
 
 

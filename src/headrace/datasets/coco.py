@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace._core.shards.discovery import Shards, find_shards
+from headrace._core.shards.discovery import Shards, find_shards, shard_errors
 from headrace._core.store.listing import Catalog, StringArray
 from headrace._core.store.store import StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.text import short_repr, warn_user
 from headrace.datasets.objects import ObjectDataset, ObjectSample
-from headrace.errors import ShardError
 
 __all__ = ["CocoDataset"]
 
@@ -66,17 +65,15 @@ class CocoDataset(ObjectDataset):
     """
 
     def __init__(self, store: StoreLike, annotations: Shards | Mapping[str, Any]) -> None:
-        self._store, name, content = as_store(store), "annotations", annotations
-        try:
-            if not isinstance(content, Mapping):
-                inside = isinstance(content, str) and content.startswith(self._store.url.rstrip("/") + "/")
-                (shard,) = find_shards(content, suffixes=(".json",), store=self._store if inside else None)
-                name = shard.name
-                content = json.loads(bytes(background_loop().run(shard.store.read_all(shard.key))))
+        self._store, name = as_store(store), "annotations"
+        content: Any = annotations
+        if not isinstance(annotations, Mapping):
+            inside = isinstance(annotations, str) and annotations.startswith(f"{self._store.url.rstrip('/')}/")
+            (shard,) = find_shards(annotations, suffixes=(".json",), store=self._store if inside else None)
+            name, content = shard.name, background_loop().run(shard.store.read_all(shard.key))
+        with shard_errors("not as annotations of COCO", name):
+            content = content if isinstance(content, Mapping) else json.loads(bytes(content))
             self._hold(self._parse(content, name), None, None)
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            what = f"no field, or category, {error}" if isinstance(error, KeyError) else str(error)
-            raise ShardError(f"not as annotations of COCO: {what}", shard=name) from None
 
     def _parse(self, content: Any, name: str) -> Catalog:
         images = content["images"]

@@ -86,7 +86,11 @@ class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
             )
         # Absolute, so that it stays the same place when the process changes its directory, or is another one.
         self._root = str(Path(root).absolute())
-        self._keys = _find(self._root, pattern, suffix)
+        parts = Path(pattern).parts
+        match = glob_expression("/".join(parts), hidden=True)
+        levels = None if any("**" in part for part in parts) else len(parts)
+        keys = [key for key in _regular_files(self._root, "", levels, frozenset()) if match.fullmatch(key)]
+        self._keys = tuple(sorted(key for key in keys if suffix is None or key.endswith(suffix)))
         if not self._keys:
             searched = f"pattern={pattern!r}, suffix={suffix!r}"
             raise EmptyListingError(f"no file matches {searched}", url=Path(self._root).as_uri())
@@ -131,14 +135,6 @@ def _read(path: str) -> bytes | None:
         return b"".join(parts)
     finally:
         os.close(descriptor)
-
-
-def _find(root: str, pattern: str, suffix: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    parts = Path(pattern).parts
-    match = glob_expression("/".join(parts), hidden=True)
-    levels = None if any("**" in part for part in parts) else len(parts)
-    keys = [key for key in _regular_files(root, "", levels, frozenset()) if match.fullmatch(key)]
-    return tuple(sorted(key for key in keys if suffix is None or key.endswith(suffix)))
 
 
 def _regular_files(folder: str, prefix: str, levels: int | None, above: frozenset[tuple[int, int]]) -> Iterator[str]:

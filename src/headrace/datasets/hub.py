@@ -6,8 +6,9 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from headrace._core.extras import require
 from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.shards.discovery import Shard, expand_braces, glob_expression
 from headrace._core.store.backoff import RetryGate, Tries
@@ -17,10 +18,7 @@ from headrace._core.store.redaction import secrets_in
 from headrace._core.store.store import Store
 from headrace._core.streams.blocking import background_loop
 from headrace._version import __version__
-from headrace.errors import EmptyListingError, MissingExtraError, StoreError
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
+from headrace.errors import EmptyListingError, StoreError
 
 T = TypeVar("T")
 
@@ -67,12 +65,11 @@ def hub(
         >>> import headrace as hr
         >>> shards = hr.hub("datasets/org/name@v1.0", "data/train-*.parquet")  # doctest: +SKIP
     """
-    try:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-    except ImportError:
-        raise MissingExtraError(what="reading the Hugging Face Hub", package="huggingface_hub", extra="hub") from None
+    require("huggingface_hub", "reading the Hugging Face Hub", "huggingface_hub", "hub")
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
     name, _, revision = repository.removeprefix("hf://").partition("@")
     kind, _, name = name.strip("/").partition("/")
     if kind not in _KINDS or not name:
@@ -100,33 +97,31 @@ def hub(
         text = f"listing: {text}. {remedy}".rstrip()
         raise cause.error(text, url=page, status=status, attempts=tries.attempts)
 
-    patterns = [files] if isinstance(files, str) else files
     where: dict[str, Any] = {"repo_type": _KINDS[kind], "revision": revision or None}
     where["revision"] = commit = attempt(lambda: api.repo_info(name, timeout=timeout, **where)).sha
-    sizes = attempt(lambda: _list(api, name, patterns, where, f"{page}@{commit}"))
+    url = f"{page}@{commit}"
+    given = [files] if isinstance(files, str) else files
+    patterns = [each for pattern in given for each in expand_braces(pattern)]
+
+    def list_files() -> dict[str, Head]:
+        """The files that match, by their paths."""
+        fixed = [re.split(r"[*?\[]", pattern)[0] for pattern in patterns]
+        folder = os.path.commonprefix(fixed).rpartition("/")[0]  # noqa: RUF071  # up to a slash
+        deep = any("/" in each[len(folder) :].strip("/") for each in patterns)
+        seen, heads, found = set[str](), dict[str, Head](), dict[str, Head]()
+        with contextlib.suppress(EntryNotFoundError):
+            for entry in api.list_repo_tree(name, folder or None, recursive=deep, **where):
+                if entry.path in seen:
+                    raise StoreError(f"listing: {Cause.ENDLESS.text}: {entry.path!r}", url=url)
+                seen.add(entry.path)
+                if hasattr(entry, "size"):
+                    heads[entry.path] = Head(entry.path, entry.size, None)
+        for pattern in patterns:
+            matching = {path: heads[path] for path in filter(glob_expression(pattern).fullmatch, heads)}
+            if not matching:
+                raise EmptyListingError(f"no file matches {pattern!r}; * and ? match within one directory", url=url)
+            found |= matching
+        return found
+
     store = Store(f"{page}/resolve/{commit}", options=store_options, timeout=timeout, retry=retry)
-    return tuple(Shard(store, path, Head(path, size, None)) for path, size in sorted(sizes.items()))
-
-
-def _list(api: HfApi, name: str, patterns: Sequence[str], where: dict[str, Any], url: str) -> dict[str, int]:
-    """The sizes of the files that match, by their paths."""
-    from huggingface_hub.errors import EntryNotFoundError
-
-    patterns = [each for pattern in patterns for each in expand_braces(pattern)]
-    fixed = [re.split(r"[*?\[]", pattern)[0] for pattern in patterns]
-    folder = os.path.commonprefix(fixed).rpartition("/")[0]  # noqa: RUF071  # up to a slash
-    deep = any("/" in each[len(folder) :].strip("/") for each in patterns)
-    seen, sizes, found = set[str](), dict[str, int](), dict[str, int]()
-    with contextlib.suppress(EntryNotFoundError):
-        for entry in api.list_repo_tree(name, folder or None, recursive=deep, **where):
-            if entry.path in seen:
-                raise StoreError(f"listing: {Cause.ENDLESS.text}: {entry.path!r}", url=url)
-            seen.add(entry.path)
-            if hasattr(entry, "size"):
-                sizes[entry.path] = entry.size
-    for pattern in patterns:
-        matching = {path: sizes[path] for path in filter(glob_expression(pattern).fullmatch, sizes)}
-        if not matching:
-            raise EmptyListingError(f"no file matches {pattern!r}; * and ? match within one directory", url=url)
-        found |= matching
-    return found
+    return tuple(Shard(store, path, head) for path, head in sorted(attempt(list_files).items()))

@@ -12,11 +12,12 @@ from urllib.parse import urlsplit
 import anyio.lowlevel
 import anyio.to_thread
 
-from headrace._core.shards.unpacked import is_panic
+from headrace._core.extras import require
+from headrace._core.shards.discovery import is_panic
 from headrace._core.store.redaction import redact_text, redact_url, secrets_in
 from headrace._core.streams.map_style import AsyncDataset, positions
 from headrace._core.text import check_names, short_repr
-from headrace.errors import MissingExtraError, StoreError
+from headrace.errors import StoreError
 
 __all__ = ["LanceDataset"]
 
@@ -63,10 +64,7 @@ class LanceDataset(AsyncDataset[Any]):
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
         check_names("columns", columns)
-        try:
-            import lance
-        except ImportError:
-            raise MissingExtraError(what="LanceDataset", package="pylance", extra="lance") from None
+        lance = require("lance", "LanceDataset", "pylance", "lance")
         options = dict(storage_options or {})
         self._name, parts = redact_url(os.fspath(url)), urlsplit(os.fspath(url))
         shown = filter(None, (parts.username, parts.password, parts.query, parts.fragment))
@@ -74,7 +72,7 @@ class LanceDataset(AsyncDataset[Any]):
         with self._converted(f"cannot open Lance dataset {self._name}"):
             # Pickled with its manifest, so that each process reads the same files.
             self._dataset = lance.dataset(os.fspath(url), version, storage_options=options)
-            self._length = self._dataset.count_rows()
+            self._length: int = self._dataset.count_rows()
             schema = self._dataset.schema
         self._columns = None if columns is None else list(columns)
         for column in self._columns or ():  # lance would panic

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import operator
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace._core.shards.discovery import Shard
+from headrace._core.shards.discovery import Shard, shard_errors
 from headrace._core.shards.unpacked import UNPACKED_BYTES, check_unpacked, unpack
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import StoreLike
 from headrace.datasets import offset_tables as tables
 from headrace.datasets.arrow import unpacked_size
-from headrace.errors import ShardError
 
 __all__ = ["LitDataset"]
 
@@ -84,7 +83,7 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         return _assemble(self._config["data_spec"], iter(tables.decode_fields(data, fields)))
 
     def _table(self, file: tables.TableFile, data: memoryview, shard: Shard) -> NDArray[np.int64]:
-        begin = 4 * file.rows + 8
+        begin = file.begin
         if len(data) == begin < file.size and data[begin - 4 :] == begin.to_bytes(4, "little"):
             require_pyarrow("reading rows of Arrow tables")
             self._whole = True  # of all chunks, in which `_unpack` looks for tables
@@ -94,7 +93,7 @@ class LitDataset(tables.OffsetTableDataset[Any]):
             return offsets
         tokens, size = self._dims[file.key], int(offsets[-1] - offsets[0])
         if tokens * self._width != size:
-            raise ShardError(f"{size:,} bytes are not the {tokens:,} tokens of its index", shard=shard.name)
+            raise shard.error(f"{size:,} bytes are not the {tokens:,} tokens of its index")
         return np.arange(tokens // self._seq_len + 1, dtype=np.int64) * (self._seq_len * self._width) + offsets[:1]
 
     def _row(self, number: int, row: int, data: memoryview) -> tuple[int, int]:
@@ -108,20 +107,18 @@ class LitDataset(tables.OffsetTableDataset[Any]):
             return _rows_of_arrow(file, shard, data, self._largest)
         if not self._config["framed"]:
             return super()._unpack(file, shard, data)
-        try:
+        with shard_errors("no chunk of compressed frames", shard.name):
             magic, version, _, rows, _, count = _FRAMES.unpack_from(data)
             if (magic, version, rows) != (b"LDFZ01\0\0", 1, file.rows):
                 raise ValueError(f"{magic!r} in version {version} of {rows:,} samples, and {file.rows:,} in its index")
-            offsets = np.frombuffer(data, "<u4", rows + 1, _FRAMES.size) + np.uint32(4 * rows + 8)
+            offsets = np.frombuffer(data, "<u4", rows + 1, _FRAMES.size) + np.uint32(file.begin)
             frames = np.frombuffer(data, _FRAME, count, _FRAMES.size + 4 * rows + 4).tolist()
             size = sum(frame[-1] for frame in frames)
             check_unpacked(size, len(data), self._largest)
-            if 4 * rows + 8 + size != offsets[-1]:
+            if file.begin + size != offsets[-1]:
                 raise ValueError(f"{size:,} bytes unpacked, and {offsets[-1]:,} by its offsets")
-        except (ValueError, struct.error) as error:
-            raise ShardError(f"no chunk of compressed frames: {error}", shard=shard.name) from None
         stored = ((data[start : start + stored], size) for _, _, start, stored, size in frames)
-        found = [unpack(each, "zstd", size, shard.name, size) for each, size in stored]
+        found = [unpack(each, "zstd", size, shard, size) for each, size in stored]
         whole = np.concatenate([np.array([rows, *offsets], "<u4").view(np.uint8), *found])
         self._table(replace(file, size=len(whole)), whole.data, shard)
         return whole
@@ -132,7 +129,7 @@ def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview, large
     require_pyarrow("reading rows of Arrow tables")
     import pyarrow
 
-    try:
+    with shard_errors("no Arrow table that can be read", shard.name):
         begin = len(data) - 12 - struct.unpack_from("<I", data, len(data) - 12)[0]
         stored = data[begin + 8 * (bytes(data[begin : begin + 6]) == b"ARROW1") : -12]
         for message in pyarrow.ipc.MessageReader.open_stream(stored):
@@ -149,8 +146,6 @@ def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview, large
             raise ValueError(f"{file.rows - left:,} rows, and {file.rows:,} in its index")
         offsets = np.cumsum([4 * len(rows) + 8, *map(len, rows)])
         table = np.array([len(rows), *offsets.tolist()], "<u4")  # or an `OverflowError`
-    except (Exception, MemoryError) as error:
-        raise ShardError(f"no Arrow table that can be read: {error}", shard=shard.name) from None
     return np.frombuffer(b"".join([table.tobytes(), *rows]), np.uint8)
 
 
@@ -176,14 +171,14 @@ def _from_json(data: memoryview) -> Any:
 def _parse(index: Any) -> tuple[list[tables.TableFile], dict[str, Any]]:
     config, files = index["config"], list[tables.TableFile]()
     loader, level = config.get("item_loader") or "PyTreeLoader", config.get("compression_level") or "chunk"
-    packing = config["compression"].partition(":")[0] if config["compression"] else None
+    compression = config["compression"]
     if config.get("encryption") or loader not in ("PyTreeLoader", "TokensLoader") or level not in ("chunk", "batch"):
         raise ValueError(f"chunks of {loader} with compression_level={level!r}, encrypted or not, are not read")
-    config["framed"] = packing is not None and level == "batch"
+    config["framed"] = bool(compression) and level == "batch"
     for chunk in index["chunks"]:
         name, rows, size = chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"]
-        files.append(tables.checked(name, rows, size, packing, size if config["framed"] else None))
-    config["dims"], config["of_arrow"] = {}, ()
+        files.append(tables.checked(name, rows, size, compression, size if config["framed"] else None))
+    config["dims"], of_arrow = {}, list[str]()
     if loader == "TokensLoader":
         config["dims"] = {chunk["filename"]: operator.index(chunk["dim"]) for chunk in index["chunks"]}
         (leaf,) = config["data_format"]
@@ -192,11 +187,11 @@ def _parse(index: Any) -> tuple[list[tables.TableFile], dict[str, Any]]:
     else:
         config["data_spec"], leaves = json.loads(config["data_spec"])[1], iter(config["data_format"])
         if isinstance(_assemble(config["data_spec"], leaves), dict):
-            config["of_arrow"] = ("json", "pickle")  # lists, and None, which are then in an Arrow table
+            of_arrow = ["json", "pickle"]  # lists, and None, which are then in an Arrow table
         if (more := next(leaves, None)) is not None:
             raise ValueError(f"leaf {more!r} has no place in a sample")
     for leaf in config["data_format"]:
-        if leaf not in config["of_arrow"]:
+        if leaf not in of_arrow:
             _decoder(leaf)
     return files, config
 
@@ -213,15 +208,15 @@ def _assemble(spec: Any, leaves: Iterator[Any]) -> Any:
     return _SEQUENCES[spec["type"]](parts)
 
 
-@functools.lru_cache
-def _decoder(format: str) -> Callable[[memoryview], Any]:
+@lru_cache
+def _decoder(format: str) -> tables.FieldDecoder:
     kind, _, number = format.partition(":")
     if kind == "pickle":
         raise ValueError(f"leaf {format!r} is pickled, which can run any code: write it in another type")
     if kind in ("no_header_tensor", "no_header_numpy"):
         if int(number) >= len(_NUMPY_TYPES if kind.endswith("numpy") else _TORCH_TYPES):
             raise ValueError(f"leaf {format!r} is of an unknown type")
-        return functools.partial(_values, kind, int(number), None)
+        return partial(_values, kind, int(number), None)
     if kind not in _DECODERS and kind not in _MEDIA:
         raise ValueError(f"leaf {format!r} is unknown; {', '.join((*_DECODERS, *_MEDIA))} are read")
     return bytes if kind in _MEDIA else _DECODERS[kind]
@@ -244,7 +239,7 @@ def _with_header(kind: str, data: memoryview) -> Any:
 
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"builtins.list": list, "builtins.tuple": tuple}
-_DECODERS: dict[str, Callable[[memoryview], Any]] = {
+_DECODERS: dict[str, tables.FieldDecoder] = {
     "str": lambda data: bytes(data).decode(),
     "text": lambda data: bytes(data).decode(),
     "int": lambda data: struct.unpack("<q", data)[0],
@@ -252,6 +247,6 @@ _DECODERS: dict[str, Callable[[memoryview], Any]] = {
     "bool": lambda data: {b"\0": False, b"\1": True}[bytes(data)],
     "pil": tables.raw_image,
     "jpeg_array": tables.several,
-    "tensor": functools.partial(_with_header, "tensor"),
-    "numpy": functools.partial(_with_header, "numpy"),
+    "tensor": partial(_with_header, "tensor"),
+    "numpy": partial(_with_header, "numpy"),
 }

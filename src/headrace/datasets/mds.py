@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import decimal
-import functools
 import json
-from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ Columns = tuple[tuple[str, str, int | None], ...]  # their names, encodings, and
 _TYPES = {f"{name}{8 * size}": f"{name[0]}{size}" for name in ("uint", "int", "float") for size in (1, 2, 4, 8)}
 del _TYPES["float8"]
 _CODES = {8 * int(code[1]) + "uif".index(code[0]): code for code in _TYPES.values()}
-_DECODERS: dict[str, Callable[[memoryview], Any]] = {
+_DECODERS: dict[str, tables.FieldDecoder] = {
     "bytes": bytes,
     "str": lambda data: bytes(data).decode(),
     "int": lambda data: int(_scalar("int64", data)),
@@ -64,7 +63,7 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
     """
 
     def __init__(self, url: StoreLike, *, unpacked_bytes: int = UNPACKED_BYTES) -> None:
-        store, parsed = tables.read_index(url, _parse)
+        store, parsed = tables.read_index(url, lambda index: [*map(_parse_shard, index["shards"])])
         self._columns = [columns for _, columns in parsed]
         super().__init__(store, [file for file, _ in parsed], unpacked_bytes)
 
@@ -75,17 +74,12 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
         return dict(zip([name for name, _, _ in columns], values, strict=True))
 
 
-def _parse(index: Any) -> list[tuple[tables.TableFile, Columns]]:
-    return [*map(_parse_shard, index["shards"])]
-
-
 def _parse_shard(shard: Any) -> tuple[tables.TableFile, Columns]:
     if (shard["format"], shard["version"]) != ("mds", 2):
         raise ValueError(f"format {shard['format']!r} in version {shard['version']!r}; 'mds' in version 2 is read")
     raw, packed = shard["raw_data"], shard.get("zip_data")
-    format = shard["compression"].partition(":")[0] if packed else None
     name, stored = (packed["basename"], packed["bytes"]) if packed else (raw["basename"], None)
-    file = tables.checked(name, shard["samples"], raw["bytes"], format, stored)
+    file = tables.checked(name, shard["samples"], raw["bytes"], packed and shard["compression"], stored)
     columns = tuple(zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True))
     for name, encoding, size in columns:
         if encoding == "pkl":
@@ -96,16 +90,16 @@ def _parse_shard(shard: Any) -> tuple[tables.TableFile, Columns]:
     return file, columns
 
 
-@functools.lru_cache
-def _decoder(encoding: str) -> Callable[[memoryview], Any]:
+@lru_cache
+def _decoder(encoding: str) -> tables.FieldDecoder:
     kind, _, options = encoding.partition(":")
     if kind == "ndarray":
         type, _, shape = options.partition(":")
         if type and type not in _TYPES:
             raise ValueError(f"encoding {encoding!r} is of an unknown type; {', '.join(_TYPES)} are read")
-        return functools.partial(_array, type, tuple(map(int, shape.split(","))) if shape else None)
+        return partial(_array, type, tuple(map(int, shape.split(","))) if shape else None)
     if kind in _TYPES:
-        return functools.partial(_scalar, kind)
+        return partial(_scalar, kind)
     if kind not in _DECODERS:
         raise ValueError(f"encoding {encoding!r} is unknown")
     return _DECODERS[kind]

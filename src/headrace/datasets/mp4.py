@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace._core.shards.discovery import HeaderReader, Shard
-from headrace.errors import ShardError, TruncatedShardError
+from headrace._core.shards.discovery import HeaderReader, Shard, shard_errors
+from headrace.errors import TruncatedShardError
 
 __all__ = ["clip_file", "read_track"]
 
@@ -22,7 +22,6 @@ _FIRST, _LATER = 16 << 10, 1 << 20  # bytes of requests
 _MOST_BYTES, _MOST_FRAMES, _MOST_SECONDS = 1 << 28, 1 << 24, 4e6  # of an index, and what it may state
 _PARENTS = (b"mdia", b"minf", b"stbl", b"edts", b"dinf")
 _COPIED = ((b"tkhd",), (b"mdhd", b"hdlr"), (b"vmhd", b"dinf"), (b"stsd",))  # into clips, at each depth
-_OTHER_KINDS = {b"\x1aE\xdf\xa3": "Matroska or WebM", b"G@": "MPEG-TS", b"RIFF": "AVI"}
 
 
 def _check(good: object, what: str) -> None:
@@ -41,15 +40,11 @@ async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
         if kind in (b"moov", b"moof") or not header <= length < size - at:
             break
     if kind != b"moov" or not header <= length <= min(size - at, _MOST_BYTES):
-        begin = bytes(first.data[:12])
-        names = [name for magic, name in _OTHER_KINDS.items() if begin.startswith(magic)]
-        what = f"not mp4 or mov with a whole index (moov): begins as {[*names, begin][0]}"
+        what = f"not mp4 or mov with a whole index (moov): begins as {bytes(first.data[:12])!r}"
         remedy = "remux (ffmpeg -c copy), or decode whole files of an ObjectDataset"
-        raise ShardError(f"{what}; {remedy}", shard=shard.name, offset=at)
-    try:
+        raise shard.error(f"{what}; {remedy}", at)
+    with shard_errors("no video that can be read by ranges", shard.name, at):
         track = _parse(await reader.take(at + header, at + length), size)
-    except (ValueError, LookupError, RecursionError, struct.error) as error:
-        raise ShardError(f"no video that can be read by ranges: {error!r}", shard=shard.name, offset=at) from None
     if (end := int(track[0]["offset"][-1]) + int(track[0]["size"][-1])) > size:
         raise TruncatedShardError(f"{size} bytes, but its video ends at {end}", shard=shard.name, offset=size)
     return shard, track

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import os
-from collections.abc import Awaitable, Sequence
-from typing import Any, NamedTuple, Never, Self, SupportsIndex
+import re
+from array import array
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, NamedTuple, Never, Self
 
+from headrace._core.store.head import check_form, strong
 from headrace._core.store.listing import (
     UNKNOWN,
     Catalog,
@@ -14,16 +16,18 @@ from headrace._core.store.listing import (
     Labels,
     ListingFile,
     StringArray,
+    compact,
     list_objects,
-    read_table,
 )
-from headrace._core.store.store import StoreLike, as_store
+from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.text import check_keywords, sample_repr
 from headrace._core.transport.pickling import out_of_band
 from headrace.datasets.cached import Cacheable, Extent
 
 __all__ = ["ObjectDataset", "ObjectSample"]
+
+_BARE_MD5 = re.compile(r"[0-9a-f]{32}(?:-\d+)?")  # S3's tags in inventories; in responses they are quoted
 
 
 class ObjectSample(NamedTuple):
@@ -44,12 +48,12 @@ class ObjectSample(NamedTuple):
     def __repr__(self) -> str:
         return sample_repr(self)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
         data: Any = self.data
         if not isinstance(data, memoryview):  # of a batch: a list of them
             return ObjectSample, (*self,)
         # A memoryview cannot be pickled; from protocol 5 on its bytes go out of band, without a copy.
-        data = out_of_band(data) if operator.index(protocol) >= 5 else bytes(data)
+        data = out_of_band(data) if protocol >= 5 else bytes(data)
         return _restore_sample, (self.key, data, self.label)
 
 
@@ -171,8 +175,21 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         """
         dataset = cls.__new__(cls)
         dataset._store = as_store(store)
-        catalog = read_table(table, dataset._store, key=key, label=label, size=size, etag=etag, checksum=checksum)
-        dataset._hold(catalog, catalog.labels, None)
+        keys = [_key(value, dataset._store, row) for row, value in enumerate(_column(table, key))]
+        if not keys:
+            raise ValueError("the table has no rows: a dataset needs at least one key")
+        labels: Sequence[object] | None = None
+        if isinstance(label, str):
+            labels = compact(_column(table, label))
+        elif label is not None:
+            labels = list(zip(*(_column(table, name) for name in label), strict=True))
+        sizes = None if size is None else array("q", map(_size, _column(table, size)))
+        etags = None if etag is None else StringArray(map(_etag, _column(table, etag)))
+        checksums = None if checksum is None else StringArray(map(_checksum, _column(table, checksum)))
+        for name, column in ((label, labels), (size, sizes), (etag, etags), (checksum, checksums)):
+            if column is not None and len(column) != len(keys):
+                raise ValueError(f"column {name!r} has {len(column)} rows, and column {key!r} has {len(keys)}")
+        dataset._hold(Catalog(StringArray(keys), sizes, etags, checksums), labels, None)
         return dataset
 
     def _hold(self, catalog: Catalog, labels: Labels, classes: Sequence[str] | None) -> None:
@@ -221,3 +238,42 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
             None if self._etags is None else self._etags[index] or None,
             None if self._checksums is None else self._checksums[index] or None,
         )
+
+
+def _column(table: Any, name: str) -> list[Any]:
+    names = list(table) if isinstance(table, Mapping) else list(getattr(table, "column_names", None) or table.columns)
+    if name not in names:
+        raise ValueError(f"the table has no column {name!r}; its columns are {', '.join(map(repr, names))}")
+    column = table[name]
+    for method in ("to_pylist", "to_list", "tolist"):  # of pyarrow; of polars and pandas; of NumPy
+        if hasattr(column, method):
+            return [*getattr(column, method)()]
+    return list(column)
+
+
+def _key(value: object, store: Store, row: int) -> str:
+    """The key, relative to the store's URL; accepts full URLs under it, and paths in its directory."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"row {row}: the key must be text, but got {value!r}")
+    try:
+        return store.key_of(value) if "://" in value or value.startswith("/") else value
+    except ValueError as error:
+        raise ValueError(f"row {row}: {error}") from None
+
+
+def _size(value: Any) -> int:
+    if value is None or value != value:  # NaN is pandas's missing value
+        return UNKNOWN
+    if value < 0 or int(value) != value:
+        raise ValueError(f"{value!r} is not a number of bytes")
+    return int(value)
+
+
+def _etag(value: object) -> str:
+    if not isinstance(value, str):
+        return ""
+    return f'"{value}"' if _BARE_MD5.fullmatch(value) else strong(value) or ""
+
+
+def _checksum(value: object) -> str:
+    return check_form(value) if isinstance(value, str) else ""

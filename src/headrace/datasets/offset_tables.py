@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace._core.shards.compression import check_content
-from headrace._core.shards.discovery import Shard, map_shards
+from headrace._core.shards.discovery import Shard, map_shards, shard_errors
 from headrace._core.shards.unpacked import FORMATS, UnpackedShards, unpack, unpacker
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import Store, StoreLike, as_store
@@ -23,10 +23,12 @@ from headrace.datasets.cached import Extent, RangedShards
 from headrace.errors import ShardError
 
 __all__ = [
-    "OffsetTableDataset", "TableFile", "checked", "decode_fields", "raw_image", "read_index", "several",
+    "FieldDecoder", "OffsetTableDataset", "TableFile",
+    "checked", "decode_fields", "raw_image", "read_index", "several",
 ]  # fmt: skip
 
 T_co = TypeVar("T_co", covariant=True)
+FieldDecoder = Callable[[memoryview], Any]
 
 _CHANNELS = {"L": 1, "P": 1, "LA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3, "RGBA": 4, "RGBX": 4, "CMYK": 4}
 
@@ -40,6 +42,11 @@ class TableFile:
     size: int  # bytes, unpacked
     format: str | None = None  # of its compression
     stored: int | None = None  # bytes of the compressed object, if they are known
+
+    @property
+    def begin(self) -> int:
+        """The byte after the offsets, where the first row may begin."""
+        return 4 * self.rows + 8
 
 
 class OffsetTableDataset(RangedShards[T_co]):
@@ -55,7 +62,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         if len(keys := [file.key for file in files]) > len(set(keys)):
             raise ShardError("its index has it twice", shard=store.name(max(keys, key=keys.count)))
         self._unpacked, self._largest = UnpackedShards(unpacked_bytes), unpacked_bytes
-        opened = map_shards(functools.partial(self._open, store), files)
+        opened = map_shards(partial(self._open, store), files)
         super().__init__([shard for shard, _ in opened], counts or [file.rows for file in files] or [0])
         self._offsets = np.concatenate([table for _, table in opened] or [np.zeros(1, np.int64)]).astype(np.uint32)
 
@@ -64,24 +71,24 @@ class OffsetTableDataset(RangedShards[T_co]):
         if self._whole:
             shard, data = replace(shard, head=await store.head(file.key)), None
         else:
-            read = await shard.read_start(4 * file.rows + 8)
-            shard, data = replace(shard, head=read.head), read.data[: 4 * file.rows + 8]  # of more, without ranges
+            read = await shard.read_start(file.begin)
+            shard, data = replace(shard, head=read.head), read.data[: file.begin]  # of more, without ranges
         assert shard.head is not None
         size = file.stored if file.format else file.size
         if size not in (None, shard.head.size):
-            raise ShardError(f"{shard.head.size:,} bytes, and {size:,} in its index", shard=shard.name)
+            raise shard.error(f"{shard.head.size:,} bytes, and {size:,} in its index")
         return shard, np.empty(0, np.int64) if data is None else self._table(file, data, shard)
 
     def _table(self, file: TableFile, data: memoryview, shard: Shard) -> NDArray[np.int64]:
         """Where the samples begin, and where the last ends, by the first bytes of a shard, which it checks."""
-        if len(data) < 4 * file.rows + 8:
-            raise ShardError(f"no room for {file.rows:,} samples, which its index says it has", shard=shard.name)
-        rows, offsets = np.split(np.frombuffer(data[: 4 * file.rows + 8], "<u4").astype(np.int64), [1])
+        if len(data) < file.begin:
+            raise shard.error(f"no room for {file.rows:,} samples, which its index says it has")
+        rows, offsets = np.split(np.frombuffer(data[: file.begin], "<u4").astype(np.int64), [1])
         if rows != file.rows:
-            raise ShardError(f"{rows[0]:,} samples, and {file.rows:,} in its index", shard=shard.name, offset=0)
-        if offsets[0] < 4 * file.rows + 8 or offsets[-1] != file.size or (np.diff(offsets) < 0).any():
+            raise shard.error(f"{rows[0]:,} samples, and {file.rows:,} in its index", offset=0)
+        if offsets[0] < file.begin or offsets[-1] != file.size or (np.diff(offsets) < 0).any():
             what = f"its offsets, from {offsets[0]:,} to {offsets[-1]:,}, are not those of {file.size:,} bytes"
-            raise ShardError(what, shard=shard.name, offset=4)
+            raise shard.error(what, offset=4)
         return offsets
 
     def _capabilities(self) -> Capabilities:
@@ -113,7 +120,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         """Read bytes of a shard, or take a row of one that is read as a whole."""
         if not self._whole:
             return await super().read_range(number, start, stop, index=index)
-        unpacked = await self._unpacked.get(number, functools.partial(self._load, number))
+        unpacked = await self._unpacked.get(number, partial(self._load, number))
         data: memoryview = unpacked.data.toreadonly()
         begin, end = self._row(number, start, data)
         return data[begin:end]
@@ -134,7 +141,7 @@ class OffsetTableDataset(RangedShards[T_co]):
     def _unpack(self, file: TableFile, shard: Shard, data: memoryview) -> NDArray[np.uint8]:
         found = np.frombuffer(data, np.uint8)
         if file.format:
-            found = unpack(data, file.format, file.size, shard.name, self._largest)
+            found = unpack(data, file.format, file.size, shard, self._largest)
         self._table(file, found.data, shard)
         return found
 
@@ -145,7 +152,7 @@ class OffsetTableDataset(RangedShards[T_co]):
             return self.decode(number, data)
         except Exception as error:  # of any decoder
             what = f"sample {row:,} is corrupt: {type(error).__name__}: {error}"
-            raise ShardError(what, shard=self._shards[number].name) from None
+            raise self._shards[number].error(what) from None
 
     def decode(self, number: int, data: memoryview) -> T_co:
         """Make a sample of the shard with that number of its bytes."""
@@ -161,19 +168,15 @@ def read_index(url: StoreLike, parse: Callable[[Any], T_co]) -> tuple[Store, T_c
     """The store at `url`, and what `parse` makes of its index.json."""
     store = as_store(url)
     data = background_loop().run(store.read_all("index.json"))
-    check_content(data, store.name("index.json"))
-    try:
+    name = store.name("index.json")
+    check_content(data, name)
+    with shard_errors("no index of such shards", name):
         return store, parse(json.loads(bytes(data)))
-    except ShardError:
-        raise
-    except Exception as error:  # of a JSON that has something else in a place
-        problem = "it has no" if isinstance(error, KeyError) else f"{type(error).__name__}:"
-        what = f"no index of such shards: {problem} {error}"
-        raise ShardError(what, shard=store.name("index.json")) from None
 
 
-def checked(name: str, rows: int, size: int, format: str | None, stored: int | None) -> TableFile:
+def checked(name: str, rows: int, size: int, compression: str | None, stored: int | None) -> TableFile:
     """A shard by the values of an index; raises `ValueError` for those that lie."""
+    format = compression.partition(":")[0] if compression else None
     if set(name.split("/")) & {"", ".", ".."} or "\\" in name:
         raise ValueError(f"shard {name!r} is not in the folder")
     if type(rows) is not int or type(size) is not int or not 0 <= 4 * rows + 8 <= size < 1 << 32:  # 32-bit offsets
@@ -183,7 +186,7 @@ def checked(name: str, rows: int, size: int, format: str | None, stored: int | N
     return TableFile(name, rows, size, format, stored)
 
 
-def decode_fields(data: memoryview, fields: Sequence[tuple[str, Callable[[memoryview], Any], int | None]]) -> list[Any]:
+def decode_fields(data: memoryview, fields: Sequence[tuple[str, FieldDecoder, int | None]]) -> list[Any]:
     """The values of a sample, of fields with a name, a decoder, and a size; those without a size have it in front."""
     begin = 4 * sum(not size for _, _, size in fields)
     sizes, values = iter(np.frombuffer(data[:begin], "<u4").tolist()), []
@@ -208,7 +211,7 @@ def raw_image(data: memoryview) -> NDArray[np.uint8]:
     return pixels.reshape((height, width, _CHANNELS[mode])[: 2 + (_CHANNELS[mode] > 1)]).copy()
 
 
-def several(data: memoryview, decode: Callable[[memoryview], Any] = bytes) -> list[Any]:
+def several(data: memoryview, decode: FieldDecoder = bytes) -> list[Any]:
     """Values that are preceded by their number and their sizes."""
     count = int(np.frombuffer(data[:4], "<u4")[0])
     ends = 4 * count + 4 + np.cumsum(np.frombuffer(data[4 : 4 * count + 4], "<u4"), dtype=np.int64)

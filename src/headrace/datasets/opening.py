@@ -37,19 +37,19 @@ def opened(sources: Sequence[S], open_one: Callable[[S], Awaitable[T]], *, on_er
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error={on_error!r} must be 'raise' or 'skip'")
 
-    async def attempt(source: S) -> tuple[T | None, Exception | None]:
+    async def attempt(source: S) -> T | ShardError | ObjectNotFoundError:
         try:
-            return await open_one(source), None
+            return await open_one(source)
         except (ShardError, ObjectNotFoundError) as error:
             if on_error == "raise":
                 raise
-            return None, error
+            return error
 
     results = map_shards(attempt, sources)
-    errors = [error for _, error in results if error is not None]
+    errors = [each for each in results if isinstance(each, Exception)]
     if errors and len(errors) == len(results):
         raise errors[0]
     if errors:
         many = f"{len(errors):,} of {len(results):,} files"
         warn_user(f"{many} cannot be opened and are left out; the first error: {errors[0]}")
-    return [file for file, error in results if error is None]  # type: ignore[misc]
+    return [each for each in results if not isinstance(each, Exception)]

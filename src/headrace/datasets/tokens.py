@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -19,7 +20,6 @@ from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
 from headrace.datasets.cached import RangedShards
 from headrace.datasets.opening import OnOpeningError, opened
-from headrace.errors import ShardError
 
 __all__ = ["TokenDataset"]
 
@@ -105,8 +105,8 @@ class TokenDataset(RangedShards[torch.Tensor]):
             if dtype is None and not shard.key.lower().endswith(_SUFFIXES):
                 what = f"the ending of {shard.name} does not name a type; give dtype='uint16' or dtype='uint32'"
                 raise ValueError(what)
-        sources = [(shard, dtype, seq_len is None) for shard in found]
-        files = opened(sources, _open_file, on_error=on_error)
+        open_one = partial(_open_file, raw=dtype, documents=seq_len is None)
+        files = opened(found, open_one, on_error=on_error)
         shards, begins, self._dtypes, counts, bounds = zip(*files, strict=True)
         # Of all shards, one more for each than it has documents; None for windows.
         self._bounds = np.concatenate(bounds) if seq_len is None else None
@@ -158,40 +158,39 @@ class TokenDataset(RangedShards[torch.Tensor]):
         return torch.from_numpy(tokens.astype(np.int64))
 
 
-async def _open_file(of: tuple[Shard, str | None, bool]) -> tuple[Shard, int, *TokenIndex]:
+async def _open_file(shard: Shard, raw: str | None, documents: bool) -> tuple[Shard, int, *TokenIndex]:
     """Find the first byte and the contents of a shard: by its own header, else by the index beside it, else raw."""
-    shard, raw, documents = of
     read = await shard.read_start(_BEGINNING)
     first, size = bytes(read.data[:_BEGINNING]), read.head.size
     shard, key, begin, bounds = replace(shard, head=read.head), shard.key.lower(), 0, None
     if first.startswith(np.lib.format.MAGIC_PREFIX) or (raw is None and key.endswith(".npy")):
-        begin, dtype, shape, _ = npy_layout(first, shard, "; raw tokens need dtype=")
+        begin, dtype, shape, _ = npy_layout(first, shard, " (raw tokens need dtype=)")
         if len(shape) != 1 or dtype.kind not in "ui":
             what = f"an array of shape {shape} and type {dtype}; tokens are one-dimensional unsigned or signed integers"
-            raise ShardError(what, shard=shard.name)
+            raise shard.error(what)
         count = shape[0]
     elif first.startswith(b"LITPKDS"):
         what = "a packed dataset of lit-gpt; save its tokens, which begin at byte 24, as .npy"
-        raise ShardError(what, shard=shard.name, offset=0)
+        raise shard.error(what, offset=0)
     elif int.from_bytes(first[:4], "little") in _LLMC_KINDS:
         begin, dtype, count = _llmc_layout(first, shard)
     elif index := await read_index(shard, size, raw, documents):
         dtype, count, bounds = index
     elif raw is None and key.endswith(".ds"):
-        raise ShardError("its .index or .metadata is missing; for windows, give dtype=", shard=shard.name)
+        raise shard.error("its .index or .metadata is missing; for windows, give dtype=")
     else:
         dtype = np.dtype(raw or "uint16").newbyteorder("<")
         count, rest = divmod(size, dtype.itemsize)
         if rest:
             what = f"truncated: {size} bytes are not a whole number of {dtype.name} tokens"
-            raise ShardError(what, shard=shard.name)
+            raise shard.error(what)
         _check_width(first, dtype.itemsize, raw, shard)
     if begin + count * dtype.itemsize != size:
         there = (size - begin) // dtype.itemsize
-        raise ShardError(f"{there} tokens, but {count} in the header", shard=shard.name, offset=begin)
+        raise shard.error(f"{there} tokens, but {count} in the header", begin)
     if documents and bounds is None:
         what = "no index of its documents, as Megatron's .bin and datatrove's .ds have beside them; give seq_len="
-        raise ShardError(what, shard=shard.name)
+        raise shard.error(what)
     return shard, begin, dtype, count, bounds
 
 
@@ -207,7 +206,7 @@ def _check_width(first: bytes, width: int, raw: str | None, shard: Shard) -> Non
         return
     what = f"these look like tokens of {8 * seem} bits, but are read as {8 * width}"
     if raw is None:
-        raise ShardError(f"{what}; give dtype='int{8 * seem}', or 'uint16' if it is right", shard=shard.name)
+        raise shard.error(f"{what}; give dtype='int{8 * seem}', or 'uint16' if it is right")
     warnings.warn(f"{what}: {shard.name}", UserWarning, stacklevel=1)
 
 
@@ -215,5 +214,5 @@ def _llmc_layout(first: bytes, shard: Shard) -> tuple[int, np.dtype[np.generic],
     kind, version, count = np.frombuffer(first[:12].ljust(12, b"\0"), "<u4").tolist()
     if len(first) < _LLMC_HEADER or (kind, version) not in _LLMC_TYPES:
         what = f"not a header of llm.c's tokens: kind {kind}, version {version}, {len(first)} bytes"
-        raise ShardError(what, shard=shard.name)
+        raise shard.error(what)
     return _LLMC_HEADER, np.dtype(_LLMC_TYPES[kind, version]).newbyteorder("<"), count

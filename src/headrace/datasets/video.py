@@ -15,7 +15,6 @@ from headrace._core.streams.map_style import positions
 from headrace.datasets.cached import RangedShards
 from headrace.datasets.mp4 import Array, VideoTrack, clip_file, read_track
 from headrace.datasets.opening import OnOpeningError, opened
-from headrace.errors import ShardError
 
 __all__ = ["VideoClip", "VideoDataset"]
 
@@ -87,7 +86,7 @@ class VideoDataset(RangedShards[VideoClip]):
 
         async def read(shard: Shard) -> tuple[Shard, VideoTrack, Array]:
             shard, track = await read_track(shard)
-            return shard, track, _clips(shard.name, track, length, stride, frames is not None)
+            return shard, track, _clips(shard, track, length, stride, frames is not None)
 
         shards, self._tracks, clips = zip(*opened(found, read, on_error=on_error), strict=True)
         super().__init__(shards, [*map(len, clips)])
@@ -115,7 +114,7 @@ class VideoDataset(RangedShards[VideoClip]):
         return VideoClip(self._shards[number].key, seconds, torch.from_numpy(times), file)
 
 
-def _clips(name: str, track: VideoTrack, length: float, stride: float, count: bool) -> Array:
+def _clips(shard: Shard, track: VideoTrack, length: float, stride: float, count: bool) -> Array:
     """The clips of a video; `length` and `stride` are numbers of frames, or seconds."""
     frames, scale, _ = track
     pts, shown = frames["pts"], np.flatnonzero(frames["shown"])
@@ -123,7 +122,7 @@ def _clips(name: str, track: VideoTrack, length: float, stride: float, count: bo
     times = pts[shown]
     ends = min(times[-1] + frames["duration"][shown[-1]], pts[pts > times[-1]].min(initial=1 << 62))
     if (np.diff(times) == 0).any():
-        raise ShardError("two frames have the same time", shard=name)
+        raise shard.error("two frames have the same time")
     if count:
         low = np.arange(0, len(shown) - int(length) + 1, int(stride))
         high, starts = low + int(length), times[low]
@@ -131,7 +130,7 @@ def _clips(name: str, track: VideoTrack, length: float, stride: float, count: bo
         ticks = round(length * scale)
         room = (ends - times[0] - ticks) / (stride * scale)
         if room > _MOST_CLIPS + 1000 * len(times):
-            raise ShardError(f"{room:,.0f} clips of {len(times)} frames", shard=name)
+            raise shard.error(f"{room:,.0f} clips of {len(times)} frames")
         starts = times[0] + np.round(np.arange(int(room + 1 + 1e-9) if room >= 0 else 0) * (stride * scale))
         low, high = np.searchsorted(times, starts, side="right") - 1, np.searchsorted(times, starts + ticks)
     clips = np.zeros(len(low), _CLIP)
@@ -148,5 +147,5 @@ def _clips(name: str, track: VideoTrack, length: float, stride: float, count: bo
     clips["start"], clips["stop"] = frames["offset"][first], frames["offset"][last - 1] + frames["size"][last - 1]
     needed = np.append(0, np.cumsum(frames["size"], dtype=np.int64))
     if (clips["stop"] - clips["start"] > (16 << 20) + 8 * (needed[last] - needed[first])).any():
-        raise ShardError("the frames of a clip are spread over the file", shard=name)
+        raise shard.error("the frames of a clip are spread over the file")
     return clips

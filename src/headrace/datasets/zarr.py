@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from headrace._core.shards.discovery import split_url
-from headrace._core.shards.unpacked import UnpackedShards, is_panic
+from headrace._core.extras import require
+from headrace._core.shards.discovery import shard_errors, split_url
+from headrace._core.shards.unpacked import UnpackedShards
 from headrace._core.store.ranges import Ranges, map_all
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.kinds import Blocks
 from headrace._core.streams.map_style import RangedDataset, positions
-from headrace.errors import HeadraceError, MissingExtraError, ShardError
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
@@ -81,10 +81,9 @@ class ZarrDataset(RangedDataset[Any]):
     ) -> None:
         if missing not in ("error", "fill"):
             raise ValueError(f"missing={missing!r} must be 'error' or 'fill'")
-        try:
-            from headrace._core.shards.zarr_store import ReadStore, check_inner, open_array
-        except ImportError:
-            raise MissingExtraError(what="ZarrDataset", package="zarr", extra="zarr") from None
+        require("zarr.abc.store", "ZarrDataset", "zarr", "zarr")
+        from headrace._core.shards.zarr_store import ReadStore, open_array
+
         self._reads = UnpackedShards(cache_bytes)
         self._cache_bytes = cache_bytes
         self._store: Any = url
@@ -101,13 +100,11 @@ class ZarrDataset(RangedDataset[Any]):
         opened_as = partial(open_array, self._store, self._prefix, self._path.strip("/"), axis, cache_bytes)
         opening = map_all(opened_as, [str(arrays or "")] if self._names is None else self._names, 8)
         self._arrays: list[AsyncArray[Any]] = background_loop().run(opening)
-        self._check_inner = check_inner if getattr(self._store, "must_exist", False) else None
         lengths = {array.path: array.shape[axis] for array in self._arrays}
         if len({*lengths.values()}) != 1:
             raise ValueError(f"arrays must have the same length along axis {axis}, but have {lengths}")
         self._length = self._arrays[0].shape[axis]
-        self._sizes = [array.nbytes // max(1, self._length) for array in self._arrays]  # of a sample
-        self.block_size = self._arrays[int(np.argmax(self._sizes))].chunks[axis]
+        self.block_size = max(self._arrays, key=lambda array: array.nbytes).chunks[axis]
         self._step = math.gcd(*(array.chunks[axis] for array in self._arrays))
 
     def __len__(self) -> int:
@@ -131,8 +128,8 @@ class ZarrDataset(RangedDataset[Any]):
         """Neighbours of a block, of which `sample_of` takes slices."""
         first = number * self._step + start
         places = [divmod(first, array.chunks[self._axis]) for array in self._arrays]
-        reads = ((key := (each, block), partial(self._read_block, *key)) for each, (block, _) in enumerate(places))
-        chunks = await asyncio.gather(*(self._reads.get(key, read) for key, read in reads))
+        keys = [(each, block) for each, (block, _) in enumerate(places)]
+        chunks = await asyncio.gather(*(self._reads.get(key, partial(self._read_block, *key)) for key in keys))
         rows = _Rows([chunk[row : row + stop - start] for chunk, (_, row) in zip(chunks, places, strict=True)])
         return rows if index is None else rows[:]
 
@@ -145,17 +142,11 @@ class ZarrDataset(RangedDataset[Any]):
         """The samples of a chunk, along the first axis."""
         array, axis = self._arrays[number], self._axis % self._arrays[number].ndim
         first = block * array.chunks[axis]
-        try:
+        what = f"samples from {first:,} on: a chunk, or zarr.json or .zarray, is damaged"
+        with shard_errors(what, self._prefix + array.path):  # of zarr, its codecs, and icechunk
             values = await array.getitem((slice(None),) * axis + (slice(first, first + array.chunks[axis]),))
-            if self._check_inner and array.shards is not None:
-                await self._check_inner(self._store, array, axis, block)
-        except HeadraceError:
-            raise
-        except BaseException as error:  # zarr's and its codecs', of any kind, and panics of icechunk
-            if not isinstance(error, Exception) and not is_panic(error):
-                raise
-            what = f"samples from {first:,} on: a chunk, or zarr.json or .zarray, is damaged: {error!r}"
-            raise ShardError(what, shard=self._prefix + array.path) from error
+            if array.shards is not None and getattr(self._store, "must_exist", False):
+                await self._store.check_inner(array, axis, block)
         return np.moveaxis(np.asarray(values), axis, 0)
 
 

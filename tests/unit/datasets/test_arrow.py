@@ -119,7 +119,8 @@ def test_files_that_are_cut_or_no_arrow_files_are_refused():
         (stream + stream, ShardError, "no end with at most a footer"),
         (file[:-6], ShardError, "no end with at most a footer and b'ARROW1'"),
         (b"FEA1" + bytes(100), ShardError, r"not Arrow IPC \(Feather 2\)"),
-        (stream.replace(b"\1\0\0\0x", b"\1\0\0\0\xff", 1), ShardError, "corrupt message: 'utf-8'"),  # a column's name
+        # In a column's name.
+        (stream.replace(b"\1\0\0\0x", b"\1\0\0\0\xff", 1), ShardError, "corrupt message: UnicodeDecodeError: 'utf-8'"),
     ]:
         with pytest.raises(error, match=rf"{says}.*0\.arrow"):
             arrow(data)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import codecs
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import MissingExtraError, ShardError, TruncatedShardError
+from headrace._core.extras import require
+from headrace.errors import ShardError, TruncatedShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -53,9 +54,9 @@ class Codec:
         self.taken = 0  # bytes of the object so far
         self._offset = 0  # bytes unpacked so far
         if self._format == "zstd":
-            zstd = _require_zstd()
-            self._open: Callable[[], Any] = zstd.ZstdDecompressor
-            self._error: type[Exception] = zstd.ZstdError
+            module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+            zstd = require(module, "reading zstd", "backports.zstd", "zstd")
+            self._open, self._error = zstd.ZstdDecompressor, zstd.ZstdError
         else:
             wbits = zlib.MAX_WBITS + 16 * (self._format == "gzip")
             self._open, self._error = lambda: zlib.decompressobj(wbits), zlib.error
@@ -65,9 +66,11 @@ class Codec:
         view = memoryview(data).cast("B")
         if not self.taken:
             check_content(view, self._shard, pages=self._pages)
+            for magic, name in _BEGINNINGS.items():
+                if not self.compressed and view[: len(magic)] == magic:
+                    what = f"{name} by its first bytes, but not by its name; only {', '.join(SUFFIXES)} are unpacked"
+                    raise ShardError(what, shard=self._shard, offset=0)
         if not self.compressed:
-            if not self.taken:
-                self._check_beginning(bytes(view[:10]))
             self.taken += len(view)
             yield data
             return
@@ -75,12 +78,6 @@ class Codec:
             piece = bytes(view[start : start + _INPUT_BYTES])
             self.taken += len(piece)
             yield from self._unpack(piece)
-
-    def _check_beginning(self, first: bytes) -> None:
-        for magic, name in _BEGINNINGS.items():
-            if first.startswith(magic):
-                what = f"{name} by its first bytes, but not by its name; only {', '.join(SUFFIXES)} are unpacked"
-                raise ShardError(what, shard=self._shard, offset=0)
 
     def finish(self) -> None:
         """Signal the end of the input; raises `TruncatedShardError` if it is incomplete."""
@@ -130,27 +127,16 @@ def check_content(data: Buffer, shard: str, *, pages: bool = False) -> None:
     raise ShardError(what, shard=shard, offset=0)
 
 
-def _require_zstd() -> Any:
-    try:
-        if sys.version_info >= (3, 14):
-            from compression import zstd
-        else:
-            from backports import zstd
-    except ImportError:
-        raise MissingExtraError(what="reading zstd", package="backports.zstd", extra="zstd") from None
-    return zstd
-
-
 def without_suffix(name: str) -> str:
     return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
 
 
 def refuse_unsupported(name: str) -> None:
     """Raise `ShardError` if the shard's name has the suffix of a compression that is not supported."""
-    suffix = next((suffix for suffix in _UNSUPPORTED if name.lower().endswith(suffix)), None)
-    if suffix is not None:
-        what = f"{suffix} is not supported; supported compressions are {', '.join(SUFFIXES)}"
-        raise ShardError(what, shard=name)
+    for suffix in _UNSUPPORTED:
+        if name.lower().endswith(suffix):
+            what = f"{suffix} is not supported; supported compressions are {', '.join(SUFFIXES)}"
+            raise ShardError(what, shard=name)
 
 
 def refuse_compressed(name: str) -> None:

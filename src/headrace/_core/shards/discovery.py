@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fnmatch
 import os
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from glob import glob
 from itertools import chain, pairwise
 from operator import attrgetter
@@ -26,7 +27,7 @@ from headrace._core.store.redaction import check_path
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.text import short_repr
-from headrace.errors import ObjectNotFoundError, TruncatedShardError
+from headrace.errors import HeadraceError, ObjectNotFoundError, ShardError, TruncatedShardError
 
 MOST_NAMES = 1_000_000  # that braces may stand for
 _GLOB = re.compile(r"[*?\[]")
@@ -51,6 +52,10 @@ class Shard:
         """Its URL, without secrets."""
         return self.store.name(self.key)
 
+    def error(self, what: str, offset: int | None = None) -> ShardError:
+        """The error to raise if the shard is damaged, perhaps at an offset in bytes."""
+        return ShardError(what, shard=self.name, offset=offset)
+
     def read(self, start: int, stop: int, *, index: Any = None) -> Awaitable[memoryview]:
         """Read bytes of this version of the object; see `Store.read`."""
         head = self.head
@@ -72,6 +77,26 @@ class Shard:
         if len(found.data) == found.head.size:
             check_content(found.data, self.name)
         return found
+
+
+@contextlib.contextmanager
+def shard_errors(what: str, shard: str, offset: int | None = None) -> Iterator[None]:
+    """Raise errors of other libraries, and panics of their Rust code, as `ShardError`."""
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        cause = "it has no" if isinstance(error, KeyError) else f"{type(error).__name__}:"
+        message = " ".join(f"{what}: {cause} {error}".split())
+        raise ShardError(message, shard=shard, offset=offset) from None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an exception is a panic of Rust code, which `except Exception` lets pass."""
+    return type(error).__name__ == "PanicException"
 
 
 class HeaderReader:
@@ -112,24 +137,25 @@ def find_shards(shards: Shards, *, suffixes: tuple[str, ...], store: StoreLike |
     if isinstance(shards, Store) and store is None:
         shards, store = "", shards  # all that is in it
     opened = None if store is None else as_store(store)
-    stores: dict[str, Store] = {}
-    named: list[tuple[Shard, list[str] | None]] = []  # and, if it has to be listed, the names of local files that match
+    store_of = cache(lambda base: opened or Store(base))
+    named: list[tuple[Shard, bool]] = []  # and whether it has to be listed
     for name in [shards] if isinstance(shards, str | os.PathLike) else shards:  # type: ignore[union-attr]
         if isinstance(name, Shard):
-            named.append((name, None))
+            named.append((name, False))
             continue
         for url in expand_braces(os.fspath(name)):
             base, key = split_url(url) if opened is None else ("", opened.key_of(url))
-            if base not in stores:
-                stores[base] = opened or Store(base)
-            root = stores[base].local_root
+            one = Shard(store_of(base), key)
+            root = one.store.local_root
             is_pattern = _GLOB.search(key) is not None or not key.lower().endswith(suffixes)
             is_pattern = is_pattern or (root is not None and os.path.isdir(os.path.join(root, key)))
-            names = sorted(glob(key, root_dir=root)) if is_pattern and root is not None else []
-            named.append((Shard(stores[base], key), names if is_pattern else None))
-    patterns = [(shard, names) for shard, names in named if names is not None]
-    listed = iter(background_loop().run(map_all(lambda one: _list(*one, suffixes), patterns)) if patterns else ())
-    found = [shard for one, names in named for shard in ((one,) if names is None else next(listed))]
+            named.append((one, is_pattern))
+    patterns = [shard for shard, is_pattern in named if is_pattern]
+    list_one = partial(_list, suffixes=suffixes)
+    listed = iter(background_loop().run(map_all(list_one, patterns)) if patterns else ())
+    found: list[Shard] = []
+    for one, is_pattern in named:
+        found += next(listed) if is_pattern else [one]
     if not found:
         raise ValueError("no shard was given")
     name, times = Counter(shard.name for shard in found).most_common(1)[0]
@@ -138,13 +164,13 @@ def find_shards(shards: Shards, *, suffixes: tuple[str, ...], store: StoreLike |
     return tuple(found)
 
 
-async def _list(pattern: Shard, names: Sequence[str], suffixes: tuple[str, ...]) -> list[Shard]:
+async def _list(pattern: Shard, suffixes: tuple[str, ...]) -> list[Shard]:
     """The shards of a glob or a directory; or the object itself, if its ending is not that of a shard."""
     store, key = pattern.store, pattern.key
     folder = key.strip("/")
     if match := _GLOB.search(key):
         folder, problem = key[: match.start()].rpartition("/")[0], f"nothing matches {key!r}"
-        found = await _matching(pattern, folder, names, suffixes)
+        found = await _matching(pattern, folder, suffixes)
     else:
         problem = f"no such file, and no file in such a directory that ends in {' or '.join(suffixes)}"
         found = await list_inside(store, folder, suffixes)
@@ -161,10 +187,10 @@ async def list_inside(store: Store, folder: str, suffixes: tuple[str, ...]) -> l
     return [Shard(store, head.key, head) for head in named if not _is_hidden(head.key.removeprefix(folder))]
 
 
-async def _matching(shard: Shard, folder: str, names: Sequence[str], suffixes: tuple[str, ...]) -> list[Shard]:
+async def _matching(shard: Shard, folder: str, suffixes: tuple[str, ...]) -> list[Shard]:
     """The objects that match a glob, and those in directories that do and are named as shards.
 
-    `folder` has them all; `names` are those of a directory of this machine, if the store is one.
+    `folder` has them all.
 
     Without ``**``, a directory is listed only if its path matches, and what is below it is not.
     """
@@ -172,12 +198,13 @@ async def _matching(shard: Shard, folder: str, names: Sequence[str], suffixes: t
     if "**" in pattern.split("/"):
         heads, expression = await list_heads(store, folder), glob_expression(pattern)
         return [Shard(store, head.key, head) for head in heads if expression.fullmatch(head.key)]
-    if store.local_root is not None:
+    if (root := store.local_root) is not None:
+        names = sorted(await asyncio.to_thread(glob, pattern, root_dir=root))
         return [*chain.from_iterable(await map_all(partial(_find, store, suffixes), names, AT_ONCE))]
     found, folders = list[Shard](), [""]
     for step in re.findall(r"(?:[^/*?\[]*/)*[^/]+", pattern):  # directories without wildcards, and a name
         path, slash, name = step.rpartition("/")
-        one = partial(list_level, store=store, glob=glob_expression(name))
+        one = partial(list_level, store, glob_expression(name))
         levels = await map_all(one, [folder + path + slash for folder in folders], AT_ONCE)
         found = [Shard(store, head.key, head) for objects, _ in levels for head in objects.values()]
         folders = [each for _, below in levels for each in below]

@@ -6,14 +6,13 @@ import io
 
 import numpy as np
 
-from headrace._core.shards.discovery import Shard
-from headrace.errors import ShardError
+from headrace._core.shards.discovery import Shard, shard_errors
 
 
 def npy_layout(first: bytes, shard: Shard, remedy: str = "") -> tuple[int, np.dtype[np.generic], tuple[int, ...], bool]:
     """The offset of the data, the type, the shape, and whether columns come first, by a file's first bytes."""
     stream = io.BytesIO(first)
-    try:
+    with shard_errors(f"not a .npy file{remedy}", shard.name):
         version = np.lib.format.read_magic(stream)
         if version not in ((1, 0), (2, 0), (3, 0)):
             raise ValueError(f"version {version[0]}.{version[1]} is unknown")
@@ -21,6 +20,4 @@ def npy_layout(first: bytes, shard: Shard, remedy: str = "") -> tuple[int, np.dt
         shape, fortran, dtype = parse(stream)
         if min(shape, default=0) < 0:
             raise ValueError(f"its shape is {shape}")
-    except Exception as error:  # ValueError, and what `tokenize` and `ast` raise for a text that is no literal
-        raise ShardError(f"not a .npy file: {error}{remedy}", shard=shard.name) from None
     return stream.tell(), dtype, shape, fortran

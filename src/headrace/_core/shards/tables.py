@@ -16,7 +16,6 @@ from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import names_digest
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.text import short_repr
-from headrace.errors import ShardError
 
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _LONGEST_TEXT = 500  # characters of a filter in a state
@@ -152,7 +151,7 @@ def select_columns(
                 what = f"columns {listed}, but {expected} in {files[0].shard.name}: {' '.join(str(error).split())}"
                 of_types = ", of types that can be one, or read rows (format='rows')" if same_names else ""
                 remedy = f"give columns= that all files have{of_types}"
-                raise ShardError(f"{what}; {remedy}", shard=file.shard.name) from None
+                raise file.shard.error(f"{what}; {remedy}") from None
         selection = made[there]
         found.append(replace(selection, added={name: added[name] for name in selection.added}))
     if unified is not None and any(selection.given != unified for selection in made.values()):

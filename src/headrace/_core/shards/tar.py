@@ -13,7 +13,7 @@ import functools
 import re
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from headrace._core.shards.reading import BadRecord, Decoder
@@ -74,13 +74,10 @@ class _Pending(NamedTuple):
 
 
 class TarParser:
-    """Parses one archive that is fed in pieces of any size, with the content of the names that are `wanted`."""
+    """Parses an archive that is fed in pieces of any size, with the contents that are wanted."""
 
-    def __init__(
-        self, shard: str, *, wanted: Callable[[str], bool] | None = None, member_limit: int = MEMBER_LIMIT
-    ) -> None:
+    def __init__(self, shard: str, *, member_limit: int = MEMBER_LIMIT) -> None:
         self._shard = shard
-        self._wanted = wanted
         self._member_limit = member_limit
         self._offset = 0  # of the next byte
         self._header = b""  # incomplete header
@@ -92,10 +89,6 @@ class TarParser:
         self._last: str | bytes | None = None  # name of the last complete member; bytes with the header's zeros
         self._long_name: bytes | None = None
         self._pax: dict[bytes, bytes] = {}
-
-    def start_at(self, offset: int) -> None:
-        """Parse from the end of a member on, at `offset` in the archive; called before the first `feed`."""
-        self._offset = offset
 
     def members(self, data: Buffer) -> Iterator[Any]:
         """Parse the next bytes and yield the files completed by them, and what `_plain` yields; to be exhausted."""
@@ -178,30 +171,26 @@ class TarParser:
         if kind in (b"0", b"\0") and name.endswith("/"):
             kind = b"5"
         try:
-            checked = self._checked_name(name, kind, size, offset, is_sparse)
+            if kind in _REFUSED:
+                what = f"unsafe tar: {_REFUSED[kind]} is not read"
+                raise UnsafeMemberError(what, shard=self._shard, member=name, offset=offset)
+            if is_sparse:
+                self._fail("sparse files are not read", offset, name)
+            if kind in _NO_FILE:
+                safe_name(name.rstrip("/") if kind != b"V" else "label", self._shard, offset)
+                return _Pending(name, b"5", offset, size, wanted=False)
+            if kind not in _FILE:
+                self._fail(f"type {kind!r} is not read", offset, name)
+            safe = safe_name(name, self._shard, offset)
+            if size > self._member_limit:
+                self._fail(f"a member of {size} bytes is more than member_limit={self._member_limit}", offset, safe)
         except ShardError as error:
             held = 0 if kind in _REFUSED else size
             return _Pending(name, b"0", offset, held, wanted=False, error=error)
-        if kind in _NO_FILE:
-            return _Pending(name, b"5", offset, size, wanted=False)
-        wanted = self._wanted is None or self._wanted(checked)
-        return _Pending(checked, b"0", offset, size, wanted)
+        return _Pending(safe, b"0", offset, size, self._is_wanted(safe))
 
-    def _checked_name(self, name: str, kind: bytes, size: int, offset: int, is_sparse: bool) -> str:
-        """The safe name of a member that is read; raises `ShardError` for one that is not."""
-        if kind in _REFUSED:
-            what = f"unsafe tar: {_REFUSED[kind]} is not read"
-            raise UnsafeMemberError(what, shard=self._shard, member=name, offset=offset)
-        if is_sparse:
-            self._fail("sparse files are not read", offset, name)
-        if kind in _NO_FILE:
-            return safe_name(name.rstrip("/") if kind != b"V" else "label", self._shard, offset)
-        if kind not in _FILE:
-            self._fail(f"type {kind!r} is not read", offset, name)
-        name = safe_name(name, self._shard, offset)
-        if size > self._member_limit:
-            self._fail(f"a member of {size} bytes is more than member_limit={self._member_limit}", offset, name)
-        return name
+    def _is_wanted(self, name: str) -> bool:
+        return True
 
     def _take_content(self, view: memoryview, position: int) -> Member | None:
         """Take the pending content as far as it has come; returns the member if it is a file and complete."""
@@ -264,7 +253,7 @@ class TarParser:
         raise ShardError(f"corrupt tar: {what}", shard=self._shard, member=member or _text(self._last), offset=where)
 
 
-def safe_name(name: str, shard: str, offset: int | None = None) -> str:
+def safe_name(name: str, shard: str, offset: int) -> str:
     """Return a member's name without a leading ``./``, if it leads to a place in the directory of unpacking."""
     while name.startswith("./"):
         name = name[2:]
@@ -293,16 +282,15 @@ def parse_number(field: bytes) -> int | None:
 
 def checksum_holds(header: bytes, field: bytes) -> bool:
     """Whether the bytes of a header, with blanks for the checksum field, add up to the number in that field."""
-    expected = parse_number(field)
-    if expected is None:
+    expected = sum_with_checksum_field(field)
+    if expected < 0:
         return False
     # Adler-32 from 0 has in its lower half the sum modulo 65,521: 0.3 µs where `sum` takes 3. Sums that differ by the
     # modulus need a header in which no byte is right.
-    added = (zlib.adler32(header, 0) & 0xFFFF) - sum(field) + _BLANKS
-    if (added - expected) % 65521 == 0:
+    if zlib.adler32(header, 0) & 0xFFFF == expected % 65521:
         return True
-    signed = sum(byte - 256 if byte > 127 else byte for byte in header[:148] + header[156:])
-    return signed + _BLANKS == expected  # historic implementations add signed characters
+    # Historic implementations add signed characters.
+    return sum(byte - 256 if byte > 127 else byte for byte in header) == expected
 
 
 @functools.lru_cache(4096)  # headers of text add up to a few thousand different sums
@@ -336,11 +324,11 @@ class TarSamples(TarParser, Decoder):
     """
 
     def __init__(
-        self, shard: str, *, fields: Collection[str] | None, uniform: bool, member_limit: int = MEMBER_LIMIT
+        self, shard: str, *, fields: Collection[str] | None = None, uniform: bool, member_limit: int = MEMBER_LIMIT
     ) -> None:
         self._required = None if fields is None else frozenset(fields)
         self._selected = self._required
-        super().__init__(shard, wanted=self._is_wanted, member_limit=member_limit)
+        super().__init__(shard, member_limit=member_limit)
         self._exact = fields is None and uniform
         self._key: bytes | None = None  # of the current sample, as in the archive; None before the first
         self._contents: dict[str, Any] = {}  # of its members, by field; None of those that are not wanted
@@ -364,7 +352,11 @@ class TarSamples(TarParser, Decoder):
                 if key != self._key and (sample := self._begin(key, name, found.offset)) is not None:
                     yield sample
                 content = None if found.data is None else self._content(memoryview(found.data), found.data_offset)
-                self._add(field, content, name, found.offset)
+                if field in self._contents:
+                    what = f"sample {_text(key)!r} has field {field!r} twice"
+                    self._broken = self._error(what, name, found.offset)
+                self._contents[field] = content
+                self._latest = name, found.offset
                 self._broken = self._broken or found.error
                 self._end = found.end
 
@@ -373,12 +365,11 @@ class TarSamples(TarParser, Decoder):
         return {"offset": self._complete, "fields": learned}
 
     def restore(self, position: State) -> None:
-        self._complete = self._end = offset = expect(position, "offset", int)
-        self.start_at(offset)
+        self._complete = self._end = self._offset = expect(position, "offset", int)
         learned = None if position.get("fields") is None else expect(position, "fields", list)
         if self._exact and learned is not None:
             self._required = frozenset(map(str, learned))
-        if offset:
+        if self._offset:
             self._seen.add(b"")  # the archive has samples; repeated keys are found from here on
 
     def finish(self) -> Iterator[Any]:
@@ -459,12 +450,6 @@ class TarSamples(TarParser, Decoder):
         self._key, self._contents = key, {}
         return complete
 
-    def _add(self, field: str, content: Any, name: bytes, offset: int) -> None:
-        if field in self._contents:
-            self._broken = self._error(f"sample {_text(self._key)!r} has field {field!r} twice", name, offset)
-        self._contents[field] = content
-        self._latest = name, offset
-
     def _take(self) -> Any:
         """The current sample as complete, or its error if it lacks a field, or has one too many."""
         key, contents, required = _text(self._key), self._contents, self._required
@@ -478,18 +463,15 @@ class TarSamples(TarParser, Decoder):
             missing = required - contents.keys()
             extra = contents.keys() - required if self._exact else frozenset[str]()
             if missing or extra:
-                return BadRecord(self._refusal(key, missing, extra))
+                listed = ", ".join(sorted(map(repr, missing or extra)))
+                what = f"lacks {listed}" if missing else f"has {listed}, which earlier samples lack"
+                remedy = "; if that is intended, give fields=[...] or uniform=False" if self._exact else ""
+                return BadRecord(self._error(f"sample {key!r} {what}{remedy}", *self._latest))
             contents = {field: content for field, content in contents.items() if content is not None}
         return self._sample(key, contents)
 
     def _sample(self, key: str, contents: dict[str, Any]) -> Any:
         return {"__key__": key, "__url__": self._shard, **contents}
-
-    def _refusal(self, key: str, missing: Collection[str], extra: Collection[str]) -> ShardError:
-        listed = ", ".join(sorted(map(repr, missing or extra)))
-        what = f"lacks {listed}" if missing else f"has {listed}, which earlier samples lack"
-        remedy = "; if that is intended, give fields=[...] or uniform=False" if self._exact else ""
-        return self._error(f"sample {key!r} {what}{remedy}", *self._latest)
 
     def _error(self, what: str, name: bytes, offset: int) -> ShardError:
         return ShardError(what, shard=self._shard, member=_text(name), offset=offset)

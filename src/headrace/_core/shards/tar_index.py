@@ -131,14 +131,12 @@ async def load_indices(shards: Sequence[Shard], *, uniform: bool, save: bool) ->
     """Load the index of each shard from beside it, or build it if there is none of the shard's version."""
     for shard in shards:
         refuse_compressed(shard.name)
-    loads, builds = asyncio.Semaphore(PARALLEL_LOADS), asyncio.Semaphore(PARALLEL_BUILDS)
-    refused = False  # whether an index could not be stored
+    builds = asyncio.Semaphore(PARALLEL_BUILDS)
+    refused: list[StoreError] = []  # why indices could not be stored
 
     async def one(shard: Shard) -> TarIndex:
-        nonlocal refused
-        async with loads:
-            shard = replace(shard, head=shard.head or await shard.store.head(shard.key))
-            index = await _load(shard)
+        shard = replace(shard, head=shard.head or await shard.store.head(shard.key))
+        index = await _load(shard)
         if index is not None and not (uniform and (index.offsets == ABSENT).any()):
             return index
         async with builds:
@@ -147,14 +145,15 @@ async def load_indices(shards: Sequence[Shard], *, uniform: bool, save: bool) ->
                 if save and not refused:
                     await shard.store.put(shard.key + SUFFIX, index.dump())
             except StoreError as error:
-                if not refused:
-                    refused = True
-                    with contextlib.suppress(Warning):  # if a filter makes it an error: the index itself is complete
-                        what = f"cannot store indices beside their shards: {error}"
-                        warnings.warn(what, RuntimeWarning, stacklevel=2)
+                refused.append(error)
         return index
 
-    return await map_all(one, shards)
+    indices = await map_all(one, shards, PARALLEL_LOADS)
+    if refused:
+        with contextlib.suppress(Warning):  # if a filter makes it an error: the indices are complete
+            what = f"cannot store indices beside their shards: {refused[0]}"
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
+    return indices
 
 
 async def _load(shard: Shard) -> TarIndex | None:
@@ -170,7 +169,7 @@ async def _load(shard: Shard) -> TarIndex | None:
 
 
 async def _build(shard: Shard, uniform: bool) -> TarIndex:
-    decoder = IndexDecoder(shard.name, fields=None, uniform=uniform)
+    decoder = IndexDecoder(shard.name, uniform=uniform)
     reader = PartReader([0], [shard], lambda position, shard, _: ShardReader(shard, decoder, AHEAD, position))
     try:
         return TarIndex.of(shard, [row async for row in reader])

@@ -14,26 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace._core.eventloop.per_loop import end_all
-from headrace.errors import MissingExtraError, ShardError
+from headrace._core.extras import require
+from headrace._core.shards.discovery import Shard, shard_errors
+from headrace.errors import ShardError
 
 UNPACKED_BYTES = 256 << 20
 _MOST_RATIO = 100  # of unpacked to stored bytes, above `UNPACKED_BYTES`
-FORMATS = ("br", "bz2", "gz", "snappy", "zstd")
+FORMATS = {"br": "brotli", "bz2": "bzip2", "gz": "gzip", "snappy": "snappy", "zstd": "zstd"}
+"""Names of compressions in indices, and of the modules of cramjam."""
 
 
-def unpacker(format: str) -> Callable[[Any, Any], int]:
+def unpacker(format: str) -> Any:
     """The function that unpacks bytes into an array, and returns their number; needs cramjam."""
-    try:
-        import cramjam
-    except ImportError:
-        raise MissingExtraError(what=f"reading {format}", package="cramjam", extra="compression") from None
-    modules = {"br": cramjam.brotli, "bz2": cramjam.bzip2, "gz": cramjam.gzip, "zstd": cramjam.zstd}
-    return cramjam.snappy.decompress_raw_into if format == "snappy" else modules[format].decompress_into
-
-
-def is_panic(error: BaseException) -> bool:
-    """Whether an exception is a panic of Rust code, which `except Exception` lets pass."""
-    return type(error).__name__ == "PanicException"
+    cramjam = require("cramjam", f"reading {format}", "cramjam", "compression")
+    module = getattr(cramjam, FORMATS[format])
+    return module.decompress_raw_into if format == "snappy" else module.decompress_into
 
 
 def check_unpacked(size: int, stored: int, largest: int = 0) -> None:
@@ -48,19 +43,15 @@ def check_unpacked(size: int, stored: int, largest: int = 0) -> None:
         raise ValueError(f"{stored:,} bytes are said to unpack to {size:,}, and {limit:,} are the most")
 
 
-def unpack(data: memoryview, format: str, size: int, shard: str, largest: int) -> NDArray[np.uint8]:
+def unpack(data: memoryview, format: str, size: int, shard: Shard, largest: int) -> NDArray[np.uint8]:
     """Unpack bytes of which an index says that they are `size` bytes unpacked; raises `ShardError` if they are not."""
-    try:
+    what = f"not {format} of {size:,} bytes unpacked, as its index says"
+    with shard_errors(what, shard.name):
         check_unpacked(size, len(data), largest)
         output = np.empty(size, np.uint8)
         found = unpacker(format)(data, output)
-    except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        what = f"not {format} of {size:,} bytes unpacked, as its index says: {error}"
-        raise ShardError(what, shard=shard) from None
     if found != size:
-        raise ShardError(f"{found:,} bytes unpacked, and {size:,} in its index", shard=shard)
+        raise shard.error(f"{found:,} bytes unpacked, and {size:,} in its index")
     return output
 
 
@@ -92,21 +83,20 @@ class UnpackedShards:
             return self._keep(key, data)
         if key in self._corrupt:
             raise copy.deepcopy(self._corrupt[key])  # of each sample its own, which gets notes of it
-        loop = asyncio.get_running_loop()
-        task = self._tasks.get((loop, key)) or self._tasks.setdefault((loop, key), loop.create_task(load()))
-        self._waiting[loop, key] += 1
+        here = asyncio.get_running_loop(), key
+        task = self._tasks.get(here) or self._tasks.setdefault(here, asyncio.create_task(load()))
+        self._waiting[here] += 1
         try:
             await asyncio.wait((task,))
             return self._keep(key, task.result())
-        except ShardError as error:
-            self._corrupt[key] = error
-            raise copy.deepcopy(error) from None
         except Exception as error:
+            if isinstance(error, ShardError):
+                self._corrupt[key] = error
             raise copy.deepcopy(error) from None
         finally:
-            self._waiting[loop, key] -= 1
-            if not self._waiting[loop, key]:
-                del self._tasks[loop, key], self._waiting[loop, key]
+            self._waiting[here] -= 1
+            if not self._waiting[here]:
+                del self._tasks[here], self._waiting[here]
                 await end_all((task,))
 
     def _keep(self, key: Hashable, data: Any) -> Any:

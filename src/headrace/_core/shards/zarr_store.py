@@ -16,11 +16,11 @@ from zarr.errors import ArrayNotFoundError, NodeTypeValidationError
 from zarr.storage import ObjectStore, StorePath
 
 from headrace._core.shards.compression import check_content
-from headrace._core.shards.discovery import Shard
-from headrace._core.shards.unpacked import UnpackedShards, check_unpacked, is_panic
+from headrace._core.shards.discovery import Shard, shard_errors
+from headrace._core.shards.unpacked import UnpackedShards, check_unpacked
 from headrace._core.store.head import InitialRead
 from headrace._core.store.store import Store
-from headrace.errors import HeadraceError, ObjectNotFoundError, ShardError, TruncatedShardError
+from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
 
 _LARGEST_BLOCK, _MOST_CHUNKS = 1 << 30, 1 << 16  # bytes, and chunks, that are decoded with a sample
 _ABSENT = (1 << 64) - 1  # in the index of a shard
@@ -61,26 +61,6 @@ def check_chunk(codec: str, data: memoryview, largest: int, shard: str) -> None:
     check_unpacked(size, len(data), largest)
 
 
-async def check_inner(store: ReadStore, array: AsyncArray[Any], axis: int, block: int) -> None:
-    """Raise `ShardError` if a shard lacks a chunk of a block along an axis; zarr gives fill values for such a chunk."""
-    assert array.shards is not None
-    codec = array.metadata.codecs[0]
-    inside = [shard // chunk for shard, chunk in zip(array.shards, array.chunks, strict=True)]
-    counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
-    shards = [range(-(-count // step)) for count, step in zip(counts, inside, strict=True)]
-    shards[axis] = range(block // inside[axis], block // inside[axis] + 1)
-    size = 16 * math.prod(inside)
-    stored = size + 4 * (len(codec.index_codecs) - 1)  # and a CRC-32C
-    at_end = codec.index_location.value == "end"
-    for place in itertools.product(*shards):
-        key = f"{array.path}/{array.metadata.encode_chunk_key(place)}".lstrip("/")
-        data = await store.read(key, SuffixByteRequest(stored) if at_end else RangeByteRequest(0, stored))
-        held = [slice(count - step * number) for count, step, number in zip(counts, inside, place, strict=True)]
-        held[axis] = slice(block % inside[axis], block % inside[axis] + 1)
-        if (np.frombuffer(data[:size], "<u8").reshape(*inside, 2)[tuple(held)] == _ABSENT).any():
-            raise store.missing(key)
-
-
 class ReadStore(ObjectStore[Any]):
     """Objects by requests of headrace, with its retries, time-outs, errors and counts.
 
@@ -111,6 +91,25 @@ class ReadStore(ObjectStore[Any]):
                 check_chunk(codec, data, size, self._source.name(key))
         return prototype.buffer.from_bytes(data)
 
+    async def check_inner(self, array: AsyncArray[Any], axis: int, block: int) -> None:
+        """Raise `ShardError` if a shard lacks a chunk of a block along an axis, for which zarr gives fill values."""
+        assert array.shards is not None
+        codec = array.metadata.codecs[0]
+        inside = [shard // chunk for shard, chunk in zip(array.shards, array.chunks, strict=True)]
+        counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
+        shards = [range(-(-count // step)) for count, step in zip(counts, inside, strict=True)]
+        shards[axis] = range(block // inside[axis], block // inside[axis] + 1)
+        size = 16 * math.prod(inside)
+        stored = size + 4 * (len(codec.index_codecs) - 1)  # and a CRC-32C
+        at_end = codec.index_location.value == "end"
+        for place in itertools.product(*shards):
+            key = f"{array.path}/{array.metadata.encode_chunk_key(place)}".lstrip("/")
+            data = await self.read(key, SuffixByteRequest(stored) if at_end else RangeByteRequest(0, stored))
+            held = [slice(count - step * number) for count, step, number in zip(counts, inside, place, strict=True)]
+            held[axis] = slice(block % inside[axis], block % inside[axis] + 1)
+            if (np.frombuffer(data[:size], "<u8").reshape(*inside, 2)[tuple(held)] == _ABSENT).any():
+                raise self.missing(key)
+
     def missing(self, key: str) -> ShardError:
         what = "no such chunk, by zarr.json or .zarray; if it had only the fill value, set missing='fill'"
         return ShardError(what, shard=self._source.name(key))
@@ -135,26 +134,21 @@ async def open_array(store: Any, prefix: str, folder: str, axis: int, cache_byte
     """Open an array, and check what is decoded for a slice along `axis`; `prefix` is the URL of a `ReadStore`."""
     path = "/".join(filter(None, (folder, name.strip("/"))))
     where = prefix + path
-    try:
-        array: AsyncArray[Any]
-        try:  # a store whose keys may not be listed answers 403 for keys that are not there
-            array = await AsyncArray.open(await StorePath.open(store, path), zarr_format=3)
-        except ArrayNotFoundError:
-            array = await AsyncArray.open(StorePath(store, path), zarr_format=2)
+    array: AsyncArray[Any]
+    with shard_errors("zarr.json, or .zarray, is not of a Zarr array", where):
+        try:
+            try:  # a store whose keys may not be listed answers 403 for keys that are not there
+                array = await AsyncArray.open(await StorePath.open(store, path), zarr_format=3)
+            except ArrayNotFoundError:
+                array = await AsyncArray.open(StorePath(store, path), zarr_format=2)
+        except (ArrayNotFoundError, NodeTypeValidationError):
+            what = "zarr.json or .zarray is not there, or of a group; of a group, name arrays=[...] of it"
+            raise ObjectNotFoundError(what, url=where) from None
         across = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
         nbytes = array.nbytes  # of a shape of 10**30 an AttributeError of zarr's
         # Of format 2, or of format 3; in the order of decoding.
         codecs = [getattr(array.metadata, "compressor", None), *(getattr(array.metadata, "filters", None) or ())]
         codecs = [*getattr(array.metadata, "codecs", ())][::-1] or codecs
-    except HeadraceError:
-        raise
-    except (ArrayNotFoundError, NodeTypeValidationError):
-        what = "zarr.json or .zarray is not there, or of a group; of a group, name arrays=[...] of it"
-        raise ObjectNotFoundError(what, url=where) from None
-    except BaseException as error:  # zarr's, of any kind, and panics of icechunk
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        raise ShardError(f"zarr.json, or .zarray, is not of a Zarr array: {error!r}", shard=where) from error
     if any(getattr(codec, "codec_id", None) == "pickle" for codec in codecs):
         raise ShardError("this array is pickled, and unpickling would run its code; write it again", shard=where)
     if isinstance(store, ReadStore):

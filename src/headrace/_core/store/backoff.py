@@ -9,6 +9,7 @@ AWS SDKs' standard mode). Here retries wait while the budget is empty; they do n
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import threading
 import time
@@ -65,7 +66,7 @@ class RetryGate:
     def __init__(self) -> None:
         self.successes = 0
         self._lock = threading.Lock()  # of the budget, a token bucket
-        self._tokens: float | None = None
+        self._tokens = math.inf  # `burst` of the first policy
         self._at = 0.0
         self._seen = 0
 
@@ -73,8 +74,6 @@ class RetryGate:
         """Take one retry and return 0, or return the seconds until one is available without further successes."""
         with self._lock:
             now, successes = time.monotonic(), self.successes
-            if self._tokens is None:
-                self._tokens = float(policy.burst)
             earned = (successes - self._seen) * policy.retry_ratio + (now - self._at) * policy.burst / 10
             self._tokens = min(float(policy.burst), self._tokens + earned)
             self._at, self._seen = now, successes

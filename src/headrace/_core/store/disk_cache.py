@@ -7,7 +7,6 @@ the bytes of an entry are written a record of it. docs/design/0011-the-disk-cach
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import re
@@ -20,6 +19,7 @@ import weakref
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -83,7 +83,7 @@ class _Segment:
             return _read(descriptor, start, length)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _opened(path: str) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     try:
@@ -208,7 +208,7 @@ class DiskCache:
             if not self._warned:
                 self._warned = True
                 what = f"the disk cache in {self._folder} cannot be written, so samples that it lacks are fetched and"
-                with contextlib.suppress(Warning):  # a warnings filter "error" must not cost the sample
+                with suppress(Warning):  # a warnings filter "error" must not cost the sample
                     warnings.warn(f"{what} not cached: {error}", RuntimeWarning, stacklevel=2)
 
     def _find(self, name: bytes) -> _Entry | None:
@@ -235,7 +235,7 @@ class DiskCache:
         """Take note of what other processes have appended and evicted."""
         with self._lock:
             began = time.monotonic()
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # the first write will warn
+            with suppress(FileNotFoundError, NotADirectoryError):  # the first write will warn
                 secure_folder(self._folder)  # its owner may have changed since another process created the cache
             self._read_indices()
             # A share of the time, however large the cache and often the misses.
@@ -243,13 +243,13 @@ class DiskCache:
 
     def _read_indices(self, *, own: bool = False) -> None:
         """Sort the new records of segments into the table, those of this process's too if `own`."""
-        stems = {stem for stem, _ in self._files()}
+        stems = sorted(self._files())  # the oldest first
         gone = self._numbers.keys() - stems
         for stem in gone:  # evicted, which the last reader closes
             self._segments[self._numbers.pop(stem)] = None
         found = []
-        for stem in sorted(stems):  # the oldest first
-            with contextlib.suppress(OSError):  # evicted meanwhile, or no descriptor is left
+        for stem in stems:
+            with suppress(OSError):  # evicted meanwhile, or no descriptor is left
                 if stem not in self._numbers:
                     path, kept = os.path.join(self._folder, stem), len(self._numbers) < KEPT_OPEN
                     self._add(_Segment(path, os.open(f"{path}.data", os.O_RDONLY | _FLAGS) if kept else None))
@@ -309,27 +309,27 @@ class DiskCache:
         if self._limit is None:
             return 0
         files = self._files()
-        usage = sum(size for _, size in files) + max(nbytes, self._limit // PER_CACHE)
+        usage = sum(map(sum, files.values())) + max(nbytes, self._limit // PER_CACHE)
         evicted = 0
-        for stem in sorted({stem for stem, _ in files}):
+        for stem, sizes in sorted(files.items()):
             if usage <= self._limit - self._limit // SLACK:
                 break
-            sizes = [size for each, size in files if each == stem]
             evicted += max(0, min(sizes) // RECORD.itemsize - 1) if len(sizes) == 2 else 0
             for ending in (".index", ".data"):
-                with contextlib.suppress(OSError):  # another process was faster, or it cannot be removed
+                with suppress(OSError):  # another process was faster, or it cannot be removed
                     os.unlink(os.path.join(self._folder, stem + ending))
             usage -= sum(sizes)
         return evicted
 
-    def _files(self) -> list[tuple[str, int]]:
-        found = []
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._folder) as files:
+    def _files(self) -> dict[str, list[int]]:
+        """The sizes of the files of each segment."""
+        found: dict[str, list[int]] = {}
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._folder) as files:
             for file in files:
                 stem, _, ending = file.name.partition(".")
                 if ending in ("data", "index") and _STEM.fullmatch(stem):
-                    with contextlib.suppress(OSError):  # removed since the folder was read
-                        found.append((stem, file.stat(follow_symlinks=False).st_size))
+                    with suppress(OSError):  # removed since the folder was read
+                        found.setdefault(stem, []).append(file.stat(follow_symlinks=False).st_size)
         return found
 
 
@@ -388,7 +388,7 @@ class _OwnSegment(_Segment):
 
     def abandon(self) -> None:
         """Give the room of what was half written back to the disk."""
-        with contextlib.suppress(OSError):  # the error that led here is raised; half an entry is ignored by readers
+        with suppress(OSError):  # the error that led here is raised; half an entry is ignored by readers
             os.ftruncate(self._data, self.end)
             if not self.end:
                 os.unlink(f"{self._path}.data")
@@ -415,7 +415,7 @@ def secure_folder(folder: str) -> None:
         parent = os.path.dirname(folder)
         if not os.path.isdir(parent):
             secure_folder(parent)
-        with contextlib.suppress(FileExistsError):  # created by another process meanwhile
+        with suppress(FileExistsError):  # created by another process meanwhile
             os.mkdir(folder, 0o700)
         link = os.lstat(folder)
     status = os.stat(folder) if stat.S_ISLNK(link.st_mode) else link

@@ -142,11 +142,11 @@ CAUSES = {status: cause for cause, statuses in _STATUSES.items() for status in s
 class RequestFailure(Exception):
     """A failed request, its HTTP status if it was answered by one, and obstore's exception if it was one."""
 
-    def __init__(
-        self, cause: Cause, status: int | None = None, detail: str = "", error: BaseException | None = None
-    ) -> None:
+    error: BaseException | None = None
+
+    def __init__(self, cause: Cause, status: int | None = None, detail: str = "") -> None:
         super().__init__(cause)
-        self.cause, self.status, self.detail, self.error = cause, status, detail, error
+        self.cause, self.status, self.detail = cause, status, detail
 
 
 FAILURES = (*NATIVE_ERRORS, RequestFailure)

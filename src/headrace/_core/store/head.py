@@ -93,12 +93,13 @@ def _value(etag: str) -> str:
     return etag.removeprefix("W/").strip('"')
 
 
-def check_form(checksum: str) -> None:
-    """Raise `ValueError` for what `matches` could not compare with."""
+def check_form(checksum: str) -> str:
+    """Return a checksum, or raise `ValueError` for what `matches` could not compare with."""
     found = _FORM.fullmatch(checksum)
     if found is None or _LENGTHS.get(found[1]) != len(found[2]):
         known = ", ".join(_LENGTHS)
         raise ValueError(f"a checksum must be algorithm:hexadecimal, of one of {known}, but got {checksum!r}")
+    return checksum
 
 
 def matches(data: memoryview, checksum: str) -> bool:

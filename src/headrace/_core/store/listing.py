@@ -1,30 +1,29 @@
-"""Lists of objects as columns: complete listings of a store, the file that keeps one, and tables of a program."""
+"""Lists of objects as columns: complete listings of a store, and the file that keeps one."""
 
 from __future__ import annotations
 
 import asyncio
 import bisect
-import contextlib
 import json
 import operator
 import os
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, chain, islice, pairwise, takewhile
 from pathlib import Path
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from headrace._core.extras import require
 from headrace._core.store.errors import NO_LISTING
-from headrace._core.store.head import LARGEST, Head, check_form, strong
+from headrace._core.store.head import LARGEST, Head, strong
 from headrace._core.store.ranges import map_all
 from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import PAGE, Store
-from headrace.errors import EmptyListingError, MissingExtraError, StoreError
+from headrace.errors import EmptyListingError, StoreError
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -33,7 +32,6 @@ T = TypeVar("T")
 
 AT_ONCE = 16  # parts of a listing
 PART = 2 * PAGE  # objects, at least, as expected
-_BARE_MD5 = re.compile(r"[0-9a-f]{32}(?:-\d+)?")  # S3's tags in inventories; in responses they are quoted
 _METADATA_KEY = b"headrace.listing"
 
 UNKNOWN = -1
@@ -107,8 +105,6 @@ class StringArray(Sequence[str]):
             return len(self) == len(other) and all(map(operator.eq, self, other))
         return NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # as a tuple's it would have to make every string
-
     def __repr__(self) -> str:
         shown = ", ".join(map(repr, self[:3]))
         return f"{type(self).__name__}([{shown}{', …' if len(self) > 3 else ''}], {len(self)} in all)"
@@ -127,7 +123,6 @@ class Catalog:
     keys: StringArray  # relative to the dataset's URL
     sizes: array[int] | None = None  # in bytes, `UNKNOWN` where not known; None if no size is known
     etags: StringArray | None = None  # entity tags, an empty string for none; None if no object has one
-    labels: Sequence[object] | None = None  # one each; None if there are none here
     checksums: StringArray | None = None  # ``algorithm:hexadecimal`` of the bytes, or empty; None if no object has one
 
 
@@ -314,7 +309,7 @@ def _distinct(pages: Iterable[Sequence[Head]], store: Store) -> list[Head]:
     return [heads[each] for each in _positions(keys, [(head.size, head.etag) for head in heads], store.url)]
 
 
-async def list_level(folder: str, *, store: Store, glob: re.Pattern[str]) -> tuple[dict[str, Head], ...]:
+async def list_level(store: Store, glob: re.Pattern[str], folder: str) -> tuple[dict[str, Head], ...]:
     """The objects in a directory whose names match, and the directories in it whose names do, by their keys.
 
     `folder` is empty or ends in a slash. Errors are those of `list_objects`.
@@ -339,34 +334,32 @@ async def _list_in_parts(store: Store, prefix: str, take: Callable[[Sequence[Obj
     Each page of a listing names the start of the next, so a million keys take a thousand round trips in sequence. But a
     listing may begin after any key, and directories give such keys.
     """
-    async with aclosing(store.pages(prefix or None)) as pages:
+    folder = prefix or None
+
+    async def list_between(bounds: tuple[str, str]) -> list[T]:
+        """List the keys that are after the first bound and not after the second, which is empty for none."""
+        part, (after, until) = list[T](), bounds
+        async with aclosing(store.pages(folder, after=after)) as pages:
+            async for page in pages:
+                keys = [entry["path"] for entry in page]
+                if keys != sorted(keys):
+                    raise _UnorderedError
+                inside = bisect.bisect_right(keys, until) if until else len(keys)
+                part.append(take(page[:inside]))
+                if inside < len(keys):
+                    break
+        return part
+
+    async with aclosing(store.pages(folder)) as pages:
         first = await anext(pages, None) or ()
         bounds = await _find_bounds(store, prefix, first) if store.traits.list_in_order else []
         if not bounds:
             return [take(first), *[take(page) async for page in pages]]
-
     try:
-        parts = await map_all(partial(_list_between, store=store, prefix=prefix, take=take), pairwise([*bounds, ""]))
+        parts = await map_all(list_between, pairwise([*bounds, ""]))
     except _UnorderedError:
-        return [take(page) async for page in store.pages(prefix or None)]
+        return [take(page) async for page in store.pages(folder)]
     return [take(first), *chain.from_iterable(parts)]
-
-
-async def _list_between(
-    bounds: tuple[str, str], store: Store, prefix: str, take: Callable[[Sequence[ObjectMeta]], T]
-) -> list[T]:
-    """List the keys in a directory that are after the first bound and not after the second, which is empty for none."""
-    part, (after, until) = list[T](), bounds
-    async with aclosing(store.pages(prefix or None, after=after)) as pages:
-        async for page in pages:
-            keys = [entry["path"] for entry in page]
-            if keys != sorted(keys):
-                raise _UnorderedError
-            inside = bisect.bisect_right(keys, until) if until else len(keys)
-            part.append(take(page[:inside]))
-            if inside < len(keys):
-                break
-    return part
 
 
 async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) -> list[str]:
@@ -391,77 +384,6 @@ async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) ->
     return [keys[-1], *(ahead[len(ahead) * part // count] for part in range(1, count))] if count > 1 else []
 
 
-def read_table(
-    table: Any,
-    store: Store,
-    *,
-    key: str,
-    label: str | Sequence[str] | None,
-    size: str | None,
-    etag: str | None,
-    checksum: str | None,
-) -> Catalog:
-    """The objects in the rows of a table: the arguments name its columns; raises `ValueError`."""
-    keys = [_key(value, store, row) for row, value in enumerate(_column(table, key))]
-    if not keys:
-        raise ValueError("the table has no rows: a dataset needs at least one key")
-    labels: Sequence[object] | None = None
-    if isinstance(label, str):
-        labels = compact(_column(table, label))
-    elif label is not None:
-        labels = list(zip(*(_column(table, name) for name in label), strict=True))
-    sizes = None if size is None else array("q", map(_size, _column(table, size)))
-    etags = None if etag is None else StringArray(map(_etag, _column(table, etag)))
-    checksums = None if checksum is None else StringArray(map(_checksum, _column(table, checksum)))
-    for name, column in ((label, labels), (size, sizes), (etag, etags), (checksum, checksums)):
-        if column is not None and len(column) != len(keys):
-            raise ValueError(f"column {name!r} has {len(column)} rows, and column {key!r} has {len(keys)}")
-    return Catalog(StringArray(keys), sizes, etags, labels, checksums)
-
-
-def _column(table: Any, name: str) -> list[Any]:
-    names = list(table) if isinstance(table, Mapping) else list(getattr(table, "column_names", None) or table.columns)
-    if name not in names:
-        raise ValueError(f"the table has no column {name!r}; its columns are {', '.join(map(repr, names))}")
-    column = table[name]
-    for method in ("to_pylist", "to_list", "tolist"):  # of pyarrow; of polars and pandas; of NumPy
-        if hasattr(column, method):
-            values: list[Any] = getattr(column, method)()
-            return values
-    return list(column)
-
-
-def _key(value: object, store: Store, row: int) -> str:
-    """The key, relative to the store's URL; accepts full URLs under it, and paths in its directory."""
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"row {row}: the key must be text, but got {value!r}")
-    try:
-        return store.key_of(value) if "://" in value or value.startswith("/") else value
-    except ValueError as error:
-        raise ValueError(f"row {row}: {error}") from None
-
-
-def _size(value: Any) -> int:
-    if value is None or value != value:  # NaN is pandas's missing value
-        return UNKNOWN
-    if value < 0 or int(value) != value:
-        raise ValueError(f"{value!r} is not a number of bytes")
-    return int(value)
-
-
-def _etag(value: object) -> str:
-    if not isinstance(value, str):
-        return ""
-    return f'"{value}"' if _BARE_MD5.fullmatch(value) else strong(value) or ""
-
-
-def _checksum(value: object) -> str:
-    if not isinstance(value, str):
-        return ""
-    check_form(value)
-    return value
-
-
 class ListingFile:
     """A Parquet file that keeps the listing of a store; its methods block."""
 
@@ -470,14 +392,14 @@ class ListingFile:
             raise ValueError("listing_file= must be a local path, on a disk that all hosts share or on each host")
         self._path = Path(path).absolute()
         suffixes = [suffix] if isinstance(suffix, str) else suffix
-        self._origin = json.loads(json.dumps({"url": redact_url(url).rstrip("/"), "suffix": suffixes}))
+        self._origin = json.dumps({"url": redact_url(url).rstrip("/"), "suffix": suffixes})
 
     def read(self) -> Catalog | None:
         """The listing; None if there is no such file, `ValueError` if it is of another listing or damaged."""
         parquet = require_pyarrow("keeping a listing")
         try:
             table = parquet.read_table(self._path, page_checksum_verification=True)
-            found = json.loads((table.schema.metadata or {}).get(_METADATA_KEY, b"null"))
+            found = (table.schema.metadata or {}).get(_METADATA_KEY, b"").decode()
             columns = [table[name].to_pylist() for name in ("key", "size", "etag")]
         except FileNotFoundError:
             return None
@@ -495,22 +417,18 @@ class ListingFile:
         assert catalog.sizes is not None
         etags = catalog.etags or [""] * len(catalog.keys)
         columns = {"key": list(catalog.keys), "size": list(catalog.sizes), "etag": list(etags)}
-        table = pyarrow.table(columns).replace_schema_metadata({_METADATA_KEY: json.dumps(self._origin).encode()})
+        table = pyarrow.table(columns).replace_schema_metadata({_METADATA_KEY: self._origin.encode()})
         # In the same directory: a rename works within one file system only.
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.{os.urandom(4).hex()}")
         try:
             parquet.write_table(table, temporary, compression="zstd", write_page_checksum=True)
             os.replace(temporary, self._path)
         except BaseException:  # an interruption too leaves no part of a file
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 temporary.unlink()
             raise
 
 
 def require_pyarrow(what: str) -> Any:
     """Pyarrow's Parquet module, which `what` needs; raises `MissingExtraError` if it is not installed."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise MissingExtraError(what=what, package="pyarrow", extra="parquet") from None
-    return pyarrow.parquet
+    return require("pyarrow.parquet", what, "pyarrow", "parquet")

@@ -15,9 +15,12 @@ import obstore.store
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, ObjectStore, S3Store
 
+from headrace._core.extras import require
 from headrace._core.store.errors import ALLOW_REDIRECTS, BLACKHOLE_PROXY, PROFILE, describe_error
 from headrace._core.store.redaction import is_secret, redact_url, secrets_in
-from headrace.errors import MissingExtraError, ObjectNotFoundError
+from headrace.errors import ObjectNotFoundError
+
+Options = Mapping[str, object]
 
 _CLIENT_OPTION = re.compile(
     r"allow_(http|invalid_certificates)|((connect|read|pool_idle)_)?timeout|default_(content_type|headers)"
@@ -53,36 +56,36 @@ class StoreTraits:
 
 TRAITS = (
     StoreTraits(
-        schemes=("s3", "s3a"),
-        backend=S3Store,
+        ("s3", "s3a"),
+        S3Store,
         prefix="aws_",
         endpoint_options=(("endpoint_url_s3",), ("endpoint", "endpoint_url")),
         credential_options=("access_key_id", "skip_signature", "credential_provider"),
         list_in_order=True,
     ),
     StoreTraits(
-        schemes=("gs",),
-        backend=GCSStore,
+        ("gs",),
+        GCSStore,
         prefix="google_",
         endpoint_options=(("base_url",),),
         list_in_order=True,
     ),
     StoreTraits(
-        schemes=("az", "adl", "azure", "abfs", "abfss"),
-        backend=AzureStore,
+        ("az", "adl", "azure", "abfs", "abfss"),
+        AzureStore,
         prefix="azure_",
         endpoint_options=(("endpoint", "storage_endpoint"),),
         suffix_ranges=False,
     ),
-    StoreTraits(schemes=("http", "https"), backend=HTTPStore, bucket=False, quoted=True, web_server=True),
-    StoreTraits(schemes=("file",), backend=LocalStore, remote=False, bucket=False, quoted=True),
-    StoreTraits(schemes=("memory",), backend=MemoryStore, remote=False, bucket=False, shared=False),
+    StoreTraits(("http", "https"), HTTPStore, bucket=False, quoted=True, web_server=True),
+    StoreTraits(("file",), LocalStore, remote=False, bucket=False, quoted=True),
+    StoreTraits(("memory",), MemoryStore, remote=False, bucket=False, shared=False),
 )
 _BY_SCHEME = {scheme: traits for traits in TRAITS for scheme in traits.schemes}
 # Of https:// URLs that obstore opens as those of a bucket (the first group: of S3) or of a container.
 _CLOUD_HOST = re.compile(r".*(amazonaws|cloudflarestorage)\.com|.*\.(core\.windows\.net|fabric\.microsoft\.com)")
 _COMMIT = re.compile(r"/resolve/[0-9a-f]{40}(/|$)")
-_OTHER = StoreTraits(schemes=(), backend=object, bucket=False)
+_OTHER = StoreTraits((), object, bucket=False)
 
 
 def traits_of(url: str, backend: ObjectStore | None = None) -> StoreTraits:
@@ -96,7 +99,7 @@ def traits_of(url: str, backend: ObjectStore | None = None) -> StoreTraits:
     return replace(traits, commit=True) if traits.web_server and _COMMIT.search(parts.path) else traits
 
 
-def merged_options(url: str, options: Mapping[str, object]) -> dict[str, object]:
+def merged_options(url: str, options: Options) -> dict[str, object]:
     """The options with all of the HTTP client's under ``client_options``, those of the environment among them.
 
     obstore reads them from the environment (``AWS_ALLOW_HTTP``, ``GOOGLE_PROXY_URL``, …) only if it is given none at
@@ -121,7 +124,7 @@ def merged_options(url: str, options: Mapping[str, object]) -> dict[str, object]
     return {**own, "client_options": client}
 
 
-def nested_options(options: Mapping[str, object], name: str) -> Mapping[str, object]:
+def nested_options(options: Options, name: str) -> Options:
     """The value of an option that is a mapping, such as ``client_options``; empty if it is not set."""
     given = options.get(name) or {}
     if not isinstance(given, Mapping):
@@ -129,7 +132,7 @@ def nested_options(options: Mapping[str, object], name: str) -> Mapping[str, obj
     return given
 
 
-def option(url: str, options: Mapping[str, object], *names: str) -> object:
+def option(url: str, options: Options, *names: str) -> object:
     """The value of the first of `names` that is set, in `options` or else in the environment; None if none is.
 
     Names are without prefixes such as ``aws_``.
@@ -143,13 +146,13 @@ def option(url: str, options: Mapping[str, object], *names: str) -> object:
     return next((value for value in found if value is not None), None)
 
 
-def settles_credentials(url: str, options: Mapping[str, object]) -> bool:
+def settles_credentials(url: str, options: Options) -> bool:
     """Whether the options, or the environment, say all about credentials."""
     values = (option(url, options, name) for name in traits_of(url).credential_options)
     return any(value is not None and str(value).lower() not in ("", "0", "false", "no", "off") for value in values)
 
 
-def endpoint_of(url: str, options: Mapping[str, object]) -> str | None:
+def endpoint_of(url: str, options: Options) -> str | None:
     """The URL that requests of a store go to; None if the store's client determines it."""
     traits = traits_of(url)
     if traits.web_server:
@@ -158,7 +161,7 @@ def endpoint_of(url: str, options: Mapping[str, object]) -> str | None:
     return next((str(value) for value in found if value is not None), None)
 
 
-def uses_proxy(url: str, options: Mapping[str, object]) -> bool:
+def uses_proxy(url: str, options: Options) -> bool:
     """Whether a store's requests go through a proxy, by merged options or the environment."""
     if nested_options(options, "client_options").get("proxy_url"):
         return True
@@ -179,7 +182,7 @@ def check_shared(url: str) -> None:
         raise ValueError("a memory:// URL names no store: give the MemoryStore itself, Store(url, backend=...)")
 
 
-def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> ObjectStore:
+def open_store(url: str, options: Options, *, timeout: float) -> ObjectStore:
     """Open a store, with headrace's time-outs, and without retries of its own unless `options` has them.
 
     The client's retries do not take account of other fetchers or of a body that is cut short where
@@ -213,8 +216,7 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
         if traits.prefix == "aws_" and profile and (PROFILE in options or not settles_credentials(url, options)):
             chosen["credential_provider"] = _profile_provider(str(profile))
     try:
-        store: ObjectStore = obstore.store.from_url(place, **chosen)  # type: ignore[call-overload]
-        return store
+        return obstore.store.from_url(place, **chosen)  # type: ignore[call-overload, no-any-return]
     except (BaseError, ValueError, TypeError) as error:
         cause, safe = describe_error(error, secrets_in(options)), redact_url(url)
         if "Unable to canonicalize filesystem root" in cause:
@@ -228,7 +230,7 @@ def open_store(url: str, options: Mapping[str, object], *, timeout: float) -> Ob
     raise failure  # here, so that the original, which may have secrets, is not its context
 
 
-def _kept_to_one_host(url: str, options: Mapping[str, object]) -> dict[str, object]:
+def _kept_to_one_host(url: str, options: Options) -> dict[str, object]:
     """Options of a store's client that keep its requests to the store's host; none where they cannot, or may not.
 
     The client follows redirects wherever they lead, with its default headers, such as an ``x-api-key``, and has no
@@ -245,16 +247,14 @@ def _kept_to_one_host(url: str, options: Mapping[str, object]) -> dict[str, obje
 
 def _profile_provider(profile: str) -> object:
     """Obstore's credential provider for an AWS profile, which boto3 reads (``~/.aws``, SSO, roles)."""
-    try:
-        import boto3.session
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError as error:
-        what = f"reading the AWS profile {profile!r} (AWS_PROFILE, or the option profile=)"
-        raise MissingExtraError(what=what, package=error.name or "boto3", extra="aws") from None
-    return Boto3CredentialProvider(boto3.session.Session(profile_name=profile))
+    what = f"reading the AWS profile {profile!r} (AWS_PROFILE, or the option profile=)"
+    boto3 = require("boto3.session", what, "boto3", "aws")
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    return Boto3CredentialProvider(boto3.Session(profile_name=profile))
 
 
-def store_id(url: str, options: Mapping[str, object], store: ObjectStore | None) -> str | None:
+def store_id(url: str, options: Options, store: ObjectStore | None) -> str | None:
     """A text that is equal for the same store in every process; None for a store in the memory of this process.
 
     It has the URL, without secrets, and a hash of all options and default headers that are neither secrets nor about
@@ -265,7 +265,7 @@ def store_id(url: str, options: Mapping[str, object], store: ObjectStore | None)
     if not traits.shared:
         return None
     where = redact_url(url)
-    given: Mapping[str, object] = merged_options(url, options)
+    given: Options = merged_options(url, options)
     client = nested_options(given, "client_options")
     if store is not None:
         names = {name: redact_url(str(getattr(store, name, ""))) for name in ("url", "prefix")}

@@ -21,6 +21,8 @@ from headrace._core.retry_policy import RetryPolicy
 if TYPE_CHECKING:
     from obstore import Bytes, GetResult
 
+    _Body = asyncio.Future[Bytes | None]
+
 SMALL = 256 << 10  # bytes; a longer body would keep the thread, and its second call is a small part of the work
 PATIENCE = 0.02  # seconds between two checks of the thread
 ENOUGH = 20  # bodies that it reads in that time if none has stalled and it gets Python's lock; some 500 are possible
@@ -93,8 +95,8 @@ class BodyReader:
         # `ENOUGH` at the next; or the reader is closed.
         self.late = False
         self._loop = asyncio.get_running_loop()
-        self._queue: SimpleQueue[tuple[asyncio.Future[Bytes | None], GetResult] | None] = SimpleQueue()
-        self._done: deque[tuple[asyncio.Future[Bytes | None], Bytes | BaseException | None]] = deque()
+        self._queue: SimpleQueue[tuple[_Body, GetResult] | None] = SimpleQueue()
+        self._done: deque[tuple[_Body, Bytes | BaseException | None]] = deque()
         self._settling = False
         self._queued = 0  # bodies given to the thread, also those read since
         self._read = 0  # of these, bodies that it has read
@@ -120,12 +122,12 @@ class BodyReader:
             self._queue.put(None)
             self._thread.join(PATIENCE)
 
-    def _read_in_thread(self, result: GetResult) -> asyncio.Future[Bytes | None]:
+    def _read_in_thread(self, result: GetResult) -> _Body:
         """The bytes; None if they are to be read otherwise, since another body keeps the thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="headrace-bodies", daemon=True)
             self._thread.start()
-        future: asyncio.Future[Bytes | None] = self._loop.create_future()
+        future: _Body = self._loop.create_future()
         self._queue.put((future, result))
         self._queued += 1
         if self._timer is None:

@@ -22,11 +22,15 @@ from obstore.store import LocalStore
 
 from headrace._core.cgroup import CgroupLimits, available_memory
 from headrace._core.retry_policy import RetryPolicy, as_policy
-from headrace._core.store import errors
 from headrace._core.store.backoff import RetryGate, Tries
 from headrace._core.store.errors import (
+    CREDENTIAL_HOST,
     FAILURES,
+    HUB_REMEDY,
+    IN_BUCKET,
     NATIVE_ERRORS,
+    NO_CREDENTIALS,
+    NO_LISTING,
     PROFILE,
     Cause,
     RequestFailure,
@@ -154,9 +158,16 @@ class Store:
         if not self.traits.shared:
             remedy = "Use a directory or another store to take a dataset to other processes."
             raise NotPicklableError(what=repr(self), reason="its store is the memory of this process", remedy=remedy)
-        ready, options = self._backend, self._options if self._backend is None else None
-        more: dict[str, Any] = {"timeout": self._timeout, "retry": self._retry, "if_match": self.if_match}
-        return partial(type(self), self._url, options=options, backend=ready, **more), ()
+        opened = partial(
+            type(self),
+            self._url,
+            options=self._options if self._backend is None else None,
+            backend=self._backend,
+            timeout=self._timeout,
+            retry=self._retry,
+            if_match=self.if_match,
+        )
+        return opened, ()
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
@@ -244,13 +255,12 @@ class Store:
 
     async def _retry_or_raise(self, failure: RequestFailure, tries: Tries) -> None:
         """Wait until a failed request may be made again, or raise its error."""
-        stats = self.stats
-        if failure.cause in (Cause.THROTTLED, Cause.TIMED_OUT):
-            stats.throttle_events += 1
-            stats.throttled += failure.cause is Cause.THROTTLED
-            stats.timed_out += failure.cause is Cause.TIMED_OUT
+        stats, cause = self.stats, failure.cause
+        stats.throttled += cause is Cause.THROTTLED
+        stats.timed_out += cause is Cause.TIMED_OUT
+        stats.throttle_events += cause in (Cause.THROTTLED, Cause.TIMED_OUT)
         now = time.monotonic()
-        if failure.cause is Cause.EXPIRED and self._backend is None and now - self._last_renewal >= RENEWAL_INTERVAL:
+        if cause is Cause.EXPIRED and self._backend is None and now - self._last_renewal >= RENEWAL_INTERVAL:
             # Opened again, it asks its provider for credentials; once for all requests that need them.
             self._last_renewal = now
             self._opened = None
@@ -263,18 +273,18 @@ class Store:
         secrets = secrets_in({"password": password, **self._options})
         kind, remedy = cause.error, cause.remedy
         answer = "" if failure.error is None else describe_error(failure.error, secrets)
-        if errors.CREDENTIAL_HOST in answer:
-            kind, remedy = StoreUnreachableError, errors.NO_CREDENTIALS
+        if CREDENTIAL_HOST in answer:
+            kind, remedy = StoreUnreachableError, NO_CREDENTIALS
             if self.traits.prefix == "aws_":
                 remedy += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
         elif cause is Cause.REDIRECTED:
             pass
         elif tries.doing == "listing" and self.traits.web_server and kind is StoreError:
-            remedy = f"This server cannot list; {errors.NO_LISTING}"
+            remedy = f"This server cannot list; {NO_LISTING}"
         elif cause is Cause.REFUSED and self.traits.commit:
-            remedy = errors.HUB_REMEDY
+            remedy = HUB_REMEDY
         elif cause in (Cause.NOT_FOUND, Cause.NO_BUCKET) and self.traits.bucket:
-            remedy = errors.IN_BUCKET
+            remedy = IN_BUCKET
         doing = tries.doing if tries.index is None else f"{tries.doing} (index {tries.index})"
         message = ": ".join(filter(None, (doing, cause.text, redact_text(failure.detail, secrets), answer)))
         return kind(
@@ -330,10 +340,7 @@ class Store:
 
     async def _read(self, wanted: _Range, whole: Tries | None) -> memoryview:
         """Read a range by one request; `whole` has the deadline of the object of which it is a part."""
-        store = self._opened
-        if store is None or forked_from is not None:
-            store = self.backend()
-        stats = session_stats.get(self._own_stats)
+        store, stats = self.backend(), self.stats
         stats.requests += 1
         began = time.monotonic()
         key, start, stop, index, size, etag, modified, checksum = wanted

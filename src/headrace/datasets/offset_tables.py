@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -95,7 +95,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         found = super()._capabilities()  # without ranges one by one: an error is then of one sample, not of its batch
         return found._replace(ranges=False, agets=False) if self._whole else found
 
-    @functools.cached_property
+    @cached_property
     def blocks(self) -> Blocks:
         """The sizes of blocks for a random order: shards that are read as a whole are blocks."""
         if not self._whole:

@@ -113,7 +113,8 @@ class ZarrDataset(RangedDataset[Any]):
     @property
     def blocks(self) -> Blocks:
         """The sizes of blocks for a random order: as many chunks side by side as are kept."""
-        return Blocks.within(self._cache_bytes, sum(self._sizes), self.block_size)
+        stored = sum(array.nbytes for array in self._arrays)
+        return Blocks.within(self._cache_bytes, stored // max(1, self._length), self.block_size)
 
     def sample_key(self, index: int) -> str:
         """The array or group, and the index."""

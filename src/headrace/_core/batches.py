@@ -294,8 +294,12 @@ class HostBatch(NamedTuple):
         return cls(plan, None, 0, failures, end, empty=True)
 
     @classmethod
-    def failed(cls, plan: BatchPlan, error: BaseException, *, stage: Stage) -> HostBatch:
-        return cls.nothing(plan, (Failure.caught(error, stage=stage, batch=plan.number),))
+    def failed(cls, plan: BatchPlan, error: BaseException, stage: Stage) -> HostBatch:
+        return cls.nothing(plan, (Failure.caught(error, stage, plan.number),))
+
+    def replaced_by(self, error: BaseException, stage: Stage) -> HostBatch:
+        """An error in place of the batch, with the failures of the batch."""
+        return HostBatch.failed(self.plan, error, stage).with_failures_of(self)
 
     def with_failures_of(self, earlier: HostBatch) -> HostBatch:
         """This batch in place of `earlier`, from which it was made: with its failures, and all but its data."""

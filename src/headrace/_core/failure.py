@@ -64,7 +64,7 @@ class Failure:
     unskippable: str | None = None
 
     @classmethod
-    def caught(cls, error: BaseException, *, stage: Stage, batch: int, **where: Any) -> Failure:
+    def caught(cls, error: BaseException, stage: Stage, batch: int, **where: Any) -> Failure:
         """Record `error` where it was caught."""
         return cls(error=as_exception(error), stage=stage, batch=batch, **where)
 

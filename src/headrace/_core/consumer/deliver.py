@@ -154,7 +154,7 @@ def opened(host: HostBatch) -> Any:
         reason = f"{type(error).__name__}: {error}"
         remedy = "Its classes have to be importable, or picklable by value, in this process too."
         unpicklable = NotPicklableError(what="the return value of collate_fn", reason=reason, remedy=remedy)
-        raise Failure.caught(unpicklable, stage=Stage.CLAIM, batch=host.plan.number).exception() from error
+        raise Failure.caught(unpicklable, Stage.CLAIM, host.plan.number).exception() from error
 
 
 Finish = Callable[[Any, int], Any]

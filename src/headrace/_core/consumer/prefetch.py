@@ -100,7 +100,7 @@ class Prefetcher:
                 self.exhausted = True
             except Exception as error:  # user code: the sampler
                 self.exhausted = True
-                self.failure = Failure.caught(error, stage=Stage.SAMPLING, batch=self.planned)
+                self.failure = Failure.caught(error, Stage.SAMPLING, self.planned)
         return None
 
     @property

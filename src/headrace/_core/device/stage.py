@@ -69,8 +69,7 @@ class DeviceStage:
             try:
                 self._copier.reap()
             except Exception as error:  # the device has failed
-                oldest = self._copying[0]
-                self._copying[0] = HostBatch.failed(oldest.plan, error, stage=Stage.COPY).with_failures_of(oldest)
+                self._copying[0] = self._copying[0].replaced_by(error, Stage.COPY)
             return self._copying.popleft()
 
     def _start_copy(self, host: HostBatch) -> HostBatch:
@@ -82,7 +81,7 @@ class DeviceStage:
             stage = Stage.COPY
             return host._replace(data=self._copier.begin(data))
         except Exception as error:  # raised at this batch's turn
-            return HostBatch.failed(host.plan, error, stage=stage).with_failures_of(host)
+            return host.replaced_by(error, stage)
 
     def claim(self, batch: DeviceBatch, number: int) -> object:
         """The data of a batch from `take`, safe to use on the consumer's stream."""
@@ -90,7 +89,7 @@ class DeviceStage:
             with self._lock:
                 return self._copier.claim(batch)
         except Exception as error:
-            raise Failure.caught(error, stage=Stage.COPY, batch=number).exception() from error.__cause__
+            raise Failure.caught(error, Stage.COPY, number).exception() from error.__cause__
 
     def close(self) -> None:
         """End the session without waiting for it; wait for enqueued copies."""

@@ -140,7 +140,7 @@ class FetcherPool(FetchStage):
         """The result in place of an error of user code; without a target the error is ours, and is raised."""
         if target is None:
             raise error
-        return Failure.caught(error, stage=Stage.FETCH, batch=target.plan.number, index=target.plan.indices[slot])
+        return Failure.caught(error, Stage.FETCH, target.plan.number, index=target.plan.indices[slot])
 
     def missing(self, plan: BatchPlan) -> Sequence[object]:
         batch = self._partial.get(plan.number)
@@ -307,7 +307,7 @@ class BatchFetch(FetcherPool):
         return True
 
     def on_error(self, error: BaseException, batch: PartialBatch, _slot: int) -> Failure:
-        return Failure.caught(error, stage=Stage.FETCH, batch=batch.plan.number)
+        return Failure.caught(error, Stage.FETCH, batch.plan.number)
 
     def fetched_at_once(self, plan: BatchPlan) -> int:
         return self._size * len(plan.indices)

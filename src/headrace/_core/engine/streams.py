@@ -102,7 +102,7 @@ class StreamBatch:
             unskippable = f"{in_a_row} failures in a row"
         if self._tolerance.skips and _ended_a_generator(error):  # skipping it would skip all samples after it
             unskippable = "the error ended the stream, samples after it are missing"
-        failure = Failure.caught(error, stage=Stage.FETCH, batch=self._plan.number, index=progress.position)
+        failure = Failure.caught(error, Stage.FETCH, self._plan.number, index=progress.position)
         self._add_failure(replace(failure, unskippable=unskippable))
         progress.failures_in_a_row = in_a_row
         progress.ended |= unskippable is not None
@@ -110,7 +110,7 @@ class StreamBatch:
     def fail_restoring(self, error: BaseException) -> None:
         """Add an error of restoring the stream's position, which ends it."""
         self._progress.ended = self._progress.lost = True
-        self._add_failure(Failure.caught(error, stage=Stage.RESTORE, batch=self._plan.number))
+        self._add_failure(Failure.caught(error, Stage.RESTORE, self._plan.number))
 
     def _add_failure(self, failure: Failure) -> None:
         if self.add(failure):
@@ -142,7 +142,7 @@ class StreamBatch:
 
 
 def without_state(raw: RawBatch, error: BaseException) -> RawBatch:
-    failure = Failure.caught(error, stage=Stage.SAVE_STATE, batch=raw.plan.number)
+    failure = Failure.caught(error, Stage.SAVE_STATE, raw.plan.number)
     return raw._replace(samples=[failure], whole=False)
 
 

@@ -113,11 +113,6 @@ class Prefetcher:
 
         After the `end` of a stream nothing more is planned. `ready` other batches have arrived.
         """
-        self._due = self._counted(number, end, times, ready, nbytes)
-        steady = self._by_size or self.planned >= self._free
-        return self._due or (steady and self._ahead is not None)
-
-    def _counted(self, number: int, end: bool, times: StageTimes, ready: int, nbytes: int) -> bool:
         plan = self.under_way.pop(number)
         if end:
             self.exhausted = True
@@ -144,12 +139,14 @@ class Prefetcher:
             if self._unstalled >= CALM and self._unstalled >= 2 * ahead.batches:
                 self._unstalled = 0
                 ahead.reduce()
-        if self._together or (self._in_workers and ahead.extended):
-            return ahead.batches - len(self.under_way) >= max(1, ahead.batches // 2)
-        if self._prompt:
+        if self._together or (self._in_workers and ahead.batches > ahead.least):
+            self._due = ahead.batches - len(self.under_way) >= max(1, ahead.batches // 2)
+        elif self._prompt:
             self._prompt -= 1
-            return True
-        return ready < 2 or ready < ahead.batches // 3
+            self._due = True
+        else:
+            self._due = ready < 2 or ready < ahead.batches // 3
+        return self._due or self._by_size or self.planned >= self._free
 
     def on_stall(self, now: float) -> None:
         """Send the next plans one by one: the consumer has to wait, since `now` by the clock of `StageTimes`."""

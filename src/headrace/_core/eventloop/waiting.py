@@ -76,7 +76,6 @@ class CloseGuard:
         self._lock = threading.RLock()
         self._held = 0
         self._closing = False
-        self._closed = False
 
     def __enter__(self) -> bool:
         """Hold the descriptors open inside the block; False if they are closed."""
@@ -100,8 +99,7 @@ class CloseGuard:
             self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        if not self._held and not self._closed:
-            self._closed = True
+        if not self._held:
             close = self._close
             self._wake = self._close = lambda: None  # these hold the owner, which would wait for the garbage collector
             close()

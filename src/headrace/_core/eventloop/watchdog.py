@@ -43,6 +43,7 @@ _HEADRACE = os.path.join(str(Path(__file__).parents[2]), "")
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")  # `sysconfig` takes 1.6 ms to import
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LOOPS = (f"{os.sep}anyio{os.sep}", f"{os.sep}uvloop{os.sep}")
+_OWN_TIMES = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, and waiting for one
 _log = logging.getLogger("headrace")
 _reported: set[tuple[str, int]] = set()  # file and first line of a function: one report for each
 
@@ -92,7 +93,6 @@ class LoopWatch:
         self.place: str | None = None  # the line of user code that has blocked it longest
         self.due = math.inf  # time of the next beat; infinite while no session runs
         self._dataset = dataset
-        self._schedstat: int | None = None  # descriptor
         self._thread = self._native_id = 0
         self._sessions = 0
         self._beats: asyncio.TimerHandle | None = None
@@ -109,8 +109,6 @@ class LoopWatch:
         if self._sessions == 1:
             self._loop = asyncio.get_running_loop()
             self._thread, self._native_id = threading.get_ident(), threading.get_native_id()
-            with contextlib.suppress(OSError):  # not Linux, or no descriptor is left
-                self._schedstat = os.open(f"/proc/self/task/{self._native_id}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             self._beat()
             if self._watchdog is None:
                 self._watchdog = threading.Thread(target=self._run, name="headrace-watchdog", daemon=True)
@@ -123,9 +121,6 @@ class LoopWatch:
             self._beats.cancel()
             self._beats = None
             self.due = math.inf
-            if self._schedstat is not None:
-                os.close(self._schedstat)
-                self._schedstat = None
 
     def close(self) -> None:
         """Stop watching, and end the thread; from any thread, any number of times, by the garbage collector too."""
@@ -148,8 +143,8 @@ class LoopWatch:
 
     def _beat(self) -> None:
         self._beats = self._loop.call_later(BEAT, self._beat)
-        if self._schedstat is not None:
-            self.queued_seconds = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
+        with contextlib.suppress(OSError, IndexError):  # not Linux, or no descriptor is left
+            self.queued_seconds = int(_OWN_TIMES.read_bytes().split()[1]) / 1e9
         self.due = time.monotonic() + BEAT
 
     def _look(self, late: float) -> float:

@@ -141,8 +141,8 @@ class EngineGroup(Link):
             self._running.add(number)
         for message in self._standing.values():
             link.send(message)
-        if plans := self._dealer.plans_of(number):
-            link.send(plans)
+        if plans := self._dealer.shares[number].plans:
+            link.send(list(plans.values()))
 
     def _end(self, error: BaseException | None) -> None:
         self._over = True
@@ -237,7 +237,7 @@ class EngineGroup(Link):
 
     def _restart(self, number: int) -> str:
         """Start an engine in place of one that has died; returns the result, in words."""
-        if self._dealer.deaths_of(number) >= DEATHS_WITHOUT_BATCH:
+        if self._dealer.shares[number].deaths >= DEATHS_WITHOUT_BATCH:
             return f"it has ended {DEATHS_WITHOUT_BATCH} times without a batch, and is not started again in this epoch"
         try:
             self._add(number)

@@ -18,7 +18,7 @@ from headrace._core.engine.executors import Executor, ProcessExecutor, ThreadExe
 from headrace._core.engine.fetch import BatchFetch, FetchContext, FetchRecorder, FetchStage, SampleFetch
 from headrace._core.engine.memory import MEASURED_BATCHES, MEASURED_RARELY, MemoryBudget, SampleSizes
 from headrace._core.engine.range_fetch import RangeFetch
-from headrace._core.engine.stepping import Apply, Chunk, StepsTask, session_compute
+from headrace._core.engine.stepping import Apply, SessionSteps
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
 from headrace._core.engine.worker_tasks import StartEpoch
 from headrace._core.eventloop.watchdog import LoopWatch
@@ -147,27 +147,6 @@ class Engine:
         return make(context, dataset, concurrency, hedge=options["hedge"] is not None)
 
 
-class _StreamSteps:
-    """A stream's functions before batching, applied for a session by an executor.
-
-    Contexts of the session's tasks refer to it, and may outlive the session: so it must not refer to that.
-    """
-
-    def __init__(self, executor: Executor, apply: Apply | None) -> None:
-        self.seconds = 0.0
-        self._executor = executor
-        self._apply = apply or executor.apply
-
-    def parallel(self) -> int:
-        """How many calls of `apply` it makes at once."""
-        return self._executor.workers
-
-    async def apply(self, task: StepsTask, chunk: Chunk) -> list[object]:
-        outcomes = await self._apply(task, chunk)
-        self.seconds += outcomes.seconds
-        return outcomes.of_samples
-
-
 class Session:
     """Runs one epoch: plans in, batches out to the consumer, until it is cancelled.
 
@@ -189,10 +168,11 @@ class Session:
         self._engine = engine
         self._assembler = config.assembler
         self._sizes, self._watch = engine.sizes, engine.watch
-        self._executor, self._work = engine.executor, work
-        self._steps = _StreamSteps(engine.executor, steps)
+        executor = self._executor = engine.executor
+        self._work = work
         common_seed = batch_seed(config.options["seed"] or 0, start.epoch, 0)
-        self._compute = session_compute(self._steps.apply, self._steps.parallel, seed, common_seed)
+        apply = steps or executor.apply
+        self._steps = SessionSteps(apply, lambda: executor.workers, seed, common_seed)
         self._send = send
         self._in_order = config.in_order
         self._next_number = start.batch
@@ -295,7 +275,7 @@ class Session:
         # Not anyio's task group, which cancels a task again at each await, and so interrupts `finally` blocks of user
         # code. asyncio's cancels once; the engine bounds the time of closing.
         async with asyncio.TaskGroup() as self._tasks:
-            compute.set(self._compute)  # in this context, which fetchers copy
+            compute.set(self._steps)  # in this context, which fetchers copy
             current_sample.set(CurrentSample(0))  # of an unknown position, since fetches overlap
             self._stage = stage = self._engine.make_stage(self._context, self.start)
             while True:

@@ -135,7 +135,6 @@ class EngineGroup(Link):
 
     def _add(self, number: int) -> None:
         link = self._links[number] = self._connect(number)
-        assert link.source is not None
         self._selector.register(link.source, selectors.EVENT_READ, number)
         if self._cluster is None:
             self._running.add(number)
@@ -208,7 +207,6 @@ class EngineGroup(Link):
         self._ends |= lost
         for number in lost:
             link = self._links.pop(number)
-            assert link.source is not None
             self._selector.unregister(link.source)
             self._running.discard(number)
             link.leave()

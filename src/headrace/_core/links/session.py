@@ -102,7 +102,6 @@ class Session:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._guard as entered:
             while entered and self.must_wait() and (deadline is None or time.monotonic() < deadline):
-                assert self._link.source is not None
                 ends = [end for end in (deadline, self._link.look_by) if end is not None]
                 yield self._link.source, max(0.0, min(ends) - time.monotonic()) if ends else None
                 self._receive()

@@ -47,7 +47,7 @@ _ANNOUNCEMENT = struct.Struct("<IQI")
 _MAX_DESCRIPTORS = 250  # descriptors in one message; the kernel's limit is 253
 _INT = struct.Struct("i")
 
-_libc = ctypes.CDLL(None, use_errno=True) if hasattr(os, "memfd_create") else None
+_libc: Any = ctypes.CDLL(None, use_errno=True) if hasattr(os, "memfd_create") else None
 _FAILED = ctypes.c_void_p(-1).value
 if _libc is not None:
     _libc.mmap.restype = ctypes.c_void_p
@@ -76,7 +76,6 @@ class Slab:
     __slots__ = ("__weakref__", "address", "descriptor", "last_use", "memory", "number", "size")
 
     def __init__(self, number: int, descriptor: int, size: int) -> None:
-        assert _libc is not None
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, descriptor, 0)
         if address == _FAILED:
@@ -92,7 +91,6 @@ class Slab:
 
     def punch_hole(self) -> None:
         """Return the memory to the kernel; it reads as zeros in every process then."""
-        assert _libc is not None
         if _libc.madvise(self.address, self.size, mmap.MADV_REMOVE):
             raise OSError(error := ctypes.get_errno(), os.strerror(error))
 
@@ -211,7 +209,7 @@ class Allocator:
 
 _received: weakref.WeakSet[Slab] = weakref.WeakSet()  # of all mappers, for an allocator that forwards one
 _forwards = False
-_reserve: Reserve | None = None  # one for the process, for its life
+_reserve: Any = None  # one for the process, for its life
 
 
 def _after_fork() -> None:
@@ -300,7 +298,6 @@ class Mapper:
         return [self._others.pop(number) for number in numbers]
 
     def _receive(self) -> None:
-        assert _reserve is not None
         with _reserve.given_up():
             # The allocator sends a descriptor before the frame that refers to it, so this does not block. The message
             # is left in the socket until it has been used, so that it can be read again after a shortage.

@@ -77,8 +77,7 @@ class Engine:
 
     def start(self, session: Session) -> None:
         """Run a session as a task of the running loop."""
-        prepare = functools.partial(self._prepare, session.start)
-        task = asyncio.get_running_loop().create_task(session.run(prepare))
+        task = asyncio.get_running_loop().create_task(session.run())
         self._running[session] = task
         if self.config.kind.is_async:  # otherwise no user code runs on the loop
             self.watch.begin()
@@ -89,7 +88,7 @@ class Engine:
         if self.config.kind.is_async:
             self.watch.end()
 
-    async def _prepare(self, start: SessionStart) -> None:
+    async def prepare(self, start: SessionStart) -> None:
         # In the context of the session's task, which its fetchers' contexts are copied from.
         session_epoch.set(start.epoch)
         session_seed.set(self.config.options["seed"])
@@ -248,14 +247,14 @@ class Session:
             self._task.cancel()
         self._context.stopping = True
 
-    async def run(self, prepare: Callable[[], Any]) -> None:
-        """Await `prepare`, then run until `cancel`. However it ends, a `SessionEnd` is sent."""
+    async def run(self) -> None:
+        """Prepare the engine, then run until `cancel`. However it ends, a `SessionEnd` is sent."""
         session_stats.set(self._requests)  # in this task's context, which its fetchers copy
         self._requests.bodies = BodyReader()
         error: BaseException | None = None
         try:
             if not self._context.stopping or self.start.streams:  # which workers that persist keep for the next epoch
-                await prepare()
+                await self._engine.prepare(self.start)
             if not self._context.stopping:
                 self._task = asyncio.current_task()
                 await self._run_stages()

@@ -289,13 +289,10 @@ class DispatchToWorkers(FetchStage):
             if worker is None:
                 return
             self._active.rotate(-self._active.index(worker) - 1)
-            self._send(self._waiting.popleft(), worker)
+            self._loads[worker] += 1
+            self.context.deliver(RawBatch(self._waiting.popleft(), None, worker=worker))
         while self._waiting:
             self.context.deliver(RawBatch(self._waiting.popleft()._replace(indices=()), (), end=True))
-
-    def _send(self, plan: BatchPlan, worker: int) -> None:
-        self._loads[worker] += 1
-        self.context.deliver(RawBatch(plan, None, worker=worker))
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """Free the worker's slot; the whole stream ends with the last worker's."""

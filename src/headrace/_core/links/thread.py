@@ -15,6 +15,7 @@ from headrace._core.engine.engine import Engine
 from headrace._core.engine.engine import Session as EngineSession
 from headrace._core.engine.stepping import apply_on_consumers_thread
 from headrace._core.eventloop.loop_thread import LoopThread
+from headrace._core.eventloop.waiting import Waker
 from headrace._core.links.inline import WorkOnConsumersThread
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
 from headrace._core.links.session import Session
@@ -39,9 +40,8 @@ class Mailbox(Link):
         self._lock = threading.RLock()
         self._waiting = False
         self._closed = False
-        self._sender, self.source = socket.socketpair()
-        for end in (self._sender, self.source):
-            end.setblocking(False)
+        self._waker = Waker()
+        self.source = self._waker.source
 
     def put(self, message: Any) -> None:
         """Hand over a message, from any thread; it is dropped if the consumer has left."""
@@ -55,16 +55,14 @@ class Mailbox(Link):
         with self._lock:
             if self.messages or self._closed:
                 return False
-            with contextlib.suppress(BlockingIOError):  # bytes of earlier waits
-                self.source.recv(4096)
+            self._waker.drain()
             self._waiting = True
             return True
 
     def wake(self) -> None:
-        with self._lock, contextlib.suppress(OSError):  # full of bytes, which wake the consumer as well
+        with self._lock:
             self._waiting = False
-            if not self._closed:
-                self._sender.send(b"\0")
+            self._waker.wake()
 
     leave = wake
 
@@ -72,8 +70,7 @@ class Mailbox(Link):
         with self._lock:
             self._closed = True
             self.messages.clear()
-            self._sender.close()
-            self.source.close()
+            self._waker.close()
 
 
 class ThreadPlacement(Placement):

@@ -261,7 +261,7 @@ class SampleFetch(FetcherPool):
             wanted = zip(itertools.repeat(plan.number), plan.indices, strict=False)
         self._submit(zip(itertools.repeat(batch), itertools.count(), wanted, strict=False))
 
-    def requester(self) -> Callable[[Any], Awaitable[Any]]:
+    def requester(self) -> Any:
         return self._dataset.aget if self._hedged is None else self._fetch_hedged
 
     def _fetch_hedged(self, wanted: tuple[int, object]) -> Awaitable[object]:
@@ -291,9 +291,8 @@ class BatchFetch(FetcherPool):
         batch = self._partial[plan.number] = PartialBatch(plan)
         self._submit(((batch, 0, list(plan.indices)),))
 
-    def requester(self) -> Callable[[Any], Awaitable[Any]]:
-        agets: Callable[[Any], Awaitable[Any]] = self._dataset.agets
-        return agets
+    def requester(self) -> Any:
+        return self._dataset.agets
 
     def on_result(self, batch: PartialBatch, _slot: int, result: Any) -> bool:
         wanted = len(batch.plan.indices)

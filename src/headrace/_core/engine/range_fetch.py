@@ -7,7 +7,7 @@ import contextlib
 import functools
 import operator
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,7 @@ class RangeFetch(FetcherPool):
         self._waiting.append(batch)
         self._plan_soon()
 
-    def requester(self) -> Callable[[Any], Awaitable[Any]]:
+    def requester(self) -> Any:
         return operator.call
 
     def _plan_soon(self) -> None:

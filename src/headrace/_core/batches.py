@@ -142,11 +142,6 @@ class SessionStart(NamedTuple):
     set_epoch: bool = False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
 
     @property
-    def ended(self) -> set[int | None]:
-        """Workers whose streams have ended."""
-        return {reader for reader, state in self.streams.items() if state.get("ended") is True}
-
-    @property
     def own_state(self) -> dict[str, object] | None:
         """The state of a stream that no worker reads; None if the stream begins with the epoch."""
         state = self.streams.get(None)

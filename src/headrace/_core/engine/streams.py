@@ -268,7 +268,7 @@ class DispatchToWorkers(FetchStage):
         self, context: FetchContext, start: SessionStart, workers: int, *, streams: bool, in_order: bool
     ) -> None:
         super().__init__(context)
-        ended = start.ended
+        ended = [worker for worker, state in start.streams.items() if state.get("ended") is True]
         turns = ((start.next_worker + turn) % workers for turn in range(workers))
         self._active = deque(worker for worker in turns if worker not in ended)  # the next one first
         self._streams = streams

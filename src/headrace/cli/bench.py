@@ -155,9 +155,10 @@ class _Bench:
         groups = {each: [trial for trial in ordered if trial.concurrency == each] for each in settings}
         rows = []
         for group in groups.values():
-            low, high = group[(len(group) - 1) // 2], group[len(group) // 2]
-            rates = {name: (getattr(low, name) + getattr(high, name)) / 2 for name in ("rate", "bandwidth")}
-            rows.append(dataclasses.replace(high, **rates))
+            rate = statistics.median(trial.rate for trial in group)
+            bandwidth = statistics.median(trial.bandwidth for trial in group)
+            middle = group[len(group) // 2]
+            rows.append(dataclasses.replace(middle, rate=rate, bandwidth=bandwidth))
         found = next(row for row in rows if row.concurrency == best)
         limit = _limit(found, self._trials, self._bound if settings[-1] == self._most else "the end (--seconds)")
         slowest, fastest = groups[best][0].rate, groups[best][-1].rate

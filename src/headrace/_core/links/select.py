@@ -132,7 +132,7 @@ class PlacementSelector:
 
     def close(self) -> None:
         """End all engines; the next session starts a new one."""
-        engines = [*self._retired, *([self._current] if self._current is not None else [])]
+        engines = filter(None, (*self._retired, self._current))
         self._current, self._seen, self._pickled, self._retired = None, None, None, []
         for engine in engines:
             engine.close()

@@ -163,16 +163,17 @@ class Pool:
         """Start the processes, without waiting until they run."""
         try:
             for number in self._numbers:
-                process, connection = self._start(number)
-                self._workers[number] = NumberedWorker(number, process, connection)
+                self._workers[number] = self._start(number)
         except BaseException:  # Ctrl-C too: nothing owns the workers that have started
             self.kill()
             self.release()
             raise
 
-    def _start(self, number: int) -> tuple[WorkerProcess, Connection]:
+    def _start(self, number: int) -> NumberedWorker:
         modules = () if self._latest is None else self._latest.modules
-        return launch_worker(self._context, self._inherited, number, self._numbers.stop, modules)
+        stop = self._numbers.stop
+        started = launch_worker(self._context, self._inherited, number, stop, modules)
+        return NumberedWorker(number, *started)
 
     async def open(self) -> None:
         for worker in list(self._workers.values()):
@@ -195,8 +196,7 @@ class Pool:
             for number in self._numbers:
                 if number not in self._workers:
                     with explained(f"start worker {number}"):
-                        process, connection = self._start(number)
-                    self._workers[number] = worker = NumberedWorker(number, process, connection)
+                        worker = self._workers[number] = self._start(number)
                     self._connect(worker)
         except OSError as error:  # the others go on
             _log.warning("%s", error)
@@ -394,19 +394,19 @@ class Pool:
             return
         try:
             with explained(f"replace worker {worker.number}"):
-                process, connection = self._start(worker.number)
+                successor = self._start(worker.number)
         except Exception as error:
             worker.failed_starts += 1
             self._break(worker.death(None, obstacle=error))
             return
         if suspect is None or not suspect.answer.done():  # else the error reports it
             _log.warning("%s Another process has taken its place.", died)
-        successor = NumberedWorker(worker.number, process, connection, worker.pinned, worker.failed_starts + 1)
+        successor.pinned, successor.failed_starts = worker.pinned, worker.failed_starts + 1
         self._workers[worker.number] = successor
         try:
             self._connect(successor)
         except Exception as error:
-            process.signal(signal.SIGKILL)
+            successor.process.signal(signal.SIGKILL)
             self._break(successor.death(None, obstacle=error))
 
     def _break(self, died: WorkerDiedError) -> None:

@@ -213,15 +213,5 @@ class _Spawning:
         return Descriptor.duplicate(number)
 
     @staticmethod
-    def DupFd(descriptor: Descriptor) -> _DuplicatedDescriptor:  # multiprocessing's name
-        return _DuplicatedDescriptor(descriptor)
-
-
-class _DuplicatedDescriptor:
-    """The receiver's stand-in for the object that `multiprocessing` gets a descriptor from."""
-
-    def __init__(self, descriptor: Descriptor) -> None:
-        self._descriptor = descriptor
-
-    def detach(self) -> int:
-        return os.dup(self._descriptor.number)
+    def DupFd(descriptor: Descriptor) -> Descriptor:  # multiprocessing's name
+        return descriptor

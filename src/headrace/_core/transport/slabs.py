@@ -285,10 +285,7 @@ class Mapper:
 
     def returned(self) -> list[int]:
         """The numbers of the slabs that have become free since the last call, for the allocator."""
-        numbers = []
-        while self._returned:
-            numbers.append(self._returned.popleft())
-        return numbers
+        return [self._returned.popleft() for _ in range(len(self._returned))]
 
     def take_descriptors(self, first: int, count: int) -> list[Descriptor]:
         """The descriptors sent by `Allocator.send_descriptors`."""

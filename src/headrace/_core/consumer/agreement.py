@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -160,7 +160,7 @@ class StepGroup:
 
     def leave(self, error: BaseException) -> None:
         """Close the group, and give the other ranks the error that ended this rank's epoch."""
-        with contextlib.suppress(RuntimeError):  # the store's process has ended
+        with suppress(RuntimeError):  # the store's process has ended
             self._store.set("failed", f"{self._rank} {shorten(f'{type(error).__name__}: {error}')}")
         self.close()
 
@@ -190,7 +190,7 @@ class StepGroup:
     def _absent(self, key: str) -> tuple[int, ...]:
         """The ranks that have not set a key of theirs, after a moment for those that are late."""
         keys = [f"{key}/{rank}" for rank in range(self._size)]
-        with contextlib.suppress(RuntimeError):  # timed out
+        with suppress(RuntimeError):  # timed out
             self._store.wait(keys, ROLL_CALL)
         return tuple(rank for rank, each in enumerate(keys) if not self._store.check([each]))
 
@@ -199,7 +199,7 @@ class StepGroup:
 
         The destructor of gloo's group waits for a collective that is under way, which may be for other ranks for long.
         """
-        with contextlib.suppress(IndexError):
+        with suppress(IndexError):
             held = [self.gloo.pop()]
             if self._pid != os.getpid():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(held[0]))  # never destroyed: its threads do not exist here

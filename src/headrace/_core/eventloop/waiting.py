@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import select
 import signal
@@ -11,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from headrace._core.descriptors import explained
@@ -28,12 +28,12 @@ class Waker:
             end.setblocking(False)
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # full of bytes, which wake as well; or closed
+        with suppress(OSError):  # full of bytes, which wake as well; or closed
             self.sender.send(b"\0")
 
     def drain(self) -> None:
         """Take the bytes of earlier calls of `wake`."""
-        with contextlib.suppress(BlockingIOError):
+        with suppress(BlockingIOError):
             self.source.recv(4096)
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class CloseGuard:
             close()
 
 
-@contextlib.contextmanager
+@contextmanager
 def _signals() -> Iterator[list[socket.socket]]:
     """A socket that becomes readable with a signal, inside the block; none off the main thread."""
     pair = _pair()
@@ -141,7 +141,7 @@ def _signals() -> Iterator[list[socket.socket]]:
         yield [pair.source]
     finally:
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-        with contextlib.suppress(BlockingIOError):  # no signal; or that loop's pipe is full, which wakes it anyway
+        with suppress(BlockingIOError):  # no signal; or that loop's pipe is full, which wakes it anyway
             numbers = pair.source.recv(4096)
             if before != -1:  # the event loop that is blocked in this call reads its signals there
                 os.write(before, numbers)

@@ -13,7 +13,6 @@ the GIL. Of the time between two samples in one function of user code, only two 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
@@ -22,6 +21,7 @@ import sys
 import threading
 import time
 import types
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -134,7 +134,7 @@ class LoopWatch:
         planned = time.monotonic()
         while True:
             timeout = None if math.isinf(planned) else max(0.0, planned - time.monotonic())
-            with contextlib.suppress(queue.Empty):
+            with suppress(queue.Empty):
                 if not self._wake.get(timeout=timeout):
                     break
                 planned = time.monotonic()
@@ -143,7 +143,7 @@ class LoopWatch:
 
     def _beat(self) -> None:
         self._beats = self._loop.call_later(BEAT, self._beat)
-        with contextlib.suppress(OSError, IndexError):  # not Linux, or no descriptor is left
+        with suppress(OSError, IndexError):  # not Linux, or no descriptor is left
             self.queued_seconds = int(_OWN_TIMES.read_bytes().split()[1]) / 1e9
         self.due = time.monotonic() + BEAT
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from headrace._core.batches import HostBatch
 from headrace._core.eventloop.waiting import CloseGuard, Readable
@@ -67,7 +67,7 @@ class Session:
         while self._calls and not self._ready:
             assert self._work
             self._work.call(self._calls[0].function)  # after Ctrl-C it is called again
-            with contextlib.suppress(IndexError):  # another thread has closed the session
+            with suppress(IndexError):  # another thread has closed the session
                 self._calls.popleft()
             self._receive()
         try:
@@ -76,7 +76,7 @@ class Session:
             host = self._work.finish(self._ready[0])  # after Ctrl-C it is called again
         except IndexError:
             return None
-        with contextlib.suppress(IndexError):
+        with suppress(IndexError):
             self._ready.popleft()
         return host
 

@@ -7,10 +7,10 @@ a connection of its own: plans come in, batches go out in slabs that the consume
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -65,7 +65,7 @@ class SidecarTask:
                 loop = new_event_loop()
         except OSError as error:
             reserve.close()
-            with contextlib.suppress(OSError):  # it is closed, or none could be received
+            with suppress(OSError):  # it is closed, or none could be received
                 if refused := _accept(connection):
                     BlockingChannel(refused).send(SessionEnd(error))
             channel.close()
@@ -130,7 +130,7 @@ class _Sidecar:
             server.channel.close()
 
     def _on_open(self) -> None:
-        with self._reserve.given_up(), contextlib.suppress(OSError):  # other code took the reserve
+        with self._reserve.given_up(), suppress(OSError):  # other code took the reserve
             if (connection := _accept(self._connection)) is None:
                 self._over.set()
             else:
@@ -191,7 +191,7 @@ class _SessionServer:
             self.send(SessionEnd(error))
 
     def _send_record(self, record: Record) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.channel.send, dump_message(record, plain=True))
 
     def _on_close(self) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import warnings
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from headrace._core.batches import SessionStart
@@ -122,7 +122,7 @@ class ThreadPlacement(Placement):
             # The last reference was dropped on the engine's own thread, which cannot wait for itself.
             self._loop.start(self._end_on_loop())
             return
-        with contextlib.suppress(TimeoutError, EngineDiedError):  # processes that have not ended are killed below
+        with suppress(TimeoutError, EngineDiedError):  # processes that have not ended are killed below
             closing = self._loop.start(self._engine.close(CLOSE_DEADLINE))
             closing.result(timeout=5 * CLOSE_DEADLINE + WORK_DEADLINE)
         self._engine.executor.kill()
@@ -156,13 +156,13 @@ class ThreadLink(Mailbox):
         loop.on_death.add(self._on_death)
 
     def send(self, message: Request) -> None:
-        with contextlib.suppress(EngineDiedError):  # whose message has the reason
+        with suppress(EngineDiedError):  # whose message has the reason
             self._loop.call_soon(self.session.handle, message)
 
     def leave(self) -> None:
         self._loop.on_death.discard(self._on_death)
         if self._loop.alive:
-            with contextlib.suppress(EngineDiedError):  # since the check, and the session with it
+            with suppress(EngineDiedError):  # since the check, and the session with it
                 self._loop.call_soon(self.session.leave)
         self.wake()
 

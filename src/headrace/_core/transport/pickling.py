@@ -9,7 +9,6 @@ class after the way to a worker and back.
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import enum
 import functools
@@ -22,6 +21,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import cloudpickle
@@ -104,7 +104,7 @@ def picklable_error(error: E) -> E | RemoteError:
         set_cause(error, cause)
         if (copied := _copied(error)) is not _LOST:
             return error if error_message(copied) == text else _keeping(error, text)
-    with contextlib.suppress(BaseException):  # user code: __str__, __setstate__
+    with suppress(BaseException):  # user code: __str__, __setstate__
         reduced = without_unpicklable_parts(error, lambda part: _copied(part) is not _LOST)
         if type(reduced) is type(error) and (copied := _copied(reduced)) is not _LOST:
             return reduced if error_message(copied) == text else _keeping(reduced, text)
@@ -121,7 +121,7 @@ def noted_error(error: E, where: str) -> E | RemoteError:
 
 def _keeping(error: E, text: str) -> E | RemoteError:
     """`error` with its text, which its copy in another process would not have."""
-    with contextlib.suppress(BaseException):  # user code, or a class without subclasses
+    with suppress(BaseException):  # user code, or a class without subclasses
         kept = with_text(error, text)
         if error_message(_copied(kept)) == text:
             return cast(E, kept)

@@ -170,7 +170,7 @@ class RawBatch(NamedTuple):
     plan: BatchPlan
     # For each slot the sample, or the `Failure` that stands in its place. A stream's last batch may have fewer. None
     # where the worker fetches them itself.
-    samples: Sequence[Any] | Any | None
+    samples: Any
     end: bool = False  # the stream this came from has nothing more
     worker: int | None = None  # the worker this has to go to, where its dataset lives; None for any
     whole: bool = False  # `samples` is the argument of `collate_fn`, as the dataset returned it
@@ -197,7 +197,6 @@ class RawBatch(NamedTuple):
         """The batch without its failed samples, and their failures."""
         if self.whole or type(self.samples) is Rows:
             return self, ()
-        assert self.samples is not None
         if Failure not in map(type, self.samples):
             return self, ()
         failures = tuple(sample for sample in self.samples if isinstance(sample, Failure))

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
+from typing import Any
 
 from headrace._core.descriptors import explained
 from headrace._core.failure import as_exception
@@ -337,7 +338,7 @@ class Pool:
         if ships:
             worker.loaded.add(number)
 
-    def _on_object(self, worker: NumberedWorker, obj: object) -> None:
+    def _on_object(self, worker: NumberedWorker, obj: Any) -> None:
         if isinstance(obj, Started):
             worker.started = True
             return
@@ -345,7 +346,6 @@ class Pool:
             obj = Answer(*obj)
         elif isinstance(obj, BaseException):
             obj = Answer(error=obj, step="unpack")
-        assert isinstance(obj, Answer)
         worker.failed_starts = 0
         if obj.step == "receive":  # the task may have been sent with it
             worker.loaded.clear()

@@ -81,10 +81,11 @@ def _integer(words: str, least: int, most: float = math.inf, *, also: tuple[str 
             return value
         if isinstance(value, np.integer):
             value = int(value)
+        wrong = f"{name} must be {words}, but got {value!r}"
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be {words}, but got {value!r}")
+            raise TypeError(wrong)
         if not least <= value <= most:
-            raise ValueError(f"{name} must be {words}, but got {value!r}")
+            raise ValueError(wrong)
         return value
 
     return check

@@ -142,11 +142,6 @@ class SessionStart(NamedTuple):
     set_epoch: bool = False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
 
     @property
-    def ended(self) -> set[int | None]:
-        """Workers whose streams have ended."""
-        return {reader for reader, state in self.streams.items() if state.get("ended") is True}
-
-    @property
     def own_state(self) -> dict[str, object] | None:
         """The state of a stream that no worker reads; None if the stream begins with the epoch."""
         state = self.streams.get(None)
@@ -175,7 +170,7 @@ class RawBatch(NamedTuple):
     plan: BatchPlan
     # For each slot the sample, or the `Failure` that stands in its place. A stream's last batch may have fewer. None
     # where the worker fetches them itself.
-    samples: Sequence[Any] | Any | None
+    samples: Any
     end: bool = False  # the stream this came from has nothing more
     worker: int | None = None  # the worker this has to go to, where its dataset lives; None for any
     whole: bool = False  # `samples` is the argument of `collate_fn`, as the dataset returned it
@@ -202,7 +197,6 @@ class RawBatch(NamedTuple):
         """The batch without its failed samples, and their failures."""
         if self.whole or type(self.samples) is Rows:
             return self, ()
-        assert self.samples is not None
         if Failure not in map(type, self.samples):
             return self, ()
         failures = tuple(sample for sample in self.samples if isinstance(sample, Failure))
@@ -294,8 +288,12 @@ class HostBatch(NamedTuple):
         return cls(plan, None, 0, failures, end, empty=True)
 
     @classmethod
-    def failed(cls, plan: BatchPlan, error: BaseException, *, stage: Stage) -> HostBatch:
-        return cls.nothing(plan, (Failure.caught(error, stage=stage, batch=plan.number),))
+    def failed(cls, plan: BatchPlan, error: BaseException, stage: Stage) -> HostBatch:
+        return cls.nothing(plan, (Failure.caught(error, stage, plan.number),))
+
+    def replaced_by(self, error: BaseException, stage: Stage) -> HostBatch:
+        """An error in place of the batch, with the failures of the batch."""
+        return HostBatch.failed(self.plan, error, stage).with_failures_of(self)
 
     def with_failures_of(self, earlier: HostBatch) -> HostBatch:
         """This batch in place of `earlier`, from which it was made: with its failures, and all but its data."""

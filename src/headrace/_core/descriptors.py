@@ -95,6 +95,10 @@ class Descriptor:
         """A new descriptor of the same file as `number`, whose owner keeps it."""
         return cls(os.dup(number))
 
+    def detach(self) -> int:
+        """A number that the caller closes; reducers of `multiprocessing` call it in the receiver."""
+        return os.dup(self.number)
+
     def same_file_as(self, other: Descriptor) -> bool:
         return os.path.samestat(os.fstat(self.number), os.fstat(other.number))
 

@@ -146,7 +146,7 @@ class _Ask(ErrorPolicy):
         except Exception as error:
             if error is failure.error:
                 return "raise"
-            raised = Failure.caught(error, stage=Stage.ON_ERROR, batch=failure.batch, index=failure.index).exception()
+            raised = Failure.caught(error, Stage.ON_ERROR, failure.batch, index=failure.index).exception()
             raise raised from error.__cause__ or failure.exception()
         if decision not in ("raise", "skip"):
             raise TypeError(f'on_error must return "raise" or "skip", but returned {short_repr(decision)}: {failure}')

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import re
 import types
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,7 +64,7 @@ class Failure:
     unskippable: str | None = None
 
     @classmethod
-    def caught(cls, error: BaseException, *, stage: Stage, batch: int, **where: Any) -> Failure:
+    def caught(cls, error: BaseException, stage: Stage, batch: int, **where: Any) -> Failure:
         """Record `error` where it was caught."""
         return cls(error=as_exception(error), stage=stage, batch=batch, **where)
 
@@ -180,7 +180,7 @@ def _set_message(error: BaseException, words: str) -> bool:
             return True
     except Exception:  # user code: `__setattr__`, `__str__`
         pass
-    with contextlib.suppress(Exception):
+    with suppress(Exception):
         error.args = before
     return False
 
@@ -194,7 +194,7 @@ def describe_samples(indices: Sequence[object], sample_key: Callable[[object], s
 
 def key_in(sample: object) -> str | None:
     """The key and the shard that a sample of a tar stream has; None of another."""
-    with contextlib.suppress(Exception):  # user code: the class of a sample, or of its key
+    with suppress(Exception):  # user code: the class of a sample, or of its key
         if isinstance(sample, dict) and "__key__" in sample:
             return f"{sample['__key__']} in {sample.get('__url__')}"
     return None

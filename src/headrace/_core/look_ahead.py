@@ -82,10 +82,6 @@ class LookAheadSize:
         self.batches = min(most, least + self.batches - self.least)
         self.least, self._most = least, most
 
-    @property
-    def extended(self) -> bool:
-        return self.batches > self.least
-
     def extend(self, batches: int) -> None:
         self.batches = min(self._most, self.batches + batches)
 

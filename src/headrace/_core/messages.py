@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace._core.batches import BatchPlan, HostBatch
-from headrace._core.eventloop.waiting import Readable
 from headrace.errors import ForkedError
 
 # To an engine; besides these, lists of plans.
@@ -76,7 +75,7 @@ class Link:
     """The consumer's end of a session in one engine, wherever that runs. Used by one thread, except for `leave`."""
 
     messages: deque[Answer]  # received, the oldest first; the caller removes them. A `SessionEnd` is the last
-    source: Readable | None = None  # a descriptor that is readable when something can be received; None: no wait
+    source: Any = None  # a descriptor that is readable when something can be received; None: no wait
     guarded = False  # whether `send` and `receive` must not overlap with `close`
     look_by: float | None = None  # when `receive` is called even if nothing arrives, by `time.monotonic`; None: never
 

@@ -69,9 +69,9 @@ class _Bench:
 
     def __init__(self, arguments: argparse.Namespace, began: float) -> None:
         plot: Path | None = arguments.plot
-        if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        if plot and importlib.util.find_spec("matplotlib") is None:
             raise MissingExtraError(what="--plot", package="matplotlib", extra="plot")
-        if plot is not None and (plot.suffix.lower() not in (".png", ".svg", ".pdf") or not plot.parent.is_dir()):
+        if plot and (plot.suffix.lower() not in (".png", ".svg", ".pdf") or not plot.parent.is_dir()):
             raise ValueError(f"--plot {plot}: give a file .png, .svg or .pdf in an existing folder")
         self._arguments, self._plot, self._until = arguments, plot, began + arguments.seconds
         self._store = Store(arguments.url, options=arguments.store_options)
@@ -155,9 +155,10 @@ class _Bench:
         groups = {each: [trial for trial in ordered if trial.concurrency == each] for each in settings}
         rows = []
         for group in groups.values():
-            low, high = group[(len(group) - 1) // 2], group[len(group) // 2]
-            rates = {name: (getattr(low, name) + getattr(high, name)) / 2 for name in ("rate", "bandwidth")}
-            rows.append(dataclasses.replace(high, **rates))
+            rate = statistics.median(trial.rate for trial in group)
+            bandwidth = statistics.median(trial.bandwidth for trial in group)
+            middle = group[len(group) // 2]
+            rows.append(dataclasses.replace(middle, rate=rate, bandwidth=bandwidth))
         found = next(row for row in rows if row.concurrency == best)
         limit = _limit(found, self._trials, self._bound if settings[-1] == self._most else "the end (--seconds)")
         slowest, fastest = groups[best][0].rate, groups[best][-1].rate
@@ -185,7 +186,7 @@ class _Bench:
             print(f"\nbest   {best:,} in flight: {number(found.rate)} objects/s, {_size(found.bandwidth)}/s")
             print(f"       ({len(groups[best])} trials: {number(slowest)} to {number(fastest)})")
             print(f"limit  {limit}\n\n{self._constructor(best)}")
-        if self._plot is not None:
+        if self._plot:
             _write_plot(self._plot, redact_url(self._store.url), self._trials, rows, found)
 
     def _constructor(self, concurrency: int) -> str:

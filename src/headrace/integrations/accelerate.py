@@ -12,7 +12,7 @@ import accelerate
 import torch
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from accelerate.state import GradientState
-from accelerate.utils import DistributedType, broadcast_object_list, synchronize_rng_states
+from accelerate.utils import broadcast_object_list, synchronize_rng_states
 from torch.utils.data import BatchSampler, DistributedSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
@@ -214,7 +214,7 @@ class PreparedLoader(DataLoader[T_co]):
             ValueError: a restored position is another one.
         """
         pending = self._control.pending
-        if pending is not None and not (pending.over and batches == 0):
+        if pending and not (pending.over and batches == 0):
             if pending.steps != batches:
                 restored = f"after {pending.steps} batches of epoch {pending.epoch}"
                 raise ValueError(f"skip_first_batches(loader, {batches}) of a loader that was restored {restored}")
@@ -276,7 +276,7 @@ def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *,
     rng_types = [name for name in names if name != "generator"]
     stream, seed = loader._control.spec.kind.is_iterable, loader._control.spec.options["seed"]
     if seed is None:
-        seed = getattr(accelerator.dataloader_config, "data_seed", None) or 0
+        seed = accelerator.dataloader_config.data_seed or 0
     batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", None)
     generator: Any = getattr(sampler, "generator", None)
@@ -329,9 +329,7 @@ def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *,
 
 def _data_parallel_rank(accelerator: accelerate.Accelerator) -> RankInfo:
     """The rank among those that get different batches: ranks of tensor and context parallelism share theirs."""
-    mesh: Any = getattr(accelerator, "torch_device_mesh", None)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        mesh = getattr(accelerator.state, "ds_device_mesh", mesh)
+    mesh: Any = accelerator._prepare_device_mesh()
     sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
     shared = sizes.get("tp", 1) * sizes.get("cp", 1)
     return RankInfo(accelerator.process_index // shared, accelerator.num_processes // shared, "accelerate")

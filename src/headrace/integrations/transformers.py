@@ -13,8 +13,8 @@ import torch
 import transformers
 from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
-from transformers import trainer_pt_utils
 from transformers.trainer_callback import TrainerState
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import get_last_checkpoint, has_length
 from transformers.utils import is_datasets_available
 
@@ -79,7 +79,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         config = self.args.accelerator_config
         if config.dispatch_batches or not config.even_batches:
             raise ValueError("each rank reads as many batches: no dispatch_batches=True and even_batches=False")
-        if (size := max(getattr(self, f"get_{kind}_size", int)() for kind in ("tp", "cp", "sp"))) > 1:
+        if (size := max(self.get_tp_size(), self.get_cp_size(), self.get_sp_size())) > 1:
             raise ValueError(f"tensor, context or sequence parallelism of {size} ranks, which need the same batches")
 
     def _get_dataloader(
@@ -111,7 +111,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         elif not stream:
             sampler: Any = None if sampler_fn is None else sampler_fn(dataset)
             # Of batches, and divides itself.
-            rebalances = isinstance(sampler, getattr(trainer_pt_utils, "BatchRebalanceSampler", ()))
+            rebalances = isinstance(sampler, BatchRebalanceSampler)
             computed = computed_order(sampler) if is_training else None
             if computed is not None and len(sampler) == len(dataset):
                 of_ranks = {"rank": rank, "world_size": ranks, "drop_last": drop_last}

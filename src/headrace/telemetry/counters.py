@@ -38,11 +38,6 @@ class BatchRecord(NamedTuple):
     fetches: FetchTimes | None = None  # single fetches since then; measured only while a trace is written
 
 
-# The same as a plain tuple, which takes half the time to make.
-_Fields: TypeAlias = tuple[
-    int, int, int, float, StageTimes, float, float, float, float, int, RequestCounts | None, float, int
-]
-
 Subscriber: TypeAlias = "Callable[[Counters, BatchRecord], None]"
 
 
@@ -113,7 +108,7 @@ class Counters:
         self._began: float | None = None
         self._last = self._waited = 0.0
         # Of this object, and not of its copies:
-        self._kept: deque[_Fields] = deque(maxlen=KEPT + 1)  # with the one before those that `records` returns
+        self._kept: deque[BatchRecord] = deque(maxlen=KEPT + 1)  # with the one before those that `records` returns
         self.open: set[object] = set()  # iterations that are neither over nor closed
 
     def __getstate__(self) -> dict[str, object]:
@@ -130,17 +125,18 @@ class Counters:
         if self._began is None:
             self._began = self._last = time.perf_counter()
 
-    def delivered(self, record: _Fields, fetches: FetchTimes | None) -> None:
-        """Count a batch that `next()` returns; `record` has the fields of its `BatchRecord` but the last, `fetches`."""
+    def delivered(self, record: BatchRecord) -> None:
+        """Count a batch that `next()` returns."""
         self.batches += 1
-        self.samples += record[2]
-        self._last = record[8]
-        self._waited += record[8] - record[5]
-        if record[10] is not None:
-            self._add(record[10])
-        self._kept.append(record)
+        self.samples += record.size
+        self._last = record.returned
+        self._waited += record.returned - record.called
+        if record.requests is not None:
+            self._add(record.requests)
+        # Only subscribers need single fetches.
+        self._kept.append(record if record.fetches is None else record._replace(fetches=None))
         for subscriber, _ in self._subscribers:
-            subscriber(self, BatchRecord(*record, fetches))
+            subscriber(self, record)
 
     def skip(self, host: HostBatch) -> None:
         """Count the skipped samples of a batch."""
@@ -168,7 +164,7 @@ class Counters:
         The first of them has a wait of 0 s where it is not the first of its iteration, whose wait is the start-up.
         """
         kept = list(self._kept)[-last - 1 :]
-        found = [BatchRecord(*each) for each in kept if each[0] == kept[-1][0]]
+        found = [each for each in kept if each.iteration == kept[-1].iteration]
         if len(found) > last:
             found[:2] = [found[1]._replace(called=found[1].returned)]
         return found

@@ -90,7 +90,7 @@ class _Model:
     """
 
     def __init__(self, figures: Figures, setup: Setup) -> None:
-        self._figures = figures
+        self.figures, self.setup = figures, setup
         self.in_call = 0.0 if setup.placement == "inline" else figures.in_call_seconds
         in_workers = setup.num_workers and not figures.in_call
         self.floor = max(figures.engine_seconds, figures.work_seconds / setup.num_workers if in_workers else 0.0)
@@ -99,23 +99,36 @@ class _Model:
 
     def needed(self, *, floor: float | None = None) -> float:
         """By how much the limiting stage has to be faster so that it is no longer the limit, with some to spare."""
-        figures = self._figures
+        figures = self.figures
         target = max(figures.compute + self.in_call, self.floor if floor is None else floor, figures.period / 100)
         return min(MOST, HEADROOM * figures.period / target)
 
     def after(self, factor: float, *, floor: float | None = None) -> float:
         """The wait share if the limiting stage were faster by a factor."""
-        return self.at_period(self._figures.period / factor, floor=floor)
+        return self.at_period(self.figures.period / factor, floor=floor)
 
     def at_period(self, period: float, *, floor: float | None = None, in_call: float | None = None) -> float:
         """The wait share if batches came each so many seconds, and `next()` took `in_call` for those that are ready."""
-        compute, call = self._figures.compute, self.in_call if in_call is None else in_call
+        compute, call = self.figures.compute, self.in_call if in_call is None else in_call
         step = max(period, self.floor if floor is None else floor, compute + call)
         return max(0.0, 1.0 - compute / step) if step else 0.0
 
+    def faster(
+        self,
+        limit: str,
+        evidence: str,
+        advice: str,
+        factor: float,
+        *,
+        floor: float | None = None,
+        **change: Any,
+    ) -> Diagnosis:
+        """The diagnosis with a change that makes the limiting stage faster by a factor."""
+        return Diagnosis(limit, evidence, advice, self.after(factor, floor=floor), change, factor)
+
     def without(self, *steps: str) -> float:
         """The wait share without the waiting for some steps."""
-        figures = self._figures
+        figures = self.figures
         gone = sum(figures.waits[step] for step in steps)
         return max(0.0, figures.waited - gone) / max(1e-9, figures.seconds - gone)
 
@@ -142,7 +155,7 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
     waiting = figures.start_up + figures.waited
     busy = _workers_are_busy(figures, setup)
     if not busy and waiting > LONG_START * total and _blocked_seconds(figures) > BLOCKED_WAITING * waiting:
-        return _blocked_loop(figures, model)
+        return _blocked_loop(model)
     if figures.start_up > max(figures.waited, LONG_START * total) and figures.wait_share < LONG_START:
         return Diagnosis(
             "start-up",
@@ -152,17 +165,17 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
             "built",
             (figures.waited + figures.first_again) / (figures.seconds + figures.first_again),
         )
-    if _holds_the_lock(figures, setup) and (found := _busy_loop(figures, setup, model)) is not None:
+    if _holds_the_lock(figures, setup) and (found := _busy_loop(model)):
         return found
     if figures.wait_share < FEW_WAITS or wait < FAST_NEXT:
         evidence = f"next() takes {seconds(wait)}, and the loop itself {seconds(figures.compute)} for each batch"
         return Diagnosis("consumer", evidence, predicted=figures.wait_share)
     if busy:
         stepping = setup.stream and figures.steps_busy > figures.workers_busy
-        return (_stepping if stepping else _working)(figures, setup, model)
+        return (_stepping if stepping else _working)(model)
     waits = {stage: sum(figures.waits[step] for step in steps) for stage, steps in STAGES.items()}
     longest, second, *_ = sorted(waits, key=waits.__getitem__, reverse=True)
-    found = _of_stage(longest, figures, setup, model)
+    found = _of_stage(longest, model)
     if waits[second] > CLOSE * waits[longest]:
         of_both = f"{share(waits[longest] / figures.waited)} and {share(waits[second] / figures.waited)}"
         found = found._replace(evidence=f"{found.evidence}; close to it is {second} ({of_both} of the waiting)")
@@ -177,18 +190,19 @@ def _workers_are_busy(figures: Figures, setup: Setup) -> bool:
     return figures.workers_busy + steps > BUSY_WORKERS * max(1, setup.num_workers)
 
 
-def _of_stage(stage: str, figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
+def _of_stage(stage: str, model: _Model) -> Diagnosis:
+    figures, setup = model.figures, model.setup
     # Without workers they run in `next()`, whatever that waits for.
     busy = IDLE_WORKERS * setup.num_workers or figures.wait_share / 2
     if setup.stream and setup.is_async and figures.steps_busy > busy and stage in ("fetching", "sending batches"):
-        return _stepping(figures, setup, model)
+        return _stepping(model)
     if stage == "fetching":
-        return _fetching(figures, setup, model)
+        return _fetching(model)
     if stage == "transforms and collation":
-        return _working(figures, setup, model)
+        return _working(model)
     part = share(sum(figures.waits[step] for step in STAGES[stage]) / figures.waited)
     late = stage == "sending batches" and figures.waits["loop"] > figures.waits["hand-over"]
-    if late and (found := _busy_loop(figures, setup, model)) is not None:
+    if late and (found := _busy_loop(model)):
         return found
     if stage == "the sampler":
         return Diagnosis(
@@ -216,61 +230,59 @@ def _of_stage(stage: str, figures: Figures, setup: Setup, model: _Model) -> Diag
     return Diagnosis("transport", evidence, advice, model.without("loop", "hand-over", "delivery"), change)
 
 
-def _fetching(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
+def _fetching(model: _Model) -> Diagnosis:
     """The reason, where the loop waits for batches that are not fetched."""
+    figures, setup = model.figures, model.setup
     refused, factor = figures.requests.throttled, model.needed()
     if figures.blocked <= BLOCKED_LOOP and refused:
         # Of an `aget` that does not count its requests: one for each sample and refusal.
         refused_share = refused / (figures.requests.requests or figures.samples + refused)
         if refused_share > THROTTLED:
-            return Diagnosis(
+            return model.faster(
                 "throttling",
                 f"the store refused {share(refused_share)} of the requests (429 or 503), at "
                 f"{rate(figures.samples / figures.seconds)} samples/s",
                 f"make 1/{digits(factor)} of the requests: shards in place of objects, "
                 + _cache_or(setup, "several prefixes of the bucket"),
-                model.after(factor),
-                factor=factor,
+                factor,
             )
-    if (found := _busy_loop(figures, setup, model)) is not None:
+    if found := _busy_loop(model):
         return found
     if setup.stream:
         if figures.slow_waits > 0.5 and figures.slow_span < 0.5:
-            return _order(figures, setup, model)
-        return Diagnosis(
+            return _order(model)
+        return model.faster(
             "latency",
             f"the stream gives {rate(figures.samples / figures.seconds)} samples/s, with the event loop "
             f"{share(figures.engine_cpu)} busy: it waits for its source",
             f"read {digits(factor)} times as much at once: {_read_more(setup)}",
-            model.after(factor),
-            factor=factor,
+            factor,
         )
     in_flight = f"{figures.in_flight:.0f} of {figures.concurrency} fetches"
-    if (found := _saturated(figures, setup, model)) is not None:
+    if found := _saturated(model):
         return found
     if figures.full > 0.5:
-        return _full(figures, setup, model)
+        return _full(model)
     if figures.held > 0.5:
         budget = setup.memory_budget or 0
         if figures.memory_of_sample and setup.concurrency != "auto":
             allowed = max(1.0, budget / figures.memory_of_sample)  # samples, in any state
             factor = max(1.0, min(factor, figures.concurrency / allowed * 2))
         mebibytes = math.ceil(budget * factor / 2**20)
-        return Diagnosis(
+        return model.faster(
             "memory-budget",
             f"plans waited for memory at {share(figures.held)} of the batches, with {in_flight} in flight",
             f"memory_budget={mebibytes} * 2**20",
-            model.after(factor),
-            {"memory_budget": mebibytes * 2**20},
             factor,
+            memory_budget=mebibytes * 2**20,
         )
     if figures.slow_waits > 0.5:
-        return _order(figures, setup, model)
+        return _order(model)
     return Diagnosis(
         "look-ahead",
         f"{in_flight} are in flight: the {setup.most_ahead} batches that may be planned ahead are not enough to keep "
         f"more",
-        *_more_in_flight(figures, setup, model, _samples_ahead(figures, setup) * factor),
+        *_more_in_flight(model, _samples_ahead(figures, setup) * factor),
     )
 
 
@@ -284,11 +296,12 @@ def _read_more(setup: Setup) -> str:
     return " or ".join(f"{each}= of the dataset" for each in options) or "several sources in __aiter__"
 
 
-def _busy_loop(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | None:
+def _busy_loop(model: _Model) -> Diagnosis | None:
     """The event loop's thread has no time left; None if it has."""
+    figures, setup = model.figures, model.setup
     busy, queued = figures.engine_cpu, figures.engine_queued
     if _blocked_seconds(figures) > BLOCKED_LOOP * (figures.start_up + figures.seconds):
-        return _blocked_loop(figures, model)
+        return _blocked_loop(model)
     evidence = f"the event loop's thread computes {share(busy)} of the time"
     if busy + queued > BUSY_LOOP:
         factor = model.needed(floor=0.0)
@@ -305,12 +318,12 @@ def _busy_loop(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | Non
             engines = min(setup.cores // 2, math.ceil(setup.engines * factor))
             advice += f"; or engines={engines}, which spreads it over cores"
             change = {"engines": engines}
-        return Diagnosis("event-loop", evidence, advice, model.after(factor, floor=0.0), change, factor)
+        return model.faster("event-loop", evidence, advice, factor, floor=0.0, **change)
     if setup.placement == "thread" and busy + figures.consumer_cpu > BUSY_LOOP and setup.cores > 1:
         factor = 1 / max(0.05, busy)
         evidence += f" and your loop {share(figures.consumer_cpu)}, under one GIL"
-        change = {"placement": "process"}
-        return Diagnosis("event-loop", evidence, 'placement="process"', model.after(factor), change, factor)
+        advice = 'placement="process"'
+        return model.faster("event-loop", evidence, advice, factor, placement="process")
     return None
 
 
@@ -327,7 +340,8 @@ def _blocked_seconds(figures: Figures) -> float:
     return figures.start_blocked + figures.blocked * figures.seconds
 
 
-def _blocked_loop(figures: Figures, model: _Model) -> Diagnosis:
+def _blocked_loop(model: _Model) -> Diagnosis:
+    figures = model.figures
     place = f" in {figures.blocked_in}" if figures.blocked_in else ""
     total, blocking = figures.start_up + figures.seconds, _blocked_seconds(figures)
     in_threads = min(THREADS, figures.concurrency or THREADS)
@@ -343,8 +357,9 @@ def _blocked_loop(figures: Figures, model: _Model) -> Diagnosis:
     )
 
 
-def _order(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
+def _order(model: _Model) -> Diagnosis:
     """One slow sample, or shard, holds up the batches after it."""
+    figures, setup = model.figures, model.setup
     evidence = f"{share(figures.slow_waits)} of the waiting is for batches "
     hedge = 'hedge="auto" if a second request is faster' if "hedge" in setup.remedies else "make slow fetches faster"
     if setup.stream:
@@ -368,8 +383,9 @@ def _order(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
     return Diagnosis("order", evidence, f"in_order=False, or {hedge}", predicted, {"in_order": False})
 
 
-def _saturated(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | None:
+def _saturated(model: _Model) -> Diagnosis | None:
     """The store, or the link to it, gives no more: fetches wait for each other; None if that is not known."""
+    figures, setup = model.figures, model.setup
     request, first_byte = sum(figures.request_seconds[:1]), sum(figures.first_byte_seconds[:1])
     transfer = first_byte and request - first_byte > MOSTLY * request
     searched = setup.concurrency == "auto" and figures.seconds > TURNS * sum(figures.fetch_seconds[:1]) > 0.0
@@ -388,19 +404,19 @@ def _saturated(figures: Figures, setup: Setup, model: _Model) -> Diagnosis | Non
         shown = f"{seconds(request - first_byte)} of a request of {seconds(request)} are the transfer of its body"
     else:
         return None
-    return Diagnosis(
+    return model.faster(
         "bandwidth" if transfer else "source",
         f"{figures.in_flight:.0f} fetches in flight take {seconds(sum(figures.fetch_seconds[:1]))} each, at "
         f"{rate(figures.samples / figures.seconds)} samples/s and {figures.nbytes / figures.seconds / 1e6:.3g} MB/s, "
         f"and {shown}",
         advice,
-        model.after(factor),
-        factor=factor,
+        factor,
     )
 
 
-def _full(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
+def _full(model: _Model) -> Diagnosis:
     """As many fetches are in flight as may be, and none waits for another as far as is known."""
+    figures, setup = model.figures, model.setup
     evidence = (
         f"{figures.concurrency} in flight take {seconds(sum(figures.fetch_seconds[:1]))} each, at "
         f"{rate(figures.samples / figures.seconds)} samples/s; the window was full {share(figures.full)} of the time"
@@ -408,7 +424,7 @@ def _full(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
     if figures.concurrency >= setup.most_concurrency:
         advice = f"more descriptors (ulimit -n), which allow {setup.most_concurrency} fetches now, or ranges and shards"
         return Diagnosis("latency", evidence, advice, factor=model.needed())
-    change = _more_in_flight(figures, setup, model, figures.concurrency * model.needed())
+    change = _more_in_flight(model, figures.concurrency * model.needed())
     bench = "headrace bench or " if "cache" in setup.remedies else ""
     tried = f'if the source serves more at once, which {bench}concurrency="auto" in a long epoch finds out'
     return Diagnosis("latency", evidence, f"{change[0]}, {tried}", *change[1:])
@@ -418,10 +434,9 @@ def _samples_ahead(figures: Figures, setup: Setup) -> float:
     return setup.look_ahead * (setup.batch_size or figures.samples / figures.batches)
 
 
-def _more_in_flight(
-    figures: Figures, setup: Setup, model: _Model, wanted: float
-) -> tuple[str, float, dict[str, Any], float]:
+def _more_in_flight(model: _Model, wanted: float) -> tuple[str, float, dict[str, Any], float]:
     """The advice, prediction, change and factor with which so many samples are fetched at once."""
+    figures, setup = model.figures, model.setup
     change: dict[str, Any] = {}
     ahead = _samples_ahead(figures, setup)
     now = min(float(figures.concurrency), ahead)
@@ -440,18 +455,17 @@ def _more_in_flight(
     return ", ".join(f"{name}={value}" for name, value in change.items()), model.after(factor), change, factor
 
 
-def _stepping(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
+def _stepping(model: _Model) -> Diagnosis:
     """The functions of a stream before batching are the limit."""
+    figures, setup = model.figures, model.setup
     workers, each = setup.num_workers, figures.steps_busy * figures.period
     where = f"in {workers} workers" if workers else "in the loop's own thread"
     evidence = f"functions of the stream's map and filter take {seconds(each)} for a batch, {where}"
     wanted = math.ceil(min(MOST, HEADROOM * each / max(figures.compute + model.in_call, figures.period / 100)))
     factor = min(wanted, setup.cores) / max(1, workers)
     if factor <= 1 and workers:
-        factor = wanted / workers
-        return Diagnosis(
-            "workers", evidence, "less work for each sample", model.after(factor, floor=0.0), factor=factor
-        )
+        advice = "less work for each sample"
+        return model.faster("workers", evidence, advice, wanted / workers, floor=0.0)
     wanted = min(max(1, wanted), setup.cores)
     after = model.at_period(each / wanted, floor=0.0)
     advice = _so_many_workers(wanted, setup)
@@ -464,8 +478,9 @@ def _so_many_workers(number: int, setup: Setup) -> str:
     return f"num_workers={number}" + ', or num_workers="auto", which finds the number' * searches
 
 
-def _working(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
+def _working(model: _Model) -> Diagnosis:
     """The reason, where the loop waits for batches that are fetched and not assembled."""
+    figures, setup = model.figures, model.setup
     workers, each, most = setup.num_workers, seconds(figures.work_seconds), setup.cores
     if figures.in_call or not workers:
         others = max(0.0, model.in_call - figures.work_seconds)
@@ -484,17 +499,17 @@ def _working(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
     if idle and setup.stream and setup.is_async:
         evidence += ", beside functions of the stream's map and filter"
     elif idle and model.window and figures.full > 0.5:
-        return _fetching(figures, setup, model)
+        return _fetching(model)
     elif idle and workers > 1:
         factor = min(workers / max(0.1, figures.workers_busy), model.needed())
         slow = figures.slow_waits > 0.5 or setup.look_ahead > 2 * workers
         if slow and setup.in_order:
             evidence += ": the others wait for a slow batch"
-            return Diagnosis("order", evidence, "in_order=False", model.after(factor), {"in_order": False}, factor)
+            return model.faster("order", evidence, "in_order=False", factor, in_order=False)
         prefetch = math.ceil(setup.look_ahead / workers * max(2.0, factor))
         evidence += f", with {setup.look_ahead} batches ahead"
-        change = {"prefetch_factor": prefetch}
-        return Diagnosis("look-ahead", evidence, f"prefetch_factor={prefetch}", model.after(factor), change, factor)
+        advice = f"prefetch_factor={prefetch}"
+        return model.faster("look-ahead", evidence, advice, factor, prefetch_factor=prefetch)
     evidence += f", {each} for a batch, and fetched batches wait for them"
     waits = figures.workers_cpu < WAITING * figures.workers_busy
     if waits:
@@ -514,4 +529,4 @@ def _working(figures: Figures, setup: Setup, model: _Model) -> Diagnosis:
     if waits:
         advice = "await in aget what transforms wait for: a worker waits for one thing at a time"
         advice += f"; or num_workers={change['num_workers']}" if change else ""
-    return Diagnosis("workers", evidence, advice, model.after(factor, floor=model.window), change, factor)
+    return model.faster("workers", evidence, advice, factor, floor=model.window, **change)

@@ -88,43 +88,49 @@ class Export(contextlib.AbstractContextManager["Export"]):
 class Metric(NamedTuple):
     """A counter, or a gauge, which is 0 while no iteration is open."""
 
-    name: str  # without the prefix and the unit
     kind: Literal["counter", "gauge"]
+    name: str  # without the prefix and the unit
     unit: str  # in UCUM: "s", "By", or what is counted, in braces
     help: str
     source: str  # the attribute of an `Export`; a dict there is by the value of the label `step`
 
 
+COUNTERS = (
+    ("epochs", "{epoch}", "Iterations begun.", "stats.epochs"),
+    ("batches", "{batch}", "Batches delivered.", "stats.batches"),
+    ("samples", "{sample}", "Samples delivered.", "stats.samples"),
+    ("skipped_samples", "{sample}", "Samples left out by on_error.", "stats.skipped_samples"),
+    ("lost_batches", "{batch}", "Batches that lost all samples.", "stats.lost_batches"),
+    ("discarded_batches", "{batch}", "Batches after other ranks.", "stats.discarded_batches"),
+    ("worker_deaths", "{process}", "Worker processes that died.", "stats.worker_deaths"),
+    ("wait", "s", "Time that the consumer waited for batches.", "stats.wait_seconds"),
+    ("step_wait", "s", "Time in next(), by the step of the awaited batch.", "step_waits"),
+    ("fetch", "s", "Duration of one fetch of each batch.", "fetch_seconds"),
+    ("fetched", "By", "Approximate size of the samples fetched.", "fetched"),
+    ("event_loop_cpu", "s", "CPU time of the event loop's thread.", "event_loop_cpu"),
+    ("event_loop_blocked", "s", "Time of blocking calls on it.", "event_loop_blocked"),
+    ("requests", "{request}", "Requests to stores.", "stats.requests.requests"),
+    ("retries", "{request}", "Those that were retries.", "stats.requests.retries"),
+    ("throttled_requests", "{request}", "Responses 429, 503.", "stats.requests.throttled"),
+    ("timed_out_requests", "{request}", "Without a byte in time.", "stats.requests.timed_out"),
+    ("hedges", "{fetch}", "Fetches started a second time.", "stats.requests.hedges"),
+    ("hedges_won", "{fetch}", "Hedges that finished first.", "stats.requests.hedges_won"),
+    ("cache_hits", "{sample}", "Samples read from a cache.", "stats.requests.cache_hits"),
+    ("cache_misses", "{sample}", "Samples fetched for a cache.", "stats.requests.cache_misses"),
+    ("cache_damaged", "{sample}", "Damaged in a cache.", "stats.requests.cache_damaged"),
+    ("cache_evicted", "{sample}", "Evicted from a cache.", "stats.requests.cache_evicted"),
+)
+GAUGES = (
+    ("fetches_in_flight", "{fetch}", "At the last batch.", "load.in_flight"),
+    ("fetch_limit", "{fetch}", "Fetches allowed, at the last batch.", "load.limit"),
+    ("queued_samples", "{sample}", "Samples that waited for a fetch.", "load.queued"),
+    ("held_plans", "{batch}", "Batches that waited for memory.", "load.held_plans"),
+    ("memory", "By", "Of what is fetched and not consumed.", "load.memory"),
+    ("ready_batches", "{batch}", "Batches ready after the last delivery.", "ready"),
+)
 METRICS = (
-    Metric("epochs", "counter", "{epoch}", "Iterations begun.", "stats.epochs"),
-    Metric("batches", "counter", "{batch}", "Batches delivered.", "stats.batches"),
-    Metric("samples", "counter", "{sample}", "Samples delivered.", "stats.samples"),
-    Metric("skipped_samples", "counter", "{sample}", "Samples left out by on_error.", "stats.skipped_samples"),
-    Metric("lost_batches", "counter", "{batch}", "Batches that lost all samples.", "stats.lost_batches"),
-    Metric("discarded_batches", "counter", "{batch}", "Batches after other ranks.", "stats.discarded_batches"),
-    Metric("worker_deaths", "counter", "{process}", "Worker processes that died.", "stats.worker_deaths"),
-    Metric("wait", "counter", "s", "Time that the consumer waited for batches.", "stats.wait_seconds"),
-    Metric("step_wait", "counter", "s", "Time in next(), by the step of the awaited batch.", "step_waits"),
-    Metric("fetch", "counter", "s", "Duration of one fetch of each batch.", "fetch_seconds"),
-    Metric("fetched", "counter", "By", "Approximate size of the samples fetched.", "fetched"),
-    Metric("event_loop_cpu", "counter", "s", "CPU time of the event loop's thread.", "event_loop_cpu"),
-    Metric("event_loop_blocked", "counter", "s", "Time of blocking calls on it.", "event_loop_blocked"),
-    Metric("requests", "counter", "{request}", "Requests to stores.", "stats.requests.requests"),
-    Metric("retries", "counter", "{request}", "Those that were retries.", "stats.requests.retries"),
-    Metric("throttled_requests", "counter", "{request}", "Responses 429, 503.", "stats.requests.throttled"),
-    Metric("timed_out_requests", "counter", "{request}", "Without a byte in time.", "stats.requests.timed_out"),
-    Metric("hedges", "counter", "{fetch}", "Fetches started a second time.", "stats.requests.hedges"),
-    Metric("hedges_won", "counter", "{fetch}", "Hedges that finished first.", "stats.requests.hedges_won"),
-    Metric("cache_hits", "counter", "{sample}", "Samples read from a cache.", "stats.requests.cache_hits"),
-    Metric("cache_misses", "counter", "{sample}", "Samples fetched for a cache.", "stats.requests.cache_misses"),
-    Metric("cache_damaged", "counter", "{sample}", "Damaged in a cache.", "stats.requests.cache_damaged"),
-    Metric("cache_evicted", "counter", "{sample}", "Evicted from a cache.", "stats.requests.cache_evicted"),
-    Metric("fetches_in_flight", "gauge", "{fetch}", "At the last batch.", "load.in_flight"),
-    Metric("fetch_limit", "gauge", "{fetch}", "Fetches allowed, at the last batch.", "load.limit"),
-    Metric("queued_samples", "gauge", "{sample}", "Samples that waited for a fetch.", "load.queued"),
-    Metric("held_plans", "gauge", "{batch}", "Batches that waited for memory.", "load.held_plans"),
-    Metric("memory", "gauge", "By", "Of what is fetched and not consumed.", "load.memory"),
-    Metric("ready_batches", "gauge", "{batch}", "Batches ready after the last delivery.", "ready"),
+    *(Metric("counter", *each) for each in COUNTERS),
+    *(Metric("gauge", *each) for each in GAUGES),
 )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Generic, TextIO, TypeVar
 
 from tqdm.auto import tqdm
@@ -81,9 +81,9 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
     def __init__(self, batches: Any, loader: Any, name: str, file: TextIO | None) -> None:
         self._batches, self._loader, self._control = batches, loader, loader._control
         self._begun, self._due, shown, total = False, 0.0, True, None
-        with contextlib.suppress(TypeError, NotImplementedError):  # a stream
+        with suppress(TypeError, NotImplementedError):  # a stream
             total = len(loader)
-        with contextlib.suppress(UnknownRankError):  # which the loader raises, unless it has data_parallel=
+        with suppress(UnknownRankError):  # which the loader raises, unless it has data_parallel=
             shown = own_rank().rank == 0
         terminal = "ipykernel" in sys.modules or (file or sys.stderr).isatty()
         self._bar = _Bar(
@@ -117,7 +117,7 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
                 if not self._begun:  # a resumed epoch begins in the middle
                     self._bar.initial = self._bar.last_print_n = self._bar.n
                     self._begun = True
-            with contextlib.suppress(OSError, ValueError):  # the file was closed: training goes on
+            with suppress(OSError, ValueError):  # the file was closed: training goes on
                 self._bar.update()
         return batch
 
@@ -137,7 +137,7 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
     def _close(self) -> None:
         """Draw the bar for the last time; any number of times."""
         if self._bar is not None and not self._bar.disable:
-            with contextlib.suppress(OSError, ValueError, ImportError):  # the last at the interpreter's exit
+            with suppress(OSError, ValueError, ImportError):  # the last at the interpreter's exit
                 if self._begun:
                     self._describe(behind=0)
                 self._bar.close()

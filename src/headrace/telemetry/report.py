@@ -49,7 +49,7 @@ class Report(Figures):
         return f"<Report: waits {share(self.wait_share)}, limit={self.limit!r}{change and f', try {change}'}; print it>"
 
     def __str__(self) -> str:
-        facts = (f"{name:<22}{value}" for name, value in self._facts())
+        facts = (f"{name:<22}{value}" for name, value in self._facts().items())
         table = ("", *_table(self.stages)) if self.stages else ()
         return "\n".join([self.headline, *table, "", *facts]).rstrip()
 
@@ -75,15 +75,15 @@ class Report(Figures):
             said += (faster if share(self.predicted) == share(self.wait_share) else "") + "."
         return said
 
-    def _facts(self) -> list[tuple[str, str]]:
-        facts = [("first batch after", seconds(self.start_up))] if self.start_up else []
+    def _facts(self) -> dict[str, str]:
+        facts = {"first batch after": seconds(self.start_up)} if self.start_up else {}
         if self.seconds:
             speed = f"{rate(self.samples / self.seconds)} samples/s, {rate(self.batches / self.seconds)} batches/s"
             if self.nbytes:
                 speed += f", {self.nbytes / self.seconds / 1e6:.3g} MB/s"
-            facts.append(("rate", speed))
+            facts["rate"] = speed
         if self.concurrency:
-            facts.append(("fetches in flight", f"{self.in_flight:.0f} of {self.concurrency}"))
+            facts["fetches in flight"] = f"{self.in_flight:.0f} of {self.concurrency}"
         timed = {
             "a fetch takes": self.fetch_seconds,
             "a request takes": self.request_seconds,  # of another sample of the batch
@@ -93,27 +93,27 @@ class Report(Figures):
         for name, found in timed.items():
             if found:
                 parts = ", ".join(f"{part} {seconds(each)}" for part, each in zip(names, found, strict=True))
-                facts.append((name, parts + ", each of another sample" * (found is self.request_seconds)))
+                facts[name] = parts + ", each of another sample" * (found is self.request_seconds)
         if self.workers_busy >= 0.05:
-            facts.append(("batches in work", f"{self.workers_busy:.1f}, on {self.workers_cpu:.1f} cores"))
+            facts["batches in work"] = f"{self.workers_busy:.1f}, on {self.workers_cpu:.1f} cores"
         if self.engine_cpu:
             waits = f", waits for a core {share(self.engine_queued)}" if self.engine_queued > 0.1 else ""
-            facts.append(("event loop busy", share(self.engine_cpu) + waits))
+            facts["event loop busy"] = share(self.engine_cpu) + waits
         if self.blocked >= 0.01:
-            facts.append(("event loop blocked", share(self.blocked)))
+            facts["event loop blocked"] = share(self.blocked)
         if self.worker_deaths:
-            facts.append(("workers that died", f"{self.worker_deaths:,}"))
-        facts += [("chosen" * (not number), text) for number, text in enumerate(self.chosen)]
+            facts["workers that died"] = f"{self.worker_deaths:,}"
+        if self.chosen:
+            facts["chosen"] = f"\n{'':22}".join(self.chosen)
         if self.skipped:
-            facts.append(("skipped samples", f"{self.skipped:,}"))
+            facts["skipped samples"] = f"{self.skipped:,}"
         if total := sum(self.mixed.values()):
             drawn = sorted(self.mixed.items(), key=lambda each: -each[1])
             shown = [f"{name} {share(count / total)} ({count:,})" for name, count in drawn[:_SHOWN]]
             more = f", and {len(drawn) - _SHOWN:,} others" if len(drawn) > _SHOWN else ""
-            facts.append(("mixed", ", ".join(shown) + more))
-        requests = dataclasses.asdict(self.requests)
-        facts += [(name.replace("_", " "), f"{count:,}") for name, count in requests.items() if count]
-        return facts
+            facts["mixed"] = ", ".join(shown) + more
+        requests = dataclasses.asdict(self.requests).items()
+        return facts | {name.replace("_", " "): f"{count:,}" for name, count in requests if count}
 
 
 _SHOWN = 8  # streams of a mix

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import headrace as hr
-from headrace._core.engine.stepping import session_compute
+from headrace._core.engine.stepping import SessionSteps
 from headrace._core.seeding import isolated_generators
 from headrace._core.streams.epochs import keys_within, session_epoch
 from headrace._core.streams.resumable import start_stream, warn_of_rereading
@@ -184,7 +184,7 @@ class FakeExecutor:
     async def apply(self, task, chunk):
         for _ in range(self.delays.randrange(7)):
             await asyncio.sleep(0)
-        return task.apply(chunk).of_samples
+        return task.apply(chunk)
 
 
 @contextlib.contextmanager
@@ -192,7 +192,7 @@ def loader(epoch=0, delays=0):
     """What a loader's session sets while it reads a stream."""
     with contextlib.ExitStack() as stack:
         for variable, value in (
-            (compute, session_compute(FakeExecutor(delays).apply, lambda: 2, 5, 6)),
+            (compute, SessionSteps(FakeExecutor(delays).apply, lambda: 2, 5, 6)),
             (session_epoch, epoch),
         ):
             stack.callback(variable.reset, variable.set(value))

@@ -77,7 +77,7 @@ def test_engine_seconds_continue_when_a_new_engine_counts_from_zero(counters):
     for iteration, cpu in [(1, 1.0), (1, 3.0), (1, 2.0), (2, 4.0), (3, 0.5), (3, 0.75), (2, 0.6)]:
         times = StageTimes(1.0, 1.0, 1.0, 0.0, 0.0, 1.0, nbytes=100, engine_cpu=cpu, blocked=cpu / 10)
         record = BatchRecord(iteration, 0, 4, 1.0, times, 1.0, 1.5, 1.5, 1.5, 3, None)
-        counters.delivered(record[:-1], None)
+        counters.delivered(record)
     assert (export.event_loop_cpu, round(export.event_loop_blocked, 9)) == (4.75, 0.475)
     assert (export.fetched, sum(export.step_waits.values())) == (700, 3.5)
 

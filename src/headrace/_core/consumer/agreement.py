@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import os
-import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed
 
-from headrace._core.eventloop.waiting import CloseGuard, Readable
+from headrace._core.eventloop.waiting import CloseGuard, Readable, Waker
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.text import shorten
 from headrace._core.torchcompat.private import default_store
@@ -102,10 +101,8 @@ class StepGroup:
         self.gloo: list[Any] = [gloo]
         self._work: Any = None
         self._values = torch.zeros(0, device="cpu")
-        self._sender, self._receiver = socket.socketpair()
-        self._sender.setblocking(False)
-        self._receiver.setblocking(False)
-        self._guard = CloseGuard(self._wake, self._close_sockets)
+        self._waker = Waker()
+        self._guard = CloseGuard(self._waker.wake, self._waker.close)
         self._pid = os.getpid()
 
     @property
@@ -129,7 +126,7 @@ class StepGroup:
             self._work = self.gloo[0].allreduce([self._values], options)
         except IndexError:
             raise LoaderClosedError from None
-        self._work.get_future().add_done_callback(lambda _: self._wake())  # on a thread of gloo's
+        self._work.get_future().add_done_callback(lambda _: self._waker.wake())  # on a thread of gloo's
 
     def settle(self) -> int | None:
         """Take the answer, the least proposal, and set `granted`; None while there is no answer."""
@@ -157,22 +154,13 @@ class StepGroup:
         """As `Session.waits`, until there is an answer, or another thread has closed the group."""
         with self._guard as entered:
             if entered:
-                with contextlib.suppress(BlockingIOError):  # bytes of earlier collectives
-                    self._receiver.recv(4096)
+                self._waker.drain()
                 if self._work is not None and not self._work.get_future().done():
-                    yield self._receiver, None
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full of bytes, which wake the consumer as well; or closed
-            self._sender.send(b"\0")
-
-    def _close_sockets(self) -> None:
-        self._sender.close()
-        self._receiver.close()
+                    yield self._waker.source, None
 
     def leave(self, error: BaseException) -> None:
         """Close the group, and give the other ranks the error that ended this rank's epoch."""
-        with contextlib.suppress(RuntimeError):  # the store's process has ended
+        with suppress(RuntimeError):  # the store's process has ended
             self._store.set("failed", f"{self._rank} {shorten(f'{type(error).__name__}: {error}')}")
         self.close()
 
@@ -202,7 +190,7 @@ class StepGroup:
     def _absent(self, key: str) -> tuple[int, ...]:
         """The ranks that have not set a key of theirs, after a moment for those that are late."""
         keys = [f"{key}/{rank}" for rank in range(self._size)]
-        with contextlib.suppress(RuntimeError):  # timed out
+        with suppress(RuntimeError):  # timed out
             self._store.wait(keys, ROLL_CALL)
         return tuple(rank for rank, each in enumerate(keys) if not self._store.check([each]))
 
@@ -211,7 +199,7 @@ class StepGroup:
 
         The destructor of gloo's group waits for a collective that is under way, which may be for other ranks for long.
         """
-        with contextlib.suppress(IndexError):
+        with suppress(IndexError):
             held = [self.gloo.pop()]
             if self._pid != os.getpid():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(held[0]))  # never destroyed: its threads do not exist here

@@ -202,7 +202,7 @@ class LoaderControl:
         order = self.order(loader)
         samples = 0 if order.sampler is None else batches * (order.batch_size or 1)  # a batch sampler draws batches
         cursor = samples * order.sampler.num_replicas if order.shared else samples
-        if since is not None:
+        if since:
             batches, cursor = since.batches + batches, since.cursor + cursor
         # The batches before are drawn again, also by a sampler with a state.
         fresh = self._next_state(loader)._replace(sampler=None, ranks=order.rank_of(rank).world_size)
@@ -234,7 +234,7 @@ class LoaderControl:
 
     def _state_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
         """The state of an iteration (None before the first), after its last call of `next()` or `lag` calls before."""
-        if progress is not None and not (progress.over and lag == 0):
+        if progress and not (progress.over and lag == 0):
             state = progress.state(lag)
         elif lag:
             raise ValueError(f"lag={lag}: no iteration has begun, so that there is no earlier state")
@@ -299,7 +299,7 @@ class LoaderControl:
             spec = self.next_spec(loader, rank, late_epoch=late_epoch)
             epoch = self.open(kind, loader, spec, agreement)
         except Exception as error:
-            if agreement is not None:  # the other ranks would wait for it
+            if agreement:  # the other ranks would wait for it
                 agreement.leave(error)
             if closings == self._closings:
                 raise
@@ -331,7 +331,7 @@ class LoaderControl:
         propagate_epoch(loader._index_sampler, epoch if saved is None else saved, only_wanted=keeps)
         renumbered = stream and resumed is not None and resumed.ranks != rank.world_size
         order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered, at_once=late_epoch)
-        if resumed is not None:
+        if resumed:
             self.past = resumed.past
             check_rank(resumed, order, rank)
             check_fit(resumed, self._fingerprint(loader, order))
@@ -343,7 +343,7 @@ class LoaderControl:
         if continued is None:
             sampler = order.sampler_at_start
             begun = self._fresh(loader, order, epoch, base_seed=base_seed, kept_seed=kept_seed, sampler=sampler)
-            if resumed is not None:
+            if resumed:
                 begun = begun._replace(streams=resumed.streams, found=resumed.found)
         else:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=base_seed)
@@ -351,7 +351,7 @@ class LoaderControl:
         self.past = begun.past
         self.sampler_epochs[epoch] = begun.sampler_epoch
         spec = epoch_spec(begun, order, drawn, rank)
-        if resumed is None and self.progress is not None:  # what the dataset has already
+        if resumed is None and self.progress:  # what the dataset has already
             lost = self.progress.lost
             kept = begun._replace(streams=self.progress.kept_streams, found=self.progress.found, lost=lost)
             spec = spec._replace(begun=kept)

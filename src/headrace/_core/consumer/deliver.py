@@ -87,14 +87,14 @@ class FailureHandler:
         died = any(isinstance(failure.error, WorkerDiedError) for failure in host.failures)
         self._deaths_in_a_row = self._deaths_in_a_row + 1 if died else 0
         raised = next((failure for failure in host.failures if self._raises(failure)), None)
-        if not self.skips or (raised is not None and raised.unskippable is None):
-            assert raised is not None
+        if not self.skips or (raised and raised.unskippable is None):
+            assert raised
             raise raised.exception(as_torch=self._as_torch)
         first = not self._epoch.skipped
         self._counters.skip(host)
         self._epoch.add(host)
         self._check(ended=False)
-        if raised is not None:
+        if raised:
             raise raised.exception(as_torch=self._as_torch)
         # A batch of a stream continues after unreadable samples: without others it is the end.
         at_end = self._stream and all(failure.stage is Stage.FETCH for failure in host.failures)
@@ -154,7 +154,7 @@ def opened(host: HostBatch) -> Any:
         reason = f"{type(error).__name__}: {error}"
         remedy = "Its classes have to be importable, or picklable by value, in this process too."
         unpicklable = NotPicklableError(what="the return value of collate_fn", reason=reason, remedy=remedy)
-        raise Failure.caught(unpicklable, stage=Stage.CLAIM, batch=host.plan.number).exception() from error
+        raise Failure.caught(unpicklable, Stage.CLAIM, host.plan.number).exception() from error
 
 
 Finish = Callable[[Any, int], Any]

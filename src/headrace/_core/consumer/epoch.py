@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.consumer.agreement import END, SKIP, StepGroup
@@ -40,7 +40,7 @@ from headrace.errors import (
     LoaderTimeoutError,
     LostBatchError,
 )
-from headrace.telemetry.counters import Counters
+from headrace.telemetry.counters import BatchRecord, Counters
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -48,6 +48,22 @@ WAIT = object()
 ANSWER_TIMEOUT = 0.2  # seconds that the engine has, after the time-out, to report a batch's status
 # Seconds for which a reading of the thread's CPU clock is used again: a reading takes 0.4 µs of the 6 of a call.
 CPU_READING = 0.005
+
+
+class _Step(NamedTuple):
+    """A batch or its error, at the batch's turn; times are those of a `BatchRecord`."""
+
+    host: HostBatch
+    error: Exception | None
+    called: float
+    taken: float
+    refilled: float
+    ready: int
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the batch lost all its samples."""
+        return self.host.empty and self.error is None
 
 
 class Epoch:
@@ -119,7 +135,7 @@ class Epoch:
         self._traced = False
         if counters.traced:
             self._follow_trace()
-        if look_ahead is not None:
+        if look_ahead:
             self._fill()
 
     def state_dict(self, lag: int = 0) -> State:
@@ -146,32 +162,32 @@ class Epoch:
         if self._called > self._tune_at:  # before a batch is taken, which Ctrl-C would lose
             self._tune_at = self._tune()
         agreement = self._agreement
-        if agreement is not None and not self._agree(agreement):
+        if agreement and not self._agree(agreement):
             return WAIT
         step = self._next or self._take_next()
         if step is WAIT:
             return WAIT
         if step is None:
-            if agreement is not None:  # it has announced more
+            if agreement:  # it has announced more
                 raise self._cut_short()
             self._finish_epoch()
         self._next, self._called = step, 0.0  # until it is returned: Ctrl-C in user code must not lose the batch
-        host, error, called, taken, refilled, ready = step
-        if agreement is not None:
+        host, taken, refilled = step.host, step.taken, step.refilled
+        if agreement:
             now = time.perf_counter()  # until now the other ranks were waited for
             taken, refilled = taken + now - refilled, now
-        plan, batch, size, failures, _, _, requests, _, _, times, fetches = host
         counters, returned, counts = self._counters, refilled, self._failures.counts
+        batch = host.data
         try:
-            if error is not None:
-                raise error
-            if type(batch) is PickledPayload or self._finish is not None:
+            if step.error is not None:
+                raise step.error
+            if type(batch) is PickledPayload or self._finish:
                 batch = opened(host)
-                if self._finish is not None:
-                    batch = self._finish(batch, plan.number)
+                if self._finish:
+                    batch = self._finish(batch, host.plan.number)
                 returned = time.perf_counter()
         except Exception as raised:
-            if any(failure.stage is Stage.RESTORE for failure in failures):
+            if any(failure.stage is Stage.RESTORE for failure in host.failures):
                 self._stop(raised)  # the position stays the restored one; later batches would leave out samples
             else:
                 self._progress.on_batch(host, counts, given=True)
@@ -184,29 +200,29 @@ class Epoch:
         if returned - self._cpu_read > CPU_READING:
             self._cpu, self._cpu_read = time.thread_time(), returned
         counters.delivered(
-            (
+            BatchRecord(
                 self._iteration,
-                plan.number,
-                size,
-                plan.planned,
-                times,
-                called,
+                host.plan.number,
+                host.size,
+                host.plan.planned,
+                host.times,
+                step.called,
                 taken,
                 refilled,
                 returned,
-                ready,
-                requests,
+                step.ready,
+                host.requests,
                 self._cpu,
                 skipped - self._skipped,
-            ),
-            fetches,
+                host.fetches,
+            )
         )
         self._skipped = skipped
         self._on_returned()
         return batch
 
     def _on_returned(self) -> None:
-        if self._agreement is not None:
+        if self._agreement:
             self._agreement.granted -= 1
         self._next = None
 
@@ -227,7 +243,7 @@ class Epoch:
                 self._next = step
                 if step is None:
                     agreement.propose(END)
-                elif _is_lost(step):
+                elif step.is_lost:
                     agreement.propose(SKIP)
                 else:
                     agreement.propose(SKIP + 1 + self._session.certain())
@@ -249,15 +265,15 @@ class Epoch:
     def _skip_step(self) -> None:
         """Leave out the next step, as all ranks do: one of them lost all samples of its batch."""
         step, self._next = self._next, None
-        self._counters.discarded_batches += not _is_lost(step)
-        self._record_skip(step[0])
+        self._counters.discarded_batches += not step.is_lost
+        self._record_skip(step.host)
 
     def _record_skip(self, host: HostBatch) -> None:
         self._failures.skip_step(host.plan.number)
         self._progress.on_batch(host, self._failures.counts, given=False)
 
     def _take_next(self) -> Any:
-        """The next step: a batch, its error, and times of a `BatchRecord`; None at this rank's end, or `WAIT`."""
+        """The next `_Step`; None at this rank's end, or `WAIT`."""
         progress, ahead, session, failures = self._progress, self._ahead, self._session, self._failures
         while True:
             if not ahead.under_way:
@@ -284,8 +300,8 @@ class Epoch:
             if times.worker_deaths:
                 self._counters.worker_deaths += times.worker_deaths
             ready = session.ready()
-            step = host, error, called, taken, taken, ready
-            if failures.lost and self._agreement is not None:
+            step = _Step(host, error, called, taken, taken, ready)
+            if failures.lost and self._agreement:
                 delivers = True  # to the other ranks, which skip the step too
             elif failures.lost:
                 self._record_skip(host)
@@ -297,7 +313,7 @@ class Epoch:
                 if delivers:  # Ctrl-C while plans are drawn and sent must not lose the batch
                     self._next = step
                 self._fill()  # before the consumer computes, so that fetching goes on meanwhile
-                step = host, error, called, taken, time.perf_counter(), ready
+                step = _Step(host, error, called, taken, time.perf_counter(), ready)
             if times.load.held_plans:
                 self._report_consumed()
             if delivers:
@@ -317,7 +333,7 @@ class Epoch:
     def _check_end(self) -> None:
         """Raise the error that ends this rank's epoch, if there is one; the other ranks then raise an error too."""
         try:
-            if self._ahead.failure is not None:
+            if self._ahead.failure:
                 raise self._ahead.failure.exception()
             self._failures.check_epoch(whole=True)
         except Exception as error:  # the other ranks are given it before this one raises it
@@ -327,9 +343,9 @@ class Epoch:
     def _finish_epoch(self) -> NoReturn:
         self._over = True
         if not self._ended:
-            self._counters.discarded_batches += (not _is_lost(self._next)) + self._session.ready()
+            self._counters.discarded_batches += (not self._next.is_lost) + self._session.ready()
         self.close()
-        if self._ahead.failure is not None and self._ended:
+        if self._ahead.failure and self._ended:
             raise self._ahead.failure.exception()
         self._progress.over = True
         self._failures.check_epoch(whole=self._ended)
@@ -338,7 +354,7 @@ class Epoch:
     def _stop(self, error: Exception) -> None:
         """End the epoch with an error, on all ranks."""
         self._over = True
-        if self._agreement is not None:
+        if self._agreement:
             self._agreement.leave(error)
         self.close()
 
@@ -368,7 +384,7 @@ class Epoch:
         """The waits until `_poll` has a result, as of `Session.waits`."""
         session = self._session
         try:
-            if self._agreement is not None and self._agreement.pending:
+            if self._agreement and self._agreement.pending:
                 yield from self._agreement.waits()
                 return
             check_not_forked(self._pid)  # a wait here would also take the bytes that wake the other process
@@ -411,12 +427,6 @@ class Epoch:
             waiting_for=f"{status}; {len(self._ahead.under_way)} batches are under way",
             batch=oldest.number,
         )
-
-
-def _is_lost(step: Any) -> bool:
-    """Whether a step of `Epoch._take_next` is a batch that lost all its samples."""
-    host, error, *_ = step
-    return host.empty and error is None
 
 
 def _end_iteration(

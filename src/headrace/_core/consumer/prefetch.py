@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from headrace._core.batches import BatchPlan, StageTimes
 from headrace._core.failure import Failure, Stage
@@ -17,6 +18,7 @@ SMALL = 1 << 20  # bytes of the batches of a stream, up to which a stall doubles
 SMALL_IN_WORKERS = 1 << 24  # the same where workers read a torch dataset, each batch in less than `QUICK`
 
 
+@dataclass(slots=True, eq=False)
 class Prefetcher:
     """Draws plans and sends them ahead, so that as many batches are under way or ready as the look-ahead says.
 
@@ -40,38 +42,30 @@ class Prefetcher:
         failure: the sampler's error; raised after the batches before it.
     """
 
-    def __init__(
-        self,
-        plans: Iterator[BatchPlan],  # runs the user's sampler
-        admit: Callable[[list[BatchPlan]], None],  # sends plans to the engine
-        ahead: LookAheadSize | None,  # None to plan one batch at a time
-        *,
-        # Whether plans always go in groups of half the look-ahead, also after a stall: their requests are joined.
-        together: bool = False,
-        free: float = math.inf,  # number of plans that may be drawn at any time
-        by_size: bool = False,  # whether neither draws nor the look-ahead may depend on speed
-        in_workers: bool = False,  # whether workers read a torch dataset: where it is extended, plans go in groups too
-    ) -> None:
-        self._plans = plans
-        self._admit = admit
-        self._ahead = ahead
-        self._together = together
-        self._free, self._by_size = free, by_size
-        self.held: list[BatchPlan] = []
-        self._due = True  # whether plans are sent now
-        self._in_workers, self._small = in_workers, SMALL_IN_WORKERS if in_workers else SMALL
-        self._prompt = self._prompt_again = PROMPT
-        self._stalled: float | None = None  # when the consumer began to wait for the next batch
-        self._unstalled = 0  # batches since the last stall, or since the look-ahead was last reduced
-        self.planned = 0
-        self.under_way: dict[int, BatchPlan] = {}
-        self.exhausted = False
-        self.failure: Failure | None = None
+    plans: Iterator[BatchPlan]  # runs the user's sampler
+    admit: Callable[[list[BatchPlan]], None]  # sends plans to the engine
+    ahead: LookAheadSize | None  # None to plan one batch at a time
+    # Whether plans always go in groups of half the look-ahead, also after a stall: requests are joined.
+    together: bool = False
+    free: float = math.inf  # number of plans that may be drawn at any time
+    by_size: bool = False  # whether neither draws nor the look-ahead may depend on speed
+    # Whether workers read a torch dataset: where the look-ahead is extended, plans go in groups too.
+    in_workers: bool = False
+    held: list[BatchPlan] = field(default_factory=list)
+    planned: int = 0
+    under_way: dict[int, BatchPlan] = field(default_factory=dict)
+    exhausted: bool = False
+    failure: Failure | None = None
+    _due: bool = True  # whether plans are sent now
+    _prompt: int = PROMPT
+    _prompt_again: int = PROMPT
+    _stalled: float | None = None  # when the consumer began to wait for the next batch
+    _unstalled: int = 0  # batches since the last stall, or since the look-ahead was last reduced
 
     def fill(self) -> None:
         """Draw plans until the look-ahead is full, and send those that are due."""
         try:
-            while self.outstanding < self._most() and (plan := self._draw()) is not None:
+            while self.outstanding < self._most() and (plan := self._draw()):
                 self.held.append(plan)
                 self.planned += 1
         finally:  # plans drawn before a Ctrl-C in the sampler are not lost
@@ -79,13 +73,13 @@ class Prefetcher:
                 drawn = self.held.copy()
                 self.held.clear()
                 self.under_way.update((plan.number, plan) for plan in drawn)
-                self._admit(drawn)
+                self.admit(drawn)
 
     def _most(self) -> int:
         """The most plans that may be outstanding when the next one is drawn."""
-        if self._ahead is None:
+        if self.ahead is None:
             return 1
-        return self._ahead.batches if self.planned < self._free else self._ahead.least
+        return self.ahead.batches if self.planned < self.free else self.ahead.least
 
     @property
     def outstanding(self) -> int:
@@ -95,12 +89,12 @@ class Prefetcher:
     def _draw(self) -> BatchPlan | None:
         if not self.exhausted:
             try:
-                return next(self._plans)
+                return next(self.plans)
             except StopIteration:
                 self.exhausted = True
             except Exception as error:  # user code: the sampler
                 self.exhausted = True
-                self.failure = Failure.caught(error, stage=Stage.SAMPLING, batch=self.planned)
+                self.failure = Failure.caught(error, Stage.SAMPLING, self.planned)
         return None
 
     @property
@@ -113,30 +107,26 @@ class Prefetcher:
 
         After the `end` of a stream nothing more is planned. `ready` other batches have arrived.
         """
-        self._due = self._counted(number, end, times, ready, nbytes)
-        steady = self._by_size or self.planned >= self._free
-        return self._due or (steady and self._ahead is not None)
-
-    def _counted(self, number: int, end: bool, times: StageTimes, ready: int, nbytes: int) -> bool:
         plan = self.under_way.pop(number)
         if end:
             self.exhausted = True
-        ahead = self._ahead
+        ahead = self.ahead
         if ahead is None:
             return False
+        small = SMALL_IN_WORKERS if self.in_workers else SMALL
         nbytes = 0 if times.load.limit else ahead.batches * nbytes  # of a stream, or of workers; 0 if unknown
-        if nbytes > self._small:
+        if nbytes > small:
             ahead.reduce()
-        if self._by_size:
+        if self.by_size:
             self._stalled = None
-            if self.planned > CALM and 0 < 2 * nbytes <= self._small:
+            if self.planned > CALM and 0 < 2 * nbytes <= small:
                 ahead.extend(ahead.batches)
         elif self._stalled is not None:
-            quick = self._in_workers and times.work_ended - times.work_began < QUICK
+            quick = self.in_workers and times.work_ended - times.work_began < QUICK
             arrived = times.work_ended if quick else times.fetched
             if arrived > self._stalled and not self.exhausted:
                 ahead.extend(math.ceil(times.load.unused / max(1, len(plan.indices))))
-                if self.planned > CALM and 0 < 2 * nbytes <= self._small:
+                if self.planned > CALM and 0 < 2 * nbytes <= small:
                     ahead.extend(ahead.batches)
             self._stalled, self._unstalled = None, 0
         else:
@@ -144,12 +134,14 @@ class Prefetcher:
             if self._unstalled >= CALM and self._unstalled >= 2 * ahead.batches:
                 self._unstalled = 0
                 ahead.reduce()
-        if self._together or (self._in_workers and ahead.extended):
-            return ahead.batches - len(self.under_way) >= max(1, ahead.batches // 2)
-        if self._prompt:
+        if self.together or (self.in_workers and ahead.batches > ahead.least):
+            self._due = ahead.batches - len(self.under_way) >= max(1, ahead.batches // 2)
+        elif self._prompt:
             self._prompt -= 1
-            return True
-        return ready < 2 or ready < ahead.batches // 3
+            self._due = True
+        else:
+            self._due = ready < 2 or ready < ahead.batches // 3
+        return self._due or self.by_size or self.planned >= self.free
 
     def on_stall(self, now: float) -> None:
         """Send the next plans one by one: the consumer has to wait, since `now` by the clock of `StageTimes`."""

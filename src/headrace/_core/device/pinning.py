@@ -68,4 +68,4 @@ def pin(batch: object, number: int) -> object:
     try:
         return pin_memory(batch)  # type: ignore[no-untyped-call]
     except Exception as error:
-        raise Failure.caught(error, stage=Stage.PIN, batch=number).exception() from error.__cause__
+        raise Failure.caught(error, Stage.PIN, number).exception() from error.__cause__

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from headrace._core.batches import HostBatch
@@ -13,27 +14,28 @@ from headrace._core.device.copy import Copier, DeviceBatch
 from headrace._core.failure import Failure, Stage
 
 
+@dataclass(eq=False)
 class DeviceStage:
     """Copies batches of a session to a device, up to `depth` of them before they are taken; owns session and copier.
 
     In all else it is its session.
     """
 
-    def __init__(self, session: Any, copier: Copier, depth: int, unpickled: Callable[[HostBatch], object]) -> None:
-        self._session = session
-        self._copier = copier
-        self._depth = depth
-        self._unpickled = unpickled
-        self._copying: deque[HostBatch] = deque()
-        self._next: HostBatch | None = None
-        self._lock = threading.RLock()  # a loader may be closed by another thread than its consumer
-        self._closed = False
+    session: Any
+    copier: Copier
+    depth: int
+    unpickled: Callable[[HostBatch], object]
+    _copying: deque[HostBatch] = field(default_factory=deque)
+    _next: HostBatch | None = None
+    # A loader may be closed by another thread than its consumer.
+    _lock: Any = field(default_factory=threading.RLock)
+    _closed: bool = False
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
+        return getattr(self.session, name)
 
     def ready(self) -> int:
-        found: int = len(self._copying) + self._session.ready()
+        found: int = len(self._copying) + self.session.ready()
         return found
 
     def certain(self) -> int:
@@ -41,7 +43,7 @@ class DeviceStage:
         for number, host in enumerate(begun):
             if host.empty:
                 return number
-        found: int = len(begun) + self._session.certain()
+        found: int = len(begun) + self.session.certain()
         return found
 
     def take(self) -> HostBatch | None:
@@ -52,11 +54,11 @@ class DeviceStage:
         with self._lock:
             if self._closed:
                 return None
-            self._copier.check()
+            self.copier.check()
             # One more than the depth: the oldest leaves.
-            while len(self._copying) <= self._depth:
+            while len(self._copying) <= self.depth:
                 if self._next is None:
-                    self._next = self._session.take()
+                    self._next = self.session.take()
                 if self._next is None:
                     break
                 # After Ctrl-C here the batch is still in `_next`: its copy is enqueued again.
@@ -64,13 +66,12 @@ class DeviceStage:
                 self._next = None
             if not self._copying:
                 with suppress(RuntimeError):  # a device that has failed is the error of the batch that comes next
-                    self._copier.reap()
+                    self.copier.reap()
                 return None
             try:
-                self._copier.reap()
+                self.copier.reap()
             except Exception as error:  # the device has failed
-                oldest = self._copying[0]
-                self._copying[0] = HostBatch.failed(oldest.plan, error, stage=Stage.COPY).with_failures_of(oldest)
+                self._copying[0] = self._copying[0].replaced_by(error, Stage.COPY)
             return self._copying.popleft()
 
     def _start_copy(self, host: HostBatch) -> HostBatch:
@@ -78,27 +79,27 @@ class DeviceStage:
             return host
         stage = Stage.CLAIM
         try:
-            data = self._unpickled(host)
+            data = self.unpickled(host)
             stage = Stage.COPY
-            return host._replace(data=self._copier.begin(data))
+            return host._replace(data=self.copier.begin(data))
         except Exception as error:  # raised at this batch's turn
-            return HostBatch.failed(host.plan, error, stage=stage).with_failures_of(host)
+            return host.replaced_by(error, stage)
 
     def claim(self, batch: DeviceBatch, number: int) -> object:
         """The data of a batch from `take`, safe to use on the consumer's stream."""
         try:
             with self._lock:
-                return self._copier.claim(batch)
+                return self.copier.claim(batch)
         except Exception as error:
-            raise Failure.caught(error, stage=Stage.COPY, batch=number).exception() from error.__cause__
+            raise Failure.caught(error, Stage.COPY, number).exception() from error.__cause__
 
     def close(self) -> None:
         """End the session without waiting for it; wait for enqueued copies."""
         try:
-            self._session.close()
+            self.session.close()
         finally:
             with self._lock:
                 self._closed = True
                 self._copying.clear()
                 self._next = None
-                self._copier.close()
+                self.copier.close()

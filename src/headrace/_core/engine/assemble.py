@@ -65,7 +65,7 @@ class Assembler:
         if raw.whole and self.transforms:
             got = type(samples).__name__
             error = TypeError(f"__getitems__ returned a {got}; a transform takes samples, and needs a list of them")
-            return HostBatch.failed(plan, error, stage=Stage.TRANSFORM)
+            return HostBatch.failed(plan, error, Stage.TRANSFORM)
         if not raw.whole:
             samples, failures = self._transform(plan, samples, current)
             size = len(samples)
@@ -86,7 +86,7 @@ class Assembler:
             keys = [] if raw.whole else list(map(key_in, raw.samples or ()))
             of_each = iter(keys)
             described = describe_samples(plan.indices, lambda _: next(of_each)) if any(keys) else None
-            failures.append(Failure.caught(error, stage=Stage.COLLATE, batch=plan.number, samples=described))
+            failures.append(Failure.caught(error, Stage.COLLATE, plan.number, samples=described))
             return HostBatch.nothing(plan, tuple(failures), end=raw.end)
         return HostBatch(plan, data, size, tuple(failures), raw.end, times=times_since(began))
 
@@ -138,7 +138,7 @@ class Assembler:
                 transformed.append(sample)
             except self.catch as error:
                 key = key_in(read)
-                failures.append(Failure.caught(error, stage=Stage.TRANSFORM, batch=plan.number, index=index, key=key))
+                failures.append(Failure.caught(error, Stage.TRANSFORM, plan.number, index=index, key=key))
                 if not self.tolerance.skips:
                     break
         return transformed, failures

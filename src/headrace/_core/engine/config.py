@@ -43,7 +43,8 @@ class EngineConfig(NamedTuple):
             return self
         options = self.options.copy()
         if options["concurrency"] != "auto":
-            options["concurrency"] = max(1, _divided(options["concurrency"], engine, engines))
+            share, rest = divmod(options["concurrency"], engines)
+            options["concurrency"] = max(1, share + (engine < rest))
         if options["memory_budget"] is not None:
             options["memory_budget"] = max(1, options["memory_budget"] // engines)
         return self._replace(options=options, in_order=False, engine=engine, engines=engines)
@@ -106,10 +107,6 @@ class EngineConfig(NamedTuple):
             for config in (self, other)
         )
         return self.dataset is other.dataset and mine == theirs
-
-
-def _divided(number: int, engine: int, engines: int) -> int:
-    return number // engines + (engine < number % engines)
 
 
 _MAKE_LATER = (

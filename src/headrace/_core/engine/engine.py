@@ -18,7 +18,7 @@ from headrace._core.engine.executors import Executor, ProcessExecutor, ThreadExe
 from headrace._core.engine.fetch import BatchFetch, FetchContext, FetchRecorder, FetchStage, SampleFetch
 from headrace._core.engine.memory import MEASURED_BATCHES, MEASURED_RARELY, MemoryBudget, SampleSizes
 from headrace._core.engine.range_fetch import RangeFetch
-from headrace._core.engine.stepping import Apply, Chunk, StepsTask, session_compute
+from headrace._core.engine.stepping import Apply, SessionSteps
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
 from headrace._core.engine.worker_tasks import StartEpoch
 from headrace._core.eventloop.watchdog import LoopWatch
@@ -71,14 +71,13 @@ class Engine:
     def usable(self) -> bool:
         """False once its executor has failed to open, or its workers could not be replaced."""
         opening = self._opening
-        if opening is not None and opening.done() and (opening.cancelled() or opening.exception() is not None):
+        if opening and opening.done() and (opening.cancelled() or opening.exception() is not None):
             return False
         return self.executor.broken is None
 
     def start(self, session: Session) -> None:
         """Run a session as a task of the running loop."""
-        prepare = functools.partial(self._prepare, session.start)
-        task = asyncio.get_running_loop().create_task(session.run(prepare))
+        task = asyncio.get_running_loop().create_task(session.run())
         self._running[session] = task
         if self.config.kind.is_async:  # otherwise no user code runs on the loop
             self.watch.begin()
@@ -89,7 +88,7 @@ class Engine:
         if self.config.kind.is_async:
             self.watch.end()
 
-    async def _prepare(self, start: SessionStart) -> None:
+    async def prepare(self, start: SessionStart) -> None:
         # In the context of the session's task, which its fetchers' contexts are copied from.
         session_epoch.set(start.epoch)
         session_seed.set(self.config.options["seed"])
@@ -147,27 +146,6 @@ class Engine:
         return make(context, dataset, concurrency, hedge=options["hedge"] is not None)
 
 
-class _StreamSteps:
-    """A stream's functions before batching, applied for a session by an executor.
-
-    Contexts of the session's tasks refer to it, and may outlive the session: so it must not refer to that.
-    """
-
-    def __init__(self, executor: Executor, apply: Apply | None) -> None:
-        self.seconds = 0.0
-        self._executor = executor
-        self._apply = apply or executor.apply
-
-    def parallel(self) -> int:
-        """How many calls of `apply` it makes at once."""
-        return self._executor.workers
-
-    async def apply(self, task: StepsTask, chunk: Chunk) -> list[object]:
-        outcomes = await self._apply(task, chunk)
-        self.seconds += outcomes.seconds
-        return outcomes.of_samples
-
-
 class Session:
     """Runs one epoch: plans in, batches out to the consumer, until it is cancelled.
 
@@ -189,10 +167,11 @@ class Session:
         self._engine = engine
         self._assembler = config.assembler
         self._sizes, self._watch = engine.sizes, engine.watch
-        self._executor, self._work = engine.executor, work
-        self._steps = _StreamSteps(engine.executor, steps)
+        executor = self._executor = engine.executor
+        self._work = work
         common_seed = batch_seed(config.options["seed"] or 0, start.epoch, 0)
-        self._compute = session_compute(self._steps.apply, self._steps.parallel, seed, common_seed)
+        apply = steps or executor.apply
+        self._steps = SessionSteps(apply, lambda: executor.workers, seed, common_seed)
         self._send = send
         self._in_order = config.in_order
         self._next_number = start.batch
@@ -231,7 +210,7 @@ class Session:
             self._executor.resize(message.number)
 
     def _on_consumed(self, number: int) -> None:
-        if self._memory is not None:
+        if self._memory:
             self._memory.on_consumed(number)
             self._changed.set()
 
@@ -264,18 +243,18 @@ class Session:
 
     def cancel(self) -> None:
         """Admit nothing more and end."""
-        if self._task is not None and not self._context.stopping:
+        if self._task and not self._context.stopping:
             self._task.cancel()
         self._context.stopping = True
 
-    async def run(self, prepare: Callable[[], Any]) -> None:
-        """Await `prepare`, then run until `cancel`. However it ends, a `SessionEnd` is sent."""
+    async def run(self) -> None:
+        """Prepare the engine, then run until `cancel`. However it ends, a `SessionEnd` is sent."""
         session_stats.set(self._requests)  # in this task's context, which its fetchers copy
         self._requests.bodies = BodyReader()
         error: BaseException | None = None
         try:
             if not self._context.stopping or self.start.streams:  # which workers that persist keep for the next epoch
-                await prepare()
+                await self._engine.prepare(self.start)
             if not self._context.stopping:
                 self._task = asyncio.current_task()
                 await self._run_stages()
@@ -295,14 +274,14 @@ class Session:
         # Not anyio's task group, which cancels a task again at each await, and so interrupts `finally` blocks of user
         # code. asyncio's cancels once; the engine bounds the time of closing.
         async with asyncio.TaskGroup() as self._tasks:
-            compute.set(self._compute)  # in this context, which fetchers copy
+            compute.set(self._steps)  # in this context, which fetchers copy
             current_sample.set(CurrentSample(0))  # of an unknown position, since fetches overlap
             self._stage = stage = self._engine.make_stage(self._context, self.start)
             while True:
                 self._changed.clear()
                 while self._plans:
                     plan = self._plans[0]
-                    if self._memory is not None and not self._memory.take(plan, stage.fetched_at_once(plan)):
+                    if self._memory and not self._memory.take(plan, stage.fetched_at_once(plan)):
                         break
                     stage.admit(self._plans.popleft())
                 await self._changed.wait()
@@ -315,10 +294,10 @@ class Session:
         fetched = time.perf_counter()
         if self._context.stopping:
             return
-        assert self._stage is not None
+        assert self._stage
         self._sizes.on_fetched(raw)
         load = self._stage.load()
-        if self._memory is not None:
+        if self._memory:
             self._memory.on_fetched(raw.plan.number)
             load = self._memory.load(load, len(self._plans))
             self._changed.set()
@@ -343,9 +322,9 @@ class Session:
 
     def _put(self, raw: RawBatch, host: HostBatch, fetched: float, load: FetchLoad) -> None:
         """Hand over a batch, with its times, and those that waited for it."""
-        assert self._stage is not None
+        assert self._stage
         self._sizes.on_assembled(host)
-        if self._memory is not None:
+        if self._memory:
             self._memory.on_assembled()
             self._changed.set()
         host = self._stage.on_assembled(raw, host).located(raw.origin or self._sample_key)
@@ -377,7 +356,7 @@ class Session:
         self._held[host.plan.number] = host
         if not self._in_order:
             self._next_number = host.plan.number
-        while (ready := self._held.pop(self._next_number, None)) is not None:
+        while ready := self._held.pop(self._next_number, None):
             del self._outstanding[self._next_number]
             self._next_number += 1
             self._send(ready)

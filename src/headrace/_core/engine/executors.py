@@ -52,7 +52,7 @@ class ThreadExecutor:
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        if self._thread is not None:
+        if self._thread:
             self._thread.start()
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
@@ -143,11 +143,11 @@ class ProcessExecutor(Pool):
         try:
             answer = await self.run(job)
         except WorkerDiedError as died:
-            return HostBatch.failed(plan, died, stage=Stage.ASSEMBLE)._replace(end=pinned)
+            return HostBatch.failed(plan, died, Stage.ASSEMBLE)._replace(end=pinned)
         except asyncio.CancelledError:
             raise
         except BaseException as caught:  # user code: __reduce__ of a sample's class
-            return HostBatch.failed(plan, _unpicklable_sample(caught), stage=Stage.ASSEMBLE)
+            return HostBatch.failed(plan, _unpicklable_sample(caught), Stage.ASSEMBLE)
         if answer.error is None:
             host = HostBatch.from_flat(answer.value, plan)
             quick = host.times.work_ended - host.times.work_began < QUICK
@@ -157,7 +157,7 @@ class ProcessExecutor(Pool):
             error = _unpicklable_sample(answer.error) if unread else answer.error
             cannot_start = answer.step == "start"  # the worker cannot run, so its stream cannot continue
             stage = Stage.WORKER_START if cannot_start else Stage.ASSEMBLE
-            failure = Failure.caught(error, stage=stage, batch=plan.number)
+            failure = Failure.caught(error, stage, plan.number)
             failure = replace(failure, traceback=None if unread else answer.traceback)
             host = HostBatch.nothing(plan, (failure,), end=cannot_start and pinned)
         if not host.failures:

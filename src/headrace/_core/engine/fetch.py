@@ -140,11 +140,11 @@ class FetcherPool(FetchStage):
         """The result in place of an error of user code; without a target the error is ours, and is raised."""
         if target is None:
             raise error
-        return Failure.caught(error, stage=Stage.FETCH, batch=target.plan.number, index=target.plan.indices[slot])
+        return Failure.caught(error, Stage.FETCH, target.plan.number, index=target.plan.indices[slot])
 
     def missing(self, plan: BatchPlan) -> Sequence[object]:
         batch = self._partial.get(plan.number)
-        slots = zip(plan.indices, batch.samples if batch is not None else (), strict=False)
+        slots = zip(plan.indices, batch.samples if batch else (), strict=False)
         return [index for index, sample in slots if sample is MISSING]
 
     def load(self) -> FetchLoad:
@@ -174,7 +174,7 @@ class FetcherPool(FetchStage):
             queue.extend(jobs)
         self._submitted += len(queue) - before
         self._wake_one()
-        if self._limit is not None and not self._controlled:
+        if self._limit and not self._controlled:
             self._controlled = True
             self.context.spawn(functools.partial(self._control, self._limit))
 
@@ -208,7 +208,7 @@ class FetcherPool(FetchStage):
                 if began and target is not None:  # otherwise the job has timed its requests
                     if not slot:
                         target.began, target.fetch_seconds = began, clock() - began
-                    if context.recorder is not None:
+                    if context.recorder:
                         context.recorder.add(target.plan.number, slot, began)
                 completes = target is not None and on_result(target, slot, result)
                 # In a wait it holds no sample, and no error with the program's frames.
@@ -257,15 +257,15 @@ class SampleFetch(FetcherPool):
             self._deliver(batch, ())
             return
         wanted: Iterable[object] = plan.indices
-        if self._hedged is not None:
+        if self._hedged:
             wanted = zip(itertools.repeat(plan.number), plan.indices, strict=False)
         self._submit(zip(itertools.repeat(batch), itertools.count(), wanted, strict=False))
 
-    def requester(self) -> Callable[[Any], Awaitable[Any]]:
+    def requester(self) -> Any:
         return self._dataset.aget if self._hedged is None else self._fetch_hedged
 
     def _fetch_hedged(self, wanted: tuple[int, object]) -> Awaitable[object]:
-        assert self._hedged is not None
+        assert self._hedged
         number, index = wanted
         return self._hedged.first(number, 0, functools.partial(self._dataset.aget, index))
 
@@ -291,9 +291,8 @@ class BatchFetch(FetcherPool):
         batch = self._partial[plan.number] = PartialBatch(plan)
         self._submit(((batch, 0, list(plan.indices)),))
 
-    def requester(self) -> Callable[[Any], Awaitable[Any]]:
-        agets: Callable[[Any], Awaitable[Any]] = self._dataset.agets
-        return agets
+    def requester(self) -> Any:
+        return self._dataset.agets
 
     def on_result(self, batch: PartialBatch, _slot: int, result: Any) -> bool:
         wanted = len(batch.plan.indices)
@@ -307,7 +306,7 @@ class BatchFetch(FetcherPool):
         return True
 
     def on_error(self, error: BaseException, batch: PartialBatch, _slot: int) -> Failure:
-        return Failure.caught(error, stage=Stage.FETCH, batch=batch.plan.number)
+        return Failure.caught(error, Stage.FETCH, batch.plan.number)
 
     def fetched_at_once(self, plan: BatchPlan) -> int:
         return self._size * len(plan.indices)

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import operator
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from headrace._core.batches import BatchPlan, Rows
-from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.fetch import FetchContext, FetcherPool, PartialBatch
 from headrace._core.store.ranges import Ranges, Span, cut, plan_spans
 from headrace._core.streams.kinds import capabilities
@@ -97,14 +96,13 @@ class RangeFetch(FetcherPool):
     user code and times itself. `concurrency` is their number.
     """
 
-    def __init__(
-        self, context: FetchContext, dataset: Any, concurrency: int | AdaptiveLimit, *, hedge: bool = False
-    ) -> None:
-        super().__init__(context, dataset, concurrency, hedge=hedge)
+    _planning = False  # a job that plans is queued
+    _first = True
+
+    def __init__(self, context: FetchContext, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(context, dataset, *args, **kwargs)
         self._cached = capabilities(dataset).cached_reads
         self._waiting: list[RangedBatch] = []
-        self._planning = False  # a job that plans is queued
-        self._first = True
 
     def admit(self, plan: BatchPlan) -> None:
         batch = self._partial[plan.number] = RangedBatch(plan)
@@ -114,7 +112,7 @@ class RangeFetch(FetcherPool):
         self._waiting.append(batch)
         self._plan_soon()
 
-    def requester(self) -> Callable[[Any], Awaitable[Any]]:
+    def requester(self) -> Any:
         return operator.call
 
     def _plan_soon(self) -> None:
@@ -225,7 +223,7 @@ class RangeFetch(FetcherPool):
         data: memoryview = await (
             read() if self._hedged is None else self._hedged.first(batch.plan.number, stop - start, read)
         )
-        if self.context.recorder is not None:
+        if self.context.recorder:
             self.context.recorder.add(batch.plan.number, number, began)
         if len(data) != stop - start:
             raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")

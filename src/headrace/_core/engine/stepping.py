@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.ranks.distributed import undivided
 from headrace._core.seeding import TransformGenerators, batch_seed
 from headrace._core.streams.epochs import spawn_key
-from headrace._core.streams.steps import Compute, Raised, RunSteps, Step, apply_steps
+from headrace._core.streams.steps import Raised, RunSteps, Step, apply_steps
 from headrace._core.transport.pickling import noted_error
 from headrace._core.transport.shared_pickle import SharedPickle, why_not_picklable
 from headrace.errors import NotPicklableError
@@ -138,22 +139,30 @@ def apply_on_consumers_thread(send: Callable[[Call], None]) -> Apply:
     return apply
 
 
-def session_compute(
-    apply: Callable[[StepsTask, Chunk], Awaitable[list[object]]],
-    parallel: Callable[[], int],
-    seed: int,
-    common_seed: int,
-) -> Compute:
-    """Application of one session's steps; so many chunks in parallel keep `apply` busy.
+@dataclass(slots=True, eq=False)
+class SessionSteps:
+    """Application of one session's steps: a `Compute`.
 
-    Each pass of a stream has a seed of its own, by `spawn_key`: of the session's seed, or of the common one under
-    `split`, where each rank applies the steps to all samples: different outcomes would give samples to two ranks, or to
-    none.
+    Contexts of the session's tasks refer to it, and may outlive the session. So it must not refer
+    to the session.
+
+    Each pass of a stream has a seed of its own, by `spawn_key`: of the session's seed, or of the
+    common one under `split`, where each rank applies the steps to all samples: different outcomes
+    would give samples to two ranks, or to none.
     """
 
-    def prepare(steps: tuple[Step, ...]) -> tuple[RunSteps, Callable[[], int]]:
-        task = StepsTask(steps)
-        own = batch_seed(common_seed if undivided.get() else seed, 1, spawn_key())
-        return lambda samples, position: apply(task, Chunk(samples, own, position)), parallel
+    apply: Apply
+    parallel: Callable[[], int]  # how many chunks at once keep `apply` busy
+    seed: int
+    common_seed: int
+    seconds: float = 0.0  # that the functions took so far
 
-    return prepare
+    def __call__(self, steps: tuple[Step, ...]) -> tuple[RunSteps, Callable[[], int]]:
+        task = StepsTask(steps)
+        own = batch_seed(self.common_seed if undivided.get() else self.seed, 1, spawn_key())
+        return lambda some, position: self._run(task, Chunk(some, own, position)), self.parallel
+
+    async def _run(self, task: StepsTask, chunk: Chunk) -> list[object]:
+        outcomes = await self.apply(task, chunk)
+        self.seconds += outcomes.seconds
+        return outcomes.of_samples

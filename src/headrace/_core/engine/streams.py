@@ -102,7 +102,7 @@ class StreamBatch:
             unskippable = f"{in_a_row} failures in a row"
         if self._tolerance.skips and _ended_a_generator(error):  # skipping it would skip all samples after it
             unskippable = "the error ended the stream, samples after it are missing"
-        failure = Failure.caught(error, stage=Stage.FETCH, batch=self._plan.number, index=progress.position)
+        failure = Failure.caught(error, Stage.FETCH, self._plan.number, index=progress.position)
         self._add_failure(replace(failure, unskippable=unskippable))
         progress.failures_in_a_row = in_a_row
         progress.ended |= unskippable is not None
@@ -110,7 +110,7 @@ class StreamBatch:
     def fail_restoring(self, error: BaseException) -> None:
         """Add an error of restoring the stream's position, which ends it."""
         self._progress.ended = self._progress.lost = True
-        self._add_failure(Failure.caught(error, stage=Stage.RESTORE, batch=self._plan.number))
+        self._add_failure(Failure.caught(error, Stage.RESTORE, self._plan.number))
 
     def _add_failure(self, failure: Failure) -> None:
         if self.add(failure):
@@ -134,7 +134,7 @@ class StreamBatch:
         plan = self._plan._replace(indices=tuple(places), positions=positions)
         state: State | None = None
         try:
-            if stream is not None and not progress.lost:
+            if stream and not progress.lost:
                 state = progress.state_dict(stream())
         except catch as error:
             return without_state(RawBatch(plan, samples, progress.ended), error)
@@ -142,7 +142,7 @@ class StreamBatch:
 
 
 def without_state(raw: RawBatch, error: BaseException) -> RawBatch:
-    failure = Failure.caught(error, stage=Stage.SAVE_STATE, batch=raw.plan.number)
+    failure = Failure.caught(error, Stage.SAVE_STATE, raw.plan.number)
     return raw._replace(samples=[failure], whole=False)
 
 
@@ -268,7 +268,7 @@ class DispatchToWorkers(FetchStage):
         self, context: FetchContext, start: SessionStart, workers: int, *, streams: bool, in_order: bool
     ) -> None:
         super().__init__(context)
-        ended = start.ended
+        ended = [worker for worker, state in start.streams.items() if state.get("ended") is True]
         turns = ((start.next_worker + turn) % workers for turn in range(workers))
         self._active = deque(worker for worker in turns if worker not in ended)  # the next one first
         self._streams = streams
@@ -289,13 +289,10 @@ class DispatchToWorkers(FetchStage):
             if worker is None:
                 return
             self._active.rotate(-self._active.index(worker) - 1)
-            self._send(self._waiting.popleft(), worker)
+            self._loads[worker] += 1
+            self.context.deliver(RawBatch(self._waiting.popleft(), None, worker=worker))
         while self._waiting:
             self.context.deliver(RawBatch(self._waiting.popleft()._replace(indices=()), (), end=True))
-
-    def _send(self, plan: BatchPlan, worker: int) -> None:
-        self._loads[worker] += 1
-        self.context.deliver(RawBatch(plan, None, worker=worker))
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """Free the worker's slot; the whole stream ends with the last worker's."""

@@ -148,14 +148,13 @@ def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
         except BaseException as error:  # user code: __reduce__ of the result of transform or collate_fn
             remedy = "Return tensors, arrays, or classes that both processes can import, from transform and collate_fn."
             failed = not_picklable("the return value of collate_fn", error, remedy)
-            host = HostBatch.failed(host.plan, failed, stage=Stage.COLLATE).with_failures_of(host)
+            host = host.replaced_by(failed, Stage.COLLATE)
     try:
         host = host._replace(stream_state=dump_state(host.stream_state))
     except BaseException as error:  # user code: __reduce__ of an object in the state
         remedy = "It is sent with each batch to the consumer's process: return plain values or arrays from state_dict."
         failed = not_picklable("the state of the dataset", error, remedy)
-        host = host._replace(stream_state=None)
-        host = HostBatch.failed(host.plan, failed, stage=Stage.SAVE_STATE).with_failures_of(host)
+        host = host._replace(stream_state=None).replaced_by(failed, Stage.SAVE_STATE)
     if host.failures:
         host = host._replace(failures=tuple(map(_with_picklable_error, host.failures)))
     return host
@@ -231,9 +230,9 @@ class BatchReader:
     def __call__(self, plan: BatchPlan) -> HostBatch:
         """The batch of one plan, with the times of its reading and assembling."""
         began = now()
-        if self._generators is not None:
+        if self._generators:
             self._generators.seed(plan.seed)
-        if self._gather is not None:
+        if self._gather:
             try:
                 return HostBatch(plan, self._gather(plan.indices), len(plan.indices), times=times_since(began))
             except Exception:  # an index is wrong, or of an odd type: one by one says which, or knows what it means
@@ -283,7 +282,7 @@ class MapReader(BatchReader):
         except self._catch as error:
             if self._tolerance.skips and hasattr(self._dataset, "__getitem__"):
                 return RawBatch(plan, self._one_by_one(plan))  # to find the sample that failed
-            return RawBatch(plan, [Failure.caught(error, stage=Stage.FETCH, batch=plan.number)])
+            return RawBatch(plan, [Failure.caught(error, Stage.FETCH, plan.number)])
         # Any other type is a batch that the dataset has assembled; collate_fn receives it unchanged.
         return RawBatch(plan, samples, whole=not isinstance(samples, list | tuple))
 
@@ -295,7 +294,7 @@ class MapReader(BatchReader):
                 for index in indices:
                     samples.append(self._dataset[index])
             except self._catch as error:
-                samples.append(Failure.caught(error, stage=Stage.FETCH, batch=plan.number, index=index))
+                samples.append(Failure.caught(error, Stage.FETCH, plan.number, index=index))
                 if not self._tolerance.skips:
                     break
         return samples
@@ -367,7 +366,7 @@ def cannot_start(error: BaseException, *, restoring: bool) -> Callable[[BatchPla
         if not errors:
             return HostBatch.nothing(plan, end=True)
         stage, index = (Stage.RESTORE, None) if restoring else (Stage.FETCH, 0)
-        failure = Failure.caught(errors.pop(), stage=stage, batch=plan.number, index=index)
+        failure = Failure.caught(errors.pop(), stage, plan.number, index=index)
         return HostBatch.nothing(plan, (failure,), end=True)
 
     return read

@@ -74,8 +74,8 @@ class _BatchedExecutor:
 
     def _resize(self) -> None:
         """Add threads if calls are slow (a disk, a call that hangs); else use fewer."""
-        self._resizing = False
         if not self._calls:
+            self._resizing = False
             return
         finished, self._seen = self._finished - self._seen, self._finished
         enough = self._threads * RESIZE_INTERVAL / SLOW_CALL
@@ -85,7 +85,6 @@ class _BatchedExecutor:
                 self._start_thread()
         elif finished > 2 * enough:
             self._wanted = max(1, self._threads // 2)
-        self._resizing = True
         self.loop.call_later(RESIZE_INTERVAL, self._resize)
 
     def _work(self) -> None:

@@ -7,7 +7,6 @@ notebook, an async program) does not matter.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import os
 import sys
@@ -16,6 +15,7 @@ import traceback
 import types
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from headrace._core.descriptors import check_free
@@ -38,7 +38,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 def import_event_loop() -> types.ModuleType:
     """The package of the event loops; called before a fork of processes that have one."""
     if os.environ.get(EVENT_LOOP_VARIABLE) != "asyncio":
-        with contextlib.suppress(ImportError):  # absent
+        with suppress(ImportError):  # absent
             import uvloop
 
             return uvloop
@@ -65,7 +65,7 @@ async def end_tasks(deadline: float) -> str:
         seen |= new
         # Their generators get tasks now; one more iteration so that late native callbacks are processed.
         await asyncio.sleep(0)
-    with contextlib.suppress(TimeoutError):  # user code in a generator's `finally`; the loop is closed all the same
+    with suppress(TimeoutError):  # user code in a generator's `finally`; the loop is closed all the same
         await asyncio.wait_for(loop.shutdown_asyncgens(), max(0.0, until - loop.time()))
     await asyncio.sleep(0)
     return ""
@@ -148,7 +148,7 @@ class LoopThread:
         if not self._thread.is_alive():
             return None
         if first:
-            with contextlib.suppress(RuntimeError):  # it has ended by itself, and is closed
+            with suppress(RuntimeError):  # it has ended by itself, and is closed
                 self._loop.call_soon_threadsafe(self._stop, deadline)
         if self.is_current:
             return None
@@ -161,7 +161,7 @@ class LoopThread:
     def blocked_in(self) -> str:
         """The current location of the thread as text: where a loop that does not respond is blocked."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        stack = traceback.extract_stack(frame) if frame is not None else []
+        stack = traceback.extract_stack(frame) if frame else []
         place = f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "an unknown place"
         return f"thread {self._name!r} is blocked in {place}"
 

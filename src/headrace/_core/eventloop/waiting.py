@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import select
 import signal
@@ -11,12 +10,35 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from headrace._core.descriptors import explained
 
 T = TypeVar("T")
 Readable = int | socket.socket
+
+
+class Waker:
+    """A socket pair. `source` becomes readable by `wake`, which any thread may call."""
+
+    def __init__(self) -> None:
+        self.sender, self.source = socket.socketpair()
+        for end in (self.sender, self.source):
+            end.setblocking(False)
+
+    def wake(self) -> None:
+        with suppress(OSError):  # full of bytes, which wake as well; or closed
+            self.sender.send(b"\0")
+
+    def drain(self) -> None:
+        """Take the bytes of earlier calls of `wake`."""
+        with suppress(BlockingIOError):
+            self.source.recv(4096)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.source.close()
 
 
 def wait_readable(*sources: Readable, timeout: float | None) -> bool:
@@ -56,10 +78,8 @@ def wait_done(future: Future[T]) -> None:
 
 def _wake_main_thread(_: object) -> None:
     """Wake the main thread as a signal does; zero is no signal's number, and event loops ignore it."""
-    pair = _signal_pair
-    if pair is not None:
-        with contextlib.suppress(OSError):  # full, so that it wakes anyway; or closed, at exit
-            pair[0].send(b"\0")
+    if pair := _signal_pair:
+        pair.wake()
 
 
 class CloseGuard:
@@ -76,7 +96,6 @@ class CloseGuard:
         self._lock = threading.RLock()
         self._held = 0
         self._closing = False
-        self._closed = False
 
     def __enter__(self) -> bool:
         """Hold the descriptors open inside the block; False if they are closed."""
@@ -100,53 +119,51 @@ class CloseGuard:
             self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        if not self._held and not self._closed:
-            self._closed = True
+        if not self._held:
             close = self._close
             self._wake = self._close = lambda: None  # these hold the owner, which would wait for the garbage collector
             close()
 
 
-@contextlib.contextmanager
+@contextmanager
 def _signals() -> Iterator[list[socket.socket]]:
     """A socket that becomes readable with a signal, inside the block; none off the main thread."""
-    wake, woken = _pair()
+    pair = _pair()
+    wake = pair.sender.fileno()
     try:
-        before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     except ValueError:  # not the main thread, and so not the one that handles signals
         yield []
         return
-    if before == wake.fileno():  # a handler raised while the last wait ended, and left it set
+    if before == wake:  # a handler raised while the last wait ended, and left it set
         before = -1
     try:
-        yield [woken]
+        yield [pair.source]
     finally:
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-        with contextlib.suppress(BlockingIOError):  # no signal; or that loop's pipe is full, which wakes it anyway
-            numbers = woken.recv(4096)
+        with suppress(BlockingIOError):  # no signal; or that loop's pipe is full, which wakes it anyway
+            numbers = pair.source.recv(4096)
             if before != -1:  # the event loop that is blocked in this call reads its signals there
                 os.write(before, numbers)
 
 
 # One pair for the process: only its main thread uses it, one wait at a time. Closed at exit.
-_signal_pair: tuple[socket.socket, socket.socket] | None = None
+_signal_pair: Waker | None = None
 
 
-def _pair() -> tuple[socket.socket, socket.socket]:
+def _pair() -> Waker:
     global _signal_pair
     if _signal_pair is None:
         with explained("wait for a batch"):
-            _signal_pair = socket.socketpair()
-        for end in _signal_pair:
-            end.setblocking(False)
+            _signal_pair = Waker()
     return _signal_pair
 
 
 def _close_pair() -> None:
     """At exit; and in a fork, which would share the pair with its parent and read the parent's signals."""
     global _signal_pair
-    for end in _signal_pair or ():
-        end.close()
+    if _signal_pair:
+        _signal_pair.close()
     _signal_pair = None
 
 

@@ -13,7 +13,6 @@ the GIL. Of the time between two samples in one function of user code, only two 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
@@ -22,6 +21,7 @@ import sys
 import threading
 import time
 import types
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +43,7 @@ _HEADRACE = os.path.join(str(Path(__file__).parents[2]), "")
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")  # `sysconfig` takes 1.6 ms to import
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LOOPS = (f"{os.sep}anyio{os.sep}", f"{os.sep}uvloop{os.sep}")
+_OWN_TIMES = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, and waiting for one
 _log = logging.getLogger("headrace")
 _reported: set[tuple[str, int]] = set()  # file and first line of a function: one report for each
 
@@ -92,7 +93,6 @@ class LoopWatch:
         self.place: str | None = None  # the line of user code that has blocked it longest
         self.due = math.inf  # time of the next beat; infinite while no session runs
         self._dataset = dataset
-        self._schedstat: int | None = None  # descriptor
         self._thread = self._native_id = 0
         self._sessions = 0
         self._beats: asyncio.TimerHandle | None = None
@@ -109,8 +109,6 @@ class LoopWatch:
         if self._sessions == 1:
             self._loop = asyncio.get_running_loop()
             self._thread, self._native_id = threading.get_ident(), threading.get_native_id()
-            with contextlib.suppress(OSError):  # not Linux, or no descriptor is left
-                self._schedstat = os.open(f"/proc/self/task/{self._native_id}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             self._beat()
             if self._watchdog is None:
                 self._watchdog = threading.Thread(target=self._run, name="headrace-watchdog", daemon=True)
@@ -119,27 +117,24 @@ class LoopWatch:
 
     def end(self) -> None:
         self._sessions -= 1
-        if not self._sessions and self._beats is not None:
+        if not self._sessions and self._beats:
             self._beats.cancel()
             self._beats = None
             self.due = math.inf
-            if self._schedstat is not None:
-                os.close(self._schedstat)
-                self._schedstat = None
 
     def close(self) -> None:
         """Stop watching, and end the thread; from any thread, any number of times, by the garbage collector too."""
         self.due = math.inf
         self._wake.put(False)
         thread = self._watchdog
-        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+        if thread and thread is not threading.current_thread() and thread.is_alive():
             thread.join(STILL_BLOCKED)  # it may be in a log handler that waits for this thread
 
     def _run(self) -> None:
         planned = time.monotonic()
         while True:
             timeout = None if math.isinf(planned) else max(0.0, planned - time.monotonic())
-            with contextlib.suppress(queue.Empty):
+            with suppress(queue.Empty):
                 if not self._wake.get(timeout=timeout):
                     break
                 planned = time.monotonic()
@@ -148,8 +143,8 @@ class LoopWatch:
 
     def _beat(self) -> None:
         self._beats = self._loop.call_later(BEAT, self._beat)
-        if self._schedstat is not None:
-            self.queued_seconds = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
+        with suppress(OSError, IndexError):  # not Linux, or no descriptor is left
+            self.queued_seconds = int(_OWN_TIMES.read_bytes().split()[1]) / 1e9
         self.due = time.monotonic() + BEAT
 
     def _look(self, late: float) -> float:
@@ -192,7 +187,7 @@ class LoopWatch:
         """The late beat has come, or will never come: warn of what has blocked it."""
         late, self._late, blocks, self._blocks = self._late, None, self._blocks, {}
         worst = max(blocks.values(), key=lambda each: each.seconds, default=None)
-        if late is not None and worst is not None and worst.seconds >= PROVEN and resumed - late >= REPORTED:
+        if late is not None and worst and worst.seconds >= PROVEN and resumed - late >= REPORTED:
             self._count(worst, "")
 
     def _count(self, block: Block, so_far: str | None) -> None:
@@ -215,7 +210,7 @@ def find_user_code(top: types.FrameType) -> Spot | None:
     user: list[types.FrameType] = []
     installed: list[types.FrameType] = []
     frame: types.FrameType | None = top
-    while frame is not None:
+    while frame:
         file = frame.f_code.co_filename
         if file.startswith(_HEADRACE):
             if user or installed:  # the caller of user code

@@ -31,7 +31,7 @@ class Dealer:
 
     def __init__(self, engines: int, *, first: int = 0, in_order: bool = False, chunked: bool = False) -> None:
         self.waiting: deque[BatchPlan] = deque()  # that wait for an engine, ascending; new ones are appended
-        self._shares = [_Share() for _ in range(engines)]
+        self.shares = [_Share() for _ in range(engines)]
         self._in_order = in_order
         self._chunked = chunked
         self._next = first
@@ -45,19 +45,19 @@ class Dealer:
         dealt: dict[int, list[BatchPlan]] = {}
         engine = -1
         for position, plan in enumerate(waiting):
-            free = [engine for engine in engines if len(self._shares[engine].plans) < self._shares[engine].room]
+            free = [engine for engine in engines if len(self.shares[engine].plans) < self.shares[engine].room]
             if not free:
                 self.waiting.append(plan)
                 continue
             if not position % size or engine not in free:
-                engine = min(free, key=lambda engine: len(self._shares[engine].plans))
-            self._shares[engine].plans[plan.number] = plan
+                engine = min(free, key=lambda engine: len(self.shares[engine].plans))
+            self.shares[engine].plans[plan.number] = plan
             dealt.setdefault(engine, []).append(plan)
         return dealt
 
     def receive(self, engine: int, host: HostBatch) -> list[HostBatch]:
         """Count a batch that an engine has made; returns those that can be delivered."""
-        share, number = self._shares[engine], host.plan.number
+        share, number = self.shares[engine], host.plan.number
         del share.plans[number]
         share.made, share.room = True, min(2 * share.room, _ANY)
         self._lost_alone.pop(number, None)
@@ -65,20 +65,14 @@ class Dealer:
             return [host]
         self._early[number] = host
         ready = []
-        while (next_one := self._early.pop(self._next, None)) is not None:
+        while next_one := self._early.pop(self._next, None):
             self._next += 1
             ready.append(next_one)
         return ready
 
     def engine_of(self, number: int) -> int | None:
         """The engine that has a plan; None if it waits for one, or its batch has been made."""
-        return next((engine for engine, share in enumerate(self._shares) if number in share.plans), None)
-
-    def plans_of(self, engine: int) -> list[BatchPlan]:
-        return list(self._shares[engine].plans.values())
-
-    def deaths_of(self, engine: int) -> int:
-        return self._shares[engine].deaths
+        return next((engine for engine, share in enumerate(self.shares) if number in share.plans), None)
 
     def take_back(self, engines: Collection[int]) -> tuple[int, int]:
         """Let the plans of engines that have died wait for others.
@@ -87,10 +81,10 @@ class Dealer:
         """
         plans = [*self.waiting]
         for engine in engines:
-            share = self._shares[engine]
+            share = self.shares[engine]
             if len(share.plans) == 1:
                 self._lost_alone.update([*share.plans])
             plans += share.plans.values()
-            self._shares[engine] = _Share(room=1, deaths=0 if share.made else share.deaths + 1)
+            self.shares[engine] = _Share(room=1, deaths=0 if share.made else share.deaths + 1)
         self.waiting = deque(sorted(plans))
         return next(iter(self._lost_alone.most_common(1)), (0, 0))

@@ -81,7 +81,7 @@ class EngineGroup(Link):
             next_one = self._dealer.engine_of(message.number + 1)
             for number, link in self._links.items():
                 times = self._times.get(link)
-                if number == next_one or (times is not None and times.load.held_plans):
+                if number == next_one or (times and times.load.held_plans):
                     link.send(message)
         elif isinstance(message, StatusRequest):
             engine = self._dealer.engine_of(message.number)
@@ -135,14 +135,13 @@ class EngineGroup(Link):
 
     def _add(self, number: int) -> None:
         link = self._links[number] = self._connect(number)
-        assert link.source is not None
         self._selector.register(link.source, selectors.EVENT_READ, number)
         if self._cluster is None:
             self._running.add(number)
         for message in self._standing.values():
             link.send(message)
-        if plans := self._dealer.plans_of(number):
-            link.send(plans)
+        if plans := self._dealer.shares[number].plans:
+            link.send(list(plans.values()))
 
     def _end(self, error: BaseException | None) -> None:
         self._over = True
@@ -208,7 +207,6 @@ class EngineGroup(Link):
         self._ends |= lost
         for number in lost:
             link = self._links.pop(number)
-            assert link.source is not None
             self._selector.unregister(link.source)
             self._running.discard(number)
             link.leave()
@@ -237,7 +235,7 @@ class EngineGroup(Link):
 
     def _restart(self, number: int) -> str:
         """Start an engine in place of one that has died; returns the result, in words."""
-        if self._dealer.deaths_of(number) >= DEATHS_WITHOUT_BATCH:
+        if self._dealer.shares[number].deaths >= DEATHS_WITHOUT_BATCH:
             return f"it has ended {DEATHS_WITHOUT_BATCH} times without a batch, and is not started again in this epoch"
         try:
             self._add(number)

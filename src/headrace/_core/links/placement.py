@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import types
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sized
+from contextlib import suppress
 
 from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig
@@ -64,7 +64,7 @@ class Placement(ABC):
 @atexit.register  # hooks run in the reverse order of their registration, so this comes before those of what is imported
 def _close_all() -> None:
     for placement in list(_living):
-        with contextlib.suppress(KeyboardInterrupt):  # which leaves the rest of it to its processes
+        with suppress(KeyboardInterrupt):  # which leaves the rest of it to its processes
             placement.close()
 
 
@@ -90,6 +90,6 @@ def snapshot(dataset: object) -> list[object]:
 
 def _length(value: object) -> int | None:
     if isinstance(value, Sized):
-        with contextlib.suppress(Exception):  # user code, or a class that has none after all
+        with suppress(Exception):  # user code, or a class that has none after all
             return len(value)
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
@@ -10,6 +9,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -219,7 +219,7 @@ class RayLink(Link):
         if times.worked_by is not None:
             pid, thread, worker = times.worked_by
             times = times._replace(worked_by=(pids + pid, thread, worker))
-        if fetches is not None:
+        if fetches:
             rows = np.frombuffer(fetches.rows).reshape(-1, 4) - (0.0, 0.0, self._ahead, self._ahead)
             fetches = fetches._replace(pid=pids + fetches.pid, rows=rows.tobytes())
         return host._replace(times=times._replace(**moments), fetches=fetches)
@@ -249,7 +249,7 @@ class RayLink(Link):
         self._closed = True
         self._mailbox.close()
         if connection() == self._connection:
-            with contextlib.suppress(Exception):  # the actor is lost, or Ray is shutting down: so is the session
+            with suppress(Exception):  # the actor is lost, or Ray is shutting down: so is the session
                 self._actor.end_session.remote(self._number)
 
 
@@ -278,7 +278,7 @@ def _check_connected() -> None:
 
 
 def _kill(actor: Any) -> None:
-    with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it has ended
+    with suppress(ray.exceptions.RayError, ValueError):  # it has ended
         ray.kill(actor)
 
 

@@ -88,7 +88,7 @@ class PlacementSelector:
             self._retired.remove(retired)
             retired.close()
         current = self._current
-        if current is not None and (anew or not self._serves(current, config, work)):
+        if current and (anew or not self._serves(current, config, work)):
             # An attribute was set since (the dataset, for example). Current iterations continue unchanged.
             self._retired.append(current)
             current = self._current = None
@@ -102,7 +102,7 @@ class PlacementSelector:
 
     def _serves(self, current: Placement, config: EngineConfig, work: SharedPickle | None) -> bool:
         """Whether the engines are alive, of this process, and do what `config` asks for, of the current dataset."""
-        assert self._config is not None
+        assert self._config
         same = config.functions_of_epoch or work is self._made_with
         if not (current.alive and same and self._config.same_engine(config)):
             return False
@@ -132,7 +132,7 @@ class PlacementSelector:
 
     def close(self) -> None:
         """End all engines; the next session starts a new one."""
-        engines = [*self._retired, *([self._current] if self._current is not None else [])]
+        engines = filter(None, (*self._retired, self._current))
         self._current, self._seen, self._pickled, self._retired = None, None, None, []
         for engine in engines:
             engine.close()

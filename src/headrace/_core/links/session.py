@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from headrace._core.batches import HostBatch
 from headrace._core.eventloop.waiting import CloseGuard, Readable
@@ -65,9 +65,9 @@ class Session:
     def take(self) -> HostBatch | None:
         self._receive()  # also where some are ready: an engine that has died is replaced at once
         while self._calls and not self._ready:
-            assert self._work is not None
+            assert self._work
             self._work.call(self._calls[0].function)  # after Ctrl-C it is called again
-            with contextlib.suppress(IndexError):  # another thread has closed the session
+            with suppress(IndexError):  # another thread has closed the session
                 self._calls.popleft()
             self._receive()
         try:
@@ -76,7 +76,7 @@ class Session:
             host = self._work.finish(self._ready[0])  # after Ctrl-C it is called again
         except IndexError:
             return None
-        with contextlib.suppress(IndexError):
+        with suppress(IndexError):
             self._ready.popleft()
         return host
 
@@ -90,7 +90,7 @@ class Session:
 
     def certain(self) -> int:
         self._receive()
-        if self._work is not None and self._work.skips:
+        if self._work and self._work.skips:
             return 0
         return sum(1 for _ in itertools.takewhile(lambda host: not host.empty, self._ready))
 
@@ -102,7 +102,6 @@ class Session:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._guard as entered:
             while entered and self.must_wait() and (deadline is None or time.monotonic() < deadline):
-                assert self._link.source is not None
                 ends = [end for end in (deadline, self._link.look_by) if end is not None]
                 yield self._link.source, max(0.0, min(ends) - time.monotonic()) if ends else None
                 self._receive()
@@ -123,7 +122,7 @@ class Session:
             self._link.leave()
             self._guard.close()
         on_close, self._on_close = self._on_close, None
-        if on_close is not None:
+        if on_close:
             on_close()
 
     def _receive(self) -> None:

@@ -7,10 +7,10 @@ a connection of its own: plans come in, batches go out in slabs that the consume
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -65,8 +65,8 @@ class SidecarTask:
                 loop = new_event_loop()
         except OSError as error:
             reserve.close()
-            with contextlib.suppress(OSError):  # it is closed, or none could be received
-                if (refused := _accept(connection)) is not None:
+            with suppress(OSError):  # it is closed, or none could be received
+                if refused := _accept(connection):
                     BlockingChannel(refused).send(SessionEnd(error))
             channel.close()
             return
@@ -130,7 +130,7 @@ class _Sidecar:
             server.channel.close()
 
     def _on_open(self) -> None:
-        with self._reserve.given_up(), contextlib.suppress(OSError):  # other code took the reserve
+        with self._reserve.given_up(), suppress(OSError):  # other code took the reserve
             if (connection := _accept(self._connection)) is None:
                 self._over.set()
             else:
@@ -181,22 +181,22 @@ class _SessionServer:
             if isinstance(obj, StartSession):
                 send_records_by(self._send_record)
                 self._session = self._sidecar.begin(self, obj)
-            elif self._session is not None:  # otherwise it could not start
+            elif self._session:  # otherwise it could not start
                 if isinstance(obj, list):
                     self._plans.update((plan.number, plan) for plan in obj)
                 self._session.handle(cast(Request, obj))
         except BaseException as error:  # user code: imports of the user's modules, set_epoch
-            if self._session is not None:
+            if self._session:
                 self._session.cancel()
             self.send(SessionEnd(error))
 
     def _send_record(self, record: Record) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.channel.send, dump_message(record, plain=True))
 
     def _on_close(self) -> None:
         send_no_more_by(self._send_record)
-        if self._session is not None:
+        if self._session:
             self._session.cancel()
         self._sidecar.servers.discard(self)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import warnings
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from headrace._core.batches import SessionStart
@@ -15,6 +15,7 @@ from headrace._core.engine.engine import Engine
 from headrace._core.engine.engine import Session as EngineSession
 from headrace._core.engine.stepping import apply_on_consumers_thread
 from headrace._core.eventloop.loop_thread import LoopThread
+from headrace._core.eventloop.waiting import Waker
 from headrace._core.links.inline import WorkOnConsumersThread
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
 from headrace._core.links.session import Session
@@ -39,9 +40,8 @@ class Mailbox(Link):
         self._lock = threading.RLock()
         self._waiting = False
         self._closed = False
-        self._sender, self.source = socket.socketpair()
-        for end in (self._sender, self.source):
-            end.setblocking(False)
+        self._waker = Waker()
+        self.source = self._waker.source
 
     def put(self, message: Any) -> None:
         """Hand over a message, from any thread; it is dropped if the consumer has left."""
@@ -55,16 +55,14 @@ class Mailbox(Link):
         with self._lock:
             if self.messages or self._closed:
                 return False
-            with contextlib.suppress(BlockingIOError):  # bytes of earlier waits
-                self.source.recv(4096)
+            self._waker.drain()
             self._waiting = True
             return True
 
     def wake(self) -> None:
-        with self._lock, contextlib.suppress(OSError):  # full of bytes, which wake the consumer as well
+        with self._lock:
             self._waiting = False
-            if not self._closed:
-                self._sender.send(b"\0")
+            self._waker.wake()
 
     leave = wake
 
@@ -72,8 +70,7 @@ class Mailbox(Link):
         with self._lock:
             self._closed = True
             self.messages.clear()
-            self._sender.close()
-            self.source.close()
+            self._waker.close()
 
 
 class ThreadPlacement(Placement):
@@ -111,7 +108,7 @@ class ThreadPlacement(Placement):
         self._loop.call_soon(self._engine.start, session)
         return Session(
             link,
-            work=WorkOnConsumersThread(config) if config.deferred or steps is not None else None,
+            work=WorkOnConsumersThread(config) if config.deferred or steps else None,
             is_current=lambda: self._loop.is_current,
             on_close=self.close if self._for_one_session else None,
         )
@@ -125,7 +122,7 @@ class ThreadPlacement(Placement):
             # The last reference was dropped on the engine's own thread, which cannot wait for itself.
             self._loop.start(self._end_on_loop())
             return
-        with contextlib.suppress(TimeoutError, EngineDiedError):  # processes that have not ended are killed below
+        with suppress(TimeoutError, EngineDiedError):  # processes that have not ended are killed below
             closing = self._loop.start(self._engine.close(CLOSE_DEADLINE))
             closing.result(timeout=5 * CLOSE_DEADLINE + WORK_DEADLINE)
         self._engine.executor.kill()
@@ -159,13 +156,13 @@ class ThreadLink(Mailbox):
         loop.on_death.add(self._on_death)
 
     def send(self, message: Request) -> None:
-        with contextlib.suppress(EngineDiedError):  # whose message has the reason
+        with suppress(EngineDiedError):  # whose message has the reason
             self._loop.call_soon(self.session.handle, message)
 
     def leave(self) -> None:
         self._loop.on_death.discard(self._on_death)
         if self._loop.alive:
-            with contextlib.suppress(EngineDiedError):  # since the check, and the session with it
+            with suppress(EngineDiedError):  # since the check, and the session with it
                 self._loop.call_soon(self.session.leave)
         self.wake()
 

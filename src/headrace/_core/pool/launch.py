@@ -6,7 +6,6 @@ The zygote is started on first use or before, and ended at exit.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import errno
 import functools
 import multiprocessing.spawn
@@ -19,6 +18,7 @@ import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
+from contextlib import ExitStack, suppress
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -54,7 +54,7 @@ class WorkerProcess(ABC):
 
     def signal(self, number: int) -> None:
         if not self.ended() and self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended since the check
+            with suppress(ProcessLookupError):  # it has ended since the check
                 os.kill(self.pid, number)
 
     @abstractmethod
@@ -106,7 +106,7 @@ def launch_worker(
 class _ContextProcess(WorkerProcess):
     def __init__(self, process: BaseProcess) -> None:
         self._descriptor: int | None = None
-        with contextlib.suppress(AttributeError, OSError):  # macOS; it has ended, and was reaped by the program
+        with suppress(AttributeError, OSError):  # macOS; it has ended, and was reaped by the program
             self._descriptor = os.pidfd_open(process.pid or 0)
         # The pipe of `multiprocessing` is also held open by forks of the worker.
         super().__init__(process.sentinel if self._descriptor is None else self._descriptor, process.pid)
@@ -124,7 +124,7 @@ class _ContextProcess(WorkerProcess):
         if self._descriptor is not None:
             os.close(self._descriptor)
             self.sentinel, self._descriptor = self._process.sentinel, None
-        with contextlib.suppress(ValueError):  # still running: multiprocessing's own exit hook will join it
+        with suppress(ValueError):  # still running: multiprocessing's own exit hook will join it
             self._process.close()
 
 
@@ -140,7 +140,7 @@ def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Connec
 
 
 def _forked(request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:
-    with contextlib.ExitStack() as for_the_child, contextlib.ExitStack() as on_failure:
+    with ExitStack() as for_the_child, ExitStack() as on_failure:
         ours, theirs = Connection.pair()
         on_failure.callback(ours.close)
         for_the_child.callback(theirs.close)
@@ -170,7 +170,7 @@ class _ZygoteProcess(WorkerProcess):
             if not record:  # the zygote was killed: this worker is no longer watched, so it must end too
                 self._ended = True
                 if self.pid is not None:
-                    with contextlib.suppress(ProcessLookupError):  # it ended with the zygote
+                    with suppress(ProcessLookupError):  # it ended with the zygote
                         os.kill(self.pid, signal.SIGKILL)
             elif self.pid is None:
                 (number,) = EXIT_STATUS.unpack(record)
@@ -295,7 +295,7 @@ def start_early() -> None:
     Why it cannot be started is for the first use to say.
     """
     global _zygote
-    with _lock, contextlib.suppress(OSError, RuntimeError):  # it is tried again at the first use, which raises
+    with _lock, suppress(OSError, RuntimeError):  # it is tried again at the first use, which raises
         if _zygote is None:
             _zygote = _Zygote.start()
 
@@ -324,7 +324,7 @@ def _end_zygote(*, inherited: bool = False) -> None:
         _lock = threading.RLock()  # which another thread may have held
     with _lock:
         zygote, _zygote = _zygote, None
-        if zygote is not None:
+        if zygote:
             zygote.close(inherited=inherited)
 
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
+from typing import Any
 
 from headrace._core.descriptors import explained
 from headrace._core.failure import as_exception
@@ -75,7 +76,7 @@ class NumberedWorker:
 
     def close_channel(self) -> None:
         channel, self.channel = self.channel, None
-        if channel is not None:
+        if channel:
             channel.close()
         elif not self.connected:
             self.connection.close()
@@ -91,7 +92,7 @@ class NumberedWorker:
         batch, indices = (None, ()) if job is None else (job.batch, job.indices)
         attempts = self.failed_starts if job is None else job.attempt
         pid, how, code = self.process.pid, self.process.how_it_ended(), self.process.exit_code
-        if job is not None and job.doing is not None:
+        if job and job.doing is not None:
             doing = job.doing
             remedy = "Call the function that map or filter was given in this process to see the crash"
         elif batch is not None:
@@ -163,16 +164,17 @@ class Pool:
         """Start the processes, without waiting until they run."""
         try:
             for number in self._numbers:
-                process, connection = self._start(number)
-                self._workers[number] = NumberedWorker(number, process, connection)
+                self._workers[number] = self._start(number)
         except BaseException:  # Ctrl-C too: nothing owns the workers that have started
             self.kill()
             self.release()
             raise
 
-    def _start(self, number: int) -> tuple[WorkerProcess, Connection]:
+    def _start(self, number: int) -> NumberedWorker:
         modules = () if self._latest is None else self._latest.modules
-        return launch_worker(self._context, self._inherited, number, self._numbers.stop, modules)
+        stop = self._numbers.stop
+        started = launch_worker(self._context, self._inherited, number, stop, modules)
+        return NumberedWorker(number, *started)
 
     async def open(self) -> None:
         for worker in list(self._workers.values()):
@@ -195,8 +197,7 @@ class Pool:
             for number in self._numbers:
                 if number not in self._workers:
                     with explained(f"start worker {number}"):
-                        process, connection = self._start(number)
-                    self._workers[number] = worker = NumberedWorker(number, process, connection)
+                        worker = self._workers[number] = self._start(number)
                     self._connect(worker)
         except OSError as error:  # the others go on
             _log.warning("%s", error)
@@ -206,7 +207,7 @@ class Pool:
         self._watch(worker)
         worker.connected = True
         worker.channel = channel = EngineChannel(worker.connection, on_object, on_lost)
-        if (task := self._latest) is not None:
+        if task := self._latest:
             place = worker.number, self._numbers.stop
             boot = BootMessage(ProcessEnvironment.here(), self._settings, task.modules, task, *place)
             channel.send(dump_message(boot))
@@ -218,7 +219,7 @@ class Pool:
             if worker.process.ended():
                 asyncio.get_running_loop().remove_reader(worker.process.sentinel)
                 worker.exited.set()
-                if worker.channel is not None:  # so that it is known which job it has ended in
+                if worker.channel:  # so that it is known which job it has ended in
                     worker.channel.receive_rest()
                 if not self._closing:
                     self._on_exit(worker)
@@ -309,7 +310,7 @@ class Pool:
             if not worker.jobs:
                 worker.close_channel()  # its process ends by itself
             return
-        while worker.channel is not None:
+        while worker.channel:
             # Those that wait are first: for pinned requests, they are those of a dead worker.
             queue, most = (self._waiting, 1) if self._waiting else (worker.pinned, self.pinned_ahead)
             if not queue or len(worker.jobs) >= most:
@@ -337,7 +338,7 @@ class Pool:
         if ships:
             worker.loaded.add(number)
 
-    def _on_object(self, worker: NumberedWorker, obj: object) -> None:
+    def _on_object(self, worker: NumberedWorker, obj: Any) -> None:
         if isinstance(obj, Started):
             worker.started = True
             return
@@ -345,17 +346,16 @@ class Pool:
             obj = Answer(*obj)
         elif isinstance(obj, BaseException):
             obj = Answer(error=obj, step="unpack")
-        assert isinstance(obj, Answer)
         worker.failed_starts = 0
         if obj.step == "receive":  # the task may have been sent with it
             worker.loaded.clear()
         job = worker.jobs.popleft() if worker.jobs else None
-        if job is not None and not job.answer.done():
+        if job and not job.answer.done():
             job.answer.set_result(obj)
         self._next_job(worker)
 
     def _on_lost(self, worker: NumberedWorker) -> None:
-        if worker.channel is not None:  # otherwise it was closed here, and the process ends by itself
+        if worker.channel:  # otherwise it was closed here, and the process ends by itself
             worker.process.signal(signal.SIGKILL)  # it cannot work without a channel
 
     def _on_exit(self, worker: NumberedWorker) -> None:
@@ -372,12 +372,12 @@ class Pool:
         again = worker.pinned if self._stateful else self._waiting
         worker.pinned.extendleft(reversed(worker.jobs))  # it had not started these, which are all pinned
         worker.jobs.clear()
-        if suspect is not None and suspect.attempt >= self._attempts:
+        if suspect and suspect.attempt >= self._attempts:
             suspect.fail(died)
-        elif job is not None:
+        elif job:
             job.attempt += suspect is not None
             again.appendleft(job)
-        if suspect is not None:
+        if suspect:
             worker.failed_starts = 0  # the job's attempts are the bound here
         if worker in self._leaving:  # its jobs go to the others
             self._leaving.remove(worker)
@@ -394,19 +394,19 @@ class Pool:
             return
         try:
             with explained(f"replace worker {worker.number}"):
-                process, connection = self._start(worker.number)
+                successor = self._start(worker.number)
         except Exception as error:
             worker.failed_starts += 1
             self._break(worker.death(None, obstacle=error))
             return
         if suspect is None or not suspect.answer.done():  # else the error reports it
             _log.warning("%s Another process has taken its place.", died)
-        successor = NumberedWorker(worker.number, process, connection, worker.pinned, worker.failed_starts + 1)
+        successor.pinned, successor.failed_starts = worker.pinned, worker.failed_starts + 1
         self._workers[worker.number] = successor
         try:
             self._connect(successor)
         except Exception as error:
-            process.signal(signal.SIGKILL)
+            successor.process.signal(signal.SIGKILL)
             self._break(successor.death(None, obstacle=error))
 
     def _break(self, died: WorkerDiedError) -> None:

@@ -13,7 +13,6 @@ process does: its control socket then reads as closed.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import gc
@@ -26,6 +25,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from headrace._core.descriptors import Reserve
 from headrace._core.eventloop.loop_thread import import_event_loop
@@ -118,7 +118,7 @@ class _Zygote:
         if descriptors and request == FORK_TEMPLATE:  # its requests are answered here, without its imports
             self._listen_to(socket.socket(fileno=descriptors.pop(0)))
         elif descriptors:
-            with contextlib.suppress(BrokenPipeError):  # the requester has ended
+            with suppress(BrokenPipeError):  # the requester has ended
                 os.write(descriptors[0], EXIT_STATUS.pack(-reason))
         else:
             print(f"headrace: a process cannot be started: {os.strerror(reason)}", file=sys.stderr)
@@ -140,7 +140,7 @@ class _Zygote:
         if own:
             self._listen_to(socket.socket(fileno=own[0]))
         # The pid goes first on the status pipe; the exit status follows when there is one.
-        with contextlib.suppress(BrokenPipeError):  # the requester has ended; its control socket closes too
+        with suppress(BrokenPipeError):  # the requester has ended; its control socket closes too
             os.write(status, EXIT_STATUS.pack(pid))
 
     def _fork_template(self, _: socket.socket, own: int, request: int) -> None:
@@ -184,7 +184,7 @@ class _Zygote:
         self._poller.register(control, select.POLLIN)
 
     def _reap(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # one reading takes what several signals wrote
+        with suppress(BlockingIOError):  # one reading takes what several signals wrote
             os.read(self._woken, 4096)
         while True:
             try:
@@ -194,11 +194,11 @@ class _Zygote:
             if not pid:
                 return
             if (pipe := self._statuses.pop(pid, None)) is not None:
-                with contextlib.suppress(BrokenPipeError):  # the requester has ended
+                with suppress(BrokenPipeError):  # the requester has ended
                     os.write(pipe, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
                 os.close(pipe)
                 del self._requester_of[pid]
-            if (control := self._templates.pop(pid, None)) is not None:
+            if control := self._templates.pop(pid, None):
                 self._listen_to(control)  # which reads as closed if that is why the template ended
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class _Zygote:
 def _flush_output() -> None:
     """Write what user code has printed, which is buffered where the output is a file or a pipe."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the user's stream; or there is none, or its pipe is closed
+        with suppress(Exception):  # the user's stream; or there is none, or its pipe is closed
             stream.flush()
 
 

@@ -6,14 +6,15 @@ they are given. Of headrace's own arguments such a loader knows nothing; `loader
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
+
+from headrace._core.ranks.rankinfo import bound
 
 Transform = Callable[[object], object]
 
@@ -22,21 +23,12 @@ Transform = Callable[[object], object]
 _warned = mmap.mmap(-1, 1)
 
 
-class _Collating(threading.local):
-    applied: tuple[Transform, ...] | None = None
+_applied: ContextVar[tuple[Transform, ...] | None] = ContextVar("headrace_applied", default=None)
 
 
-_current = _Collating()
-
-
-@contextlib.contextmanager
-def collating(applied: tuple[Transform, ...]) -> Iterator[None]:
+def collating(applied: tuple[Transform, ...]) -> bound:
     """While a collate function is called: `applied` are the transforms that its samples have been through."""
-    outer, _current.applied = _current.applied, applied
-    try:
-        yield
-    finally:
-        _current.applied = outer
+    return bound(_applied, applied)
 
 
 class _Parts(NamedTuple):
@@ -71,7 +63,7 @@ class PortableCollate:
     def __call__(self, samples: Any) -> Any:
         """Transform the samples, unless that has been done, and collate them."""
         collate, transform, batched, warn = self.portable_parts
-        applied = _current.applied
+        applied = _applied.get()
         if applied is None:
             (warn or _warn_once)()
         if transform is None or (applied is not None and any(done is transform for done in applied)):

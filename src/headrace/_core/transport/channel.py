@@ -16,7 +16,6 @@ header, a table, the pickle, and the region of its buffers (see `pickling`) unle
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import struct
@@ -24,6 +23,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ _not_for_forks: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 def _close_in_fork() -> None:
     for sock in list(_not_for_forks):
-        with contextlib.suppress(OSError):  # it is closed already
+        with suppress(OSError):  # it is closed already
             os.close(sock.detach())
 
 
@@ -136,7 +136,7 @@ class _Channel:
         memory = np.empty(end, dtype=np.uint8).data if slab is None else slab.memory
         for offset, buffer in missing:
             memory[offset : offset + buffer.nbytes] = buffer
-        if slab is not None:
+        if slab:
             return self._preamble(message, slab.number, offsets, end)
         return [*self._preamble(message, 0, offsets, end), memory]
 
@@ -268,7 +268,7 @@ class BlockingChannel(_Channel):
                 except BlockingIOError:  # a wait on uvloop's loop has made the descriptor non-blocking
                     wait_writable(self._socket)
         except BaseException:  # Ctrl-C, say: the other end must not take later messages for the rest of this one
-            with contextlib.suppress(OSError):  # it has closed the connection
+            with suppress(OSError):  # it has closed the connection
                 self._socket.shutdown(socket.SHUT_WR)
             raise
 

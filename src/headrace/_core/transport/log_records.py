@@ -7,13 +7,13 @@ that is killed are lost.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pickle
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 _MOST_UNSENT = 1000  # records that are kept while no channel is open
@@ -47,13 +47,13 @@ def send_records_by(outlet: Callable[[Record], object]) -> None:
 
 def send_no_more_by(outlet: Callable[[Record], object]) -> None:
     """Send records by the outlet before this one again, or keep them for the next."""
-    with contextlib.suppress(ValueError):  # it was never used
+    with suppress(ValueError):  # it was never used
         _outlets.remove(outlet)
 
 
 def _send(*records: Record) -> None:
     _unsent.extend(records)
-    with contextlib.suppress(IndexError):  # another thread was faster
+    with suppress(IndexError):  # another thread was faster
         while _outlets and _unsent:
             _outlets[-1](_unsent.popleft())
 

@@ -9,7 +9,6 @@ class after the way to a worker and back.
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import enum
 import functools
@@ -22,6 +21,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import cloudpickle
@@ -104,7 +104,7 @@ def picklable_error(error: E) -> E | RemoteError:
         set_cause(error, cause)
         if (copied := _copied(error)) is not _LOST:
             return error if error_message(copied) == text else _keeping(error, text)
-    with contextlib.suppress(BaseException):  # user code: __str__, __setstate__
+    with suppress(BaseException):  # user code: __str__, __setstate__
         reduced = without_unpicklable_parts(error, lambda part: _copied(part) is not _LOST)
         if type(reduced) is type(error) and (copied := _copied(reduced)) is not _LOST:
             return reduced if error_message(copied) == text else _keeping(reduced, text)
@@ -121,7 +121,7 @@ def noted_error(error: E, where: str) -> E | RemoteError:
 
 def _keeping(error: E, text: str) -> E | RemoteError:
     """`error` with its text, which its copy in another process would not have."""
-    with contextlib.suppress(BaseException):  # user code, or a class without subclasses
+    with suppress(BaseException):  # user code, or a class without subclasses
         kept = with_text(error, text)
         if error_message(_copied(kept)) == text:
             return cast(E, kept)
@@ -381,7 +381,6 @@ class SmallTensors:
     def __init__(self) -> None:
         # Stands for the buffer, which is made last. Writable: for another, an unpickler makes a read-only view.
         self.mark = pickle.PickleBuffer(bytearray())
-        self._table = _Table(self.mark)
         self._groups: dict[tuple[torch.dtype, torch.Size], _Group | None] = {}
 
     def add(self, tensor: torch.Tensor) -> tuple[object, ...] | None:
@@ -399,11 +398,15 @@ class SmallTensors:
             group = self._groups[key]
         except KeyError:
             fits = tensor.dtype in NUMPY_DTYPES and 0 < tensor.nbytes <= SMALL
-            group = self._groups[key] = _Group(self._table, len(self._groups)) if fits else None
+            group = self._groups[key] = _Group(self, len(self._groups)) if fits else None
         if group is None:
             return None
         group.tensors.append(tensor)
         return next, (group,)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """In a pickle, the iterators of all groups."""
+        return _unstacked, (self.mark,)
 
     def stacked(self) -> memoryview:
         places: dict[int, tuple[str, tuple[int, ...], int]] = {}
@@ -425,20 +428,10 @@ _KEPT = 64 * 1024  # bytes of a buffer of small tensors that each of them may ke
 _SIZE = 4  # bytes that hold the size of the table of groups
 
 
-class _Table:
-    """In a pickle, the iterators of all groups."""
-
-    def __init__(self, mark: pickle.PickleBuffer) -> None:
-        self._mark = mark
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _unstacked, (self._mark,)
-
-
 class _Group:
     """The tensors of one dtype and shape; in a pickle, an iterator over them."""
 
-    def __init__(self, table: _Table, number: int) -> None:
+    def __init__(self, table: SmallTensors, number: int) -> None:
         self._table = table
         self.number = number
         self.tensors: list[torch.Tensor] = []
@@ -465,9 +458,9 @@ class PickledPayload:
 
     __slots__ = ("buffers", "pickled")
 
-    def __init__(self, pickled: bytes, *buffers: memoryview) -> None:
+    def __init__(self, pickled: bytes, *buffers: bytes | memoryview) -> None:
         self.pickled = pickled
-        self.buffers = buffers
+        self.buffers = tuple(memoryview(buffer) for buffer in buffers)
 
     @classmethod
     def dumps(cls, obj: object, *, copied: bool = False) -> PickledPayload:
@@ -498,8 +491,4 @@ class PickledPayload:
         return pickle.loads(self.pickled, buffers=buffers)  # any objects, to pickle
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restore_payload, (self.pickled, *map(out_of_band, self.buffers))
-
-
-def _restore_payload(pickled: bytes, *buffers: bytes | memoryview) -> PickledPayload:
-    return PickledPayload(pickled, *(memoryview(buffer) for buffer in buffers))
+        return PickledPayload, (self.pickled, *map(out_of_band, self.buffers))

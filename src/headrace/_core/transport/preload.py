@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import re
@@ -11,6 +10,7 @@ import sysconfig
 import threading
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import cloudpickle
@@ -41,7 +41,7 @@ def _is_worthwhile(name: str) -> bool:
 def import_modules(names: Iterable[str]) -> None:
     """Import modules; errors are ignored here and raised by the unpickling, which names the user of the module."""
     for name in names:
-        with contextlib.suppress(BaseException):  # user code, SystemExit included
+        with suppress(BaseException):  # user code, SystemExit included
             importlib.import_module(name)
 
 
@@ -56,7 +56,7 @@ def program_sources() -> frozenset[tuple[str, int, int]]:
     for module in list(sys.modules.values()):
         file = getattr(getattr(module, "__spec__", None), "origin", None)
         if isinstance(file, str) and os.path.isabs(file) and not file.startswith(installed):
-            with contextlib.suppress(OSError):  # in an archive, for example
+            with suppress(OSError):  # in an archive, for example
                 status = os.stat(file)
                 found.add((file, status.st_mtime_ns, status.st_size))
     return frozenset(found)
@@ -75,6 +75,6 @@ def has_threads() -> bool:
     os.waitpid(pid, 0)
     names = []
     for file in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # it has ended
+        with suppress(OSError):  # it has ended
             names.append(file.read_text().strip())
     return max(threading.active_count(), len(names) - names.count("jemalloc_bg_thd")) > 1

@@ -47,7 +47,7 @@ _ANNOUNCEMENT = struct.Struct("<IQI")
 _MAX_DESCRIPTORS = 250  # descriptors in one message; the kernel's limit is 253
 _INT = struct.Struct("i")
 
-_libc = ctypes.CDLL(None, use_errno=True) if hasattr(os, "memfd_create") else None
+_libc: Any = ctypes.CDLL(None, use_errno=True) if hasattr(os, "memfd_create") else None
 _FAILED = ctypes.c_void_p(-1).value
 if _libc is not None:
     _libc.mmap.restype = ctypes.c_void_p
@@ -76,7 +76,6 @@ class Slab:
     __slots__ = ("__weakref__", "address", "descriptor", "last_use", "memory", "number", "size")
 
     def __init__(self, number: int, descriptor: int, size: int) -> None:
-        assert _libc is not None
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, descriptor, 0)
         if address == _FAILED:
@@ -92,7 +91,6 @@ class Slab:
 
     def punch_hole(self) -> None:
         """Return the memory to the kernel; it reads as zeros in every process then."""
-        assert _libc is not None
         if _libc.madvise(self.address, self.size, mmap.MADV_REMOVE):
             raise OSError(error := ctypes.get_errno(), os.strerror(error))
 
@@ -118,12 +116,12 @@ class Allocator:
         # Of those of one size, the one freed last: it may still be in a CPU cache, and the others stay idle.
         fitting = [slab for slab in reversed(self._free.values()) if slab.size >= size]
         slab = min(fitting, key=lambda slab: slab.size) if fitting else self._another(size)
-        if slab is not None:
+        if slab:
             self._free.pop(slab.number, None)
             self._allocations += 1
             slab.last_use = self._allocations
         longest = next(iter(self._free.values()), None)
-        if longest is not None and self._allocations - longest.last_use > IDLE:
+        if longest and self._allocations - longest.last_use > IDLE:
             longest.punch_hole()
             del self._free[longest.number]
             self._punched.append(longest.number)
@@ -182,7 +180,7 @@ class Allocator:
             if buffer.nbytes:
                 address = address_of(buffer)
                 holder = slab_at(address, buffer.nbytes)
-                if holder is None or (slab is not None and holder is not slab):
+                if holder is None or (slab and holder is not slab):
                     return None  # at the first buffer that is elsewhere, as those of fetched samples are
                 slab, offset = holder, address - holder.address
             offsets.append(offset)
@@ -211,7 +209,7 @@ class Allocator:
 
 _received: weakref.WeakSet[Slab] = weakref.WeakSet()  # of all mappers, for an allocator that forwards one
 _forwards = False
-_reserve: Reserve | None = None  # one for the process, for its life
+_reserve: Any = None  # one for the process, for its life
 
 
 def _after_fork() -> None:
@@ -287,10 +285,7 @@ class Mapper:
 
     def returned(self) -> list[int]:
         """The numbers of the slabs that have become free since the last call, for the allocator."""
-        numbers = []
-        while self._returned:
-            numbers.append(self._returned.popleft())
-        return numbers
+        return [self._returned.popleft() for _ in range(len(self._returned))]
 
     def take_descriptors(self, first: int, count: int) -> list[Descriptor]:
         """The descriptors sent by `Allocator.send_descriptors`."""
@@ -300,7 +295,6 @@ class Mapper:
         return [self._others.pop(number) for number in numbers]
 
     def _receive(self) -> None:
-        assert _reserve is not None
         with _reserve.given_up():
             # The allocator sends a descriptor before the frame that refers to it, so this does not block. The message
             # is left in the socket until it has been used, so that it can be read again after a shortage.
@@ -372,6 +366,6 @@ class Arena:
         return slab
 
     def abandon(self) -> None:
-        if self._slab is not None:
+        if self._slab:
             self._allocator.free([self._slab.number])
         self._slab, self.used = None, 0

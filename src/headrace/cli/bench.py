@@ -69,9 +69,9 @@ class _Bench:
 
     def __init__(self, arguments: argparse.Namespace, began: float) -> None:
         plot: Path | None = arguments.plot
-        if plot and importlib.util.find_spec("matplotlib") is None:
+        if plot is not None and importlib.util.find_spec("matplotlib") is None:
             raise MissingExtraError(what="--plot", package="matplotlib", extra="plot")
-        if plot and (plot.suffix.lower() not in (".png", ".svg", ".pdf") or not plot.parent.is_dir()):
+        if plot is not None and (plot.suffix.lower() not in (".png", ".svg", ".pdf") or not plot.parent.is_dir()):
             raise ValueError(f"--plot {plot}: give a file .png, .svg or .pdf in an existing folder")
         self._arguments, self._plot, self._until = arguments, plot, began + arguments.seconds
         self._store = Store(arguments.url, options=arguments.store_options)
@@ -186,7 +186,7 @@ class _Bench:
             print(f"\nbest   {best:,} in flight: {number(found.rate)} objects/s, {_size(found.bandwidth)}/s")
             print(f"       ({len(groups[best])} trials: {number(slowest)} to {number(fastest)})")
             print(f"limit  {limit}\n\n{self._constructor(best)}")
-        if self._plot:
+        if self._plot is not None:
             _write_plot(self._plot, redact_url(self._store.url), self._trials, rows, found)
 
     def _constructor(self, concurrency: int) -> str:

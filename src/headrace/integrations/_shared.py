@@ -31,7 +31,7 @@ def copied(loader: DataLoader[Any], device: torch.device | None) -> DataLoader[A
     """A copy of a loader, not iterated over; its batches go to `device`, unless the loader has one or this is a CPU."""
     made = copy.copy(loader)
     spec, target = made._control.spec, resolve(device)
-    if spec.options["device"] is None and target:
+    if spec.options["device"] is None and target is not None:
         made.__dict__.setdefault("device", device)  # a subclass may have an attribute of this name
         options = cast(LoaderOptions, {**spec.options, "device": device})
         made._control = made._control.with_spec(spec._replace(options=options, device=target))

@@ -214,7 +214,7 @@ class PreparedLoader(DataLoader[T_co]):
             ValueError: a restored position is another one.
         """
         pending = self._control.pending
-        if pending and not (pending.over and batches == 0):
+        if pending is not None and not (pending.over and batches == 0):
             if pending.steps != batches:
                 restored = f"after {pending.steps} batches of epoch {pending.epoch}"
                 raise ValueError(f"skip_first_batches(loader, {batches}) of a loader that was restored {restored}")

@@ -165,7 +165,7 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
             "built",
             (figures.waited + figures.first_again) / (figures.seconds + figures.first_again),
         )
-    if _holds_the_lock(figures, setup) and (found := _busy_loop(model)):
+    if _holds_the_lock(figures, setup) and (found := _busy_loop(model)) is not None:
         return found
     if figures.wait_share < FEW_WAITS or wait < FAST_NEXT:
         evidence = f"next() takes {seconds(wait)}, and the loop itself {seconds(figures.compute)} for each batch"
@@ -202,7 +202,7 @@ def _of_stage(stage: str, model: _Model) -> Diagnosis:
         return _working(model)
     part = share(sum(figures.waits[step] for step in STAGES[stage]) / figures.waited)
     late = stage == "sending batches" and figures.waits["loop"] > figures.waits["hand-over"]
-    if late and (found := _busy_loop(model)):
+    if late and (found := _busy_loop(model)) is not None:
         return found
     if stage == "the sampler":
         return Diagnosis(
@@ -246,7 +246,7 @@ def _fetching(model: _Model) -> Diagnosis:
                 + _cache_or(setup, "several prefixes of the bucket"),
                 factor,
             )
-    if found := _busy_loop(model):
+    if (found := _busy_loop(model)) is not None:
         return found
     if setup.stream:
         if figures.slow_waits > 0.5 and figures.slow_span < 0.5:
@@ -259,7 +259,7 @@ def _fetching(model: _Model) -> Diagnosis:
             factor,
         )
     in_flight = f"{figures.in_flight:.0f} of {figures.concurrency} fetches"
-    if found := _saturated(model):
+    if (found := _saturated(model)) is not None:
         return found
     if figures.full > 0.5:
         return _full(model)

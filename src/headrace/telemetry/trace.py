@@ -256,7 +256,7 @@ class _Trace:
     def _loads(self, record: BatchRecord, name: str) -> Iterator[str]:
         times = record.times
         yield _counters(self._pid, name, _us(record.returned), f'"ready batches":{record.ready}')
-        if record.fetches and times.load.limit:
+        if record.fetches is not None and times.load.limit:
             load = times.load
             values = (
                 f'"fetches in flight":{load.in_flight},"fetches allowed":{load.limit},'

@@ -202,7 +202,7 @@ class LoaderControl:
         order = self.order(loader)
         samples = 0 if order.sampler is None else batches * (order.batch_size or 1)  # a batch sampler draws batches
         cursor = samples * order.sampler.num_replicas if order.shared else samples
-        if since:
+        if since is not None:
             batches, cursor = since.batches + batches, since.cursor + cursor
         # The batches before are drawn again, also by a sampler with a state.
         fresh = self._next_state(loader)._replace(sampler=None, ranks=order.rank_of(rank).world_size)
@@ -331,7 +331,7 @@ class LoaderControl:
         propagate_epoch(loader._index_sampler, epoch if saved is None else saved, only_wanted=keeps)
         renumbered = stream and resumed is not None and resumed.ranks != rank.world_size
         order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered, at_once=late_epoch)
-        if resumed:
+        if resumed is not None:
             self.past = resumed.past
             check_rank(resumed, order, rank)
             check_fit(resumed, self._fingerprint(loader, order))
@@ -343,7 +343,7 @@ class LoaderControl:
         if continued is None:
             sampler = order.sampler_at_start
             begun = self._fresh(loader, order, epoch, base_seed=base_seed, kept_seed=kept_seed, sampler=sampler)
-            if resumed:
+            if resumed is not None:
                 begun = begun._replace(streams=resumed.streams, found=resumed.found)
         else:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=base_seed)

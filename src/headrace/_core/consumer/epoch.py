@@ -181,9 +181,9 @@ class Epoch:
         try:
             if step.error is not None:
                 raise step.error
-            if type(batch) is PickledPayload or self._finish:
+            if type(batch) is PickledPayload or self._finish is not None:
                 batch = opened(host)
-                if self._finish:
+                if self._finish is not None:
                     batch = self._finish(batch, host.plan.number)
                 returned = time.perf_counter()
         except Exception as raised:

@@ -65,7 +65,7 @@ class Prefetcher:
     def fill(self) -> None:
         """Draw plans until the look-ahead is full, and send those that are due."""
         try:
-            while self.outstanding < self._most() and (plan := self._draw()):
+            while self.outstanding < self._most() and (plan := self._draw()) is not None:
                 self.held.append(plan)
                 self.planned += 1
         finally:  # plans drawn before a Ctrl-C in the sampler are not lost

@@ -77,7 +77,7 @@ class WorkerSearch:
         if len(measured) <= BATCHES_AT_LEAST or now - since < MEASURE_SECONDS:
             return False
         figures = figures_of(measured)
-        if self._trial:
+        if self._trial is not None:
             return self._end_trial(self._trial, figures, now)
         return self._propose(figures, setup, now)
 

@@ -71,7 +71,7 @@ class Engine:
     def usable(self) -> bool:
         """False once its executor has failed to open, or its workers could not be replaced."""
         opening = self._opening
-        if opening and opening.done() and (opening.cancelled() or opening.exception() is not None):
+        if opening is not None and opening.done() and (opening.cancelled() or opening.exception() is not None):
             return False
         return self.executor.broken is None
 
@@ -356,7 +356,7 @@ class Session:
         self._held[host.plan.number] = host
         if not self._in_order:
             self._next_number = host.plan.number
-        while ready := self._held.pop(self._next_number, None):
+        while (ready := self._held.pop(self._next_number, None)) is not None:
             del self._outstanding[self._next_number]
             self._next_number += 1
             self._send(ready)

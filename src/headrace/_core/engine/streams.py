@@ -134,7 +134,7 @@ class StreamBatch:
         plan = self._plan._replace(indices=tuple(places), positions=positions)
         state: State | None = None
         try:
-            if stream and not progress.lost:
+            if stream is not None and not progress.lost:
                 state = progress.state_dict(stream())
         except catch as error:
             return without_state(RawBatch(plan, samples, progress.ended), error)

@@ -232,7 +232,7 @@ class BatchReader:
         began = now()
         if self._generators:
             self._generators.seed(plan.seed)
-        if self._gather:
+        if self._gather is not None:
             try:
                 return HostBatch(plan, self._gather(plan.indices), len(plan.indices), times=times_since(began))
             except Exception:  # an index is wrong, or of an odd type: one by one says which, or knows what it means

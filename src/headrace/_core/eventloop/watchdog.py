@@ -187,7 +187,7 @@ class LoopWatch:
         """The late beat has come, or will never come: warn of what has blocked it."""
         late, self._late, blocks, self._blocks = self._late, None, self._blocks, {}
         worst = max(blocks.values(), key=lambda each: each.seconds, default=None)
-        if late is not None and worst and worst.seconds >= PROVEN and resumed - late >= REPORTED:
+        if late is not None and worst is not None and worst.seconds >= PROVEN and resumed - late >= REPORTED:
             self._count(worst, "")
 
     def _count(self, block: Block, so_far: str | None) -> None:

@@ -65,7 +65,7 @@ class Dealer:
             return [host]
         self._early[number] = host
         ready = []
-        while next_one := self._early.pop(self._next, None):
+        while (next_one := self._early.pop(self._next, None)) is not None:
             self._next += 1
             ready.append(next_one)
         return ready

@@ -81,7 +81,7 @@ class EngineGroup(Link):
             next_one = self._dealer.engine_of(message.number + 1)
             for number, link in self._links.items():
                 times = self._times.get(link)
-                if number == next_one or (times and times.load.held_plans):
+                if number == next_one or (times is not None and times.load.held_plans):
                     link.send(message)
         elif isinstance(message, StatusRequest):
             engine = self._dealer.engine_of(message.number)

@@ -205,7 +205,7 @@ class _Served:
         if self._last is not None:
             return
         self._last = []
-        if end:
+        if end is not None:
             end = portable_end(end, f"on node {ray.util.get_node_ip_address()}")
             self._last.append(pack(dump_message(end)))
         self._answers.put_nowait(self._last)

@@ -219,7 +219,7 @@ class RayLink(Link):
         if times.worked_by is not None:
             pid, thread, worker = times.worked_by
             times = times._replace(worked_by=(pids + pid, thread, worker))
-        if fetches:
+        if fetches is not None:
             rows = np.frombuffer(fetches.rows).reshape(-1, 4) - (0.0, 0.0, self._ahead, self._ahead)
             fetches = fetches._replace(pid=pids + fetches.pid, rows=rows.tobytes())
         return host._replace(times=times._replace(**moments), fetches=fetches)

@@ -102,7 +102,7 @@ class PlacementSelector:
 
     def _serves(self, current: Placement, config: EngineConfig, work: SharedPickle | None) -> bool:
         """Whether the engines are alive, of this process, and do what `config` asks for, of the current dataset."""
-        assert self._config
+        assert self._config is not None
         same = config.functions_of_epoch or work is self._made_with
         if not (current.alive and same and self._config.same_engine(config)):
             return False

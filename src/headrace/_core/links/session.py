@@ -122,7 +122,7 @@ class Session:
             self._link.leave()
             self._guard.close()
         on_close, self._on_close = self._on_close, None
-        if on_close:
+        if on_close is not None:
             on_close()
 
     def _receive(self) -> None:

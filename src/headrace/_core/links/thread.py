@@ -108,7 +108,7 @@ class ThreadPlacement(Placement):
         self._loop.call_soon(self._engine.start, session)
         return Session(
             link,
-            work=WorkOnConsumersThread(config) if config.deferred or steps else None,
+            work=WorkOnConsumersThread(config) if config.deferred or steps is not None else None,
             is_current=lambda: self._loop.is_current,
             on_close=self.close if self._for_one_session else None,
         )

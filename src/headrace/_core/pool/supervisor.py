@@ -92,7 +92,7 @@ class NumberedWorker:
         batch, indices = (None, ()) if job is None else (job.batch, job.indices)
         attempts = self.failed_starts if job is None else job.attempt
         pid, how, code = self.process.pid, self.process.how_it_ended(), self.process.exit_code
-        if job and job.doing is not None:
+        if job is not None and job.doing is not None:
             doing = job.doing
             remedy = "Call the function that map or filter was given in this process to see the crash"
         elif batch is not None:

@@ -141,7 +141,7 @@ def set_cause(error: BaseException, cause: BaseException | None) -> None:
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn, at the first line outside of headrace."""
     level, frame = 1, sys._getframe()
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "headrace":
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "headrace":
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
 

@@ -234,7 +234,7 @@ class LoaderControl:
 
     def _state_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
         """The state of an iteration (None before the first), after its last call of `next()` or `lag` calls before."""
-        if progress and not (progress.over and lag == 0):
+        if progress is not None and not (progress.over and lag == 0):
             state = progress.state(lag)
         elif lag:
             raise ValueError(f"lag={lag}: no iteration has begun, so that there is no earlier state")
@@ -299,7 +299,7 @@ class LoaderControl:
             spec = self.next_spec(loader, rank, late_epoch=late_epoch)
             epoch = self.open(kind, loader, spec, agreement)
         except Exception as error:
-            if agreement:  # the other ranks would wait for it
+            if agreement is not None:  # the other ranks would wait for it
                 agreement.leave(error)
             if closings == self._closings:
                 raise
@@ -351,7 +351,7 @@ class LoaderControl:
         self.past = begun.past
         self.sampler_epochs[epoch] = begun.sampler_epoch
         spec = epoch_spec(begun, order, drawn, rank)
-        if resumed is None and self.progress:  # what the dataset has already
+        if resumed is None and self.progress is not None:  # what the dataset has already
             lost = self.progress.lost
             kept = begun._replace(streams=self.progress.kept_streams, found=self.progress.found, lost=lost)
             spec = spec._replace(begun=kept)

@@ -87,14 +87,14 @@ class FailureHandler:
         died = any(isinstance(failure.error, WorkerDiedError) for failure in host.failures)
         self._deaths_in_a_row = self._deaths_in_a_row + 1 if died else 0
         raised = next((failure for failure in host.failures if self._raises(failure)), None)
-        if not self.skips or (raised and raised.unskippable is None):
-            assert raised
+        if not self.skips or (raised is not None and raised.unskippable is None):
+            assert raised is not None
             raise raised.exception(as_torch=self._as_torch)
         first = not self._epoch.skipped
         self._counters.skip(host)
         self._epoch.add(host)
         self._check(ended=False)
-        if raised:
+        if raised is not None:
             raise raised.exception(as_torch=self._as_torch)
         # A batch of a stream continues after unreadable samples: without others it is the end.
         at_end = self._stream and all(failure.stage is Stage.FETCH for failure in host.failures)

@@ -135,7 +135,7 @@ class Epoch:
         self._traced = False
         if counters.traced:
             self._follow_trace()
-        if look_ahead:
+        if look_ahead is not None:
             self._fill()
 
     def state_dict(self, lag: int = 0) -> State:
@@ -162,18 +162,18 @@ class Epoch:
         if self._called > self._tune_at:  # before a batch is taken, which Ctrl-C would lose
             self._tune_at = self._tune()
         agreement = self._agreement
-        if agreement and not self._agree(agreement):
+        if agreement is not None and not self._agree(agreement):
             return WAIT
         step = self._next or self._take_next()
         if step is WAIT:
             return WAIT
         if step is None:
-            if agreement:  # it has announced more
+            if agreement is not None:  # it has announced more
                 raise self._cut_short()
             self._finish_epoch()
         self._next, self._called = step, 0.0  # until it is returned: Ctrl-C in user code must not lose the batch
         host, taken, refilled = step.host, step.taken, step.refilled
-        if agreement:
+        if agreement is not None:
             now = time.perf_counter()  # until now the other ranks were waited for
             taken, refilled = taken + now - refilled, now
         counters, returned, counts = self._counters, refilled, self._failures.counts
@@ -222,7 +222,7 @@ class Epoch:
         return batch
 
     def _on_returned(self) -> None:
-        if self._agreement:
+        if self._agreement is not None:
             self._agreement.granted -= 1
         self._next = None
 
@@ -301,7 +301,7 @@ class Epoch:
                 self._counters.worker_deaths += times.worker_deaths
             ready = session.ready()
             step = _Step(host, error, called, taken, taken, ready)
-            if failures.lost and self._agreement:
+            if failures.lost and self._agreement is not None:
                 delivers = True  # to the other ranks, which skip the step too
             elif failures.lost:
                 self._record_skip(host)
@@ -333,7 +333,7 @@ class Epoch:
     def _check_end(self) -> None:
         """Raise the error that ends this rank's epoch, if there is one; the other ranks then raise an error too."""
         try:
-            if self._ahead.failure:
+            if self._ahead.failure is not None:
                 raise self._ahead.failure.exception()
             self._failures.check_epoch(whole=True)
         except Exception as error:  # the other ranks are given it before this one raises it
@@ -345,7 +345,7 @@ class Epoch:
         if not self._ended:
             self._counters.discarded_batches += (not self._next.is_lost) + self._session.ready()
         self.close()
-        if self._ahead.failure and self._ended:
+        if self._ahead.failure is not None and self._ended:
             raise self._ahead.failure.exception()
         self._progress.over = True
         self._failures.check_epoch(whole=self._ended)
@@ -354,7 +354,7 @@ class Epoch:
     def _stop(self, error: Exception) -> None:
         """End the epoch with an error, on all ranks."""
         self._over = True
-        if self._agreement:
+        if self._agreement is not None:
             self._agreement.leave(error)
         self.close()
 
@@ -384,7 +384,7 @@ class Epoch:
         """The waits until `_poll` has a result, as of `Session.waits`."""
         session = self._session
         try:
-            if self._agreement and self._agreement.pending:
+            if self._agreement is not None and self._agreement.pending:
                 yield from self._agreement.waits()
                 return
             check_not_forked(self._pid)  # a wait here would also take the bytes that wake the other process

@@ -155,7 +155,7 @@ def _loader_at(
         with provided_rank(reader), contextlib.closing(clone):
             yield clone, clone._control.next_spec(clone, reader, late_epoch=False)
     finally:
-        if control.epoch_was_set and control.progress:  # the dataset, which the copy has too
+        if control.epoch_was_set and control.progress is not None:  # the dataset, which the copy has too
             control.sessions.set_epoch(control.progress.epoch)
 
 

@@ -147,7 +147,7 @@ class Copier:
                 last = slab_at(address, size)
             # A tensor that is not aligned for its dtype is copied to an aligned place.
             fits = last is not None and (address - last.address) % ALIGNMENT % tensor.itemsize == 0
-            if last and fits and _is_plain(tensor) and self._registry.register(last, self._streams):
+            if last is not None and fits and _is_plain(tensor) and self._registry.register(last, self._streams):
                 in_slab.setdefault(last, []).append(tensor)
             else:
                 others.append(tensor)

@@ -210,7 +210,7 @@ class Session:
             self._executor.resize(message.number)
 
     def _on_consumed(self, number: int) -> None:
-        if self._memory:
+        if self._memory is not None:
             self._memory.on_consumed(number)
             self._changed.set()
 
@@ -243,7 +243,7 @@ class Session:
 
     def cancel(self) -> None:
         """Admit nothing more and end."""
-        if self._task and not self._context.stopping:
+        if self._task is not None and not self._context.stopping:
             self._task.cancel()
         self._context.stopping = True
 
@@ -281,7 +281,7 @@ class Session:
                 self._changed.clear()
                 while self._plans:
                     plan = self._plans[0]
-                    if self._memory and not self._memory.take(plan, stage.fetched_at_once(plan)):
+                    if self._memory is not None and not self._memory.take(plan, stage.fetched_at_once(plan)):
                         break
                     stage.admit(self._plans.popleft())
                 await self._changed.wait()
@@ -294,10 +294,10 @@ class Session:
         fetched = time.perf_counter()
         if self._context.stopping:
             return
-        assert self._stage
+        assert self._stage is not None
         self._sizes.on_fetched(raw)
         load = self._stage.load()
-        if self._memory:
+        if self._memory is not None:
             self._memory.on_fetched(raw.plan.number)
             load = self._memory.load(load, len(self._plans))
             self._changed.set()
@@ -322,9 +322,9 @@ class Session:
 
     def _put(self, raw: RawBatch, host: HostBatch, fetched: float, load: FetchLoad) -> None:
         """Hand over a batch, with its times, and those that waited for it."""
-        assert self._stage
+        assert self._stage is not None
         self._sizes.on_assembled(host)
-        if self._memory:
+        if self._memory is not None:
             self._memory.on_assembled()
             self._changed.set()
         host = self._stage.on_assembled(raw, host).located(raw.origin or self._sample_key)

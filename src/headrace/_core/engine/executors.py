@@ -52,7 +52,7 @@ class ThreadExecutor:
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        if self._thread:
+        if self._thread is not None:
             self._thread.start()
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:

@@ -144,7 +144,7 @@ class FetcherPool(FetchStage):
 
     def missing(self, plan: BatchPlan) -> Sequence[object]:
         batch = self._partial.get(plan.number)
-        slots = zip(plan.indices, batch.samples if batch else (), strict=False)
+        slots = zip(plan.indices, batch.samples if batch is not None else (), strict=False)
         return [index for index, sample in slots if sample is MISSING]
 
     def load(self) -> FetchLoad:
@@ -174,7 +174,7 @@ class FetcherPool(FetchStage):
             queue.extend(jobs)
         self._submitted += len(queue) - before
         self._wake_one()
-        if self._limit and not self._controlled:
+        if self._limit is not None and not self._controlled:
             self._controlled = True
             self.context.spawn(functools.partial(self._control, self._limit))
 
@@ -208,7 +208,7 @@ class FetcherPool(FetchStage):
                 if began and target is not None:  # otherwise the job has timed its requests
                     if not slot:
                         target.began, target.fetch_seconds = began, clock() - began
-                    if context.recorder:
+                    if context.recorder is not None:
                         context.recorder.add(target.plan.number, slot, began)
                 completes = target is not None and on_result(target, slot, result)
                 # In a wait it holds no sample, and no error with the program's frames.
@@ -257,7 +257,7 @@ class SampleFetch(FetcherPool):
             self._deliver(batch, ())
             return
         wanted: Iterable[object] = plan.indices
-        if self._hedged:
+        if self._hedged is not None:
             wanted = zip(itertools.repeat(plan.number), plan.indices, strict=False)
         self._submit(zip(itertools.repeat(batch), itertools.count(), wanted, strict=False))
 
@@ -265,7 +265,7 @@ class SampleFetch(FetcherPool):
         return self._dataset.aget if self._hedged is None else self._fetch_hedged
 
     def _fetch_hedged(self, wanted: tuple[int, object]) -> Awaitable[object]:
-        assert self._hedged
+        assert self._hedged is not None
         number, index = wanted
         return self._hedged.first(number, 0, functools.partial(self._dataset.aget, index))
 

@@ -86,7 +86,7 @@ class HedgedRequests:
         if race.answer.done():
             return
         task = asyncio.current_task()
-        assert task
+        assert task is not None
         race.attempts.append(task)
         began = time.perf_counter()
         result, error = None, None

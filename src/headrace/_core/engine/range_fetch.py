@@ -223,7 +223,7 @@ class RangeFetch(FetcherPool):
         data: memoryview = await (
             read() if self._hedged is None else self._hedged.first(batch.plan.number, stop - start, read)
         )
-        if self.context.recorder:
+        if self.context.recorder is not None:
             self.context.recorder.add(batch.plan.number, number, began)
         if len(data) != stop - start:
             raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")

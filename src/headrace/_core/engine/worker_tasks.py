@@ -230,7 +230,7 @@ class BatchReader:
     def __call__(self, plan: BatchPlan) -> HostBatch:
         """The batch of one plan, with the times of its reading and assembling."""
         began = now()
-        if self._generators:
+        if self._generators is not None:
             self._generators.seed(plan.seed)
         if self._gather is not None:
             try:

@@ -161,7 +161,7 @@ class LoopThread:
     def blocked_in(self) -> str:
         """The current location of the thread as text: where a loop that does not respond is blocked."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        stack = traceback.extract_stack(frame) if frame else []
+        stack = traceback.extract_stack(frame) if frame is not None else []
         place = f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "an unknown place"
         return f"thread {self._name!r} is blocked in {place}"
 

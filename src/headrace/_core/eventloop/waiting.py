@@ -78,7 +78,7 @@ def wait_done(future: Future[T]) -> None:
 
 def _wake_main_thread(_: object) -> None:
     """Wake the main thread as a signal does; zero is no signal's number, and event loops ignore it."""
-    if pair := _signal_pair:
+    if (pair := _signal_pair) is not None:
         pair.wake()
 
 
@@ -162,7 +162,7 @@ def _pair() -> Waker:
 def _close_pair() -> None:
     """At exit; and in a fork, which would share the pair with its parent and read the parent's signals."""
     global _signal_pair
-    if _signal_pair:
+    if _signal_pair is not None:
         _signal_pair.close()
     _signal_pair = None
 

@@ -117,7 +117,7 @@ class LoopWatch:
 
     def end(self) -> None:
         self._sessions -= 1
-        if not self._sessions and self._beats:
+        if not self._sessions and self._beats is not None:
             self._beats.cancel()
             self._beats = None
             self.due = math.inf
@@ -127,7 +127,7 @@ class LoopWatch:
         self.due = math.inf
         self._wake.put(False)
         thread = self._watchdog
-        if thread and thread is not threading.current_thread() and thread.is_alive():
+        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             thread.join(STILL_BLOCKED)  # it may be in a log handler that waits for this thread
 
     def _run(self) -> None:
@@ -210,7 +210,7 @@ def find_user_code(top: types.FrameType) -> Spot | None:
     user: list[types.FrameType] = []
     installed: list[types.FrameType] = []
     frame: types.FrameType | None = top
-    while frame:
+    while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_HEADRACE):
             if user or installed:  # the caller of user code

@@ -51,7 +51,7 @@ class ProcessPlacement(Placement):
 
     def connect(self, config: EngineConfig, work: SharedPickle, start: SessionStart, engine: int) -> ProcessLink:
         """A link to one engine's part of a session; an engine is started first, and again if it has died."""
-        if self._count > 1 and (dead := self._engines.get(engine)) and dead.process.ended():
+        if self._count > 1 and (dead := self._engines.get(engine)) is not None and dead.process.ended():
             del self._engines[engine]
             dead.close()
             dead.join()
@@ -61,7 +61,7 @@ class ProcessPlacement(Placement):
         return self._engines[engine].connect(StartSession(work, config.steps_seed(start.epoch), start))
 
     def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
-        assert work
+        assert work is not None
         connect = functools.partial(self.connect, config, work, start)
         if self._count == 1:
             return Session(connect(0))

@@ -76,7 +76,7 @@ class EngineActor:
         self, session: int, base_seed: int, start: SessionStart, config: Packed, work: Packed
     ) -> tuple[str, str, int]:
         """Start a session, whose errors answer its plans; returns the node's id and address, and the process id."""
-        if served := self._served(session):
+        if (served := self._served(session)) is not None:
             try:
                 async with self._opening:
                     link = await asyncio.to_thread(self._connect, base_seed, start, config, work)
@@ -94,7 +94,7 @@ class EngineActor:
         config = self._config._replace(base_seed=base_seed)
         self._work = SharedPickle.dumps(unpack_views(work), self._work)
         if self._placement is None or not self._placement.alive:
-            if self._placement:
+            if self._placement is not None:
                 self._placement.close()
             self._placement = ProcessPlacement(config, self._work)
         return self._placement.connect(config, self._work, start, 0)
@@ -105,7 +105,7 @@ class EngineActor:
 
     async def send(self, session: int, sequence: int, message: Packed) -> None:
         """Pass on a message; it is numbered, since Ray may start calls in another order than they were made in."""
-        if served := self._served(session):
+        if (served := self._served(session)) is not None:
             served.send(sequence, message)
 
     async def answer(self, session: int, sequence: int = -1, message: Packed = b"") -> Packed:
@@ -123,13 +123,13 @@ class EngineActor:
     async def end_session(self, session: int) -> None:
         """Leave a session: the consumer wants no more of its batches."""
         served, self._sessions[session] = self._sessions.get(session), None
-        if served:
+        if served is not None:
             served.end(None)
 
     async def stop(self) -> None:
         for session in list(self._sessions):
             await self.end_session(session)
-        if self._placement:
+        if self._placement is not None:
             await asyncio.to_thread(self._placement.close)
 
 
@@ -158,7 +158,7 @@ class _Served:
 
     def send(self, sequence: int, packed: Packed) -> None:
         message = self._unsent[sequence] = unpack(packed)
-        if self._link:
+        if self._link is not None:
             self._send_next(self._link)
         elif isinstance(message, StatusRequest):
             self._unsent[sequence] = []  # answered here
@@ -209,6 +209,6 @@ class _Served:
             end = portable_end(end, f"on node {ray.util.get_node_ip_address()}")
             self._last.append(pack(dump_message(end)))
         self._answers.put_nowait(self._last)
-        if self._link:
+        if self._link is not None:
             self._loop.remove_reader(self._link.source)
             self._link.close()

@@ -88,7 +88,7 @@ class PlacementSelector:
             self._retired.remove(retired)
             retired.close()
         current = self._current
-        if current and (anew or not self._serves(current, config, work)):
+        if current is not None and (anew or not self._serves(current, config, work)):
             # An attribute was set since (the dataset, for example). Current iterations continue unchanged.
             self._retired.append(current)
             current = self._current = None

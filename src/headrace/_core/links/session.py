@@ -65,7 +65,7 @@ class Session:
     def take(self) -> HostBatch | None:
         self._receive()  # also where some are ready: an engine that has died is replaced at once
         while self._calls and not self._ready:
-            assert self._work
+            assert self._work is not None
             self._work.call(self._calls[0].function)  # after Ctrl-C it is called again
             with suppress(IndexError):  # another thread has closed the session
                 self._calls.popleft()
@@ -90,7 +90,7 @@ class Session:
 
     def certain(self) -> int:
         self._receive()
-        if self._work and self._work.skips:
+        if self._work is not None and self._work.skips:
             return 0
         return sum(1 for _ in itertools.takewhile(lambda host: not host.empty, self._ready))
 

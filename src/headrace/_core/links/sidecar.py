@@ -66,7 +66,7 @@ class SidecarTask:
         except OSError as error:
             reserve.close()
             with suppress(OSError):  # it is closed, or none could be received
-                if refused := _accept(connection):
+                if (refused := _accept(connection)) is not None:
                     BlockingChannel(refused).send(SessionEnd(error))
             channel.close()
             return
@@ -181,12 +181,12 @@ class _SessionServer:
             if isinstance(obj, StartSession):
                 send_records_by(self._send_record)
                 self._session = self._sidecar.begin(self, obj)
-            elif self._session:  # otherwise it could not start
+            elif self._session is not None:  # otherwise it could not start
                 if isinstance(obj, list):
                     self._plans.update((plan.number, plan) for plan in obj)
                 self._session.handle(cast(Request, obj))
         except BaseException as error:  # user code: imports of the user's modules, set_epoch
-            if self._session:
+            if self._session is not None:
                 self._session.cancel()
             self.send(SessionEnd(error))
 
@@ -196,7 +196,7 @@ class _SessionServer:
 
     def _on_close(self) -> None:
         send_no_more_by(self._send_record)
-        if self._session:
+        if self._session is not None:
             self._session.cancel()
         self._sidecar.servers.discard(self)
 

@@ -324,7 +324,7 @@ def _end_zygote(*, inherited: bool = False) -> None:
         _lock = threading.RLock()  # which another thread may have held
     with _lock:
         zygote, _zygote = _zygote, None
-        if zygote:
+        if zygote is not None:
             zygote.close(inherited=inherited)
 
 

@@ -76,7 +76,7 @@ class NumberedWorker:
 
     def close_channel(self) -> None:
         channel, self.channel = self.channel, None
-        if channel:
+        if channel is not None:
             channel.close()
         elif not self.connected:
             self.connection.close()
@@ -207,7 +207,7 @@ class Pool:
         self._watch(worker)
         worker.connected = True
         worker.channel = channel = EngineChannel(worker.connection, on_object, on_lost)
-        if task := self._latest:
+        if (task := self._latest) is not None:
             place = worker.number, self._numbers.stop
             boot = BootMessage(ProcessEnvironment.here(), self._settings, task.modules, task, *place)
             channel.send(dump_message(boot))
@@ -219,7 +219,7 @@ class Pool:
             if worker.process.ended():
                 asyncio.get_running_loop().remove_reader(worker.process.sentinel)
                 worker.exited.set()
-                if worker.channel:  # so that it is known which job it has ended in
+                if worker.channel is not None:  # so that it is known which job it has ended in
                     worker.channel.receive_rest()
                 if not self._closing:
                     self._on_exit(worker)
@@ -310,7 +310,7 @@ class Pool:
             if not worker.jobs:
                 worker.close_channel()  # its process ends by itself
             return
-        while worker.channel:
+        while worker.channel is not None:
             # Those that wait are first: for pinned requests, they are those of a dead worker.
             queue, most = (self._waiting, 1) if self._waiting else (worker.pinned, self.pinned_ahead)
             if not queue or len(worker.jobs) >= most:
@@ -350,12 +350,12 @@ class Pool:
         if obj.step == "receive":  # the task may have been sent with it
             worker.loaded.clear()
         job = worker.jobs.popleft() if worker.jobs else None
-        if job and not job.answer.done():
+        if job is not None and not job.answer.done():
             job.answer.set_result(obj)
         self._next_job(worker)
 
     def _on_lost(self, worker: NumberedWorker) -> None:
-        if worker.channel:  # otherwise it was closed here, and the process ends by itself
+        if worker.channel is not None:  # otherwise it was closed here, and the process ends by itself
             worker.process.signal(signal.SIGKILL)  # it cannot work without a channel
 
     def _on_exit(self, worker: NumberedWorker) -> None:
@@ -372,12 +372,12 @@ class Pool:
         again = worker.pinned if self._stateful else self._waiting
         worker.pinned.extendleft(reversed(worker.jobs))  # it had not started these, which are all pinned
         worker.jobs.clear()
-        if suspect and suspect.attempt >= self._attempts:
+        if suspect is not None and suspect.attempt >= self._attempts:
             suspect.fail(died)
-        elif job:
+        elif job is not None:
             job.attempt += suspect is not None
             again.appendleft(job)
-        if suspect:
+        if suspect is not None:
             worker.failed_starts = 0  # the job's attempts are the bound here
         if worker in self._leaving:  # its jobs go to the others
             self._leaving.remove(worker)

@@ -131,7 +131,7 @@ def serve_boot_message(connection: Connection, control: socket.socket | None) ->
         del message  # its shared memory is kept alive only by the objects loaded from it
         worker.serve()
     else:
-        assert control
+        assert control is not None
         _begin_process("headrace-loader")
         message.task(channel, connection, control, message.prepare)
 

@@ -198,7 +198,7 @@ class _Zygote:
                     os.write(pipe, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
                 os.close(pipe)
                 del self._requester_of[pid]
-            if control := self._templates.pop(pid, None):
+            if (control := self._templates.pop(pid, None)) is not None:
                 self._listen_to(control)  # which reads as closed if that is why the template ended
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ class RankChoice:
         """The current rank's part; the whole stream if the caller divides it among ranks."""
         if not self._is_divided():
             return self._own()
-        if self.given and self.given.count > 1:
+        if self.given is not None and self.given.count > 1:
             raise ValueError(
                 f"this stream was given rank={self.given.index}, world_size={self.given.count}, and split() or "
                 f"accelerate divides its samples among ranks again: most of them would never be read. Leave out "
@@ -70,10 +70,10 @@ class RankChoice:
         return ShardOptions(0, 1)
 
     def _own(self) -> ShardOptions:
-        if self.given:
+        if self.given is not None:
             check_given_rank("a stream or sampler", self.given.index, self.given.count, rank_of_group())
             return self.given
-        if self._of_parent:
+        if self._of_parent is not None:
             return self._of_parent
         info = own_rank()
         return ShardOptions(info.rank, info.world_size)

@@ -83,7 +83,7 @@ def get_rank_info() -> RankInfo:
 def rank_of_group() -> RankInfo | None:
     """The rank of the loader that runs this code, if `data_parallel=` says it."""
     info = _of_context.get() or _of_process
-    return info if info and info.source == GROUP else None
+    return info if info is not None and info.source == GROUP else None
 
 
 def own_rank() -> RankInfo:
@@ -101,7 +101,7 @@ def reader_divides() -> bool:
     if _DIVIDERS.keys().isdisjoint(sys.modules):
         return False
     frame: FrameType | None = sys._getframe()
-    while frame:
+    while frame is not None:
         methods = _DIVIDERS.get(frame.f_globals.get("__name__", ""))
         if methods and frame.f_code.co_qualname.startswith(methods):
             return True

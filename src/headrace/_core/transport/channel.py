@@ -136,7 +136,7 @@ class _Channel:
         memory = np.empty(end, dtype=np.uint8).data if slab is None else slab.memory
         for offset, buffer in missing:
             memory[offset : offset + buffer.nbytes] = buffer
-        if slab:
+        if slab is not None:
             return self._preamble(message, slab.number, offsets, end)
         return [*self._preamble(message, 0, offsets, end), memory]
 

@@ -69,7 +69,7 @@ class SharedPickle:
         if len(whole) >= LARGE:
             large.append(memoryview(whole))
             pickled = b""
-        if previous and previous._is(pickled, large, descriptors):
+        if previous is not None and previous._is(pickled, large, descriptors):
             return previous
         memory, extents = _in_new_memory(large)
         number = getattr(resource_tracker._resource_tracker, "_fd", None)
@@ -80,7 +80,7 @@ class SharedPickle:
     def loads(self) -> Any:
         mine = resource_tracker._resource_tracker
         # A tracker of this process's own would unlink shared memory of the other's when this process ends.
-        if self.tracker and getattr(mine, "_fd", None) is None:
+        if self.tracker is not None and getattr(mine, "_fd", None) is None:
             mine._fd = os.dup(self.tracker.number)  # type: ignore[attr-defined]
         buffers = self._mapped()
         pickled = self.pickled or buffers.pop()

@@ -116,12 +116,12 @@ class Allocator:
         # Of those of one size, the one freed last: it may still be in a CPU cache, and the others stay idle.
         fitting = [slab for slab in reversed(self._free.values()) if slab.size >= size]
         slab = min(fitting, key=lambda slab: slab.size) if fitting else self._another(size)
-        if slab:
+        if slab is not None:
             self._free.pop(slab.number, None)
             self._allocations += 1
             slab.last_use = self._allocations
         longest = next(iter(self._free.values()), None)
-        if longest and self._allocations - longest.last_use > IDLE:
+        if longest is not None and self._allocations - longest.last_use > IDLE:
             longest.punch_hole()
             del self._free[longest.number]
             self._punched.append(longest.number)
@@ -180,7 +180,7 @@ class Allocator:
             if buffer.nbytes:
                 address = address_of(buffer)
                 holder = slab_at(address, buffer.nbytes)
-                if holder is None or (slab and holder is not slab):
+                if holder is None or (slab is not None and holder is not slab):
                     return None  # at the first buffer that is elsewhere, as those of fetched samples are
                 slab, offset = holder, address - holder.address
             offsets.append(offset)
@@ -366,6 +366,6 @@ class Arena:
         return slab
 
     def abandon(self) -> None:
-        if self._slab:
+        if self._slab is not None:
             self._allocator.free([self._slab.number])
         self._slab, self.used = None, 0

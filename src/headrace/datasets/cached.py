@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.ranged import IndexStream
 from headrace._core.store.disk_cache import DiskCache
 from headrace._core.store.ranges import Ranges
 from headrace._core.streams.epochs import checked_seed
@@ -31,6 +30,7 @@ from headrace._core.streams.kinds import (
     sample_key,
 )
 from headrace._core.streams.map_style import AsyncDataset, RangedDataset, positions
+from headrace.datasets.index_stream import IndexStream
 from headrace.errors import ShardError
 
 __all__ = ["Cacheable", "CachedDataset", "Extent", "RangedShards"]

@@ -1,10 +1,12 @@
 """Iterating: `for` and `async for` on every loop, errors that name their place, an epoch that is never cut short."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
 import threading
+import weakref
 
 import anyio
 import pytest
@@ -480,3 +482,26 @@ def test_plans_larger_than_the_buffer_of_a_socket_arrive_from_any_loop(consumer_
             return [size async for size in loader]
 
     assert consumer_loop(sizes) == [50_000] * 20
+
+
+class Failing(Numbers):
+    async def aget(self, index):
+        if index == 3:
+            raise ValueError(index)
+        return index
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"placement": "process"}], ids=str)
+def test_an_iterator_whose_sample_failed_ends_when_it_is_dropped(options):
+    gc.disable()
+    try:
+        with hr.DataLoader(Failing(8), batch_size=2, seed=0, **options) as loader:
+            batches = iter(loader)
+            next(batches)
+            with pytest.raises(ValueError, match="3"):
+                next(batches)
+            dropped = weakref.ref(batches)
+            del batches
+            assert dropped() is None
+    finally:
+        gc.enable()

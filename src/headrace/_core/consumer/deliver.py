@@ -47,18 +47,24 @@ class FailureHandler:
         self._warned_of_loss = False
         self._deaths_in_a_row = self._lost_in_a_row = 0  # batches
 
-    def delivers(self, host: HostBatch) -> bool:
-        """Count a batch; whether it is delivered to the consumer. Raises what is not skipped."""
+    def judge(self, host: HostBatch) -> tuple[bool, Exception | None]:
+        """Count a batch: whether it is delivered to the consumer, and the error to raise in its place.
+
+        The error is returned: the traceback of a raised error would hold this frame, and with it the batch, which
+        holds the error. The iterator would live until Python's garbage collector runs.
+        """
         self.lost = False
         try:
-            if host.failures:
-                self._handle(host)
+            if host.failures and (raised := self._handle(host)) is not None:
+                return True, raised.exception(as_torch=self._as_torch)
             if host.empty:
-                return False
+                return False, None
             self._deaths_in_a_row = self._lost_in_a_row = 0
             if not host.failures:
                 self._epoch.add(host)
-            return True
+            return True, None
+        except Exception as error:  # of a function of `on_error`, or of its limits
+            return True, error
         finally:
             if self.skips:
                 self._count()
@@ -83,19 +89,19 @@ class FailureHandler:
         epoch = self._epoch
         self.counts = epoch.delivered, epoch.skipped, epoch.in_a_row, self._lost_batches
 
-    def _handle(self, host: HostBatch) -> None:
+    def _handle(self, host: HostBatch) -> Failure | None:
+        """Count the failures of a batch, and warn of skipped samples; the failure that is to be raised, if any."""
         died = any(isinstance(failure.error, WorkerDiedError) for failure in host.failures)
         self._deaths_in_a_row = self._deaths_in_a_row + 1 if died else 0
         raised = next((failure for failure in host.failures if self._raises(failure)), None)
         if not self.skips or (raised is not None and raised.unskippable is None):
-            assert raised is not None
-            raise raised.exception(as_torch=self._as_torch)
+            return raised
         first = not self._epoch.skipped
         self._counters.skip(host)
         self._epoch.add(host)
         self._check(ended=False)
         if raised is not None:
-            raise raised.exception(as_torch=self._as_torch)
+            return raised
         # A batch of a stream continues after unreadable samples: without others it is the end.
         at_end = self._stream and all(failure.stage is Stage.FETCH for failure in host.failures)
         lost = host.empty and not at_end
@@ -105,6 +111,7 @@ class FailureHandler:
         for failure in rests or host.failures[: first or (lost and not self._warned_of_loss)]:
             _warn_of_skip(failure, lost=lost)
         self._warned_of_loss = self._warned_of_loss or lost
+        return None
 
     def _on_lost(self, host: HostBatch) -> None:
         if self._uncoordinated:

@@ -192,6 +192,7 @@ class Epoch:
             else:
                 self._progress.on_batch(host, counts, given=True)
                 self._on_returned()
+            del step, host  # the traceback holds this frame, and these hold the error
             raise
         self._progress.on_batch(host, counts, given=True)
         skipped = counters.skipped_samples
@@ -291,11 +292,9 @@ class Epoch:
             delivers, error, times = True, None, host.times
             if failures.skips or host.failures or host.empty:
                 self._undecided = host  # Ctrl-C in a function of `on_error` must not lose the batch
-                try:
-                    with provided_rank(self._rank):
-                        delivers = failures.delivers(host)
-                except Exception as raised:  # at this batch's turn, when the ranks have agreed on the step
-                    error = raised
+                with provided_rank(self._rank):
+                    # The error is raised at this batch's turn, when the ranks have agreed on the step.
+                    delivers, error = failures.judge(host)
                 self._undecided = None
             if times.worker_deaths:
                 self._counters.worker_deaths += times.worker_deaths

@@ -33,13 +33,6 @@ class TestBatches(StreamContract):
         return hr.batch_by_tokens(stream("a", "bbb", "cc", "dd"), 4, boundaries=[2])
 
 
-def test_concat_yields_parts_in_order_and_keeps_keys():
-    both = hr.concat([SlowDataset(2, 0.0), SlowDataset(3, 0.0, make=str)])
-    assert [both[i] for i in range(5)] == [0, 1, "0", "1", "2"]
-    assert both[-1] == "2"
-    assert list(hr.concat([stream(1, 2), stream(3)])) == [1, 2, 3]
-
-
 def test_concat_of_different_kinds_is_an_error():
     with pytest.raises(TypeError, match="cannot be combined"):
         hr.concat([SlowDataset(2, 0.0), stream(1)])

@@ -106,21 +106,6 @@ def test_function_or_result_that_cannot_be_pickled_is_named_and_loses_no_other_s
         assert list(batches) == list(range(21, 30))
 
 
-@pytest.mark.parametrize("options", [{"num_workers": 0, "placement": "process"}, {"num_workers": 3}])
-def test_random_predicates_are_the_same_for_every_number_of_workers(options):
-    stream = (
-        Count(200).map(lambda i: (i, random.random(), float(torch.rand(())))).filter(lambda s: random.random() < 0.5)
-    )
-    stream = stream.shuffle(16)
-    epochs = []
-    for place in ({"num_workers": 1}, options):
-        with hr.DataLoader(stream, batch_size=8, seed=5, collate_fn=list, **place) as loader:
-            epochs.append([list(loader), list(loader)])
-    assert epochs[0] == epochs[1]
-    assert epochs[0][0] != epochs[0][1]
-    assert 60 < sum(map(len, epochs[0][0])) < 140
-
-
 @pytest.mark.parametrize(("seed", "options"), [(None, {}), (5, {"placement": "process"}), (5, {"num_workers": 2})])
 def test_random_predicates_under_a_split_keep_the_same_samples_on_all_ranks(as_rank, options, seed):
     kept = Count(64).map(lambda i: (i, random.random())).filter(lambda sample: sample[1] < 0.6)
@@ -191,27 +176,6 @@ def test_live_feed_delivers_a_sample_before_the_next_arrives():
 
 
 # Piping
-
-
-@WHERE
-def test_tokens_made_in_workers_are_packed_and_then_mapped(options):
-    def tokenise(number):
-        return [number] * (number % 4 + 1)
-
-    async def pack(samples):
-        buffer = []
-        async for tokens in samples:
-            buffer += tokens
-            while len(buffer) >= 6:
-                yield buffer[:6]
-                buffer = buffer[6:]
-
-    packed = Count(40).map(tokenise).pipe(pack).map(torch.tensor)
-    expected = list(itertools.chain.from_iterable(map(tokenise, range(40))))
-    with hr.DataLoader(packed, batch_size=3, **options) as loader:
-        rows = [row for batch in loader for row in batch.tolist()]
-    assert list(itertools.chain.from_iterable(rows)) == expected[: len(rows) * 6]
-    assert {len(row) for row in rows} == {6}
 
 
 class OnlyFails(hr.AsyncIterableDataset):
@@ -302,8 +266,6 @@ def test_repeated_shuffled_stream_has_another_order_each_time_and_in_each_epoch(
         orders = [tuple(batch.tolist()) for _ in range(2) for batch in loader]
     assert len(set(orders)) == 6
     assert all(sorted(order) == list(range(30)) for order in orders)
-    with hr.DataLoader(Count(30).shuffle(10, seed=3), batch_size=30) as loader:
-        assert tuple(next(iter(loader)).tolist()) == orders[0], "the first is as without repeat"
 
 
 async def test_abandoned_wait_before_batching_loses_nothing():

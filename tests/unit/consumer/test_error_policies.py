@@ -192,7 +192,6 @@ def test_argument_that_is_no_policy_is_refused():
 @pytest.mark.parametrize(
     ("damage", "options", "lost", "words"),
     [
-        (b"?", {"counts": [100] * 3}, 50, "from byte 52,224 of 112,640 cannot be read: 50 samples"),
         (b"?", {}, 57, "from byte 52,224 of 112,640 cannot be read: about 57 samples"),
         (b"", {"shards_in_parallel": 1}, 50, "from byte 52,224 of 52,224 cannot be read: about 50 samples"),
         (b"", {}, 1, "from byte 52,224 of 52,224 cannot be read: an unknown number of samples"),

@@ -382,16 +382,13 @@ def test_workers_that_always_die_are_not_skipped_in_silence():
 # What is computed
 
 
-def test_agets_is_used_if_defined():
+def test_agets_is_not_called_without_batches():
     class AtOnce(Numbers):
         async def agets(self, indices):
             return [-index for index in indices]
 
-    dataset = AtOnce(5)
-    with hr.DataLoader(dataset, batch_size=2) as loader:
-        assert lists(loader) == [[0, -1], [-2, -3], [-4]]
-    with hr.DataLoader(dataset, batch_size=None) as loader:
-        assert list(loader) == [0, 1, 2, 3, 4], "without batches there is nothing to fetch at once"
+    with hr.DataLoader(AtOnce(5), batch_size=None) as loader:
+        assert list(loader) == [0, 1, 2, 3, 4], "there is nothing to fetch at once"
 
 
 # Leaving early

@@ -64,17 +64,6 @@ def test_steps_are_computed_again_since_the_number_of_ranks_changed_last(kind, a
                 loader.batch_at(0, step, rank=rank)
 
 
-def test_steps_to_come_are_those_that_follow():
-    with loader_of("elastic") as loader:
-        batches = iter(loader)
-        expected = [next(batches) for _ in range(5)]
-        later = [loader.batch_at(0, step) for step in range(5, 8)]
-        keys = loader.samples_at(0, range(8))
-        expected += [next(batches) for _ in range(3)]
-        assert all(map(torch.equal, later, expected[5:]))
-        assert keys == numbers_of(expected)
-
-
 def test_rank_of_a_job_that_this_process_is_not_part_of(as_rank):
     as_rank(3, 4)
     with loader_of("elastic") as loader:

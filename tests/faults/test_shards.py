@@ -8,12 +8,9 @@ import gzip
 import io
 import urllib.parse
 
-import numpy as np
-import obstore
 import pyarrow
 import pyarrow.parquet
 import pytest
-from obstore.store import from_url
 
 import headrace as hr
 from object_server import Fault, ObjectServer
@@ -167,32 +164,6 @@ def test_flipped_bits_in_plain_data_are_found_by_the_index(case, always):
 
         case(program, within=CLOSING)
         assert any(seen.fault == "flip" for seen in server.seen())
-
-
-def test_corrupt_index_is_replaced(case):
-    with ObjectServer(OBJECTS) as server:
-        store = hr.Store(server.url, options=server.store_options)
-        hr.TarDataset.index(list(OBJECTS), store=store, save=True)
-        url, options = server.url, dict(server.store_options)
-
-        def program() -> None:
-            backend = from_url(url, **options)
-            name = "1.tar.index.npz"
-            good = bytes(obstore.get(backend, name).bytes())
-            with np.load(io.BytesIO(good)) as arrays:
-                changed = dict(arrays)
-            changed["offsets"] = changed["offsets"] + (1 << 40)
-            np.savez(beyond_its_shard := io.BytesIO(), **changed)
-            of_another_shard = bytes(obstore.get(backend, "0.tar.index.npz").bytes())
-            for bad in (good[: len(good) // 2], beyond_its_shard.getvalue(), of_another_shard):
-                obstore.put(backend, name, bad)
-                dataset = hr.TarDataset.index(list(OBJECTS), store=store, save=True)
-                with hr.DataLoader(dataset, batch_size=4, transform=number_of) as loader:
-                    assert drain(loader) == (once_each(range(60)), [])
-                if bad is not of_another_shard:
-                    assert len(obstore.get(backend, name).bytes()) == len(good), "it was not stored again"
-
-        case(program, within=CLOSING)
 
 
 # Parquet: five row groups of 20 rows

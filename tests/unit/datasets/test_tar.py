@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import io
 import itertools
 import lzma
 import random
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 
 import headrace as hr
@@ -275,14 +277,18 @@ def test_index_stored_beside_its_shard_is_loaded(tmp_path):
         assert server.requests()["GET"] == gets + 4, "a sample is one request"
 
 
-def test_corrupt_index_is_rebuilt(folder):
-    whole = list(hr.TarDataset.index(folder / "0000.tar", save=True))
+def test_corrupt_index_is_rebuilt_and_stored_again(folder):
+    whole = list(hr.TarDataset.index(folder / "000{0,1}.tar", save=True))
     beside = folder / "0000.tar.index.npz"
     data = beside.read_bytes()
+    with np.load(beside) as arrays:
+        np.savez(beyond_its_shard := io.BytesIO(), **{**arrays, "offsets": arrays["offsets"] + (1 << 40)})
+    other = beyond_its_shard.getvalue(), (folder / "0001.tar.index.npz").read_bytes()
     flipped = (data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :] for at in range(0, len(data), 97))
-    for damaged in (b"", data[: len(data) // 2], b"PK" + data[:100], *flipped):
+    for damaged in (b"", data[: len(data) // 2], b"PK" + data[:100], *other, *flipped):
         beside.write_bytes(damaged)
-        assert list(hr.TarDataset.index(folder / "0000.tar")) == whole
+        assert list(hr.TarDataset.index(folder / "000{0,1}.tar", save=True)) == whole
+        assert len(beside.read_bytes()) == len(data)
 
 
 @pytest.mark.parametrize(("key", "status"), [("*.tar", 403), ("*.index.npz", 401), ("*.index.npz", 400)])

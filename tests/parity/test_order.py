@@ -113,9 +113,7 @@ class EagerBatches(Eager):
 
 BATCH_SAMPLERS = {
     "of a RandomSampler": lambda: data.BatchSampler(data.RandomSampler(range(LENGTH)), 4, True),
-    "of a weighted one": lambda: data.BatchSampler(data.WeightedRandomSampler([1.0, 2.0], 11), 4, False),
     "eager": EagerBatches,
-    "buckets by length": lambda: sorted([[1, 2, 5], [3, 4], [0]], key=len),
 }
 
 

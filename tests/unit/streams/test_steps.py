@@ -1,7 +1,6 @@
 """Operations on a stream's samples before batching: `filter`, `map`, `pipe`, `repeat`; in the workers, in order."""
 
 import asyncio
-import collections
 import contextlib
 import gc
 import itertools
@@ -54,22 +53,6 @@ def test_error_of_a_predicate_is_raised_in_order_and_later_samples_follow(option
         assert "in filter(" in notes
         assert "check), before batching" in notes
         assert list(batches) == list(range(26, 40))
-
-
-@WHERE
-def test_skipped_errors_leave_full_batches(options):
-    def check(sample):
-        if sample in (3, 25):
-            raise Mine("no")
-        return True
-
-    stream = Count(40, bad=(7, 8)).filter(check)
-    with hr.DataLoader(stream, batch_size=6, on_error="skip", **options) as loader:
-        batches = lists(loader)
-    assert [len(batch) for batch in batches] == [6] * 6
-    assert list(itertools.chain.from_iterable(batches)) == [i for i in range(40) if i not in (3, 7, 8, 25)]
-    assert loader.stats().skipped_samples == 4
-    assert collections.Counter(record.type_name for record in loader.stats().skipped) == {"Mine": 2, "ValueError": 2}
 
 
 def test_sample_that_kills_its_worker_before_batching_loses_no_other():

@@ -21,13 +21,6 @@ from tests.unit.streams.reading import Count, Inside, Plain, outcomes
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no state_dict")
 
 
-class Stateless(Count):
-    async def __aiter__(self):
-        for number in range(self.start, self.stop):
-            await asyncio.sleep(0)
-            yield number
-
-
 class OwnState(Count):
     """The dataset itself has a state, and its generators continue after the last sample that it gave."""
 
@@ -116,7 +109,6 @@ N = np.int64  # states have plain values, whatever the types of parameters
 
 COMPOSITIONS = {
     "user, errors": lambda: Count(7, bad=[0, 3, 6]),
-    "user, without state": lambda: Stateless(6),
     "user, without state, errors": lambda: Plain(5, bad=[1]),
     "user, state of the dataset": lambda: OwnState(6),
     "map, filter": lambda: Count(12, bad=[2]).map(fail_at(5, 7)).filter(odd).map(str),

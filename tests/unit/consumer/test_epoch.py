@@ -13,6 +13,7 @@ import torch
 import headrace as hr
 from headrace.telemetry.counters import Counters
 from tests.unit.consumer.test_skipping import Mine, Numbers, lists
+from tests.unit.consumer.test_timeouts import Held
 from tests.unit.streams.reading import Count
 
 STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
@@ -413,15 +414,8 @@ def test_leaving_early_lets_a_fetch_clean_up():
 
 
 def test_closing_while_another_task_waits_ends_its_wait(consumer_loop):
-    class Silent(Numbers):
-        async def aget(self, index):
-            asked.set()
-            await asyncio.Event().wait()
-
-    asked = threading.Event()
-
     async def scenario():
-        loader = hr.DataLoader(Silent(1))
+        loader = hr.DataLoader(Held(0))
 
         async def consume():
             with pytest.raises(hr.errors.LoaderClosedError):

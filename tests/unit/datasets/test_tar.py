@@ -178,7 +178,21 @@ def test_more_ranks_than_shards_are_refused(folder):
         list(hr.TarDataset(folder / "*.tar", rank=0, world_size=7))
 
 
-# Damage that only groups have
+# Damage that only groups have, and of compressed shards
+
+
+def test_flipped_bit_in_compressed_data_is_an_error_of_its_shard(tmp_path):
+    for name in "abc":
+        packed = bytearray(gzip.compress(tars.shard([f"{name}{sample}" for sample in range(20)]), compresslevel=0))
+        if name == "b":  # stored, not deflated: only gzip's checksum, after the last sample, shows it
+            packed[packed.index(b"text of b7")] ^= 8
+        (tmp_path / f"{name}.tar.gz").write_bytes(packed)
+    with hr.DataLoader(hr.TarDataset(tmp_path), batch_size=None, on_error="skip") as loader:
+        found = keys(loader)
+        (failure,) = loader.stats().skipped
+    assert {f"{name}{sample}" for name in "ac" for sample in range(20)} <= {*found}
+    assert "not gzip, or corrupt" in failure.message
+    assert "b.tar.gz" in failure.message
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Operations on a stream's samples before batching: `filter`, `map`, `pipe`, `repeat`; in the workers, in order."""
 
 import asyncio
-import contextlib
 import gc
 import itertools
 import os
@@ -249,25 +248,6 @@ def test_repeated_shuffled_stream_has_another_order_each_time_and_in_each_epoch(
         orders = [tuple(batch.tolist()) for _ in range(2) for batch in loader]
     assert len(set(orders)) == 6
     assert all(sorted(order) == list(range(30)) for order in orders)
-
-
-async def test_abandoned_wait_before_batching_loses_nothing():
-    proceed = threading.Event()
-
-    async def feed():
-        yield 0
-        await asyncio.to_thread(proceed.wait)
-        yield 1
-
-    stream = hr.from_async_iterable(feed).filter(lambda i: True)
-    async with hr.DataLoader(stream, batch_size=None, num_workers=1, placement="thread") as loader:
-        batches = aiter(loader)
-        assert int(await anext(batches)) == 0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await anext(batches)
-        proceed.set()
-        assert int(await anext(batches)) == 1
 
 
 class Slow:

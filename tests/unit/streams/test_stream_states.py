@@ -116,7 +116,6 @@ COMPOSITIONS = {
     "mix": lambda: hr.mix(
         {np.str_("a"): Count(5), N(1): Count(20, 10, bad=[12])}, {"a": N(1), 1: np.float32(2)}, seed=N(3)
     ),
-    "mix, all": lambda: hr.mix([Count(3, bad=[1]), Count(16, 10)], [2, 1], stop="all"),
     "mix, all, filtered": lambda: hr.mix(
         [Count(4).filter(lambda sample: False), Count(3), Count(0), Count(12, 10, bad=[11])], [2, 1, 1, 2], stop="all"
     ),

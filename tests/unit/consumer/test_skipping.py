@@ -263,20 +263,20 @@ def test_records_are_the_last_hundred_and_hold_no_exception():
 # Errors that end a stream
 
 
+def dying():
+    yield from range(20)
+    raise LookupError("no sample 20")
+
+
 class Dies(hr.AsyncIterableDataset):
     async def __aiter__(self):
-        for i in range(100):
-            if i == 20:
-                raise LookupError("no sample 20")
+        for i in dying():
             yield i
 
 
 class TorchDies(torch.utils.data.IterableDataset):
     def __iter__(self):
-        for i in range(100):
-            if i == 20:
-                raise LookupError("no sample 20")
-            yield i
+        return dying()
 
 
 DYING = {"plain": Dies(), "shuffle": Dies().shuffle(4), "concat": hr.concat([Dies(), Dies()]), "torch": TorchDies()}

@@ -41,20 +41,18 @@ def folder(tmp_path):
 ALL = [f"{number:02}-{sample:03}" for number in range(6) for sample in range(10)]
 
 
-class TestTarStream(StreamContract):
+class OfFolder:
     @pytest.fixture(autouse=True)
     def _shards(self, folder):
         self.folder = folder
 
+
+class TestTarStream(OfFolder, StreamContract):
     def make_dataset(self):
         return hr.TarDataset(self.folder / "{0000..0005}.tar", shuffle=True, buffer_size=7, chunk_bytes=1000)
 
 
-class TestIndexedTar(DatasetContract):
-    @pytest.fixture(autouse=True)
-    def _shards(self, folder):
-        self.folder = folder
-
+class TestIndexedTar(OfFolder, DatasetContract):
     def make_dataset(self):
         return hr.TarDataset.index(self.folder / "{0000..0005}.tar")
 

@@ -130,9 +130,7 @@ COMPOSITIONS = {
         [hr.mix([Count(3).shuffle(2), Count(14, 10)], [1, 1], stop="all"), Count(106, 100)], [1, 1], stop="all"
     ),
     "repeat": lambda: Count(3, bad=[1]).repeat(N(3)),
-    "repeat of nothing, three times": lambda: hr.concat([Count(0).repeat(3), Count(2)]),
     "shuffle, errors": lambda: Count(14, bad=[0, 3, 4, 9, 13]).shuffle(N(4), N(1)),
-    "shuffle of map of filter": lambda: Count(20, bad=[6]).filter(odd).map(fail_at(7)).shuffle(3),
     "shuffle of shuffle": lambda: Count(13, bad=[5]).shuffle(3).shuffle(4),
     **{
         f"split, {remainder}, rank {rank}": (

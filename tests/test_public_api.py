@@ -10,13 +10,9 @@ import pytest
 
 import headrace
 import tests.integrations.torchvision_ops  # noqa: F401  # before any module that imports torchvision
+from tests import test_layering
 
 SOURCE = Path(headrace.__file__).parent
-
-
-def module_name(path):
-    parts = ("headrace", *path.relative_to(SOURCE).with_suffix("").parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def package_is_missing(module):
@@ -34,7 +30,7 @@ def package_is_missing(module):
     return False
 
 
-ALL_MODULES = [name for path in sorted(SOURCE.rglob("*.py")) if not package_is_missing(name := module_name(path))]
+ALL_MODULES = [name for name in test_layering.MODULES if not package_is_missing(name)]
 PRIVATE = ("headrace.collate", "headrace.options")  # beside those whose names say it
 MODULES = [name for name in ALL_MODULES if name not in PRIVATE and "._" not in name]
 

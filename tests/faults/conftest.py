@@ -175,3 +175,16 @@ def case(resident: Resident) -> Case:
         return stderr
 
     return run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a cache, which is not there yet."""
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def server(started):
+    """The module's server, whose objects no test changes; its requests are those of the test."""
+    started.misbehave()
+    return started

@@ -39,22 +39,10 @@ def contents(count, prefix="train", salt=0):
     return {f"{prefix}/{number:03}": body_of(number, salt) for number in range(count)}
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "cache"
-
-
 @pytest.fixture(scope="module")
 def started():
     with ObjectServer(contents(8)) as server:
         yield server
-
-
-@pytest.fixture
-def server(started):
-    """A server whose objects no test changes; its requests are those of the test."""
-    started.misbehave()
-    return started
 
 
 def objects(server, prefix="train", timeout=30.0, **more):

@@ -22,22 +22,11 @@ COUNT = 400
 TOKENS = np.arange(WINDOW * COUNT, dtype=np.uint16)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "cache"
-
-
 @pytest.fixture(scope="module")
 def started():
     tar, tokens = tars.shard(range(64), bin=body_of), TOKENS.tobytes()
     with ObjectServer({"0.bin": tokens, "1.bin": tokens, "0.tar": tar}) as server:
         yield server
-
-
-@pytest.fixture
-def server(started):
-    started.misbehave()
-    return started
 
 
 def windows(server, *shards):

@@ -4,25 +4,18 @@ A test proves cells with ``@pytest.mark.proves(column, *rows)``. A cell that no 
 dictionary NOT_PROVEN of a test module, by (column, row).
 """
 
-import contextlib
-import io
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.parity.table import collected_in
 
 for package in ("lightning", "transformers", "ray", "ignite", "skorch", "fastai", "datasets", "timm", "monai"):
     pytest.importorskip(package, reason=f"{package} is not installed: make test-integrations")
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "trainers.md"
-
-
-class Collected:
-    """A pytest plugin that keeps the tests which were collected."""
-
-    def pytest_collection_finish(self, session):
-        self.items = list(session.items)
 
 
 def cells_of_document():
@@ -38,13 +31,8 @@ def cells_of_document():
 
 
 def test_tables_are_those_of_the_tests():
-    collected = Collected()
-    quiet = ["--collect-only", "--quiet", "--quiet", "--no-header", "-p", "no:cacheprovider", str(HERE)]
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        code = pytest.main(quiet, plugins=[collected])
-    assert code == 0, out.getvalue()
     cells = {}
-    for item in collected.items:
+    for item in collected_in(HERE):
         for marker in item.iter_markers("proves"):
             column, *rows = marker.args
             cells |= {(column, row): "✓" for row in rows}

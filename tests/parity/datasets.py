@@ -1,9 +1,12 @@
 """Datasets that several parity tests read."""
 
+import asyncio
 import itertools
 
 import torch
 from torch.utils import data
+
+import headrace as hr
 
 LENGTH = 13
 
@@ -36,6 +39,36 @@ class Indices(data.Dataset):
 
     def __getitem__(self, index):
         return index
+
+
+class InThread(hr.AsyncDataset):
+    """A dataset whose samples are read in a thread."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    async def aget(self, index):
+        return await asyncio.to_thread(self.dataset.__getitem__, index)
+
+
+class Counted(data.Sampler):
+    """Counts how often it is started and how far it is read."""
+
+    def __init__(self):
+        self.begun = 0
+        self.drawn = 0
+
+    def __len__(self):
+        return LENGTH
+
+    def __iter__(self):
+        self.begun += 1
+        for index in range(LENGTH):
+            self.drawn += 1
+            yield index
 
 
 class Stream(data.IterableDataset):

@@ -62,6 +62,8 @@ SETTINGS = (
     Setting("async dataset, workers", True, "process", {"num_workers": 0}, {"num_workers": 2, "placement": "process"}),
 )
 NAMES = tuple(setting.name for setting in SETTINGS)
+ASYNC = [name for name in NAMES if name.startswith("async")]
+TORCH = [name for name in NAMES if name.startswith("torch")]
 
 
 def parity(behaviour: str, *, not_for: Mapping[str, str] | None = None, **options: Any) -> Callable[[Any], Any]:

@@ -32,11 +32,22 @@ This page is made from the tests in `tests/parity` by `make parity-table`. What 
 """
 
 
-class Collected:
-    """A pytest plugin that collects the parity tests and runs none."""
+class _Collected:
+    """A pytest plugin that keeps the tests which were collected."""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.items = [item for item in session.items if item.get_closest_marker("parity")]
+        self.items = list(session.items)
+
+
+def collected_in(folder: Path) -> list[pytest.Item]:
+    """The tests of a folder, none of which is run."""
+    collected = _Collected()
+    quiet = ["--collect-only", "--quiet", "--quiet", "--no-header", "-p", "no:cacheprovider", str(folder)]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = pytest.main(quiet, plugins=[collected])
+    if code != 0:
+        raise SystemExit(out.getvalue())
+    return collected.items
 
 
 def rendered(items: list[pytest.Item]) -> str:
@@ -81,14 +92,9 @@ def _together(names: list[str], every: Sequence[str]) -> str:
 
 def made_anew() -> str:
     """The document for the tests of now."""
-    collected = Collected()
-    quiet = ["--collect-only", "--quiet", "--quiet", "--no-header", "-p", "no:cacheprovider", str(HERE)]
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        code = pytest.main(quiet, plugins=[collected])
-    if code != 0:
-        raise SystemExit(out.getvalue())
     _, heading, by_hand = DOCUMENT.read_text(encoding="utf-8").partition("## Differences\n")
-    return f"{rendered(collected.items)}\n{heading}{by_hand}"
+    items = [item for item in collected_in(HERE) if item.get_closest_marker("parity")]
+    return f"{rendered(items)}\n{heading}{by_hand}"
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ from torch.utils.data.datapipes.map import SequenceWrapper
 
 import headrace as hr
 from tests.parity.datasets import LENGTH, Count, Endless, Map, Numbers, Stream, tensors
-from tests.parity.harness import NAMES, epochs, parity
+from tests.parity.harness import ASYNC, TORCH, epochs, parity
 
-ASYNC = [name for name in NAMES if name.startswith("async")]
-TORCH = [name for name in NAMES if name.startswith("torch")]
 IN_MEMORY = dict.fromkeys(ASYNC, "its samples are in memory: there is nothing to wait for")
 # The first few are enough where workers have to be started for each.
 WAYS = (

@@ -1,18 +1,13 @@
 """The order of samples: the same seed gives torch's order, to the last index."""
 
-import asyncio
 import os
 
 import pytest
 import torch
 from torch.utils import data
 
-import headrace as hr
-from tests.parity.datasets import LENGTH, Map, Numbers
-from tests.parity.harness import NAMES, epochs, parity
-
-ASYNC = [name for name in NAMES if name.startswith("async")]
-TORCH = [name for name in NAMES if name.startswith("torch")]
+from tests.parity.datasets import LENGTH, Counted, InThread, Map, Numbers
+from tests.parity.harness import ASYNC, TORCH, epochs, parity
 
 
 @parity("in the dataset's own order, if nothing else is asked for")
@@ -68,8 +63,6 @@ SAMPLERS = {
     "a `DistributedSampler`": lambda: data.DistributedSampler(Map(), num_replicas=3, rank=1, seed=5),
 }
 ANY = {
-    "list": lambda: [4, 2, 2, 7],
-    "range": lambda: range(3, 9),
     "tensor": lambda: torch.tensor([3, 1, 2]),
     "dict": lambda: {5: "five", 1: "one"},
     "eager": Eager,
@@ -97,8 +90,7 @@ def test_any_iterable_is_a_sampler(same, kind):
 @parity("`sampler` as an iterator, which is used up by one epoch")
 def test_iterator_as_sampler_is_used_up(same):
     def program(DataLoader):
-        came = epochs(DataLoader(Numbers(), sampler=iter([3, 1, 2]), batch_size=2))
-        return came
+        return epochs(DataLoader(Numbers(), sampler=iter([3, 1, 2]), batch_size=2))
 
     assert same(program)[1] == []
 
@@ -113,9 +105,7 @@ class EagerBatches(Eager):
 
 BATCH_SAMPLERS = {
     "of a RandomSampler": lambda: data.BatchSampler(data.RandomSampler(range(LENGTH)), 4, True),
-    "of a weighted one": lambda: data.BatchSampler(data.WeightedRandomSampler([1.0, 2.0], 11), 4, False),
     "eager": EagerBatches,
-    "buckets by length": lambda: sorted([[1, 2, 5], [3, 4], [0]], key=len),
 }
 
 
@@ -139,23 +129,6 @@ def test_distributed_sampler_gives_torchs_order_in_each_epoch(same, drop_last):
         return orders
 
     assert len({str(order) for order in same(program)}) == 6
-
-
-class Counted(data.Sampler):
-    """Counts how often it is started and how far it is read."""
-
-    def __init__(self):
-        self.begun = 0
-        self.drawn = 0
-
-    def __len__(self):
-        return LENGTH
-
-    def __iter__(self):
-        self.begun += 1
-        for index in range(LENGTH):
-            self.drawn += 1
-            yield index
 
 
 @parity(
@@ -184,11 +157,6 @@ class Late(Map):
         return index
 
 
-class AsyncLate(Late, hr.AsyncDataset):
-    async def aget(self, index):
-        return await asyncio.to_thread(self.__getitem__, index)
-
-
 def out_of_order(loader, pipe):
     """Release the first sample after another was delivered."""
     batches = iter(loader)
@@ -211,7 +179,7 @@ def test_in_order_false_gives_ready_batches_first(same, pipe):
     def program(DataLoader):
         fetches = same.setting.asynchronous and DataLoader.is_ours
         options = {} if fetches else {"num_workers": 2}  # only among workers can torch be out of order
-        dataset = (AsyncLate if fetches else Late)(pipe)
+        dataset = InThread(Late(pipe)) if fetches else Late(pipe)
         return out_of_order(DataLoader(dataset, batch_size=None, in_order=False, **options), pipe)
 
     assert same(program) == (True, [0, 1, 2, 3])

@@ -1,6 +1,5 @@
 """Workers: numbered processes with torch's seeds, each with its own copy of the dataset, as torch has them."""
 
-import asyncio
 import functools
 import multiprocessing
 import os
@@ -15,7 +14,7 @@ from torch.utils import data
 
 import headrace as hr
 from tests.parity import processes
-from tests.parity.datasets import Indices
+from tests.parity.datasets import Counted, Indices, InThread
 from tests.parity.harness import NAMES, drained, parity, raised_by
 
 cloudpickle.register_pickle_by_value(processes)
@@ -187,18 +186,6 @@ def test_multiprocessing_context_starts_the_workers_of_an_async_dataset(same):
     assert same(program)[0][0] == "SpawnProcess"
 
 
-class Counted:
-    """A sampler that counts the indices drawn from it."""
-
-    def __init__(self):
-        self.drawn = 0
-
-    def __iter__(self):
-        for index in range(LENGTH):
-            self.drawn += 1
-            yield index
-
-
 @pytest.mark.parametrize("options", [{}, {"prefetch_factor": 1}, {"prefetch_factor": 4}], ids=str)
 @parity(
     "`prefetch_factor` batches for each worker are planned ahead; without it 2, and more in a quick loop if the "
@@ -298,17 +285,6 @@ class Waits(Indices):
         return index
 
 
-class AsyncWaits(hr.AsyncDataset):
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __len__(self):
-        return len(self.dataset)
-
-    async def aget(self, index):
-        return await asyncio.to_thread(self.dataset.__getitem__, index)
-
-
 @parity("a batch that takes longer than `timeout` raises torch's error, and iteration can go on",
         not_for={INLINE: "torch asserts that there are workers"})  # fmt: skip
 def test_batch_beyond_timeout_raises_torchs_error(same, tmp_path):
@@ -319,7 +295,7 @@ def test_batch_beyond_timeout_raises_torchs_error(same, tmp_path):
         os.mkfifo(pipe)
         dataset = Waits(pipe)
         if same.setting.asynchronous and DataLoader.is_ours:
-            dataset = AsyncWaits(dataset)
+            dataset = InThread(dataset)
         workers = num_workers if DataLoader.is_ours else 1
         loader = DataLoader(dataset, sampler=[0, 1, 2], num_workers=workers, timeout=1, prefetch_factor=workers or None)
         iterator = iter(loader)

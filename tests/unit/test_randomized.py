@@ -7,10 +7,9 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 import headrace as hr
-from tests.datasets import SlowDataset
+from tests.datasets import SlowDataset, TorchStream
 from tests.unit.streams.reading import Count
 
 LENGTH = 24
@@ -44,12 +43,6 @@ class Compose:
         return sample
 
 
-class TorchStream(IterableDataset):
-    def __iter__(self):
-        worker = hr.get_worker_info()
-        yield from range(LENGTH) if worker is None else range(worker.id, LENGTH, worker.num_workers)
-
-
 def drawn(dataset, epochs=1, **options):
     """The samples of some epochs, sorted, with what was drawn for each."""
     options = {"batch_size": 4, "seed": 3, "transform": noisy, "collate_fn": list, **options}
@@ -64,7 +57,7 @@ def test_each_sample_epoch_and_seed_has_other_numbers():
 
 
 def test_workers_of_a_torch_stream_draw_different_numbers():
-    numbers = [number for _, number in drawn(TorchStream(), num_workers=2)]
+    numbers = [number for _, number in drawn(TorchStream(LENGTH), num_workers=2)]
     assert len(set(numbers)) == LENGTH
 
 

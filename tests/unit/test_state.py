@@ -70,12 +70,6 @@ STREAMS = {
     "concatenated": lambda: hr.concat([Own().filter(lambda n: n % 3), Own().filter(lambda n: n % 3 == 0)]),
 }
 
-SPLIT = {
-    "split by samples": lambda: stream(*range(N)).split(remainder="keep"),
-    "shards, split by samples": lambda: tars().split(remainder="keep"),
-    "shards, shuffled, split by samples, mapped": lambda: tars(buffer_size=3).split(remainder="keep").map(int),
-}
-
 
 def read(loader, batches=None):
     return [int(sample) for batch in itertools.islice(iter(loader), batches) for sample in batch]
@@ -115,18 +109,6 @@ def test_stream_of_which_each_rank_reads_its_part_is_refused_on_another_number_o
                 StateError, match=rf"saved with {before} ranks, and there are {after} now: .*\.split\(\)"
             ):
                 iter(loader)
-
-
-@pytest.mark.filterwarnings("ignore:.* has no state_dict")
-@pytest.mark.parametrize("name", SPLIT)
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 2), (2, 4), (4, 3)])
-def test_stream_split_by_samples_is_continued_by_any_number_of_ranks(name, before, after, run):
-    given, states = run(SPLIT[name], before, 2)
-    for state in (merge_states(reversed(states)), states[-1]):
-        rest, _ = run(SPLIT[name], after, state=json.loads(json.dumps(state)))
-        assert sorted(itertools.chain(*given, *rest)) == list(range(N))
-        lengths = [len(each) for each in rest]
-        assert max(lengths) - min(lengths) <= 1
 
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict", "ignore:each of .* ranks reads all")

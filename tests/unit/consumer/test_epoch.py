@@ -15,6 +15,7 @@ import torch
 import headrace as hr
 from headrace.telemetry.counters import Counters
 from tests.unit.consumer.test_skipping import Mine, Numbers, lists
+from tests.unit.consumer.test_timeouts import Held
 from tests.unit.streams.reading import Count
 
 STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
@@ -384,16 +385,13 @@ def test_workers_that_always_die_are_not_skipped_in_silence():
 # What is computed
 
 
-def test_agets_is_used_if_defined():
+def test_agets_is_not_called_without_batches():
     class AtOnce(Numbers):
         async def agets(self, indices):
             return [-index for index in indices]
 
-    dataset = AtOnce(5)
-    with hr.DataLoader(dataset, batch_size=2) as loader:
-        assert lists(loader) == [[0, -1], [-2, -3], [-4]]
-    with hr.DataLoader(dataset, batch_size=None) as loader:
-        assert list(loader) == [0, 1, 2, 3, 4], "without batches there is nothing to fetch at once"
+    with hr.DataLoader(AtOnce(5), batch_size=None) as loader:
+        assert list(loader) == [0, 1, 2, 3, 4], "there is nothing to fetch at once"
 
 
 # Leaving early
@@ -418,15 +416,8 @@ def test_leaving_early_lets_a_fetch_clean_up():
 
 
 def test_closing_while_another_task_waits_ends_its_wait(consumer_loop):
-    class Silent(Numbers):
-        async def aget(self, index):
-            asked.set()
-            await asyncio.Event().wait()
-
-    asked = threading.Event()
-
     async def scenario():
-        loader = hr.DataLoader(Silent(1))
+        loader = hr.DataLoader(Held(0))
 
         async def consume():
             with pytest.raises(hr.errors.LoaderClosedError):

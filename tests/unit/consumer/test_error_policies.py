@@ -183,11 +183,6 @@ def test_function_is_not_asked_about_an_error_that_ended_the_stream(stream):
     assert asked == list(range(99))
 
 
-def test_argument_that_is_no_policy_is_refused():
-    with pytest.raises(ValueError, match=r"on_error must be .* got 'ignore'"):
-        loading(Numbers(2), "ignore")
-
-
 @WORKERS
 @pytest.mark.parametrize(
     ("damage", "options", "lost", "words"),

@@ -25,20 +25,6 @@ from tests.datasets import Numbers
 N = 13
 
 
-class Evens:
-    """A sampler without a state, whose order follows from the epoch."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        yield from np.random.default_rng(self.epoch).permutation(N).tolist()
-
-    wants_epoch = True
-
-
 class Stateful:
     """A sampler that remembers its position."""
 
@@ -58,20 +44,13 @@ class Stateful:
         self.position = state["position"]
 
 
-def add_noise(sample):
-    """A transform that draws from every global generator."""
-    return torch.tensor([float(sample), np.random.random(), torch.rand(()).item()])
-
-
 CASES = {
-    "sequential": lambda **k: DataLoader(Numbers(N), 3, **k),
-    "shuffled by torch": lambda **k: DataLoader(Numbers(N), 3, shuffle=True, **k),
-    "shuffled by seed": lambda **k: DataLoader(Numbers(N), 3, shuffle=True, seed=0, **k),
-    "torch dataset": lambda **k: DataLoader(range(N), 3, shuffle=True, **k),
-    "subset": lambda **k: DataLoader(Numbers(N), 3, sampler=SubsetRandomSampler(range(N)), **k),
-    "a sampler of the user's": lambda **k: DataLoader(Numbers(N), 3, sampler=Evens(), **k),
-    "a sampler with a state": lambda **k: DataLoader(Numbers(N), 3, sampler=Stateful(), **k),
-    "batches": lambda **k: DataLoader(Numbers(N), batch_sampler=[[1, 2], [3], [0, 7, 8], [4]], **k),
+    "sequential": lambda: DataLoader(Numbers(N), 3),
+    "shuffled by torch": lambda: DataLoader(Numbers(N), 3, shuffle=True),
+    "shuffled by seed": lambda: DataLoader(Numbers(N), 3, shuffle=True, seed=0),
+    "torch dataset": lambda: DataLoader(range(N), 3, shuffle=True),
+    "subset": lambda: DataLoader(Numbers(N), 3, sampler=SubsetRandomSampler(range(N))),
+    "a sampler with a state": lambda: DataLoader(Numbers(N), 3, sampler=Stateful()),
 }
 
 
@@ -94,25 +73,6 @@ def saved_after(loader, batches):
     state = json.loads(json.dumps(loader.state_dict()))
     iterator.close()
     return given, state
-
-
-@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
-def test_restored_loader_continues_after_the_last_delivered_batch(make):
-    # Without an engine nothing is drawn before the first batch, so that the order is not decided until then; and
-    # without a seed, transforms draw from the generators of the program, as in torch.
-    undecided = make is CASES["torch dataset"]
-    noisy = None if undecided else add_noise
-    torch.manual_seed(0)
-    whole = epochs(make(transform=noisy), 1)[0]
-    for delivered in range(undecided, len(whole) + 1):
-        torch.manual_seed(0)
-        given, state = saved_after(make(transform=noisy), delivered)
-        assert given == whole[:delivered]
-        torch.manual_seed(delivered + 1)  # the program that continues has other generators
-        restored = make(transform=noisy)
-        restored.load_state_dict(state)
-        assert json.dumps(restored.state_dict()) == json.dumps(state)
-        assert epochs(restored, 1)[0] == whole[delivered:]
 
 
 class Draws(torch.utils.data.Dataset):
@@ -387,7 +347,7 @@ def test_states_with_values_of_other_types_are_refused_or_continue(name):
 
 
 def test_sampler_with_another_order_than_before_is_refused():
-    class Unseeded(Evens):
+    class Unseeded:
         def __iter__(self):
             yield from np.random.permutation(N).tolist()
 
@@ -411,7 +371,7 @@ def test_order_that_one_rank_drew_is_refused_on_another(name, as_rank):
     as_rank(1, 2)
     restored = CASES[name]()
     restored.load_state_dict(state)
-    with pytest.raises(StateError, match="saved by rank 0 of 2, and this is rank 1 of 2"):
+    with pytest.raises(StateError, match=r"saved by rank 0 of 2, and this is rank 1 of 2.*merge_states"):
         iter(restored)
 
 

@@ -1,6 +1,5 @@
 """With in_order=False, a restored loader does not give a batch again that was given out before others."""
 
-import asyncio
 import itertools
 import json
 import os
@@ -8,37 +7,24 @@ import os
 import pytest
 
 import headrace as hr
-from tests.datasets import Numbers
-from tests.unit.streams.reading import stream
+from tests.unit.consumer.test_timeouts import Held
+from tests.unit.streams.reading import Plain, stream
 
 N = 24
 
 
-class Held(Numbers):
-    """Numbers, of which those in `held` never arrive."""
-
-    def __init__(self, held):
-        super().__init__(N)
-        self.held = held
-
-    async def aget(self, index):
-        if index in self.held:
-            await asyncio.Event().wait()
-        return index
-
-
 def in_sequence(held, batch_size, in_order):
-    return hr.DataLoader(Held(held), batch_size, in_order=in_order)
+    return hr.DataLoader(Held(*held, length=N), batch_size, in_order=in_order)
 
 
 def by_permutation(held, batch_size, in_order):
-    data = Held({ORDERS[by_permutation][position] for position in held})
+    data = Held(*(ORDERS[by_permutation][position] for position in held), length=N)
     return hr.DataLoader(data, batch_size, shuffle=True, seed=0, in_order=in_order)
 
 
 def by_sampler(held, batch_size, in_order):
     return hr.DataLoader(
-        Held({N - 1 - each for each in held}), batch_size, sampler=ORDERS[by_sampler], in_order=in_order
+        Held(*(N - 1 - each for each in held), length=N), batch_size, sampler=ORDERS[by_sampler], in_order=in_order
     )
 
 
@@ -135,25 +121,10 @@ def test_batch_around_others_that_were_given_out_before_can_be_saved_after(kind)
     assert sorted(given) == list(range(N))
 
 
-class FailsAtSix:
-    def __init__(self):
-        self.numbers = iter(range(16))
-
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        for number in self.numbers:
-            if number == 6:
-                raise ValueError(number)
-            return number
-        raise StopAsyncIteration
-
-
 def test_merged_states_of_given_ranks_continue_each_its_own_part():
     def loader(rank, held=(), ranks=2):
         sampler = hr.ElasticSampler(N, shuffle=False, rank=rank, world_size=ranks)
-        return hr.DataLoader(Held(held), 2, sampler=sampler, in_order=False)
+        return hr.DataLoader(Held(*held, length=N), 2, sampler=sampler, in_order=False)
 
     states, left = [], []
     for rank in range(2):
@@ -176,11 +147,9 @@ def test_merged_states_of_given_ranks_continue_each_its_own_part():
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")
 def test_samples_of_a_batch_that_failed_are_not_read_again():
     def loader(held):
-        class Stream:
-            def __aiter__(self):
-                return FailsAtSix()
-
-        return hr.DataLoader(Stream(), 4, transform=all_but(held), num_workers=2, in_order=False, drop_last=True)
+        return hr.DataLoader(
+            Plain(16, bad=[6]), 4, transform=all_but(held), num_workers=2, in_order=False, drop_last=True
+        )
 
     with loader({0}) as interrupted:
         with pytest.raises(ValueError, match="6"):

@@ -78,15 +78,6 @@ def test_functions_and_concatenations_keep_the_order(tokens, read, wrap):
     assert read(wrap(tokens), 1, 2, 3, shuffle=True)[0] == read(tokens, 1, 2, 3, shuffle=True)[0]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (4, 1)])
-def test_any_number_of_ranks_continues_a_shuffled_epoch(tokens, read, before, after):
-    first = [read(tokens, rank, before, 20, shuffle=True) for rank in range(before)]
-    assert len({json.dumps(state) for _, state in first}) == 1
-    rest = [read(tokens, rank, after, state=first[0][1], shuffle=True)[0] for rank in range(after)]
-    every = [sample for part in (*(given for given, _ in first), *rest) for sample in part]
-    assert len(set(every)) == len(every) > SAMPLES - before - after
-
-
 def test_the_order_of_the_dataset_is_another_on_one_rank_than_on_several(tokens, read):
     _, state = read(tokens, 0, 1, 3)
     with pytest.raises(StateError, match=r"order_of='samples'.*order_of='blocks'"):

@@ -51,19 +51,18 @@ class StatefulCounter(Counter):
         self.next = state["next"]
 
 
-class Count(hr.AsyncIterableDataset):
+class Stream:
     def __init__(self, length=5, fault=None, iterator=StatefulCounter):
         self.length, self.fault, self.iterator = length, fault, iterator
 
+
+class Count(Stream, hr.AsyncIterableDataset):
     def __aiter__(self):
         return self.iterator(self, range(self.length))
 
 
-class TorchCount(IterableDataset):
+class TorchCount(Stream, IterableDataset):
     """Each worker reads its part; a fault is that of worker 0."""
-
-    def __init__(self, length=5, fault=None, iterator=StatefulCounter):
-        self.length, self.fault, self.iterator = length, fault, iterator
 
     def __iter__(self):
         info = get_worker_info()

@@ -42,13 +42,6 @@ def numbered(lengths):
     return [list(range(end - length + 1, end + 1)) for length, end in zip(lengths, ends, strict=True)]
 
 
-def test_first_fit_takes_the_oldest_with_room_and_best_fit_the_fullest():
-    packed = (pack(numbered([3, 4, 2, 1]), 6, strategy) for strategy in ("first_fit", "best_fit"))
-    first, best = ([*map(segments, sequences)] for sequences in packed)
-    assert first == [[[1, 2, 3], [8, 9], [10]], [[4, 5, 6, 7]]]
-    assert best == [[[4, 5, 6, 7], [8, 9]], [[1, 2, 3], [10]]]
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.integers(0, 40), max_size=60),

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
 import headrace as hr
-from headrace._core.order.samplers import SeededRandomSampler
 from headrace._core.torchcompat import portable_collate as portable
 from tests.datasets import Numbers
 
@@ -202,21 +201,6 @@ def test_stream_of_shards_divides_itself_among_torch_workers(tmp_path):
     spawned = {"multiprocessing_context": "spawn"}  # obstore does not survive a fork
     got = numbers(TorchDataLoader(shown, num_workers=2, batch_size=None, **spawned))
     assert sorted(got) == [10 * shard + line for shard in range(4) for line in range(5)]
-
-
-# seed=
-
-
-def test_order_of_seed_is_the_same_in_a_rebuilt_loader_in_every_epoch():
-    with hr.DataLoader(range(10), batch_size=4, shuffle=True, seed=5) as loader:
-        expected = [numbers(loader) for _ in range(3)]
-    assert len({tuple(order) for order in expected}) == 3
-    other = hr.DataLoader(range(10), batch_size=4, shuffle=True, seed=5)
-    assert isinstance(other.sampler, SeededRandomSampler)
-    plain = rebuilt(other)
-    assert [numbers(plain) for _ in range(3)] == expected
-    other.set_epoch(1)
-    assert numbers(plain) == expected[1]
 
 
 def test_setting_an_option_of_a_loader_warns_that_it_has_no_effect():

@@ -1,8 +1,6 @@
 """Operations on a stream's samples before batching: `filter`, `map`, `pipe`, `repeat`; in the workers, in order."""
 
 import asyncio
-import collections
-import contextlib
 import gc
 import itertools
 import os
@@ -56,22 +54,6 @@ def test_error_of_a_predicate_is_raised_in_order_and_later_samples_follow(option
         assert list(batches) == list(range(26, 40))
 
 
-@WHERE
-def test_skipped_errors_leave_full_batches(options):
-    def check(sample):
-        if sample in (3, 25):
-            raise Mine("no")
-        return True
-
-    stream = Count(40, bad=(7, 8)).filter(check)
-    with hr.DataLoader(stream, batch_size=6, on_error="skip", **options) as loader:
-        batches = lists(loader)
-    assert [len(batch) for batch in batches] == [6] * 6
-    assert list(itertools.chain.from_iterable(batches)) == [i for i in range(40) if i not in (3, 7, 8, 25)]
-    assert loader.stats().skipped_samples == 4
-    assert collections.Counter(record.type_name for record in loader.stats().skipped) == {"Mine": 2, "ValueError": 2}
-
-
 def test_sample_that_kills_its_worker_before_batching_loses_no_other():
     def die(sample):
         if sample == 20:
@@ -104,21 +86,6 @@ def test_function_or_result_that_cannot_be_pickled_is_named_and_loses_no_other_s
         with pytest.raises(hr.errors.NotPicklableError, match="the result of a function before batching"):
             next(batches)
         assert list(batches) == list(range(21, 30))
-
-
-@pytest.mark.parametrize("options", [{"num_workers": 0, "placement": "process"}, {"num_workers": 3}])
-def test_random_predicates_are_the_same_for_every_number_of_workers(options):
-    stream = (
-        Count(200).map(lambda i: (i, random.random(), float(torch.rand(())))).filter(lambda s: random.random() < 0.5)
-    )
-    stream = stream.shuffle(16)
-    epochs = []
-    for place in ({"num_workers": 1}, options):
-        with hr.DataLoader(stream, batch_size=8, seed=5, collate_fn=list, **place) as loader:
-            epochs.append([list(loader), list(loader)])
-    assert epochs[0] == epochs[1]
-    assert epochs[0][0] != epochs[0][1]
-    assert 60 < sum(map(len, epochs[0][0])) < 140
 
 
 @pytest.mark.parametrize(("seed", "options"), [(None, {}), (5, {"placement": "process"}), (5, {"num_workers": 2})])
@@ -191,27 +158,6 @@ def test_live_feed_delivers_a_sample_before_the_next_arrives():
 
 
 # Piping
-
-
-@WHERE
-def test_tokens_made_in_workers_are_packed_and_then_mapped(options):
-    def tokenise(number):
-        return [number] * (number % 4 + 1)
-
-    async def pack(samples):
-        buffer = []
-        async for tokens in samples:
-            buffer += tokens
-            while len(buffer) >= 6:
-                yield buffer[:6]
-                buffer = buffer[6:]
-
-    packed = Count(40).map(tokenise).pipe(pack).map(torch.tensor)
-    expected = list(itertools.chain.from_iterable(map(tokenise, range(40))))
-    with hr.DataLoader(packed, batch_size=3, **options) as loader:
-        rows = [row for batch in loader for row in batch.tolist()]
-    assert list(itertools.chain.from_iterable(rows)) == expected[: len(rows) * 6]
-    assert {len(row) for row in rows} == {6}
 
 
 class OnlyFails(hr.AsyncIterableDataset):
@@ -302,27 +248,6 @@ def test_repeated_shuffled_stream_has_another_order_each_time_and_in_each_epoch(
         orders = [tuple(batch.tolist()) for _ in range(2) for batch in loader]
     assert len(set(orders)) == 6
     assert all(sorted(order) == list(range(30)) for order in orders)
-    with hr.DataLoader(Count(30).shuffle(10, seed=3), batch_size=30) as loader:
-        assert tuple(next(iter(loader)).tolist()) == orders[0], "the first is as without repeat"
-
-
-async def test_abandoned_wait_before_batching_loses_nothing():
-    proceed = threading.Event()
-
-    async def feed():
-        yield 0
-        await asyncio.to_thread(proceed.wait)
-        yield 1
-
-    stream = hr.from_async_iterable(feed).filter(lambda i: True)
-    async with hr.DataLoader(stream, batch_size=None, num_workers=1, placement="thread") as loader:
-        batches = aiter(loader)
-        assert int(await anext(batches)) == 0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await anext(batches)
-        proceed.set()
-        assert int(await anext(batches)) == 1
 
 
 class Slow:

@@ -20,6 +20,8 @@ from headrace._core.store.ranges import map_all, read_ranges
 from headrace._core.streams.epochs import Order
 from headrace._core.streams.kinds import Blocks, capabilities
 
+__all__ = ["IndexStream"]
+
 T_co = TypeVar("T_co", covariant=True)
 
 _SAMPLES_OF_WHOLE = 32  # fetched at once from shards that are read as a whole

@@ -24,6 +24,7 @@ __all__ = ["IndexStream"]
 
 T_co = TypeVar("T_co", covariant=True)
 
+_IN_ORDER = 32  # blocks read at once in the order of the dataset: 8 MiB, which the processor's cache may hold
 _SAMPLES_OF_WHOLE = 32  # fetched at once from shards that are read as a whole
 _SAMPLES_AT_ONCE = 128  # made on the event loop before other tasks get a turn
 
@@ -67,10 +68,12 @@ class IndexStream(PartStream[T_co]):
 
     def _reader_of(self, reader: ShardOptions, order: Order) -> PartReader[Any]:
         sampler = self._sampler(reader, order)
+        in_order = sampler.order_of == "samples"
+        at_once = self._blocks.size * _IN_ORDER if in_order else -(-self._blocks.samples // reader.count)
 
         def open_part(position: PartPosition, _shard: Shard, _standby: bool) -> _IndexReader:
             indices = sampler.indices_from(position.given * reader.count)
-            return _IndexReader(self._dataset, indices, -(-self._blocks.samples // reader.count), position)
+            return _IndexReader(self._dataset, indices, at_once, position)
 
         def name_of(_part: int, number: int) -> str:
             return str(self._dataset.sample_key(next(sampler.indices_from(number * reader.count))))

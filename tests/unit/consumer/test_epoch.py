@@ -482,11 +482,17 @@ class Failing(Numbers):
         return index
 
 
+async def failing():
+    for index in range(4):
+        yield await Failing(4).aget(index)
+
+
+@pytest.mark.parametrize("dataset", [Failing(8), hr.from_async_iterable(failing)], ids=["map", "stream"])
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"placement": "process"}], ids=str)
-def test_an_iterator_whose_sample_failed_ends_when_it_is_dropped(options):
+def test_an_iterator_whose_sample_failed_ends_when_it_is_dropped(dataset, options):
     gc.disable()
     try:
-        with hr.DataLoader(Failing(8), batch_size=2, seed=0, **options) as loader:
+        with hr.DataLoader(dataset, batch_size=2, seed=0, **options) as loader:
             batches = iter(loader)
             next(batches)
             with pytest.raises(ValueError, match="3"):

@@ -239,6 +239,7 @@ class StreamFetch(FetchStage):
             if self.context.stopping:
                 raise asyncio.CancelledError from None
             batch.fail(error)
+            del batch  # it holds the error, whose traceback holds this frame
 
     async def _close(self) -> None:
         stream, self._stream = self._stream, None

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate as torch_default_collate
 from torch.utils.data import default_convert as default_convert
 
+from headrace._core.array_types import AnyArray
 from headrace._core.batches import Rows
 from headrace._core.text import add_note
 from headrace._core.torchcompat.private import (
@@ -71,7 +71,6 @@ def _keep_none(batch: Sequence[object], **options: Any) -> None:
         raise TypeError("default_collate: a field is None in some samples of the batch and not in others")
 
 
-_Array = npt.NDArray[np.generic]
 _FunctionsByType = dict[type | tuple[type, ...], Callable[..., Any]]
 _OURS: _FunctionsByType = {memoryview: _keep, type(None): _keep_none}
 
@@ -190,7 +189,7 @@ def _is_plain(tensor: object) -> bool:
     )
 
 
-def _stack_arrays(batch: Sequence[_Array], **options: Any) -> torch.Tensor:
+def _stack_arrays(batch: Sequence[AnyArray], **options: Any) -> torch.Tensor:
     if np_str_obj_array_pattern.search(batch[0].dtype.str) is not None:
         collate_numpy_array_fn(batch, **options)  # raises torch's error
     return collate([torch.as_tensor(array) for array in batch], **options)  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from headrace._core.array_types import AnyDType
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.npy import npy_layout
 from headrace._core.store.ranges import Ranges
@@ -78,7 +79,7 @@ class ArrayDataset(RangedShards[torch.Tensor]):
         return torch.from_numpy(np.frombuffer(data, self._dtype).reshape(shape).astype(self._dtype.newbyteorder("=")))
 
 
-async def _open_file(shard: Shard) -> tuple[Shard, int, np.dtype[np.generic], tuple[int, ...]]:
+async def _open_file(shard: Shard) -> tuple[Shard, int, AnyDType, tuple[int, ...]]:
     """The file, and the offset, the type and the shape of its array."""
     read = await shard.read_start(4096)
     begin, dtype, shape, fortran = npy_layout(bytes(read.data[:4096]), shard)

@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace._core.array_types import IntArray
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.ranged import IndexStream
@@ -333,7 +333,7 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
         number = int(np.searchsorted(self._ends, index % length, side="right"))
         return number, index % length - int(self._firsts[number])
 
-    def _rows(self, indices: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _rows(self, indices: Sequence[int]) -> tuple[IntArray, IntArray]:
         """The number of the shard of each sample, and its row there; raises `IndexError` if there is none."""
         places = positions(indices, len(self))
         shards = np.searchsorted(self._ends, places, side="right")

@@ -10,8 +10,8 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace._core.array_types import ByteArray, IntArray
 from headrace._core.shards.compression import check_content
 from headrace._core.shards.discovery import Shard, map_shards, shard_errors
 from headrace._core.shards.unpacked import FORMATS, UnpackedShards, unpack, unpacker
@@ -66,7 +66,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         super().__init__([shard for shard, _ in opened], counts or [file.rows for file in files] or [0])
         self._offsets = np.concatenate([table for _, table in opened] or [np.zeros(1, np.int64)]).astype(np.uint32)
 
-    async def _open(self, store: Store, file: TableFile) -> tuple[Shard, NDArray[np.int64]]:
+    async def _open(self, store: Store, file: TableFile) -> tuple[Shard, IntArray]:
         shard = Shard(store, file.key)
         if self._whole:
             shard, data = replace(shard, head=await store.head(file.key)), None
@@ -79,7 +79,7 @@ class OffsetTableDataset(RangedShards[T_co]):
             raise shard.error(f"{shard.head.size:,} bytes, and {size:,} in its index")
         return shard, np.empty(0, np.int64) if data is None else self._table(file, data, shard)
 
-    def _table(self, file: TableFile, data: memoryview, shard: Shard) -> NDArray[np.int64]:
+    def _table(self, file: TableFile, data: memoryview, shard: Shard) -> IntArray:
         """Where the samples begin, and where the last ends, by the first bytes of a shard, which it checks."""
         if len(data) < file.begin:
             raise shard.error(f"no room for {file.rows:,} samples, which its index says it has")
@@ -130,7 +130,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         begin, end = np.frombuffer(data, "<u4", 2, 4 * row + 4).tolist()
         return begin, end
 
-    async def _load(self, number: int) -> NDArray[np.uint8]:
+    async def _load(self, number: int) -> ByteArray:
         file, shard = self._files[number], self._shards[number]
         assert shard.head is not None
         try:
@@ -138,7 +138,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         except ShardError:  # perhaps damaged in transit: read once more
             return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.head.size))
 
-    def _unpack(self, file: TableFile, shard: Shard, data: memoryview) -> NDArray[np.uint8]:
+    def _unpack(self, file: TableFile, shard: Shard, data: memoryview) -> ByteArray:
         found = np.frombuffer(data, np.uint8)
         if file.format:
             found = unpack(data, file.format, file.size, shard, self._largest)
@@ -202,7 +202,7 @@ def decode_fields(data: memoryview, fields: Sequence[tuple[str, FieldDecoder, in
     return values
 
 
-def raw_image(data: memoryview) -> NDArray[np.uint8]:
+def raw_image(data: memoryview) -> ByteArray:
     """The pixels of a raw image of PIL: uint8 of shape (height, width), or (height, width, channels)."""
     width, height, length = np.frombuffer(data[:12], "<u4").tolist()
     mode, pixels = bytes(data[12 : 12 + length]).decode(), np.frombuffer(data[12 + length :], np.uint8)

@@ -10,8 +10,8 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from headrace._core.array_types import AnyDType, IntArray
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.npy import npy_layout
@@ -127,7 +127,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} {kind})"
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> IntArray:
         """The number of tokens of each sample, for a `headrace.BalancedBatchSampler`."""
         if self._bounds is None:
             return np.full(len(self), self._seq_len)
@@ -210,7 +210,7 @@ def _check_width(first: bytes, width: int, raw: str | None, shard: Shard) -> Non
     warnings.warn(f"{what}: {shard.name}", UserWarning, stacklevel=1)
 
 
-def _llmc_layout(first: bytes, shard: Shard) -> tuple[int, np.dtype[np.generic], int]:
+def _llmc_layout(first: bytes, shard: Shard) -> tuple[int, AnyDType, int]:
     kind, version, count = np.frombuffer(first[:12].ljust(12, b"\0"), "<u4").tolist()
     if len(first) < _LLMC_HEADER or (kind, version) not in _LLMC_TYPES:
         what = f"not a header of llm.c's tokens: kind {kind}, version {version}, {len(first)} bytes"

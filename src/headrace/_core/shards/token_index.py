@@ -6,8 +6,8 @@ import struct
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace._core.array_types import AnyDType, IntArray
 from headrace._core.shards.discovery import Shard
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
 
@@ -18,7 +18,7 @@ _METADATA = 4096  # bytes, at most: a name, two numbers and a comment
 
 
 # The type of the tokens, their number, and, if asked for, the bytes at which documents begin and the last ends.
-TokenIndex = tuple[np.dtype[np.generic], int, NDArray[np.int64] | None]
+TokenIndex = tuple[AnyDType, int, IntArray | None]
 
 
 async def read_index(shard: Shard, size: int, dtype: str | None, documents: bool) -> TokenIndex | None:
@@ -43,7 +43,7 @@ async def read_index(shard: Shard, size: int, dtype: str | None, documents: bool
 
 
 # The file, the type of the tokens, their number, and, if asked for, the ends of documents, after a 0.
-_Contents = tuple[Shard, str, int, NDArray[np.int64] | None]
+_Contents = tuple[Shard, str, int, IntArray | None]
 
 
 async def _megatron(shard: Shard, size: int, documents: bool) -> _Contents:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from headrace._core.array_types import IntArray
 from headrace._core.store.ranges import Ranges, cut, read_ranges
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.composition import ConcatComposition, MapComposition, apply_functions, plan
@@ -181,7 +182,7 @@ class RangedDataset(AsyncDataset[T_co]):
         return [self.sample_of(index, view) for index, view in zip(indices, views, strict=True)]
 
 
-def positions(indices: Sequence[Any], length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def positions(indices: Sequence[Any], length: int) -> IntArray:
     """Indices as an array of positions from 0; negative ones count from the end, and errors are those of a list."""
     found = np.asarray(indices)
     if found.dtype.kind not in "iu":

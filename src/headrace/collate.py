@@ -28,6 +28,8 @@ from headrace._core.torchcompat.private import (
     tree_flatten_with_path,
 )
 
+CollateFn = Callable[[Any], object]
+
 
 def default_collate(batch: Sequence[object]) -> Any:
     """Put samples together to a batch: `torch.utils.data.default_collate`, which stacks tensors, arrays and numbers.
@@ -52,7 +54,7 @@ def default_collate(batch: Sequence[object]) -> Any:
     return collate(batch, collate_fn_map={**default_collate_fn_map, **_OURS})
 
 
-def is_default(collate_fn: Callable[[Any], object]) -> bool:
+def is_default(collate_fn: CollateFn) -> bool:
     """Whether it is a default collate of torch or of this module, or one of `destined`; by identity."""
     return any(collate_fn is default for pair in _DESTINED for default in pair)
 
@@ -75,7 +77,7 @@ _FunctionsByType = dict[type | tuple[type, ...], Callable[..., Any]]
 _OURS: _FunctionsByType = {memoryview: _keep, type(None): _keep_none}
 
 
-def collated(collate_fn: Callable[[object], object], samples: Sequence[object]) -> object:
+def collated(collate_fn: CollateFn, samples: Sequence[object]) -> object:
     """The batch that `collate_fn` makes of samples; a default collate need not copy the rows of a tensor."""
     if type(samples) is not Rows:
         return collate_fn(samples)
@@ -121,7 +123,7 @@ def collate_into(destination: Destination) -> None:
     _destination = destination
 
 
-def destined(collate_fn: Callable[[Any], object]) -> Callable[[object], object]:
+def destined(collate_fn: CollateFn) -> CollateFn:
     """The default collates as functions that stack into the destination; any other function as it is.
 
     A function of the user's that calls a default collate itself is left alone: it may keep the batch.
@@ -218,13 +220,13 @@ def _stacking(functions: _FunctionsByType) -> _FunctionsByType:
 
 
 # A default collate, and the function that stacks into the destination.
-_DESTINED: tuple[tuple[Callable[[Any], object], Callable[[object], object]], ...] = (
+_DESTINED: tuple[tuple[CollateFn, CollateFn], ...] = (
     (torch_default_collate, _collate_as_torch_into_destination),
     (default_collate, _collate_into_destination),
 )
 
 
-def draws_nothing(function: Callable[[object], object]) -> bool:
+def draws_nothing(function: CollateFn) -> bool:
     """Whether a collate function is one of torch's or of this module's, which use no random numbers."""
     called = function.func if isinstance(function, functools.partial) else function
     return is_default(called) or called is default_convert

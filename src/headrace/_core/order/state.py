@@ -9,7 +9,7 @@ import json
 import operator
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Final, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -76,12 +76,18 @@ class Run(NamedTuple):
     exclusions: int = 0  # how many of the state's are in force
 
 
+RunValues: TypeAlias = tuple[()] | tuple[int, int, int, int, int, int]
+"""The values of a `Run`; empty before the first epoch."""
+
+Triples: TypeAlias = tuple[tuple[int, int, int], ...]
+
+
 class Past(NamedTuple):
     """The fields of a state that describe the batches before it."""
 
-    run: tuple[()] | tuple[int, int, int, int, int, int] = ()  # see `Run`; empty before the first epoch
-    excluded: tuple[tuple[int, int, int], ...] = ()  # see `Exclusion`
-    lost: tuple[tuple[int, int, int], ...] = ()  # see `LoaderState`
+    run: RunValues = ()
+    excluded: Triples = ()  # see `Exclusion`
+    lost: Triples = ()  # see `LoaderState`
 
 
 class LoaderState(NamedTuple):
@@ -108,10 +114,10 @@ class LoaderState(NamedTuple):
     # Batches given out after others that were not: number, first sample and number of samples of each, and of a stream
     # the first and last position.
     delivered: tuple[tuple[int, int, int] | tuple[int, int, int, int, int], ...] = ()
-    run: tuple[()] | tuple[int, int, int, int, int, int] = ()  # see `Run`; empty before the first epoch
-    excluded: tuple[tuple[int, int, int], ...] = ()  # samples that are left out; see `Exclusion`
+    run: RunValues = ()
+    excluded: Triples = ()  # samples that are left out; see `Exclusion`
     # The last batches that lost all their samples: epoch, number of the batch, and steps made in the epoch before.
-    lost: tuple[tuple[int, int, int], ...] = ()
+    lost: Triples = ()
     found: Mapping[str, int] = {}  # arguments with "auto", and the values in force; no batch depends on them
     skipped: tuple[int, int, int] = (0, 0, 0)  # samples of the epoch delivered, skipped, and skipped in a row
 

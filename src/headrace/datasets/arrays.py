@@ -61,7 +61,7 @@ class ArrayDataset(RangedShards[torch.Tensor]):
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the rows at `indices`, by shard; raises `IndexError` if there is no such row."""
-        shards, rows = self._rows(indices)
+        shards, rows, _ = self._rows(indices)
         starts = self._begins[shards] + rows * self._row_bytes
         return Ranges(shards, starts, starts + self._row_bytes)
 

@@ -333,11 +333,14 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
         number = int(np.searchsorted(self._ends, index % length, side="right"))
         return number, index % length - int(self._firsts[number])
 
-    def _rows(self, indices: Sequence[int]) -> tuple[IntArray, IntArray]:
-        """The number of the shard of each sample, and its row there; raises `IndexError` if there is none."""
+    def _rows(self, indices: Sequence[int]) -> tuple[IntArray, IntArray, IntArray]:
+        """For each sample the number of its shard, its row there, and its position in the dataset.
+
+        Raises `IndexError` if there is no such sample.
+        """
         places = positions(indices, len(self))
         shards = np.searchsorted(self._ends, places, side="right")
-        return shards, places - self._firsts[shards]
+        return shards, places - self._firsts[shards], places
 
     def range(self, index: int) -> tuple[int, int, int]:
         """Shard, start and stop of the bytes of the sample at `index`; raises `IndexError` if there is none."""

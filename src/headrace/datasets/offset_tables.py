@@ -106,10 +106,10 @@ class OffsetTableDataset(RangedShards[T_co]):
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the samples at `indices`, or their rows in shards that are read as a whole."""
-        shards, rows = self._rows(indices)
+        shards, rows, places = self._rows(indices)
         if self._whole:
             return Ranges(shards, rows, rows + 1)
-        at = self._firsts[shards] + rows + shards  # a table has one offset more than samples
+        at = places + shards  # a table has one offset more than samples
         return Ranges(shards, self._offsets[at].astype(np.int64), self._offsets[at + 1].astype(np.int64))
 
     def extent(self, index: int) -> Extent:

@@ -138,9 +138,9 @@ class TokenDataset(RangedShards[torch.Tensor]):
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the samples at `indices`, by shard; raises `IndexError` if there is no such sample."""
-        shards, rows = self._rows(indices)
+        shards, rows, places = self._rows(indices)
         if self._bounds is not None:
-            at = self._firsts[shards] + rows + shards
+            at = places + shards
             return Ranges(shards, self._bounds[at], self._bounds[at + 1])
         starts = self._begins[shards] + rows * self._stride * self._sizes[shards]
         return Ranges(shards, starts, starts + self._seq_len * self._sizes[shards])
